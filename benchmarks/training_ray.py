@@ -1,0 +1,114 @@
+"""What synchronisation costs: 2 Ray Train workers against two processes that never talk.
+
+Both run the TF-Privacy CNN with one thread each and the same work per step (an expected 512
+examples per process; the Ray run's expected batch is 1,024). Steady-state steps per second,
+start-up left out; rounds are interleaved and the median ratio is printed.
+
+    python benchmarks/training_ray.py [--quick]
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from PIL import Image
+
+RECORDS = 8192
+_ALONE = """
+import sys, torch
+from pathlib import Path
+from dpdist.recipe import load
+from dpdist.runfolder import RunFolder
+from dpdist.training.job import prepare
+from dpdist.training.loop import run
+from dpdist.training.reducer import Reducer
+torch.set_num_threads(1)
+path = Path(sys.argv[1])
+job = prepare(load(path), RunFolder(Path(sys.argv[2])), str(path))
+run(job, Reducer(0, 1, torch.device("cpu")))
+"""
+
+
+def make_images(root: Path, name: str, records: int) -> None:
+    """Random 28x28 pictures: the work of a step does not depend on what they show."""
+    rng = np.random.default_rng(0)
+    rows = []
+    for _ in range(records):
+        buffer = io.BytesIO()
+        Image.fromarray(rng.integers(0, 256, (28, 28), dtype=np.uint8)).save(buffer, format="PNG")
+        rows.append({"bytes": buffer.getvalue(), "path": ""})
+    (root / name).mkdir(parents=True)
+    table = pa.table({"image": rows, "label": rng.integers(0, 10, records)})
+    pq.write_table(table, root / name / "train.parquet")
+    pq.write_table(table.slice(0, 10), root / name / "test.parquet")
+
+
+def recipe(folder: Path, data: str, batch_size: int, workers: int, steps: int) -> Path:
+    raw = {
+        "name": f"{data}-{workers}",
+        "data": {"name": data, "root": str(folder / "data")},
+        "model": "tf-cnn",
+        "privacy": {"noise_multiplier": 1.1, "delta": 1e-5},
+        "training": {"batch_size": batch_size, "steps": steps, "learning_rate": 0.1},
+        "resources": {"workers": workers, "checkpoint_seconds": 3600},
+    }
+    path = folder / f"{raw['name']}.yaml"
+    path.write_text(json.dumps(raw))
+    return path
+
+
+def rate(run: Path) -> float:
+    summary = json.loads((run / "private" / "trained.json").read_text())
+    return summary["steps"] / summary["seconds"]
+
+
+def start(code: str, *arguments: object) -> subprocess.Popen:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([sys.executable, "-c", code, *map(str, arguments)], env=environment)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="one short round")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=150)
+    options = parser.parse_args()
+    rounds, steps = (1, 5) if options.quick else (options.rounds, options.steps)
+    cli = "from dpdist.cli import main; main()"
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        os.environ["DPDIST_CACHE"] = str(folder / "cache")
+        make_images(folder / "data", "whole", RECORDS)
+        make_images(folder / "data", "half", RECORDS // 2)
+        together = recipe(folder, "whole", 1024, 2, steps)
+        alone = recipe(folder, "half", 512, 1, steps)
+        ratios = []
+        for number in range(rounds):
+            runs = folder / f"round-{number}"
+            process = start(cli, "train", together, "--runs", runs)
+            if process.wait():
+                sys.exit("the Ray run failed")
+            pair = [start(_ALONE, alone, runs / f"alone-{side}") for side in range(2)]
+            codes = [process.wait() for process in pair]
+            if any(codes):
+                sys.exit("a process on its own failed")
+            on_ray = rate(runs / "whole-2")
+            separate = statistics.mean(rate(runs / f"alone-{side}") for side in range(2))
+            ratios.append(on_ray / separate)
+            print(f"round {number}: Ray {on_ray:.2f} steps/s, alone {separate:.2f}", flush=True)
+        print(f"2 Ray Train workers / 2 independent processes: {statistics.median(ratios):.3f}")
+
+
+if __name__ == "__main__":
+    main()

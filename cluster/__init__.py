@@ -1,0 +1,1 @@
+"""Where work runs: knows Ray, knows nothing of privacy or robustness."""

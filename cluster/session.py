@@ -1,0 +1,158 @@
+"""Connect to the Ray cluster that was asked for, or start one on this machine, on loopback only."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster.errors import ClusterError
+
+# Ray listens on all interfaces even with a loopback node address unless it takes the machine for a
+# single desktop.
+_LOOPBACK_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+_LOCAL_ENVIRONMENT = {
+    _LOOPBACK_VARIABLE: "0",
+    "RAY_AUTH_MODE": "token",
+}
+_ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_TRAIN_V2_ENABLED": "1"}
+_CONNECT_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Session:
+    """What this process is connected to. address is None for a session of our own."""
+
+    address: str | None
+    cpus: float
+    gpus: float
+    nodes: int
+
+    @property
+    def local(self) -> bool:
+        return self.address is None
+
+    def __str__(self) -> str:
+        where = "this machine" if self.local else f"cluster at {self.address}"
+        gpus = f", {self.gpus:g} GPUs" if self.gpus else ""
+        return f"{where}: {self.nodes} node{'s' * (self.nodes > 1)}, {self.cpus:g} CPUs{gpus}"
+
+
+@contextlib.contextmanager
+def connect(
+    log_file: Path | None = None,
+    *,
+    cpus: int | None = None,
+    worker_setup: Callable[[], None] | None = None,
+) -> Iterator[Session]:
+    """One Ray session for a whole command; reuses the session of an enclosing `connect`.
+
+    With RAY_ADDRESS set (as inside `ray job submit`), that cluster; otherwise a new local session
+    with every port on loopback and a fresh access token. Ray's chatter goes to `log_file`.
+    `worker_setup` runs once in every worker process. `cpus` limits a local session (default: the
+    CPUs this process may use).
+
+    Raises ClusterError when nothing answers at RAY_ADDRESS.
+    """
+    address = os.environ.get("RAY_ADDRESS") or None
+    if address == "local":  # Ray's word for a session of one's own
+        address = None
+    os.environ.update({k: v for k, v in _ENVIRONMENT.items() if k not in os.environ})
+    import ray
+
+    if ray.is_initialized():
+        yield _describe(address)
+        return
+    added: list[str] = []
+    if address is None:
+        local = {**_LOCAL_ENVIRONMENT, "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        added = [name for name in local if name not in os.environ]
+        os.environ.update({name: local[name] for name in added})
+        _read_environment_again()
+    else:
+        _check_reachable(address)
+    handler = _log_to(log_file)
+    options: dict = {"log_to_driver": False, "configure_logging": False}
+    if worker_setup is not None:
+        options["runtime_env"] = {"worker_process_setup_hook": worker_setup}
+    if address is None:
+        options.update(
+            address="local",  # never somebody else's session on this machine
+            num_cpus=cpus or len(os.sched_getaffinity(0)),
+            include_dashboard=False,
+            _node_ip_address="127.0.0.1",
+        )
+    else:
+        options["address"] = address
+    try:
+        try:
+            ray.init(**options)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            where = f"RAY_ADDRESS={address}" if address else "a new local session"
+            raise ClusterError(f"no Ray cluster at {where}: {_first_line(error)}") from error
+        yield _describe(address)
+    finally:
+        ray.shutdown()
+        for name in added:
+            os.environ.pop(name, None)
+        _read_environment_again()
+        if handler is not None:
+            logging.getLogger("ray").removeHandler(handler)
+            handler.close()
+
+
+def _read_environment_again() -> None:
+    """Ray reads its mode, token and interfaces when it is imported, maybe long ago."""
+    from ray._private import ray_constants
+    from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
+
+    ray_constants.ENABLE_RAY_CLUSTER = ray_constants.env_bool(_LOOPBACK_VARIABLE, True)
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
+
+
+def _describe(address: str | None) -> Session:
+    import ray
+
+    total = ray.cluster_resources()
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    return Session(address, total.get("CPU", 0.0), total.get("GPU", 0.0), len(alive))
+
+
+def _check_reachable(address: str) -> None:
+    """Fail in seconds with a clear word, where Ray would retry for minutes."""
+    if address == "auto":
+        return
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():
+        raise ClusterError(f"RAY_ADDRESS={address}: must be HOST:PORT, ray://HOST:PORT or auto")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
+    except OSError as error:
+        raise ClusterError(
+            f"no Ray cluster at RAY_ADDRESS={address}: {error}; start one with `ray up`, or unset "
+            "RAY_ADDRESS "
+            "to use this machine"
+        ) from error
+
+
+def _log_to(log_file: Path | None) -> logging.Handler | None:
+    logger = logging.getLogger("ray")
+    logger.propagate = False
+    if log_file is None:
+        logger.addHandler(logging.NullHandler())
+        return None
+    log_file.parent.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(log_file)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
+    logger.addHandler(handler)
+    return handler
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

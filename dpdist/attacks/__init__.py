@@ -1,0 +1,1 @@
+"""Evasion attacks, membership inference and audits."""

@@ -1,0 +1,1 @@
+"""Monte Carlo certification: counts to bounds, bounds to radii, in bulk."""

@@ -1,0 +1,159 @@
+"""Confidence bounds for probabilities and expected scores: pure functions of counts and sums.
+
+All functions take scalars or arrays (broadcast together), work in float64 and round outwards, so
+that a bound is never on the wrong side of the exact one. They hold for independent draws whose
+number was fixed in advance; early-stopped counts need ``dpdist.certification.sequential``.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike
+from scipy import special
+
+# Inverse incomplete beta functions are good to about 1e-14 relative; this margin is a thousandth
+# of what any printed digit shows and keeps the rounding on the safe side.
+_MARGIN = 1e-13
+
+Bound = np.ndarray | np.float64
+
+
+def clopper_pearson_lower(hits: ArrayLike, draws: ArrayLike, alpha: ArrayLike) -> Bound:
+    """One-sided lower confidence bound of a probability, from ``hits`` successes in ``draws``.
+
+    The largest p with Pr[Binomial(draws, p) >= hits] <= alpha; 0 when hits = 0. The true
+    probability lies below it with probability at most alpha. Exact for counts up to 1e9 and more.
+    Source: Clopper and Pearson, Biometrika 1934; used by Cohen et al., ICML 2019, Section 3.2.2.
+
+    Raises ValueError unless 0 <= hits <= draws, draws >= 1 and 0 < alpha < 1.
+    """
+    k, n, a = _counts(hits, draws, alpha)
+    return _lower(k, n, a)[0][()]
+
+
+def clopper_pearson_upper(hits: ArrayLike, draws: ArrayLike, alpha: ArrayLike) -> Bound:
+    """One-sided upper confidence bound; 1 when hits = draws. See ``clopper_pearson_lower``."""
+    k, n, a = _counts(hits, draws, alpha)
+    return _lower(n - k, n, a)[1][()]
+
+
+def clopper_pearson_interval(
+    hits: ArrayLike, draws: ArrayLike, alpha: ArrayLike
+) -> tuple[Bound, Bound]:
+    """Two-sided interval with error at most alpha in all: alpha / 2 on each side."""
+    half = np.asarray(alpha, dtype=np.float64) / 2
+    return clopper_pearson_lower(hits, draws, half), clopper_pearson_upper(hits, draws, half)
+
+
+def hoeffding_interval(
+    mean: ArrayLike,
+    draws: ArrayLike,
+    alpha: ArrayLike,
+    *,
+    classes: int = 1,
+    low: float = 0.0,
+    high: float = 1.0,
+) -> tuple[Bound, Bound]:
+    """Interval for the expectation of scores in [low, high] from their sample ``mean``.
+
+    With ``classes`` = K the lower and the upper bound of all K expectations hold together with
+    probability at least 1 - alpha (union bound over 2K one-sided statements), half width
+    (high - low) * sqrt(ln(2K / alpha) / (2 draws)). Clipped to [low, high].
+    Source: Hoeffding, JASA 1963, Theorem 2.
+
+    Raises ValueError for a mean outside [low, high], draws or classes < 1, alpha outside (0, 1).
+    """
+    m, n, log_term = _scores(mean, draws, alpha, classes, low, high)
+    half = (high - low) * np.sqrt(log_term / (2 * n)) * (1 + _MARGIN)
+    return _clip_interval(m, half, low, high)
+
+
+def empirical_bernstein_interval(
+    mean: ArrayLike,
+    variance: ArrayLike,
+    draws: ArrayLike,
+    alpha: ArrayLike,
+    *,
+    classes: int = 1,
+    low: float = 0.0,
+    high: float = 1.0,
+) -> tuple[Bound, Bound]:
+    """Interval for the expectation of scores in [low, high] from sample mean and variance.
+
+    ``variance`` is the unbiased sample variance (divisor draws - 1). With ``classes`` = K all K
+    lower and K upper bounds hold together with probability at least 1 - alpha; half width, with
+    d = alpha / (2K) and scores scaled to [0, 1]: sqrt(2 V ln(2/d) / n) + 7 ln(2/d) / (3 (n - 1)).
+    Source: Maurer and Pontil, COLT 2009, Theorem 4.
+
+    Raises ValueError for draws < 2, a negative variance, and what ``hoeffding_interval`` refuses.
+    """
+    m, n, log_term = _scores(mean, draws, alpha, classes, low, high)
+    v = np.asarray(variance, dtype=np.float64)
+    if np.any(n < 2):
+        raise ValueError("draws must be at least 2 for a sample variance")
+    if not np.all(v >= 0):
+        raise ValueError("variance must be non-negative and finite")
+    log_two = log_term + np.log(2.0)
+    span = high - low
+    half = np.sqrt(2 * v * log_two / n) + span * 7 * log_two / (3 * (n - 1))
+    return _clip_interval(m, half * (1 + _MARGIN), low, high)
+
+
+def check_alpha(alpha: ArrayLike) -> np.ndarray:
+    """alpha as a float64 array; ValueError unless every entry lies strictly between 0 and 1."""
+    a = np.asarray(alpha, dtype=np.float64)
+    if not np.all((a > 0) & (a < 1)):
+        raise ValueError(f"alpha must lie strictly between 0 and 1, got {alpha!r}")
+    return a
+
+
+def _counts(
+    hits: ArrayLike, draws: ArrayLike, alpha: ArrayLike
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    k = np.asarray(hits, dtype=np.float64)
+    n = np.asarray(draws, dtype=np.float64)
+    if not (np.all(k == np.floor(k)) and np.all(n == np.floor(n))):
+        raise ValueError("hits and draws must be whole numbers")
+    if not np.all((n >= 1) & np.isfinite(n)):
+        raise ValueError(f"draws must be at least 1, got {draws!r}")
+    if not np.all((k >= 0) & (k <= n)):
+        raise ValueError(f"hits must lie between 0 and draws, got {hits!r} of {draws!r}")
+    k, n, a = np.broadcast_arrays(k, n, check_alpha(alpha))
+    return k, n, a
+
+
+def _lower(k: np.ndarray, n: np.ndarray, a: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(p_lower rounded down, 1 - p_lower rounded up), the second exact even when it is tiny."""
+    positive = np.maximum(k, 1)
+    p = special.betaincinv(positive, n - positive + 1, a)
+    q = special.betainccinv(n - positive + 1, positive, a)
+    # At k = n the bound is alpha ** (1 / n), whose complement expm1 keeps to full precision.
+    q = np.where(k == n, -np.expm1(np.log(a) / n), q)
+    q = np.where(k == 0, 1.0, np.minimum(q * (1 + _MARGIN), 1.0))
+    near_one = q < 0.5
+    p = np.where(near_one, np.nextafter(1 - q, 0), p * (1 - _MARGIN))
+    p = np.where(k == 0, 0.0, p)
+    q = np.where(near_one, q, np.nextafter(1 - p, 2))
+    return p, np.minimum(q, 1.0)
+
+
+def _scores(
+    mean: ArrayLike, draws: ArrayLike, alpha: ArrayLike, classes: int, low: float, high: float
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    m = np.asarray(mean, dtype=np.float64)
+    n = np.asarray(draws, dtype=np.float64)
+    if not high > low:
+        raise ValueError(f"high must exceed low, got [{low}, {high}]")
+    if not np.all((m >= low) & (m <= high)):
+        raise ValueError(f"mean must lie in [{low}, {high}]")
+    if not np.all(n >= 1):
+        raise ValueError(f"draws must be at least 1, got {draws!r}")
+    if classes < 1:
+        raise ValueError(f"classes must be at least 1, got {classes}")
+    return m, n, np.log(2 * classes) - np.log(check_alpha(alpha))
+
+
+def _clip_interval(
+    mean: np.ndarray, half: np.ndarray, low: float, high: float
+) -> tuple[Bound, Bound]:
+    return np.clip(mean - half, low, high)[()], np.clip(mean + half, low, high)[()]

@@ -1,0 +1,375 @@
+"""Bulk certification on a Ray cluster: resumable, and the same table however it was computed."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import secrets
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import pyarrow as pa
+import ray
+from ray.exceptions import RayTaskError
+
+from cluster.journal import Journal
+from cluster.pool import Chunk, PoolSettings, run_chunks
+from dpdist import models
+from dpdist.certification import table as tables
+from dpdist.certification import units
+from dpdist.certification.bank import BLOCKS_PER_PIECE
+from dpdist.certification.classifier import ClassifierSpec
+from dpdist.certification.procedures import Procedure
+from dpdist.certification.settings import CertifySettings
+from dpdist.certification.worker import Assignment, Piece, Worker, probe, procedure
+from dpdist.errors import UserError
+
+FORMAT = 1
+TABLE = "certificates.parquet"
+_CHUNK_SECONDS = 1.0
+_PART_SECONDS = 60.0
+
+Progress = Callable[[int, int, float], None]
+
+
+class Data(Protocol):
+    """What is needed of a data set: ``dpdist.data.Dataset`` has it."""
+
+    @property
+    def classes(self) -> int: ...
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    @property
+    def labels(self) -> np.ndarray: ...
+
+    def batch(self, indices: np.ndarray | slice) -> Any: ...
+
+
+def certify(
+    model_folder: Path,
+    dataset: Data,
+    settings: CertifySettings,
+    output: Path,
+    *,
+    actors: int | None = None,
+    progress: Progress | None = None,
+    trusted_factory: str | None = None,
+    chunk_seconds: float = _CHUNK_SECONDS,
+) -> pa.Table:
+    """Certify the inputs that ``settings`` names; return the table, sorted by index.
+
+    ``output`` receives certificates.parquet (written last), timings.csv, settings.json (what was
+    executed, with the seed) and, while it runs, journal.jsonl and parts/. Called again after any
+    interruption it computes what is missing and gives the identical table. actors: None uses the
+    whole cluster and grows with it. progress(inputs done, inputs in all, inputs per second).
+
+    Ray must be initialised. Raises UserError when ``output`` holds results of another model, data
+    set or setting (naming what differs), ClusterError when the cluster cannot do it.
+    """
+    labels = np.asarray(dataset.labels)
+    indices = settings.indices(len(labels))
+    if not indices:
+        raise UserError(f"certify: no inputs chosen out of {len(labels)}")
+    assignment = _assignment(model_folder, dataset, settings, trusted_factory, indices)
+    assignment, about = _pin(output, assignment)
+    finished = output / TABLE
+    if finished.exists():
+        return tables.read(finished)
+    assert assignment.spec is not None
+    steps = procedure(assignment.settings, assignment.spec.batch)
+    with Journal(output / "journal.jsonl") as journal:
+        book = _Book(steps, assignment.settings, labels, indices)
+        for entry in journal.entries:
+            book.add(entry)
+        parts = _Parts(output / "parts", about, book)
+        meter = _Meter(book, progress)
+
+        def on_result(_: str, rows: list[dict[str, Any]]) -> None:
+            for row in rows:
+                journal.append(row)
+                book.add(row)
+            parts.write_if_due()
+            meter.show()
+
+        chunks = _chunks(book, dataset, assignment.spec, chunk_seconds)
+        silence = _longest_silence(chunks, book, assignment.spec)
+        pool = PoolSettings(actors=actors, stall_after=silence)
+        run_chunks(Worker, assignment, chunks, on_result, pool)
+    table = tables.build(list(book.rows.values()), about)
+    _write_timings(output / "timings.csv", book)
+    tables.write(table, finished)
+    parts.remove()
+    return tables.read(finished)
+
+
+def timings(output: Path) -> dict[int, float]:
+    """Seconds of computing per input, from the sidecar file; empty when there is none."""
+    path = output / "timings.csv"
+    if not path.exists():
+        return {}
+    with open(path, newline="") as file:
+        return {int(row["index"]): float(row["seconds"]) for row in csv.DictReader(file)}
+
+
+def _assignment(
+    model_folder: Path,
+    dataset: Data,
+    settings: CertifySettings,
+    trusted_factory: str | None,
+    indices: range,
+) -> Assignment:
+    model = models.load(model_folder, trusted_factory=trusted_factory)
+    some = np.asarray(indices[: min(len(indices), 64)])
+    check_inputs = dataset.batch(some).numpy()
+    source = units.UnitSource(
+        "certify",
+        settings.seed or secrets.token_hex(16),
+        models.model_hash(model_folder),
+        dataset.fingerprint,
+        settings.noise,
+        settings.sigma,
+    )
+    shape = tuple(check_inputs.shape[1:])
+    return Assignment(model, settings, source, dataset.classes, shape, check_inputs)
+
+
+def _pin(output: Path, assignment: Assignment) -> tuple[Assignment, dict[str, Any]]:
+    """Fix seed and classifier before the first count, or take them from the interrupted run."""
+    path = output / "settings.json"
+    wanted = _identity(assignment)
+    if path.exists():
+        about = _read_pinned(path)
+        _refuse_difference(output, about, wanted, assignment.settings.seed)
+        classifier = {**about["classifier"], "notes": tuple(about["classifier"]["notes"])}
+        spec = ClassifierSpec(**classifier, rate=_stored_rate(output))
+        source = replace(assignment.source, seed=about["seed"])
+        return replace(assignment, source=source, spec=spec), about
+    try:
+        spec = ray.get(ray.remote(probe).options(num_cpus=1).remote(assignment))
+    except RayTaskError as error:
+        raise UserError(f"the model cannot be certified: {error.cause}") from error.cause
+    classifier = asdict(spec)
+    rate = classifier.pop("rate")
+    about = {**wanted, "seed": assignment.source.seed, "classifier": classifier}
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "rate.json").write_text(json.dumps(rate))
+    partial = path.with_suffix(f".{os.getpid()}")
+    partial.write_text(json.dumps(about, indent=2, sort_keys=True) + "\n")
+    os.replace(partial, path)
+    return replace(assignment, spec=spec), json.loads(json.dumps(about))
+
+
+def _identity(assignment: Assignment) -> dict[str, Any]:
+    settings = asdict(assignment.settings)
+    settings.pop("seed")
+    settings["radii"] = list(settings["radii"])
+    return {
+        "format": FORMAT,
+        "settings": settings,
+        "model": assignment.source.model_hash,
+        "data": assignment.source.data_hash,
+        "classes": assignment.classes,
+    }
+
+
+def _read_pinned(path: Path) -> dict[str, Any]:
+    try:
+        about = json.loads(path.read_text())
+        if about["format"] > FORMAT:
+            raise UserError(f"{path}: written by a newer version of dpdist")
+        return about
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path}: damaged: {error}") from error
+
+
+def _refuse_difference(
+    output: Path, about: dict[str, Any], wanted: dict[str, Any], seed: str | None
+) -> None:
+    old, new = _flat(about), _flat(wanted)
+    differences = [
+        f"{name} was {old.get(name)!r}, now {value!r}"
+        for name, value in new.items()
+        if old.get(name) != value
+    ]
+    if seed is not None and seed != about["seed"]:
+        differences.append(f"seed was {about['seed']!r}, now {seed!r}")
+    if differences:
+        raise UserError(
+            f"{output}: holds another certification ({'; '.join(differences)}); "
+            "choose another folder, or remove this one"
+        )
+
+
+def _flat(about: dict[str, Any]) -> dict[str, Any]:
+    """What results depend on; with fixed n the radii are only what is to be shown of them."""
+    flat = {k: about.get(k) for k in ("model", "data", "classes")} | about.get("settings", {})
+    if flat.get("mode") == "fixed":
+        flat.pop("radii", None)
+    return flat
+
+
+def _stored_rate(output: Path) -> float:
+    path = output / "rate.json"
+    return float(json.loads(path.read_text())) if path.exists() else 1000.0
+
+
+class _Book:
+    """What is done of each input, and the finished rows. Overlapping records count once."""
+
+    def __init__(
+        self, steps: Procedure, settings: CertifySettings, labels: np.ndarray, indices: range
+    ) -> None:
+        self.steps = steps
+        self.settings = settings
+        self.labels = labels
+        self.indices = indices
+        self.rows: dict[int, dict[str, Any]] = {}
+        self.seconds: dict[int, float] = defaultdict(float)
+        self.draws = 0
+        self._done: dict[int, list[tuple[int, int, dict[str, Any]]]] = defaultdict(list)
+        self._wanted = set(indices)
+
+    def add(self, entry: dict[str, Any]) -> None:
+        index, low, high = entry["index"], entry["low"], entry["high"]
+        pieces = self._done[index]
+        known = index not in self._wanted or index in self.rows
+        if known or any(low < h and l < high for l, h, _ in pieces):  # noqa: E741
+            return
+        pieces.append((low, high, entry["partial"]))
+        self.seconds[index] += entry["seconds"]
+        partial = entry["partial"]
+        self.draws += partial["n"] if "n" in partial else sum(partial["histogram"])
+        if sum(h - l for l, h, _ in pieces) == self.steps.units:  # noqa: E741
+            verdict = self.steps.verdict([partial for _, _, partial in _sorted(pieces)])
+            self.rows[index] = tables.row(
+                index, int(self.labels[index]), verdict, self.settings, self.steps.spending
+            )
+            del self._done[index]
+
+    def missing(self, index: int) -> list[tuple[int, int]]:
+        """Intervals of units that are not done."""
+        if index in self.rows:
+            return []
+        gaps, at = [], 0
+        for low, high, _ in _sorted(self._done.get(index, [])):
+            if low > at:
+                gaps.append((at, low))
+            at = high
+        if at < self.steps.units:
+            gaps.append((at, self.steps.units))
+        return gaps
+
+
+def _sorted(
+    pieces: Iterable[tuple[int, int, dict[str, Any]]],
+) -> list[tuple[int, int, dict[str, Any]]]:
+    return sorted(pieces, key=lambda piece: piece[0])
+
+
+def _chunks(book: _Book, dataset: Data, spec: ClassifierSpec, seconds: float) -> list[Chunk]:
+    """Missing units, packed into chunks of about ``seconds``; the least finished input first."""
+    # A sequential test usually needs a small part of its cap; counting it as a twentieth keeps
+    # chunks near the wanted size, and no result depends on how chunks are cut.
+    per_unit = spec.batch if book.steps.units > 1 else max(spec.batch, book.settings.n // 20)
+    budget = max(1, int(seconds * spec.rate / per_unit))
+    # With a noise bank the same few blocks are counted for many inputs in turn.
+    step = min(budget, BLOCKS_PER_PIECE) if book.settings.noise_bank else budget
+    todo = []
+    for index in book.indices:
+        for low, high in book.missing(index):
+            todo += [(at, index, min(at + step, high)) for at in range(low, high, step)]
+    todo.sort()
+    chunks: list[Chunk] = []
+    pieces: list[tuple[int, int, int]] = []
+    for at, index, end in todo:
+        if pieces and sum(h - l for _, l, h in pieces) + end - at > budget:  # noqa: E741
+            chunks.append(_chunk(pieces, dataset, len(chunks)))
+            pieces = []
+        pieces.append((index, at, end))
+    if pieces:
+        chunks.append(_chunk(pieces, dataset, len(chunks)))
+    return chunks
+
+
+def _longest_silence(chunks: list[Chunk], book: _Book, spec: ClassifierSpec) -> float:
+    """Seconds after which a silent worker must be hanging: ten times the longest honest chunk.
+
+    A sequential test may need its whole cap, on a machine slower than the probe found it.
+    """
+    per_unit = spec.batch if book.steps.units > 1 else book.settings.n
+    units_most = max(
+        (sum(piece.high - piece.low for piece in chunk.payload) for chunk in chunks), default=0
+    )
+    return max(60.0, 10 * units_most * per_unit / spec.rate)
+
+
+def _chunk(pieces: list[tuple[int, int, int]], dataset: Data, number: int) -> Chunk:
+    inputs = dataset.batch(np.asarray([index for index, _, _ in pieces])).numpy()
+    payload = [
+        Piece(index, low, high, np.array(x))
+        for (index, low, high), x in zip(pieces, inputs, strict=True)
+    ]
+    first = pieces[0]
+    return Chunk(f"inputs {first[0]}.. units {first[1]}..", payload, float(number))
+
+
+class _Parts:
+    """Finished rows, appended as Parquet parts while the job runs, for whoever watches it."""
+
+    def __init__(self, folder: Path, about: dict[str, Any], book: _Book) -> None:
+        self._folder = folder
+        self._about = about
+        self._book = book
+        self._written: set[int] = set()
+        self._last = time.monotonic()
+        self.remove()  # the journal holds all of them
+
+    def write_if_due(self) -> None:
+        now = time.monotonic()
+        fresh = [row for index, row in self._book.rows.items() if index not in self._written]
+        if now - self._last < _PART_SECONDS or not fresh:
+            return
+        self._last = now
+        self._written |= {row["index"] for row in fresh}
+        number = len(list(self._folder.glob("*.parquet"))) if self._folder.exists() else 0
+        tables.write(tables.build(fresh, self._about), self._folder / f"part-{number:05d}.parquet")
+
+    def remove(self) -> None:
+        if self._folder.exists():
+            for path in self._folder.glob("*.parquet"):
+                path.unlink()
+            self._folder.rmdir()
+
+
+class _Meter:
+    """Inputs finished, and draws per second since this call began."""
+
+    def __init__(self, book: _Book, progress: Progress | None) -> None:
+        self._book = book
+        self._progress = progress
+        self._start = time.monotonic()
+        self._before = book.draws
+        self.show()
+
+    def show(self) -> None:
+        if self._progress is None:
+            return
+        elapsed = max(time.monotonic() - self._start, 1e-9)
+        rate = (self._book.draws - self._before) / elapsed
+        self._progress(len(self._book.rows), len(self._book.indices), rate)
+
+
+def _write_timings(path: Path, book: _Book) -> None:
+    with open(path, "w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["index", "draws", "seconds"])
+        for index in book.indices:
+            writer.writerow([index, book.rows[index]["n"], f"{book.seconds[index]:.6f}"])

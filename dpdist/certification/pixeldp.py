@@ -1,0 +1,196 @@
+"""Certificates from expected scores under noise in the network (PixelDP and its descendants).
+
+If the network from the noise on is (epsilon, delta)-DP for inputs at distance mu, its expected
+scores cannot change by more than e^epsilon and delta, so the label stays when
+p_a > e^(2 epsilon) p_b + (1 + e^epsilon) delta (Lecuyer et al., IEEE S&P 2019, Proposition 2). The
+noise is fixed; the certified size is the largest mu for which some (epsilon, delta) satisfies that
+condition and is provided by the noise at sensitivity (operator norm times mu). Here p_a is a lower
+bound of the label's expected score and p_b an upper bound of every other class's, all at one
+confidence.
+
+``sensitivity`` is the norm of the layers before the noise, from the certified norm of the input to
+L2 (Gaussian) or L1 (Laplace): see ``dpdist.certification.operator_norms``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import optimize
+
+from dpdist.certification.bounds import (
+    Bound,
+    clopper_pearson_interval,
+    empirical_bernstein_interval,
+    hoeffding_interval,
+)
+from dpdist.certification.radii import gaussian_l2_radius_two_class
+from dpdist.privacy import mechanisms
+
+# Noise scale for (epsilon, delta) at sensitivity 1.
+Scale = Callable[[float, float], float]
+
+
+@dataclass(frozen=True)
+class ScoreBounds:
+    """Lower and upper bounds of the K expected scores, all 2K valid together at the confidence."""
+
+    lower: np.ndarray
+    upper: np.ndarray
+
+    @property
+    def label(self) -> int:
+        """The class with the largest lower bound; may be chosen after seeing the bounds."""
+        return int(np.argmax(self.lower))
+
+    @property
+    def p_a(self) -> float:
+        return float(self.lower[self.label])
+
+    @property
+    def p_b(self) -> float:
+        """The largest upper bound among the other classes."""
+        return float(np.max(np.delete(self.upper, self.label), initial=0.0))
+
+
+def score_bounds_hoeffding(
+    sums: np.ndarray, draws: int, confidence: float, *, paper_faithful: bool = False
+) -> ScoreBounds:
+    """Bounds from the sums of scores in [0, 1] over ``draws``, shape (K,).
+
+    confidence: eta, e.g. 0.95. The error 1 - eta is shared by K lower and K upper bounds,
+    ln(2K / (1 - eta)); ``paper_faithful`` takes ln(K / (1 - eta)) as the papers print it, whose
+    true error is up to twice the stated one.
+    """
+    alpha = _error(confidence) * (2 if paper_faithful else 1)
+    sums = np.asarray(sums, dtype=np.float64)
+    means = np.clip(sums / draws, 0.0, 1.0)
+    return _bounds(hoeffding_interval(means, draws, alpha, classes=len(sums)))
+
+
+def score_bounds_bernstein(
+    sums: np.ndarray, squares: np.ndarray, draws: int, confidence: float
+) -> ScoreBounds:
+    """As ``score_bounds_hoeffding``, by the empirical Bernstein bound from sums of squares too."""
+    sums = np.asarray(sums, dtype=np.float64)
+    means = np.clip(sums / draws, 0.0, 1.0)
+    spread = np.maximum(np.asarray(squares, dtype=np.float64) - draws * means**2, 0.0)
+    variances = spread / (draws - 1)
+    alpha = _error(confidence)
+    return _bounds(empirical_bernstein_interval(means, variances, draws, alpha, classes=len(sums)))
+
+
+def score_bounds_counts(histogram: np.ndarray, confidence: float) -> ScoreBounds:
+    """The argmax-count variant: scores are one-hot, Clopper-Pearson at (1 - eta) / (2K) a side."""
+    counts = np.asarray(histogram)
+    alpha = _error(confidence) / len(counts)
+    return _bounds(clopper_pearson_interval(counts, int(counts.sum()), alpha))
+
+
+def classical_gaussian_size(bounds: ScoreBounds, std: float, sensitivity: float) -> float:
+    """PixelDP's certificate: classical Gaussian mechanism, epsilon <= 1 (HGM paper, Eq. 5)."""
+    return _largest_size(
+        bounds, std, sensitivity, _scale(mechanisms.classical_gaussian_formula), largest=1.0
+    )
+
+
+def analytic_gaussian_size(bounds: ScoreBounds, std: float, sensitivity: float) -> float:
+    """The same condition with the exact (epsilon, delta) profile (Balle and Wang, ICML 2018)."""
+    return _largest_size(bounds, std, sensitivity, _scale(mechanisms.analytic_gaussian_scale))
+
+
+def extended_gaussian_size(bounds: ScoreBounds, std: float, sensitivity: float) -> float:
+    """The extended Gaussian mechanism, any epsilon (HGM, IJCAI 2019, Theorem 2)."""
+    return _largest_size(bounds, std, sensitivity, _scale(mechanisms.extended_gaussian_scale))
+
+
+def heterogeneous_gaussian_size(
+    bounds: ScoreBounds, std: float, sensitivity: float, *, paper_faithful: bool = False
+) -> float:
+    """HGM's certificate: noise std * sqrt(K r) per component, weighted sensitivity.
+
+    ``sensitivity`` is that of the output divided by sqrt(K r), of all feature maps jointly.
+    Equation 10 of the paper divides by epsilon twice; ``paper_faithful`` does so too and is not
+    valid for epsilon > 1 (it overstates the size by epsilon).
+    """
+    scale = _scale(mechanisms.extended_gaussian_scale)
+    if not paper_faithful:
+        return _largest_size(bounds, std, sensitivity, scale)
+    return _largest_size(
+        bounds, std, sensitivity, lambda epsilon, delta: scale(epsilon, delta) / epsilon
+    )
+
+
+def laplace_size(bounds: ScoreBounds, scale: float, sensitivity: float) -> float:
+    """Laplace noise of that scale: delta = 0, size = scale / (2 sensitivity) ln(p_a / p_b)."""
+    _check(scale, sensitivity)
+    return scale * pure_epsilon(bounds) / sensitivity
+
+
+def exact_gaussian_size(bounds: ScoreBounds, std: float, sensitivity: float) -> float:
+    """The exact Gaussian certificate, std / (2 sensitivity) (Phi^-1(p_a) - Phi^-1(p_b)).
+
+    Never smaller than any certificate through (epsilon, delta). Holds for expected scores in
+    [0, 1] as for probabilities of classes: Salman et al., NeurIPS 2019, Lemma 2.
+    """
+    _check(std, sensitivity)
+    return float(gaussian_l2_radius_two_class(bounds.p_a, bounds.p_b, std)) / sensitivity
+
+
+def pure_epsilon(bounds: ScoreBounds) -> float:
+    """The largest epsilon with p_a >= e^(2 epsilon) p_b; 0 when the label is not ahead."""
+    if bounds.p_a <= bounds.p_b:
+        return 0.0
+    if bounds.p_b == 0.0:
+        return np.inf
+    return float(np.log(bounds.p_a / bounds.p_b) / 2) * (1 - 1e-14)
+
+
+def _largest_size(
+    bounds: ScoreBounds, std: float, sensitivity: float, scale: Scale, largest: float = 30.0
+) -> float:
+    """max over epsilon of std / (sensitivity * scale(epsilon, delta)), delta as the condition lets.
+
+    Any epsilon gives a valid size, so an imperfect maximum is smaller, but not wrong.
+    """
+    _check(std, sensitivity)
+    limit = min(largest, pure_epsilon(bounds))
+    if limit <= 0:
+        return 0.0
+
+    def size(log_epsilon: float) -> float:
+        epsilon = float(np.exp(log_epsilon))
+        # A hair below equality: the condition is strict.
+        left = bounds.p_a - np.exp(2 * epsilon) * bounds.p_b
+        delta = left / (1 + np.exp(epsilon)) * (1 - 1e-12)
+        if not 1e-300 < delta < 1:
+            return 0.0
+        return std / (sensitivity * float(scale(epsilon, delta)))
+
+    grid = np.linspace(np.log(limit) - 12, np.log(limit), 121)
+    sizes = [size(point) for point in grid]
+    best = int(np.argmax(sizes))
+    around = (grid[max(best - 1, 0)], grid[min(best + 1, len(grid) - 1)])
+    refined = optimize.minimize_scalar(lambda point: -size(point), bounds=around, method="bounded")
+    return max(sizes[best], size(float(refined.x)))
+
+
+def _bounds(interval: tuple[Bound, Bound]) -> ScoreBounds:
+    return ScoreBounds(np.asarray(interval[0]), np.asarray(interval[1]))
+
+
+def _scale(mechanism: Callable[..., np.ndarray]) -> Scale:
+    return lambda epsilon, delta: float(mechanism(epsilon, delta))
+
+
+def _error(confidence: float) -> float:
+    if not 0 < confidence < 1:
+        raise ValueError(f"confidence must lie strictly between 0 and 1, got {confidence}")
+    return 1 - confidence
+
+
+def _check(noise: float, sensitivity: float) -> None:
+    if not (noise > 0 and sensitivity > 0):
+        raise ValueError(f"noise and sensitivity must be positive, got {noise} and {sensitivity}")

@@ -1,0 +1,95 @@
+"""Label and certificate of single inputs, in this process, with fresh secret noise.
+
+The noise is never reused or stored: whoever knew it beforehand could choose the input to fit it.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import replace
+
+import numpy as np
+import torch
+from scipy import special
+from torch import Tensor, nn
+
+from dpdist.certification.procedures import ABSTAIN, Verdict
+from dpdist.certification.settings import CertifySettings
+from dpdist.certification.units import UnitSource
+from dpdist.certification.worker import Assignment, Piece, Worker, probe, procedure
+
+
+class Predictor:
+    """The smoothed classifier of a model: ``certify`` and ``label`` for one input at a time."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: CertifySettings,
+        classes: int,
+        input_shape: tuple[int, ...],
+    ) -> None:
+        settings = replace(settings, seed=secrets.token_hex(32), noise_bank=False)
+        assert settings.seed is not None
+        source = UnitSource("predict", settings.seed, "", "", settings.noise, settings.sigma)
+        grey = np.full((1, *input_shape), 0.5, dtype=np.float32)
+        assignment = Assignment(model, settings, source, classes, input_shape, grey)
+        assignment = replace(assignment, spec=probe(assignment))
+        assert assignment.spec is not None
+        self._settings = settings
+        self._steps = procedure(settings, assignment.spec.batch)
+        self._worker = Worker(assignment)
+        self._asked = 0
+
+    def certify(self, x: Tensor) -> Verdict:
+        """The certificate of one input: float32 of the input shape, in [0, 1]."""
+        piece = Piece(self._next(), 0, self._steps.units, x.numpy())
+        (row,) = self._worker([piece])
+        return self._steps.verdict([row["partial"]])
+
+    def label(self, x: Tensor) -> int:
+        """The smoothed classifier's label from n draws, or -1 when two classes are too close.
+
+        Wrong with probability at most alpha: two-sided test of the two largest counts.
+        Source: Cohen et al., ICML 2019, PREDICT and Proposition 1.
+        """
+        histogram = self._worker.histogram(x, self._next(), self._settings.n)
+        return label_from_counts(histogram, self._settings.alpha)
+
+    def _next(self) -> int:
+        self._asked += 1  # another index is another random unit
+        return self._asked
+
+
+def label_from_counts(histogram: np.ndarray, alpha: float) -> int:
+    """The most frequent class, or -1 unless it beats the second at two-sided level alpha."""
+    order = np.argsort(-np.asarray(histogram), kind="stable")
+    first = int(histogram[order[0]])
+    second = int(histogram[order[1]]) if len(order) > 1 else 0
+    return int(order[0]) if two_sided_p_value(first, first + second) <= alpha else ABSTAIN
+
+
+def two_sided_p_value(hits: int, draws: int) -> float:
+    """P-value of hits or more extreme under Binomial(draws, 1/2)."""
+    most = max(hits, draws - hits)
+    if draws == 0 or 2 * most == draws:
+        return 1.0
+    return float(min(1.0, 2 * special.betainc(most, draws - most + 1, 0.5)))
+
+
+def as_input(values: np.ndarray, input_shape: tuple[int, ...]) -> Tensor:
+    """Raw pixels (uint8) or numbers as the float32 input the model takes.
+
+    Raises ValueError when the shape is another one, or for an image with numbers outside [0, 1].
+    """
+    array = np.ascontiguousarray(values)
+    if array.dtype == np.uint8:
+        array = array.astype(np.float32) / 255
+    tensor = torch.from_numpy(array.astype(np.float32))
+    if tuple(tensor.shape) != input_shape:
+        raise ValueError(f"shape {tuple(tensor.shape)}, the model takes {input_shape}")
+    if not bool(torch.isfinite(tensor).all()):
+        raise ValueError("contains numbers that are not finite")
+    if tensor.dim() == 3 and not 0 <= float(tensor.min()) <= float(tensor.max()) <= 1:
+        raise ValueError("pixels must lie in [0, 1] (or be uint8)")
+    return tensor

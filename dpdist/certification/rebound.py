@@ -1,0 +1,179 @@
+"""From stored counts, without the model: other alphas, merged tables, whole-set statements."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from scipy import stats
+
+from dpdist.certification import radii
+from dpdist.certification import table as tables
+from dpdist.certification.bounds import clopper_pearson_lower, clopper_pearson_upper
+from dpdist.certification.noises import NOISES, Noise
+from dpdist.certification.procedures import ABSTAIN
+from dpdist.certification.sequential import anytime_lower
+from dpdist.errors import UserError
+
+
+def rebound(table: pa.Table, alpha: float) -> pa.Table:
+    """The same counts, certified at another error probability (chosen without seeing the counts).
+
+    Fixed-n counts get a new Clopper-Pearson bound, anytime counts a new confidence sequence.
+    Raises UserError for results of early stopping: their stopping rule was built for one alpha and
+    one radius, and says nothing else.
+    """
+    if not 0 < alpha < 1:
+        raise UserError(f"alpha: must be between 0 and 1, got {alpha}")
+    modes = set(table["mode"].to_pylist())
+    if "target" in modes:
+        raise UserError(
+            "results of early stopping (mode target) certify their radius at their alpha and "
+            "nothing else; certify again with mode fixed or anytime to choose alpha later"
+        )
+    rows = []
+    for row in table.to_pylist():
+        lower = clopper_pearson_lower if row["mode"] == "fixed" else anytime_lower
+        p_lower = float(lower(row["k"], row["n"], alpha))
+        prediction = row["selected"] if p_lower > 0.5 else ABSTAIN
+        radius = float(_noise(row).radius(p_lower))
+        rows.append(
+            {**row, "alpha": alpha, "p_lower": p_lower, "radius": radius, "prediction": prediction}
+        )
+    return tables.build(rows, {**tables.about(table), "rebound_alpha": alpha})
+
+
+# What may differ between tables of the same certification done in shares.
+_SHARE = ("start", "every", "max_inputs")
+
+
+def merge(parts: Sequence[pa.Table]) -> pa.Table:
+    """One table from shares of one data set (different ``start``, ``every`` or ``max_inputs``).
+
+    Raises UserError when they are not of the same model, data and settings, or when they have
+    different results for the same input.
+    """
+    if not parts:
+        raise UserError("nothing to merge")
+    notes = [tables.about(part) for part in parts]
+    first = _common(notes[0])
+    rows: dict[int, dict[str, Any]] = {}
+    for part, note in zip(parts, notes, strict=True):
+        other = _common(note)
+        different = sorted(k for k in first.keys() | other.keys() if first.get(k) != other.get(k))
+        if different:
+            raise UserError(f"cannot merge results that differ in {', '.join(different)}")
+        for row in part.to_pylist():
+            if rows.setdefault(row["index"], row) != row:
+                raise UserError(f"cannot merge: two different results for input {row['index']}")
+    seeds = sorted({note["seed"] for note in notes})
+    settings = {k: v for k, v in notes[0]["settings"].items() if k not in _SHARE}
+    about = {**notes[0], "settings": settings, "seed": seeds[0], "seeds": seeds}
+    return tables.build(list(rows.values()), about)
+
+
+def _common(note: dict[str, Any]) -> dict[str, Any]:
+    if "settings" not in note:
+        raise UserError("cannot merge a table that does not say what it was computed from")
+    classifier = {f"classifier.{k}": v for k, v in note["classifier"].items() if k != "check"}
+    settings = {k: v for k, v in note["settings"].items() if k not in _SHARE}
+    return {**settings, **classifier, "model": note["model"], "data": note["data"]}
+
+
+@dataclass(frozen=True)
+class Band:
+    """Certified accuracy at one radius, and what holds with confidence for the whole set.
+
+    accuracy: share of inputs with a right, certified prediction; each certificate errs with
+    probability alpha on its own. lower, upper: bounds of the share of inputs on which the smoothed
+    classifier is right and robust at the radius, valid together, and for all radii together, with
+    probability 1 - error. upper is None where the counts of all classes were not kept.
+    """
+
+    radius: float
+    accuracy: float
+    lower: float
+    upper: float | None
+    error: float
+    method: str
+
+
+def certified_accuracy_band(
+    table: pa.Table, at: Sequence[float], *, error: float = 0.05, bonferroni: bool = False
+) -> list[Band]:
+    """Certified accuracy at the given radii with a simultaneous band for this set of inputs.
+
+    By default the number of false certificates among N inputs with independent noise is at most
+    a Binomial(N, alpha) quantile; each false certificate is the same event at every radius. With
+    ``bonferroni`` (the only choice for a shared noise bank) every certificate is made anew at
+    error / (2N), so that none is false; possible at fixed n and for anytime results.
+
+    Raises UserError for an empty table or a noise bank without ``bonferroni``.
+    """
+    count = table.num_rows
+    if not count:
+        raise UserError("no certificates in the table")
+    bank = bool(tables.about(table).get("settings", {}).get("noise_bank"))
+    if bank and not bonferroni:
+        raise UserError(
+            "these certificates share one noise bank, so their errors can coincide: "
+            "only a Bonferroni band holds for the whole set"
+        )
+    rows = table.to_pylist()
+    plain = [tables.certified_accuracy(table, r) for r in at]
+    if bonferroni:
+        level, allowance = error / (2 * count), 0
+        table = rebound(table, level)
+        method = f"Bonferroni: each certificate at alpha = {level:.3g}"
+    else:
+        level = rows[0]["alpha"]
+        allowance = int(stats.binom.isf(error / 2, count, level))
+        method = f"at most {allowance} of {count} certificates at alpha = {level:g} are false"
+    upper_radii = _upper_radii(rows, level)
+    bands = []
+    for r, accuracy in zip(at, plain, strict=True):
+        lower = max(0.0, tables.certified_accuracy(table, r) - allowance / count)
+        upper = None
+        if upper_radii is not None:
+            upper = min(1.0, (int((upper_radii >= r).sum()) + allowance) / count)
+        bands.append(Band(r, accuracy, lower, upper, error, method))
+    return bands
+
+
+def _upper_radii(rows: list[dict[str, Any]], alpha: float) -> np.ndarray | None:
+    """Radius that the label's own probability could reach at most, per input."""
+    if any(row["histogram"] is None for row in rows):
+        return None
+    upper = [clopper_pearson_upper(row["histogram"][row["label"]], row["n"], alpha) for row in rows]
+    return np.array(
+        [
+            float(_noise(row).radius(min(p, 1.0))) if p > 0.5 else -1.0
+            for row, p in zip(rows, upper, strict=True)
+        ]
+    )
+
+
+def neyman_pearson_radius(
+    histogram: Sequence[int], selected: int, alpha: float, sigma: float
+) -> float:
+    """The two-class Gaussian L2 radius from the counts of all classes.
+
+    The selected class gets a lower bound at alpha / 2, each other class an upper bound at
+    alpha / (2 (K - 1)), so that all hold together. Larger than Cohen's one-class radius only when
+    the rest is spread over several classes.
+    """
+    counts = np.asarray(histogram)
+    others = np.delete(counts, selected)
+    draws = int(counts.sum())
+    p_lower = clopper_pearson_lower(int(counts[selected]), draws, alpha / 2)
+    if len(others) == 0:
+        return float(radii.gaussian_l2_radius(p_lower, sigma))
+    p_upper = clopper_pearson_upper(int(others.max()), draws, alpha / (2 * len(others)))
+    return float(radii.gaussian_l2_radius_two_class(p_lower, p_upper, sigma))
+
+
+def _noise(row: dict[str, Any]) -> Noise:
+    return NOISES[row["noise"]](row["sigma"])

@@ -1,0 +1,145 @@
+"""The table of certificates: one row per input, one schema, one canonical file; and its exports."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dpdist.certification.procedures import ABSTAIN, Verdict
+from dpdist.certification.radii import format_radius
+from dpdist.certification.settings import CertifySettings
+from dpdist.errors import UserError
+
+_META = b"dpdist.certification"
+
+SCHEMA = pa.schema(
+    [
+        pa.field("index", pa.int64(), nullable=False),
+        pa.field("label", pa.int64(), nullable=False),
+        pa.field("prediction", pa.int64(), nullable=False),
+        pa.field("selected", pa.int64(), nullable=False),
+        pa.field("k", pa.int64(), nullable=False),
+        pa.field("n", pa.int64(), nullable=False),
+        pa.field("n0", pa.int64(), nullable=False),
+        pa.field("alpha", pa.float64(), nullable=False),
+        pa.field("p_lower", pa.float64(), nullable=False),
+        pa.field("radius", pa.float64(), nullable=False),
+        pa.field("norm", pa.string(), nullable=False),
+        pa.field("noise", pa.string(), nullable=False),
+        pa.field("sigma", pa.float64(), nullable=False),
+        pa.field("mode", pa.string(), nullable=False),
+        pa.field("cap", pa.int64(), nullable=False),
+        pa.field("looks", pa.int64(), nullable=False),
+        pa.field("target", pa.float64()),
+        pa.field("spending", pa.string(), nullable=False),
+        pa.field("histogram", pa.list_(pa.int64())),
+    ]
+)
+
+
+def row(
+    index: int, label: int, verdict: Verdict, settings: CertifySettings, spending: str
+) -> dict[str, Any]:
+    return {
+        "index": index,
+        "label": label,
+        "prediction": verdict.prediction,
+        "selected": verdict.selected,
+        "k": verdict.k,
+        "n": verdict.n,
+        "n0": settings.n0,
+        "alpha": settings.alpha,
+        "p_lower": verdict.p_lower,
+        "radius": verdict.radius,
+        "norm": settings.smoothing.norm,
+        "noise": settings.noise,
+        "sigma": settings.sigma,
+        "mode": settings.mode,
+        "cap": settings.n,
+        "looks": verdict.looks,
+        "target": verdict.target,
+        "spending": spending,
+        "histogram": verdict.histogram,
+    }
+
+
+def build(rows: list[dict[str, Any]], about: Mapping[str, Any]) -> pa.Table:
+    """The rows sorted by index; ``about`` (what was executed) goes into the file's metadata."""
+    ordered = sorted(rows, key=lambda entry: entry["index"])
+    note = json.dumps(about, sort_keys=True, separators=(",", ":")).encode()
+    return pa.Table.from_pylist(ordered, schema=SCHEMA.with_metadata({_META: note}))
+
+
+def about(table: pa.Table) -> dict[str, Any]:
+    """What was executed: settings, seed, model, data, classifier."""
+    return json.loads((table.schema.metadata or {}).get(_META, b"{}"))
+
+
+def write(table: pa.Table, path: Path) -> None:
+    """One Parquet file, whole or not at all, and the same bytes for the same table."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    pq.write_table(table.combine_chunks(), partial, row_group_size=1 << 20)
+    os.replace(partial, path)
+
+
+def read(path: Path) -> pa.Table:
+    """A table of certificates. Raises UserError when the file is missing or not one."""
+    try:
+        table = pq.read_table(path)
+    except (OSError, pa.ArrowInvalid) as error:
+        raise UserError(f"{path}: not a readable table of certificates: {error}") from error
+    missing = [name for name in SCHEMA.names if name not in table.column_names]
+    if missing:
+        raise UserError(f"{path}: not a table of certificates, {', '.join(missing)} missing")
+    return table
+
+
+def write_cohen_tsv(
+    table: pa.Table, path: Path, seconds: Mapping[int, float] | None = None
+) -> None:
+    """Tab-separated columns of Cohen et al.'s published tables; radii rounded down, not to nearest.
+
+    correct is 1 when the prediction is the label, abstentions count as wrong. seconds: time per
+    input where known, 0 otherwise.
+    """
+    known = seconds or {}
+    lines = ["idx\tlabel\tpredict\tradius\tcorrect\ttime"]
+    for entry in table.select(["index", "label", "prediction", "radius"]).to_pylist():
+        taken = datetime.timedelta(seconds=round(known.get(entry["index"], 0.0), 6))
+        correct = int(entry["prediction"] == entry["label"])
+        lines.append(
+            f"{entry['index']}\t{entry['label']}\t{entry['prediction']}\t"
+            f"{format_radius(entry['radius'])}\t{correct}\t{taken}"
+        )
+    path.write_text("\n".join(lines) + "\n")
+
+
+def write_csv(table: pa.Table, path: Path) -> None:
+    """All columns, full precision."""
+    with open(path, "w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(table.column_names)
+        for entry in table.to_pylist():
+            writer.writerow(
+                [" ".join(map(str, v)) if isinstance(v, list) else v for v in entry.values()]
+            )
+
+
+def certified_accuracy(table: pa.Table, radius: float) -> float:
+    """Share of all inputs whose prediction is right and certified at ``radius`` at least."""
+    good = [
+        entry["prediction"] == entry["label"]
+        and entry["prediction"] != ABSTAIN
+        and entry["radius"] >= radius
+        for entry in table.select(["label", "prediction", "radius"]).to_pylist()
+    ]
+    return sum(good) / len(good) if good else 0.0

@@ -1,0 +1,63 @@
+"""Random units: the noise of one canonical block is a pure function of its name.
+
+A name lists all that the noise belongs to: purpose, seed, model, data, input, sigma, stage, block.
+It is hashed by BLAKE2b into the key and the counter of AES-128 in counter mode, so no two units
+share a stream, no width is lost, and any worker can make any block again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+
+SELECT, ESTIMATE, CHECK = "select", "estimate", "check"
+_PAD = 16  # the cipher writes whole blocks
+
+
+@dataclass(frozen=True)
+class UnitSource:
+    """Names of random units of one run. seed: drawn after the model was frozen, any string."""
+
+    purpose: str
+    seed: str
+    model_hash: str
+    data_hash: str
+    noise: str
+    sigma: float
+
+    def key(self, index: int | None, stage: str, block: int) -> bytes:
+        """32 bytes for one block of one input; index None is the shared noise bank."""
+        digest = hashlib.blake2b(digest_size=32, person=b"dpdist.certify.1")
+        for part in (
+            self.purpose,
+            self.seed,
+            self.model_hash,
+            self.data_hash,
+            self.noise,
+            float(self.sigma).hex(),
+            "bank" if index is None else str(index),
+            stage,
+            str(block),
+        ):
+            raw = part.encode()
+            digest.update(len(raw).to_bytes(4, "little") + raw)
+        return digest.digest()
+
+
+class RandomWords:
+    """A reusable buffer of int32 words, filled with the stream of a 32-byte key."""
+
+    def __init__(self, count: int) -> None:
+        size = 4 * count
+        self._zeros = bytes(size)
+        self._raw = bytearray(size + _PAD)
+        self._words = np.frombuffer(self._raw, dtype="<i4", count=count)
+
+    def fill(self, key: bytes) -> np.ndarray:
+        """All words of the buffer, uniform on [-2^31, 2^31); overwritten by the next call."""
+        cipher = Cipher(algorithms.AES(key[:16]), modes.CTR(key[16:32])).encryptor()
+        cipher.update_into(self._zeros, self._raw)
+        return self._words

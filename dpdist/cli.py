@@ -1,0 +1,79 @@
+"""The `dpdist` command. A user's mistake is one line on standard error and exit code 2."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import typer
+
+from cluster.errors import ClusterError
+from dpdist import __version__
+from dpdist.commands import (
+    account,
+    budget,
+    certify,
+    data,
+    landscape,
+    predict,
+    radius,
+    recipes,
+    release,
+    report,
+    run,
+    train,
+)
+from dpdist.errors import Interrupted, UserError
+from dpdist.privacy.journal import JournalError
+
+app = typer.Typer(
+    name="dpdist",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    help="Differentially private training and certified robustness on Ray clusters.",
+    epilog="A first run on built-in data: dpdist run digits. Recipes: dpdist recipes.",
+)
+app.command("run")(run.command)
+app.command("train")(train.command)
+app.command("certify")(certify.command)
+app.command("predict")(predict.command)
+app.command("report")(report.command)
+app.command("release")(release.command)
+app.command("landscape")(landscape.command)
+app.add_typer(account.app, name="account")
+app.add_typer(budget.app, name="budget")
+app.command("radius")(radius.command)
+app.add_typer(recipes.app, name="recipes")
+app.add_typer(data.app, name="data")
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    version: bool = typer.Option(False, "--version", help="Print the version and stop."),
+) -> None:
+    if version:
+        typer.echo(f"dpdist {__version__}")
+        raise typer.Exit
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    # For `model: package.module:factory`; last, so that nothing there shadows a package.
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        app()
+    except (UserError, ClusterError, JournalError) as error:
+        for line in str(error).splitlines():
+            print(f"dpdist: {line}", file=sys.stderr)
+        sys.exit(2)
+    except OSError as error:
+        if error.filename is None:  # not a file of the user's
+            raise
+        print(f"dpdist: {error.filename}: {error.strerror}", file=sys.stderr)
+        sys.exit(2)
+    except Interrupted as error:
+        print(f"dpdist: {error}", file=sys.stderr)
+        sys.exit(130)

@@ -1,0 +1,411 @@
+"""``dpdist account``: privacy arithmetic without data, model, torch or Ray."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import textwrap
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dpdist.errors import UserError
+
+if TYPE_CHECKING:
+    from dpdist.privacy.guarantee import Neighbours
+    from dpdist.privacy.plan import PrivacyPlan
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Privacy arithmetic: epsilon of a plan, noise or steps for an epsilon, cost of a search, "
+    "mechanisms side by side, published claims and what holds of them.",
+)
+
+
+class Relation(StrEnum):
+    """Neighbouring data sets differ by one record more or less, or by one record's value."""
+
+    add_remove = "add-or-remove-one"
+    replace_one = "replace-one"
+
+
+Records = Annotated[int, typer.Option(help="Number of training records N.")]
+BatchSize = Annotated[int, typer.Option(help="EXPECTED batch size L; the sampling rate is L / N.")]
+Noise = Annotated[float, typer.Option(help="Noise standard deviation / clip norm.")]
+Steps = Annotated[int, typer.Option(help="Number of training steps.")]
+Delta = Annotated[float, typer.Option(help="Delta, below 1 / N.")]
+Target = Annotated[float, typer.Option(help="Target epsilon; the answer never exceeds it.")]
+Neighbouring = Annotated[Relation, typer.Option(help="Neighbouring relation.")]
+Cap = Annotated[int | None, typer.Option(help="Hard cap on the physical batch.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@contextmanager
+def _user_errors(command: str) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise UserError(f"account {command}: {error}") from None
+
+
+def _number(value: float) -> float | str:
+    return value if math.isfinite(value) else "inf"
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Aligned columns; a long last column is wrapped to the terminal."""
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header) - 1)]
+    indent = sum(widths) + 2 * len(widths)
+    room = max(40, shutil.get_terminal_size().columns - indent)
+    lines: list[str] = []
+    for row in [header, *rows]:
+        last = textwrap.wrap(row[-1], room) or [""]
+        first = "".join(
+            cell.ljust(width) + "  " for cell, width in zip(row[:-1], widths, strict=True)
+        )
+        lines.append((first + last[0]).rstrip())
+        lines += [" " * indent + more for more in last[1:]]
+        if row is header:
+            lines.append("-" * (indent + min(room, max(len(r[-1]) for r in [header, *rows]))))
+    return "\n".join(lines)
+
+
+def _neighbours(relation: Relation) -> Neighbours:
+    return "replace-one" if relation is Relation.replace_one else "add-or-remove-one"
+
+
+def _show_plan(plan: PrivacyPlan, as_json: bool) -> None:
+    from dpdist.privacy.guarantee import format_epsilon
+
+    guarantee, step = plan.guarantee(), plan.step(0)
+    answer: dict[str, Any] = {
+        "epsilon": _number(guarantee.epsilon),
+        "delta": guarantee.delta,
+        "accountant": guarantee.source,
+        "neighbours": guarantee.neighbours,
+        "noise_multiplier": step.noise_multiplier,
+        "sample_rate": step.sample_rate,
+        "steps": plan.steps,
+        "records": plan.records,
+        "batch_size": round(step.expected_batch),
+        "batch_cap": step.batch_cap,
+        "assumptions": list(guarantee.assumptions),
+    }
+    if as_json:
+        typer.echo(json.dumps(answer))
+        return
+    if plan.delta >= 1 / plan.records:
+        typer.echo(f"Warning: delta {plan.delta:g} is not below 1 / records.", err=True)
+    answer["epsilon"] = format_epsilon(guarantee.epsilon, 6)
+    for key, value in answer.items():
+        if key != "assumptions" and value is not None:
+            shown = f"{value:.6g}" if isinstance(value, float) else str(value)
+            typer.echo(f"{key:<17} {shown}")
+    for line in guarantee.assumptions:
+        typer.echo(f"{'holds if':<17} {line}")
+
+
+@app.command("epsilon")
+def epsilon_command(
+    records: Records,
+    batch_size: BatchSize,
+    noise_multiplier: Noise,
+    steps: Steps,
+    delta: Delta,
+    neighbours: Neighbouring = Relation.add_remove,
+    batch_cap: Cap = None,
+    as_json: AsJson = False,
+) -> None:
+    """What a DP-SGD run costs."""
+    from dpdist.privacy.plan import PrivacyPlan
+
+    with _user_errors("epsilon"):
+        plan = PrivacyPlan.dp_sgd(
+            records=records,
+            batch_size=batch_size,
+            noise_multiplier=noise_multiplier,
+            steps=steps,
+            delta=delta,
+            neighbours=_neighbours(neighbours),
+            batch_cap=batch_cap,
+        )
+        _show_plan(plan, as_json)
+
+
+@app.command("noise")
+def noise_command(
+    epsilon: Target,
+    records: Records,
+    batch_size: BatchSize,
+    steps: Steps,
+    delta: Delta,
+    neighbours: Neighbouring = Relation.add_remove,
+    batch_cap: Cap = None,
+    as_json: AsJson = False,
+) -> None:
+    """The smallest noise multiplier for a target epsilon."""
+    from dpdist.privacy.calibrate import noise_multiplier_for
+    from dpdist.privacy.plan import PrivacyPlan
+
+    with _user_errors("noise"):
+        setting: dict[str, Any] = {
+            "records": records,
+            "batch_size": batch_size,
+            "steps": steps,
+            "delta": delta,
+            "neighbours": _neighbours(neighbours),
+            "batch_cap": batch_cap,
+        }
+        noise = noise_multiplier_for(epsilon, **setting)
+        _show_plan(PrivacyPlan.dp_sgd(noise_multiplier=noise, **setting), as_json)
+
+
+@app.command("steps")
+def steps_command(
+    epsilon: Target,
+    records: Records,
+    batch_size: BatchSize,
+    noise_multiplier: Noise,
+    delta: Delta,
+    neighbours: Neighbouring = Relation.add_remove,
+    batch_cap: Cap = None,
+    as_json: AsJson = False,
+) -> None:
+    """The largest number of steps for a target epsilon."""
+    from dpdist.privacy.calibrate import steps_for
+    from dpdist.privacy.plan import PrivacyPlan
+
+    with _user_errors("steps"):
+        setting: dict[str, Any] = {
+            "records": records,
+            "batch_size": batch_size,
+            "noise_multiplier": noise_multiplier,
+            "delta": delta,
+            "neighbours": _neighbours(neighbours),
+            "batch_cap": batch_cap,
+        }
+        steps = steps_for(epsilon, **setting)
+        _show_plan(PrivacyPlan.dp_sgd(steps=steps, **setting), as_json)
+
+
+@app.command("batch")
+def batch_command(
+    epsilon: Target,
+    records: Records,
+    noise_multiplier: Noise,
+    steps: Steps,
+    delta: Delta,
+    neighbours: Neighbouring = Relation.add_remove,
+    as_json: AsJson = False,
+) -> None:
+    """The largest expected batch size for a target epsilon."""
+    from dpdist.privacy.calibrate import batch_size_for
+    from dpdist.privacy.plan import PrivacyPlan
+
+    with _user_errors("batch"):
+        setting: dict[str, Any] = {
+            "records": records,
+            "noise_multiplier": noise_multiplier,
+            "steps": steps,
+            "delta": delta,
+            "neighbours": _neighbours(neighbours),
+        }
+        size = batch_size_for(epsilon, **setting)
+        _show_plan(PrivacyPlan.dp_sgd(batch_size=size, **setting), as_json)
+
+
+@app.command("search")
+def search_command(
+    records: Records,
+    batch_size: BatchSize,
+    noise_multiplier: Noise,
+    steps: Steps,
+    delta: Delta,
+    runs: Annotated[int, typer.Option(help="Mean number of runs, E[K].")] = 10,
+    as_json: AsJson = False,
+) -> None:
+    """What choosing the best of several runs costs, by the law of the number of runs.
+
+    A random number must stay secret, and so must every run but the best one. A fixed number may be
+    public, and all its runs may be shown.
+    """
+    from dpdist.privacy.guarantee import format_epsilon
+    from dpdist.privacy.plan import PrivacyPlan
+    from dpdist.privacy.selection import SelectionLaw, fixed_runs_guarantee, search_guarantee
+
+    with _user_errors("search"):
+        one = PrivacyPlan.dp_sgd(
+            records=records,
+            batch_size=batch_size,
+            noise_multiplier=noise_multiplier,
+            steps=steps,
+            delta=delta,
+        )
+        rows: list[dict[str, Any]] = []
+
+        def add(law: str, cost: Any, at_most: int) -> None:
+            rows.append(
+                {
+                    "law": law,
+                    "epsilon": _number(cost.epsilon),
+                    "delta": cost.delta,
+                    "neighbours": cost.neighbours,
+                    "accountant": cost.source,
+                    "runs_95_percent": at_most,
+                }
+            )
+
+        add("one run", one.guarantee(), 1)
+        for shape in (0.0, 0.5, 1.0, math.inf):
+            law = SelectionLaw(float(runs), shape)
+            cost = search_guarantee(one.phases, law, records=records, delta=delta)
+            add(law.describe(), cost, law.quantile(0.95))
+        cost = fixed_runs_guarantee(one.phases, runs, records=records, delta=delta)
+        add(f"fixed, {runs} runs", cost, runs)
+    if as_json:
+        typer.echo(json.dumps(rows))
+        return
+    header = ["number of runs", "epsilon", "95 % of K up to", "accountant"]
+    cells = [
+        [row["law"], format_epsilon(row["epsilon"]), str(row["runs_95_percent"]), row["accountant"]]
+        for row in rows
+    ]
+    typer.echo(_table(header, cells))
+
+
+@app.command("shuffling")
+def shuffling_command(
+    noise_multiplier: Noise,
+    steps: Annotated[int, typer.Option(help="Batches per epoch; one epoch.")],
+    delta: Delta,
+    as_json: AsJson = False,
+) -> None:
+    """One epoch by Poisson sampling (proved) beside shuffled batches (at least; Chua et al.
+    2024)."""
+    from dpdist.privacy.guarantee import format_epsilon
+    from dpdist.privacy.plan import GaussianSteps, PrivacyPlan
+    from dpdist.privacy.shuffling import shuffled_epsilon_lower_bound
+
+    with _user_errors("shuffling"):
+        plan = PrivacyPlan(steps, (GaussianSteps(steps, noise_multiplier, 1 / steps),), delta)
+        poisson = plan.guarantee().epsilon
+        shuffled = shuffled_epsilon_lower_bound(delta, noise_multiplier, steps)
+    answer = {
+        "delta": delta,
+        "poisson_epsilon_at_most": _number(poisson),
+        "shuffled_epsilon_at_least": _number(shuffled),
+    }
+    if as_json:
+        typer.echo(json.dumps(answer))
+        return
+    typer.echo(f"Poisson sampling  epsilon at most  {format_epsilon(poisson)}")
+    least = format_epsilon(shuffled, lower_bound=True)
+    typer.echo(f"shuffled batches  epsilon at least {least}; no upper bound is proved")
+
+
+@app.command("mechanisms")
+def mechanisms_command(
+    delta: Annotated[float, typer.Option(help="Delta.")] = 1e-5,
+    sensitivity: Annotated[float, typer.Option(help="L2 sensitivity (Laplace: L1).")] = 1.0,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw noise against epsilon (HGM, IJCAI 2019, Figure 1).")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Noise scale of each mechanism against epsilon, and the true delta of the classical
+    formula."""
+    import numpy as np
+
+    from dpdist.privacy import mechanisms as m
+
+    with _user_errors("mechanisms"):
+        epsilons = np.array([0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 10.0])
+        rows = [
+            {
+                "epsilon": float(e),
+                "analytic": float(m.analytic_gaussian_scale(e, delta, sensitivity)),
+                "extended": float(m.extended_gaussian_scale(e, delta, sensitivity)),
+                "classical": float(m.classical_gaussian_formula(e, delta, sensitivity)),
+                "classical_true_delta": float(
+                    m.gaussian_delta(e, m.classical_gaussian_formula(e, delta))
+                ),
+                "classical_is_proved": bool(e <= 1),
+                "laplace": float(m.laplace_scale(e, sensitivity)),
+            }
+            for e in epsilons
+        ]
+        if plot is not None:
+            _draw_mechanisms(plot, delta, sensitivity)
+    if as_json:
+        typer.echo(json.dumps(rows))
+        return
+    header = ["epsilon", "analytic", "extended (HGM)", "classical", "its true delta", "Laplace b"]
+    cells = []
+    for row in rows:
+        mark = "" if row["classical_is_proved"] else " *"
+        cells.append(
+            [
+                f"{row['epsilon']:g}",
+                f"{row['analytic']:.4f}",
+                f"{row['extended']:.4f}",
+                f"{row['classical']:.4f}{mark}",
+                f"{row['classical_true_delta']:.2g}",
+                f"{row['laplace']:.4f}",
+            ]
+        )
+    typer.echo(_table(header, cells))
+    typer.echo(f"delta {delta:g}; * beyond epsilon 1 the classical formula is not a theorem")
+
+
+def _draw_mechanisms(path: Path, delta: float, sensitivity: float) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    import numpy as np
+
+    from dpdist.privacy import mechanisms as m
+
+    epsilon = np.geomspace(0.05, 10, 200)
+    proved = epsilon <= 1
+    classical = m.classical_gaussian_formula(epsilon, delta, sensitivity)
+    figure, axes = plt.subplots(figsize=(6, 4))
+    axes.plot(epsilon[proved], classical[proved], "C1", label="classical Gaussian")
+    axes.plot(epsilon[~proved], classical[~proved], "C1:", label="its formula where unproved")
+    axes.plot(epsilon, m.extended_gaussian_scale(epsilon, delta, sensitivity), "C0",
+              label="extended / HGM")  # fmt: skip
+    axes.plot(epsilon, m.analytic_gaussian_scale(epsilon, delta, sensitivity), "C2",
+              label="analytic Gaussian")  # fmt: skip
+    axes.set(xscale="log", yscale="log", xlabel="epsilon", ylabel="noise standard deviation")
+    axes.set_title(f"Noise for one release, delta {delta:g}")
+    axes.grid(True, which="both", alpha=0.3)
+    axes.legend()
+    figure.tight_layout()
+    try:
+        figure.savefig(path)
+    except OSError as error:
+        raise UserError(f"account mechanisms: cannot write {path}: {error}") from None
+    finally:
+        plt.close(figure)
+
+
+@app.command("claims")
+def claims_command(as_json: AsJson = False) -> None:
+    """What each published system claims, what is proved, and why they differ."""
+    from dpdist.privacy.claims import published_claims
+
+    claims = published_claims()
+    if as_json:
+        typer.echo(json.dumps([claim.to_dict() for claim in claims]))
+        return
+    header = ["system", "claimed", "proved", "verdict", "reason"]
+    rows = [
+        [claim.system, claim.claimed_text, claim.proved_text, claim.verdict, claim.reason]
+        for claim in claims
+    ]
+    typer.echo(_table(header, rows))

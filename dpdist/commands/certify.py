@@ -1,0 +1,173 @@
+"""dpdist certify: certify a run's test split, re-bound or merge what was certified."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dpdist.commands.options import RUNS, DataRoot, RunArgument, Runs
+from dpdist.errors import UserError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from dpdist.runfolder import RunFolder
+
+DEFAULT_RADII = (0.0, 0.25, 0.5, 0.75, 1.0)
+
+
+def command(
+    run: RunArgument,
+    runs: Runs = RUNS,
+    data_root: DataRoot = None,
+    sigma: Annotated[float | None, typer.Option(help="Noise, in input units.")] = None,
+    n: Annotated[int | None, typer.Option(help="Draws per input (sequential: at most).")] = None,
+    n0: Annotated[int | None, typer.Option(help="Draws that choose the class.")] = None,
+    alpha: Annotated[float | None, typer.Option(help="Error of each certificate.")] = None,
+    mode: Annotated[str | None, typer.Option(help="fixed, target or anytime.")] = None,
+    radii: Annotated[
+        str | None, typer.Option(help="Radii to decide, ascending: 0.25,0.5,0.75.")
+    ] = None,
+    noise: Annotated[str | None, typer.Option(help="gaussian, laplace or uniform.")] = None,
+    start: Annotated[int | None, typer.Option(help="First input.")] = None,
+    every: Annotated[int | None, typer.Option(help="Each how-manieth input.")] = None,
+    max_inputs: Annotated[int | None, typer.Option(help="At most this many inputs.")] = None,
+    actors: Annotated[int | None, typer.Option(help="Workers (default: all CPUs).")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Folder of the table (default: in the run folder).")
+    ] = None,
+    rebound: Annotated[
+        str | None,
+        typer.Option(metavar="alpha=A", help="Certify the stored counts at another alpha."),
+    ] = None,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Merge the run's tables of shares into one.")
+    ] = False,
+    tsv: Annotated[Path | None, typer.Option(help="Also write Cohen's columns here.")] = None,
+    csv: Annotated[Path | None, typer.Option(help="Also write all columns here.")] = None,
+) -> None:
+    """Certify the test split on all CPUs; continues what was interrupted.
+
+    Settings not given are the recipe's. --rebound and --merge work on stored counts, without the
+    model: on the table in --output, or on all tables of the run.
+    """
+    from dpdist.certification import table as tables
+    from dpdist.runfolder import open_run
+
+    folder = open_run(run, runs)
+    if merge:
+        table, path = _merged(folder, output)
+    elif rebound is not None:
+        table, path = _rebounded(folder, output, rebound)
+    else:
+        given = {
+            "sigma": sigma, "n": n, "n0": n0, "alpha": alpha, "mode": mode, "noise": noise,
+            "radii": _numbers(radii), "start": start, "every": every, "max_inputs": max_inputs,
+        }  # fmt: skip
+        table, path = _certified(folder, output, given, data_root, actors)
+    if tsv is not None:
+        from dpdist.certification.job import timings
+
+        tables.write_cohen_tsv(table, tsv, timings(path.parent))
+    if csv is not None:
+        tables.write_csv(table, csv)
+    _print(table, path)
+
+
+def _certified(
+    folder: RunFolder,
+    output: Path | None,
+    given: dict[str, Any],
+    data_root: Path | None,
+    actors: int | None,
+) -> tuple[pa.Table, Path]:
+    from dpdist import pipeline
+    from dpdist.certification import table as tables
+    from dpdist.certification.settings import CertifySettings
+
+    folder.require_trained()
+    recipe = pipeline.resolve(folder.read_recipe(), data_root=data_root)
+    settings: dict[str, Any] = {}
+    if recipe.certify is not None:
+        settings = recipe.certify.model_dump()
+    settings |= {key: value for key, value in given.items() if value is not None}
+    if "sigma" not in settings:
+        raise UserError(f"{folder.path}: the recipe has no certify section; give --sigma")
+    chosen = CertifySettings(**settings)
+    with pipeline.session(folder):
+        path = pipeline.certify_stage(recipe, folder, chosen, output, actors)
+    return tables.read(path), path
+
+
+def _merged(folder: RunFolder, output: Path | None) -> tuple[pa.Table, Path]:
+    from dpdist.certification import table as tables
+    from dpdist.certification.rebound import merge
+
+    output = output or folder.certificates / "merged"
+    path = output / "certificates.parquet"
+    sources = [source for source in _stored(folder.certificates) if source != path]
+    if len(sources) < 2:
+        raise UserError(f"{folder.certificates}: fewer than two tables to merge")
+    table = merge([tables.read(source) for source in sources])
+    tables.write(table, path)
+    return table, path
+
+
+def _rebounded(folder: RunFolder, output: Path | None, text: str) -> tuple[pa.Table, Path]:
+    from dpdist.certification import table as tables
+    from dpdist.certification.rebound import rebound
+
+    name, _, value = text.partition("=")
+    try:
+        alpha = float(value)
+    except ValueError:
+        alpha = 0.0
+    if name != "alpha" or not 0 < alpha < 1:
+        raise UserError(f"--rebound: give alpha=A with A between 0 and 1, got {text!r}")
+    sources = [output / "certificates.parquet"] if output else _stored(folder.certificates)
+    sources = [source for source in sources if "-alpha-" not in source.parent.name]
+    if not sources:
+        raise UserError(f"{folder.path}: no certificates yet; `dpdist certify` makes them")
+    if len(sources) > 1:
+        names = ", ".join(str(source.parent) for source in sources)
+        raise UserError(f"several tables: name one with --output: {names}")
+    table = rebound(tables.read(sources[0]), alpha)
+    parent = sources[0].parent
+    path = parent.with_name(f"{parent.name}-alpha-{alpha:g}") / "certificates.parquet"
+    tables.write(table, path)
+    return table, path
+
+
+def _stored(certificates: Path) -> list[Path]:
+    return sorted(certificates.glob("*/certificates.parquet"))
+
+
+def _numbers(text: str | None) -> tuple[float, ...] | None:
+    if text is None:
+        return None
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise UserError(f"--radii: give numbers separated by commas, got {text!r}") from None
+
+
+def _print(table: pa.Table, path: Path) -> None:
+    from dpdist import console
+    from dpdist.certification import table as tables
+
+    shown = tables.about(table).get("settings", {}).get("radii") or DEFAULT_RADII
+    abstained = sum(value == -1 for value in table["prediction"].to_pylist())
+    rows = [("inputs", f"{table.num_rows:,}"), ("abstained", f"{abstained:,}")]
+    norm = table["norm"][0].as_py().upper()
+    for radius in shown:
+        share = tables.certified_accuracy(table, radius)
+        rows.append((f"certified at {norm} radius {radius:g}", f"{100 * share:.2f} %"))
+    rows.append(("draws", f"{sum(table['n'].to_pylist()):,}"))
+    classifier = tables.about(table).get("classifier", {})
+    if classifier:
+        executed = f"{classifier['form']}, batches of {classifier['batch']}"
+        rows.append(("executed", "; ".join([executed, *classifier["notes"]])))
+    rows.append(("table", str(path)))
+    typer.echo(console.table(rows, title=f"certificates, sigma {table['sigma'][0].as_py():g}"))

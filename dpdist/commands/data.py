@@ -1,0 +1,61 @@
+"""dpdist data: list, check and fetch data sets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dpdist.commands.options import DataRoot, RecipeArgument
+
+app = typer.Typer(help="List, check and fetch data sets.", no_args_is_help=True)
+
+
+@app.command("list")
+def list_data(data_root: DataRoot = None) -> None:
+    """List the built-in data sets, those under --data-root, and those that can be fetched."""
+    from dpdist.data.catalog import BUILT_IN, FETCHABLE
+    from dpdist.errors import UserError
+
+    for name in BUILT_IN:
+        typer.echo(f"{name}\tbuilt in")
+    if data_root is not None:
+        if not data_root.is_dir():
+            raise UserError(f"data root {data_root}: no such folder")
+        for folder in sorted(path for path in data_root.iterdir() if path.is_dir()):
+            files = len(list(folder.rglob("*.parquet")))
+            typer.echo(f"{folder.name}\t{folder} ({files} Parquet files)")
+    typer.echo(f"to fetch with `dpdist data fetch`: {', '.join(FETCHABLE)}")
+
+
+@app.command("check")
+def check(recipe: RecipeArgument, data_root: DataRoot = None) -> None:
+    """Read every record a recipe needs; complain with file and row."""
+    from dpdist import data, pipeline
+    from dpdist.data.dataset import check_same_kind
+    from dpdist.recipe import check_against_data
+    from dpdist.training.job import source_of, training_data
+
+    resolved = pipeline.resolve(recipe, data_root=data_root)
+    source = source_of(resolved)
+    train, test = training_data(resolved, source), data.load(source, "test")
+    check_same_kind(train, test)
+    for split in (train, test):
+        typer.echo(
+            f"{split.name}: {len(split):,} records, inputs "
+            f"{'x'.join(map(str, split.input_shape))}, "
+            f"{split.classes} classes, fingerprint {split.fingerprint}"
+        )
+    check_against_data(resolved, len(train), recipe)
+
+
+@app.command("fetch")
+def fetch(
+    name: Annotated[str, typer.Argument(help="mnist, cifar10, cifar100 or svhn")],
+    data_root: Annotated[Path, typer.Option("--data-root", help="Where to put it.")] = Path("data"),
+) -> None:
+    """Download a public data set through torchvision and write it as Parquet."""
+    from dpdist import data
+
+    typer.echo(str(data.fetch(name, data_root, typer.echo)))

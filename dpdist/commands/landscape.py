@@ -1,0 +1,37 @@
+"""dpdist landscape: how flat is the loss around the trained parameters?"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from dpdist.commands.options import RUNS, DataRoot, RunArgument, Runs
+
+
+def command(
+    run: RunArgument,
+    runs: Runs = RUNS,
+    data_root: DataRoot = None,
+    inputs: Annotated[int, typer.Option(min=1, help="Test inputs used: the first so many.")] = 1000,
+    iterations: Annotated[int, typer.Option(min=1, help="Of the search for the worst loss.")] = 10,
+) -> None:
+    """Sharpness and a filter-normalised loss picture on TEST data (on training data they would be
+    private)."""
+    from dpdist import console, pipeline
+    from dpdist.reports.figures import loss_landscape
+    from dpdist.runfolder import open_run
+
+    folder = open_run(run, runs)
+    recipe = pipeline.resolve(folder.read_recipe(), data_root=data_root)
+    measured = pipeline.landscape(recipe, folder, inputs, iterations)
+    picture = folder.path / "report" / "landscape.png"
+    picture.parent.mkdir(exist_ok=True)
+    picture.write_bytes(loss_landscape(measured["alphas"], measured["losses"]))
+    rows = [
+        ("sharpness", f"{measured['sharpness']:.4g} (box {measured['box']:g}, at least)"),
+        ("loss", f"{measured['loss']:.4g}, worst found in the box {measured['worst_loss']:.4g}"),
+        ("data", f"first {measured['inputs']:,} of {measured['data']}"),
+        ("picture", str(picture)),
+    ]
+    typer.echo(console.table(rows, title=f"landscape of {folder.name}"))

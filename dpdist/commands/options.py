@@ -1,0 +1,29 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+RecipeArgument = Annotated[
+    str,
+    typer.Argument(metavar="RECIPE", help="A recipe file, or the name of one that comes along."),
+]
+RunArgument = Annotated[
+    str, typer.Argument(metavar="RUN", help="A run folder, or its name under --runs.")
+]
+Runs = Annotated[Path, typer.Option("--runs", help="The folder that holds the run folders.")]
+Name = Annotated[
+    str | None, typer.Option("--name", help="Name of the run (default: the recipe's).")
+]
+DataRoot = Annotated[
+    Path | None,
+    typer.Option("--data-root", help="Folder that holds the data sets (data.root of the recipe)."),
+]
+Workers = Annotated[
+    int | None, typer.Option("--workers", min=1, help="Training workers (resources.workers).")
+]
+
+RUNS = Path("runs")

@@ -1,0 +1,100 @@
+"""dpdist predict: label or ABSTAIN, with a certified radius, for single images."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+from dpdist.commands.options import RUNS, RunArgument, Runs
+from dpdist.errors import UserError
+
+
+def command(
+    run: RunArgument,
+    images: Annotated[
+        list[Path], typer.Argument(help="Image files, or .npy arrays of the model's input shape.")
+    ],
+    runs: Runs = RUNS,
+    sigma: Annotated[
+        float | None, typer.Option(help="Noise, in input units (default: the recipe's).")
+    ] = None,
+    n: Annotated[int, typer.Option(help="Draws per image.")] = 10_000,
+    alpha: Annotated[float, typer.Option(help="Error of each answer.")] = 0.001,
+    label_only: Annotated[
+        bool, typer.Option("--label-only", help="No radius: the two-sided test of the label.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object for each image.")
+    ] = False,
+) -> None:
+    """Predict with fresh secret noise, on this machine."""
+    from dpdist import models, pipeline
+    from dpdist.certification.predict import Predictor
+    from dpdist.certification.settings import CertifySettings
+    from dpdist.runfolder import open_run
+
+    folder = open_run(run, runs)
+    folder.require_trained()
+    recipe = folder.read_recipe()
+    if sigma is None and recipe.certify is None:
+        raise UserError(f"{folder.path}: the recipe has no certify section; give --sigma")
+    if sigma is None:
+        assert recipe.certify is not None
+        sigma = recipe.certify.sigma
+    spec = models.read_spec(folder.model)
+    inputs = [_read(path, spec.input_shape) for path in images]
+    settings = CertifySettings(sigma=sigma, n=n, alpha=alpha)
+    model = pipeline.load_model(recipe, folder)
+    try:
+        predictor = Predictor(model, settings, spec.classes, spec.input_shape)
+    except ValueError as error:
+        raise UserError(f"{folder.model}: the model cannot be certified: {error}") from error
+    for path, x in zip(images, inputs, strict=True):
+        if label_only:
+            label, radius = predictor.label(x), None
+        else:
+            verdict = predictor.certify(x)
+            label, radius = verdict.prediction, verdict.radius
+        _print(path, label, radius, sigma, alpha, as_json)
+
+
+def _print(
+    path: Path, label: int, radius: float | None, sigma: float, alpha: float, as_json: bool
+) -> None:
+    from dpdist.certification.radii import format_radius
+
+    if as_json:
+        answer: dict[str, Any] = {"image": str(path), "label": label, "abstain": label == -1}
+        answer |= {"radius": radius, "norm": "l2", "sigma": sigma, "alpha": alpha}
+        typer.echo(json.dumps(answer))
+    elif label == -1:
+        typer.echo(f"{path}: ABSTAIN")
+    elif radius is None:
+        typer.echo(f"{path}: {label}")
+    else:
+        typer.echo(f"{path}: {label} (L2 radius {format_radius(radius)})")
+
+
+def _read(path: Path, input_shape: tuple[int, ...]) -> Any:
+    from PIL import Image, UnidentifiedImageError
+
+    from dpdist.certification.predict import as_input
+
+    try:
+        if path.suffix == ".npy":
+            values = np.load(path, allow_pickle=False)
+        else:
+            with Image.open(path) as image:
+                values = np.asarray(image.convert("L" if input_shape[0] == 1 else "RGB"))
+            values = values[None] if values.ndim == 2 else values.transpose(2, 0, 1)
+        return as_input(values, input_shape)
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    except (UnidentifiedImageError, OSError) as error:
+        raise UserError(f"{path}: not a readable image: {error}") from error
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from error

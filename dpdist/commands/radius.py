@@ -1,0 +1,55 @@
+"""``dpdist radius``: the certified radius of a count, without model, data, torch or Ray."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from dpdist.certification.bounds import clopper_pearson_lower
+from dpdist.certification.radii import format_radius, gaussian_l2_radius, linf_from_l2
+from dpdist.errors import UserError
+
+
+def command(
+    hits: Annotated[int, typer.Option(help="Noisy draws that returned the predicted class.")],
+    draws: Annotated[int, typer.Option(help="Noisy draws in all, a number fixed in advance.")],
+    sigma: Annotated[float, typer.Option(help="Standard deviation of the Gaussian input noise.")],
+    alpha: Annotated[float, typer.Option(help="Error probability of the certificate.")] = 0.001,
+    dimension: Annotated[
+        int | None, typer.Option(help="Number of inputs (28x28: 784); adds the L-infinity radius.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """L2 radius of Cohen's certificate: sigma * Phi^-1(Clopper-Pearson lower bound at alpha).
+
+    Counts of a run that stopped early certify less than this says: use it for fixed draws only.
+    """
+    try:
+        p_lower = float(clopper_pearson_lower(hits, draws, alpha))
+        radius = float(gaussian_l2_radius(p_lower, sigma))
+        answer: dict[str, object] = {
+            "hits": hits,
+            "draws": draws,
+            "alpha": alpha,
+            "sigma": sigma,
+            "p_lower": p_lower,
+            "radius": radius,
+            "norm": "l2",
+            "abstain": p_lower <= 0.5,
+        }
+        if dimension is not None:
+            answer["radius_linf"] = float(linf_from_l2(radius, dimension))
+    except ValueError as error:
+        raise UserError(f"dpdist radius: {error}") from None
+    if as_json:
+        typer.echo(json.dumps(answer))
+        return
+    typer.echo(f"p_lower  {format_radius(p_lower, 6)}  (Clopper-Pearson, alpha = {alpha:g})")
+    if answer["abstain"]:
+        typer.echo("radius   ABSTAIN: the bound does not exceed 1/2")
+        return
+    typer.echo(f"radius   {format_radius(radius, 6)}  (L2, sigma = {sigma:g})")
+    if "radius_linf" in answer:
+        typer.echo(f"         {format_radius(float(str(answer['radius_linf'])), 6)}  (L-infinity)")

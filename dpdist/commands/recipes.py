@@ -1,0 +1,32 @@
+"""dpdist recipes: list those that come along, show one complete with defaults."""
+
+from __future__ import annotations
+
+import typer
+
+app = typer.Typer(
+    help="List the recipes that come with dpdist; `show NAME` prints one with all defaults.",
+    invoke_without_command=True,
+)
+
+
+@app.callback()
+def list_recipes(context: typer.Context) -> None:
+    """List the recipes that come with dpdist, each with the first line of its comment."""
+    if context.invoked_subcommand is not None:
+        return
+    from dpdist.recipe import RECIPES
+
+    paths = sorted(RECIPES.glob("*.yaml"))
+    width = max((len(path.stem) for path in paths), default=0)
+    for path in paths:
+        first = path.read_text().split("\n", 1)[0]
+        typer.echo(f"{path.stem.ljust(width)}  {first.removeprefix('#').strip()}")
+
+
+@app.command("show")
+def show(name: str = typer.Argument(help="A recipe's name or file.")) -> None:
+    """Print a recipe with every default filled in."""
+    from dpdist.recipe import find, load
+
+    typer.echo(load(find(name)).to_yaml(), nl=False)

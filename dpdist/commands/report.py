@@ -1,0 +1,16 @@
+"""dpdist report: write the HTML page again, from the files of a run."""
+
+from __future__ import annotations
+
+from dpdist.commands.options import RUNS, RunArgument, Runs
+
+
+def command(run: RunArgument, runs: Runs = RUNS) -> None:
+    """Write report/index.html of a run: one file that opens offline."""
+    from dpdist import console, pipeline
+    from dpdist.runfolder import open_run
+
+    folder = open_run(run, runs)
+    folder.require_trained()
+    pipeline.report_stage(folder)
+    print(console.table(pipeline.summary(folder), title=f"run {folder.name}"))

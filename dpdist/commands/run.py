@@ -1,0 +1,32 @@
+"""dpdist run: everything a recipe asks for."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from dpdist.commands.options import RUNS, DataRoot, Name, RecipeArgument, Runs, Workers
+
+
+def command(
+    recipe: RecipeArgument,
+    name: Name = None,
+    runs: Runs = RUNS,
+    data_root: DataRoot = None,
+    workers: Workers = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the plan: epsilon, steps, memory, time.")
+    ] = False,
+) -> None:
+    """Train privately, certify and report, as the recipe says. Continues what was interrupted."""
+    from dpdist import console, pipeline
+
+    resolved = pipeline.resolve(recipe, name=name, data_root=data_root, workers=workers)
+    if dry_run:
+        from dpdist.training.estimate import describe
+
+        typer.echo(console.table(describe(resolved, recipe), title=f"plan of {resolved.name}"))
+        return
+    folder = pipeline.run(resolved, runs=runs, where=recipe)
+    typer.echo(console.table(pipeline.summary(folder), title=f"run {folder.name}"))

@@ -1,0 +1,26 @@
+"""dpdist train: the training stage alone."""
+
+from __future__ import annotations
+
+from dpdist.commands.options import RUNS, DataRoot, Name, RecipeArgument, Runs, Workers
+
+
+def command(
+    recipe: RecipeArgument,
+    name: Name = None,
+    runs: Runs = RUNS,
+    data_root: DataRoot = None,
+    workers: Workers = None,
+) -> None:
+    """Train privately and evaluate on the test split. Continues an interrupted training."""
+    from dpdist import console, pipeline
+    from dpdist.runfolder import RunFolder
+    from dpdist.training.job import prepare
+
+    resolved = pipeline.resolve(recipe, name=name, data_root=data_root, workers=workers)
+    folder = RunFolder(runs / resolved.name)
+    job = prepare(resolved, folder, recipe)
+    with pipeline.session(folder, resolved.resources.cpus) as ray_session:
+        pipeline.train_stage(job, ray_session)
+    pipeline.evaluate_stage(resolved, folder)
+    print(console.table(pipeline.summary(folder), title=f"run {folder.name}"))

@@ -1,0 +1,154 @@
+"""Data sets by name: scikit-learn's digits built in, everything else from a Parquet folder."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dpdist.data.dataset import Dataset
+from dpdist.data.parquet import Columns, load_parquet, split_files
+from dpdist.errors import UserError
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a data set lies. root None means built in. Splits are names of Parquet files or
+    folders."""
+
+    name: str
+    classes: int
+    root: Path | None = None
+    train: str = "train"
+    test: str = "test"
+    columns: Columns = field(default_factory=Columns)
+
+
+BUILT_IN = {"digits": 10}
+FETCHABLE = ("mnist", "cifar10", "cifar100", "svhn")
+
+
+def cache_folder() -> Path:
+    """Where decoded splits are kept: $DPDIST_CACHE, or ~/.cache/dpdist."""
+    return Path(os.environ.get("DPDIST_CACHE") or Path.home() / ".cache" / "dpdist")
+
+
+def load(source: Source, split: str) -> Dataset:
+    """The split "train" or "test" of a data set, decoded on first use and memory-mapped afterwards.
+
+    Raises UserError for an unknown name, a missing root, and whatever `load_parquet` finds wrong.
+    """
+    cache = cache_folder()
+    name = f"{source.name}/{split}"
+    if source.root is None:
+        if source.name not in BUILT_IN:
+            raise UserError(
+                f"data.name: {source.name!r} is not built in ({', '.join(BUILT_IN)}); "
+                "give its folder with --data-root or data.root"
+            )
+        if source.classes != BUILT_IN[source.name]:
+            raise UserError(
+                f"data.classes: {source.name} has {BUILT_IN[source.name]}, got {source.classes}"
+            )
+        return _digits(split, cache)
+    files = split_files(source.root, source.name, source.train if split == "train" else source.test)
+    return load_parquet(files, name, source.classes, source.columns, cache)
+
+
+def split_by_id(records: int, fraction: float, salt: str) -> np.ndarray:
+    """Boolean (records,): which records a split of about `fraction` holds.
+
+    A record's side depends on its own id and the salt alone, so that adding or removing one record
+    never moves another across the split.
+    """
+    threshold = int(fraction * 2**64)
+    sides = np.empty(records, dtype=bool)
+    for record in range(records):
+        raw = hashlib.blake2b(f"{salt}/{record}".encode(), digest_size=8).digest()
+        sides[record] = int.from_bytes(raw, "little") < threshold
+    return sides
+
+
+def _digits(split: str, cache: Path) -> Dataset:
+    """scikit-learn's 1,797 digits of 8x8 pixels, a fifth of them (by hash of the index) for
+    testing."""
+    folder = cache / f"digits-{split}-1"
+    if not (folder / "meta.json").exists():
+        from sklearn.datasets import load_digits
+
+        digits = load_digits()
+        chosen = split_by_id(len(digits.target), 0.2, "dpdist.digits") == (split == "test")
+        inputs = np.round(digits.images[chosen, None] * (255 / 16)).astype(np.uint8)
+        labels = digits.target[chosen].astype(np.int64)
+        fingerprint = hashlib.blake2b(inputs.tobytes() + labels.tobytes(), digest_size=16)
+        partial = cache / f".{folder.name}.{os.getpid()}"
+        partial.mkdir(parents=True, mode=0o700, exist_ok=True)
+        np.save(partial / "inputs.npy", inputs)
+        np.save(partial / "labels.npy", labels)
+        meta = {"name": f"digits/{split}", "classes": 10, "fingerprint": fingerprint.hexdigest()}
+        (partial / "meta.json").write_text(json.dumps(meta))
+        try:
+            os.replace(partial, folder)
+        except OSError:  # another process was faster
+            shutil.rmtree(partial)
+    return Dataset.open(folder)
+
+
+def fetch(name: str, root: Path, progress: Callable[[str], None] = lambda line: None) -> Path:
+    """Download a data set through torchvision and write it under root/NAME as Parquet.
+
+    Raises UserError for an unknown name or when the download fails; an existing split is kept.
+    """
+    if name not in FETCHABLE:
+        raise UserError(f"data fetch: unknown {name!r}; one of {', '.join(FETCHABLE)}")
+    from dpdist.data.vision import torchvision
+
+    datasets = torchvision("datasets")
+    target = root / name
+    download = root / ".download"
+    for split in ("train", "test"):
+        path = target / f"{split}.parquet"
+        if path.exists():
+            progress(f"{path} is already there")
+            continue
+        progress(f"downloading {name} {split} ...")
+        try:
+            if name == "svhn":
+                source = datasets.SVHN(download, split=split, download=True)
+            else:
+                maker = getattr(datasets, {"mnist": "MNIST"}.get(name, name.upper()))
+                source = maker(download, train=split == "train", download=True)
+        except Exception as error:  # urllib, ssl, OSError, RuntimeError: whatever the mirror does
+            raise UserError(
+                f"data fetch {name}: the download failed ({type(error).__name__}: {error}); check "
+                "the network, or "
+                f"put Parquet files with columns image and label at {target}/train.parquet and "
+                "test.parquet"
+            ) from error
+        target.mkdir(parents=True, exist_ok=True)
+        _write_images(source, path)
+        progress(f"wrote {path}")
+    shutil.rmtree(download, ignore_errors=True)
+    return target
+
+
+def _write_images(source, path: Path) -> None:
+    images, labels = [], []
+    for position in range(len(source)):
+        picture, label = source[position]
+        buffer = io.BytesIO()
+        picture.save(buffer, format="PNG")
+        images.append({"bytes": buffer.getvalue(), "path": f"{position}.png"})
+        labels.append(int(label))
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    pq.write_table(pa.table({"image": images, "label": labels}), partial, row_group_size=1000)
+    os.replace(partial, path)

@@ -1,0 +1,255 @@
+"""Parquet in, memory-mapped arrays out, row group by row group; every complaint names file and row.
+
+Two layouts are read: an image column (bytes, or a struct with a `bytes` field) and a label column;
+or numeric feature columns (or one list column of numbers) and a label column.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from PIL import Image
+
+from dpdist.data.dataset import Dataset
+from dpdist.errors import UserError
+
+_LAYOUT = 2  # of the cache; a new number re-reads everything
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Which columns hold the record.
+
+    features: column names, or empty when there is an image column. group: whom a record belongs to;
+    only the size of the largest group is kept.
+    """
+
+    image: str = "image"
+    label: str = "label"
+    features: tuple[str, ...] = ()
+    group: str | None = None
+
+
+def split_files(root: Path, name: str, split: str) -> list[Path]:
+    """The Parquet files of one split, in order: NAME/SPLIT.parquet, NAME/SPLIT-*.parquet,
+    NAME/data/SPLIT-*.parquet or NAME/SPLIT/*.parquet under the data root.
+
+    Raises UserError when the root or the split is not there.
+    """
+    if not root.is_dir():
+        raise UserError(
+            f"data root {root}: no such folder; give --data-root or data.root in the recipe"
+        )
+    base = root / name
+    if not base.is_dir():
+        found = ", ".join(sorted(p.name for p in root.iterdir() if p.is_dir())) or "none"
+        raise UserError(f"data root {root}: no data set {name!r} there (found: {found})")
+    for pattern in (
+        f"{split}.parquet",
+        f"{split}-*.parquet",
+        f"data/{split}-*.parquet",
+        f"{split}/*.parquet",
+    ):
+        files = sorted(base.glob(pattern))
+        if files:
+            return files
+    raise UserError(f"{base}: no Parquet file of split {split!r} (looked for {split}.parquet, ...)")
+
+
+def load_parquet(
+    files: list[Path], name: str, classes: int, columns: Columns, cache: Path
+) -> Dataset:
+    """The split, decoded once into `cache` (private, mode 0700) and memory-mapped from then on.
+
+    Raises UserError naming file and row for wrong columns, undecodable images, images of different
+    size, labels outside 0..classes-1, and non-numeric or non-finite features.
+    """
+    stamp = _stamp(files, name, classes, columns)
+    folder = cache / f"{name.replace('/', '-')}-{stamp}"
+    if not (folder / "meta.json").exists():
+        cache.mkdir(parents=True, exist_ok=True, mode=0o700)
+        partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=cache))  # mode 0700
+        try:
+            _decode(files, name, classes, columns, partial)
+            try:
+                os.replace(partial, folder)
+            except OSError:  # another process was faster
+                if not (folder / "meta.json").exists():
+                    raise
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    return Dataset.open(folder)
+
+
+def _stamp(files: list[Path], name: str, classes: int, columns: Columns) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    described = [[str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns] for f in files]
+    digest.update(json.dumps([_LAYOUT, described, name, classes, asdict(columns)]).encode())
+    return digest.hexdigest()
+
+
+def _decode(files: list[Path], name: str, classes: int, columns: Columns, out: Path) -> None:
+    readers = [_open(file) for file in files]
+    total = sum(reader.metadata.num_rows for reader in readers)
+    if total == 0:
+        raise UserError(f"{files[0]}: no records")
+    labels = np.lib.format.open_memmap(out / "labels.npy", "w+", np.int64, (total,))
+    inputs: np.ndarray | None = None
+    digest = hashlib.blake2b(digest_size=16, person=b"dpdist.data")
+    position = 0
+    groups: Counter[object] = Counter()
+    for file, reader in zip(files, readers, strict=True):
+        for first_row, table in _tables(file, reader, columns):
+            rows = _inputs(table, file, first_row, columns)
+            marks = _labels(table, file, first_row, columns.label, classes)
+            if inputs is None:
+                shape = (total, *rows.shape[1:])
+                inputs = np.lib.format.open_memmap(out / "inputs.npy", "w+", rows.dtype, shape)
+            elif rows.shape[1:] != inputs.shape[1:]:
+                raise UserError(
+                    f"{file} row {first_row}: shape {rows.shape[1:]}, the rows before it "
+                    f"{inputs.shape[1:]}"
+                )
+            if columns.group is not None:
+                groups.update(table[columns.group].to_pylist())
+            inputs[position : position + len(rows)] = rows
+            labels[position : position + len(rows)] = marks
+            digest.update(rows.tobytes())
+            digest.update(marks.tobytes())
+            position += len(rows)
+    assert inputs is not None
+    inputs.flush()  # type: ignore[attr-defined]
+    labels.flush()
+    meta = {
+        "name": name,
+        "classes": classes,
+        "fingerprint": digest.hexdigest(),
+        "largest_group": max(groups.values()) if groups else None,
+    }
+    (out / "meta.json").write_text(json.dumps(meta))
+
+
+def _open(file: Path) -> pq.ParquetFile:
+    try:
+        return pq.ParquetFile(file)
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"{file}: not a readable Parquet file: {error}") from error
+
+
+def _tables(file: Path, reader: pq.ParquetFile, columns: Columns) -> Iterator[tuple[int, pa.Table]]:
+    wanted = [*(columns.features or [columns.image]), columns.label]
+    if columns.group is not None:
+        wanted.append(columns.group)
+    schema = reader.schema_arrow
+    present = schema.names
+    missing = [column for column in wanted if column not in present]
+    if missing:
+        raise UserError(
+            f"{file}: no column {', '.join(map(repr, missing))}; it has {', '.join(present)} "
+            "(name yours under data.columns in the recipe)"
+        )
+    if columns.group is not None and pa.types.is_nested(schema.field(columns.group).type):
+        raise UserError(f"{file}: group column {columns.group!r} must hold one value per record")
+    first_row = 0
+    try:
+        for batch in reader.iter_batches(batch_size=4096, columns=wanted):
+            yield first_row, pa.Table.from_batches([batch])
+            first_row += batch.num_rows
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"{file}: damaged near row {first_row}: {error}") from error
+
+
+def _labels(table: pa.Table, file: Path, first_row: int, column: str, classes: int) -> np.ndarray:
+    values = table[column].combine_chunks()
+    if not pa.types.is_integer(values.type):
+        raise UserError(f"{file}: label column {column!r} is {values.type}, must be integer")
+    if values.null_count:
+        row = first_row + int(np.flatnonzero(values.is_null().to_numpy(zero_copy_only=False))[0])
+        raise UserError(f"{file} row {row}: no label")
+    labels = values.to_numpy(zero_copy_only=False).astype(np.int64)
+    wrong = np.flatnonzero((labels < 0) | (labels >= classes))
+    if len(wrong):
+        raise UserError(
+            f"{file} row {first_row + wrong[0]}: label {labels[wrong[0]]} is outside "
+            f"0..{classes - 1} "
+            f"(data.classes is {classes})"
+        )
+    return labels
+
+
+def _inputs(table: pa.Table, file: Path, first_row: int, columns: Columns) -> np.ndarray:
+    if not columns.features:
+        return _images(table[columns.image].combine_chunks(), file, first_row, columns.image)
+    if len(columns.features) == 1 and _is_list(table[columns.features[0]].type):
+        rows = table[columns.features[0]].to_pylist()
+        widths = {len(row) if row is not None else -1 for row in rows}
+        if len(widths) != 1 or -1 in widths:
+            raise UserError(
+                f"{file} from row {first_row}: feature lists of lengths {sorted(widths)}"
+            )
+        try:
+            features = np.asarray(rows, dtype=np.float32)
+        except (TypeError, ValueError) as error:
+            raise UserError(
+                f"{file} from row {first_row}: features are not numbers: {error}"
+            ) from None
+        if features.ndim != 2:
+            raise UserError(f"{file}: feature lists must hold numbers, not lists")
+    else:
+        for column in columns.features:
+            kind = table[column].type
+            if not (pa.types.is_floating(kind) or pa.types.is_integer(kind)):
+                raise UserError(f"{file}: feature column {column!r} is {kind}, must be numeric")
+        arrays = [table[column].to_numpy().astype(np.float32) for column in columns.features]
+        features = np.stack(arrays, axis=1)
+    bad = np.flatnonzero(~np.isfinite(features).all(axis=1))
+    if len(bad):
+        raise UserError(f"{file} row {first_row + bad[0]}: a feature is missing or not finite")
+    return features
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return (
+        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    )
+
+
+def _images(values: pa.Array, file: Path, first_row: int, column: str) -> np.ndarray:
+    if pa.types.is_struct(values.type) and values.type.get_field_index("bytes") >= 0:
+        values = values.field("bytes")
+    if not (pa.types.is_binary(values.type) or pa.types.is_large_binary(values.type)):
+        raise UserError(
+            f"{file}: image column {column!r} is {values.type}, must be bytes or a struct with "
+            "bytes"
+        )
+    images = []
+    for offset, value in enumerate(values):
+        raw = value.as_py()
+        where = f"{file} row {first_row + offset}"
+        if raw is None:
+            raise UserError(f"{where}: no image")
+        try:
+            with Image.open(io.BytesIO(raw)) as picture:
+                picture.load()
+                plain = picture.mode in ("L", "RGB")
+                pixels = np.asarray(picture if plain else picture.convert("RGB"))
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+            raise UserError(f"{where}: the image cannot be decoded: {error}") from error
+        images.append(pixels[None] if pixels.ndim == 2 else np.moveaxis(pixels, -1, 0))
+        if images[-1].shape != images[0].shape:
+            raise UserError(
+                f"{where}: image of shape {images[-1].shape}, the first one is {images[0].shape}"
+            )
+    return np.stack(images)

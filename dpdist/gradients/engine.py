@@ -1,0 +1,336 @@
+"""The private gradient engine: sums of clipped per-example gradients at nearly ordinary cost.
+
+One backward pass ("book-keeping", Bu et al. 2023): forward hooks keep every trainable layer's
+inputs, autograd computes the gradients of the layers' outputs only, never of parameters;
+per-example norms and the clipped sum follow from the two in closed form, by a rule per layer type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpdist.errors import UserError
+from dpdist.gradients.allocator import keep_freed_memory
+from dpdist.gradients.capture import Layer, Objective, OnCall, find_layers, run_pass
+from dpdist.gradients.clipping import Clipping, rounding_slack
+from dpdist.gradients.contributions import Dense, PerExampleGradient
+from dpdist.gradients.perturbations import Draws, ParameterDraws
+from dpdist.gradients.rules import LayerCall
+from dpdist.gradients.screening import refuse_mixing_layers, self_check
+
+# Working set of one physical micro-batch, in bytes. Constant, so that a replayed step runs with the
+# same micro-batches and gives the same bits whatever else the machine is doing.
+_MICRO_BATCH_BYTES = 256 << 20
+# A step's perturbed parameters are kept between micro-batches up to this size, else drawn again.
+_PERTURBED_CACHE_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class ClippedSum:
+    """What one step learned from its batch. Everything but the noised `flat` is PRIVATE.
+
+    flat: (size,) sum over examples of clipped gradients, in the order of `engine.parameters`.
+    examples: batch size. nonfinite: examples whose gradient was NaN or Inf and counted as zero.
+    loss_sum: sum of the finite losses (mean over draws).
+    """
+
+    flat: Tensor
+    examples: int
+    nonfinite: int
+    loss_sum: float
+
+
+class GradientEngine:
+    """Sums of clipped per-example gradients of `objective(model(inputs), targets)`.
+
+    model: takes (B, ...) inputs and treats examples independently (BatchNorm is refused; a
+    self-check on the first batch refuses other mixing). Its parameters are only read. objective:
+    per-example losses (B,). clipping: see `dpdist.gradients.clipping`. draws: K perturbed passes
+    whose gradients are averaged before the clip; None is plain DP-SGD. micro_batch: examples per
+    physical pass; None chooses it from the model's activation sizes, never from values or load.
+
+    parameters: the trainable ones, in the model's order. size: their total number of scalars.
+    layers: names of the layers, in the order of per-layer clip norms. fallback_layers: those
+    without a rule, left to torch.func. sensitivity: largest norm one example can add to the sum.
+
+    Raises UserError for a model that mixes examples or has nothing to train.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        objective: Objective,
+        *,
+        clipping: Clipping,
+        draws: Draws | None = None,
+        micro_batch: int | None = None,
+    ) -> None:
+        if micro_batch is not None and micro_batch < 1:
+            raise UserError(f"micro_batch must be at least 1, got {micro_batch}")
+        refuse_mixing_layers(model)
+        keep_freed_memory()
+        self.model = model
+        self.objective = objective
+        self.clipping = clipping
+        self.micro_batch = micro_batch
+        self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if not self._named:
+            raise UserError("the model has no trainable parameters")
+        self.parameters: list[nn.Parameter] = list(self._named.values())
+        self._sizes = [parameter.numel() for parameter in self.parameters]
+        self.size = sum(self._sizes)
+        self._layers = find_layers(model)
+        self.fallback_layers = [layer.name for layer in self._layers if layer.fallback]
+        # A parameter is clipped with the first layer that uses it.
+        owner: dict[int, str] = {}
+        self._shared: set[int] = set()
+        for layer in self._layers:
+            for slot in layer.slots.values():
+                if owner.setdefault(slot, layer.name) != layer.name:
+                    self._shared.add(slot)
+        self.layers = [layer.name for layer in self._layers if layer.name in owner.values()]
+        self._row = [self.layers.index(owner[slot]) for slot in range(len(self.parameters))]
+        clipping.check(self.layers)
+        self.draws = draws or Draws()
+        self._channels_last = self.parameters[0].device.type == "cpu" and any(
+            isinstance(module, nn.Conv2d) for module in model.modules()
+        )
+        self._checked = False
+
+    @property
+    def draws(self) -> Draws:
+        """The draws of the next steps; may be replaced between steps (a schedule)."""
+        return self._draws
+
+    @draws.setter
+    def draws(self, draws: Draws) -> None:
+        draws.check(self.model, list(self._named))
+        self._draws = draws
+
+    @property
+    def sensitivity(self) -> float:
+        return self.clipping.sensitivity
+
+    def clipped_sum(
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        *,
+        draw_key: bytes = b"",
+        record_ids: Tensor | None = None,
+    ) -> ClippedSum:
+        """Sum over the batch of clipped per-example gradients.
+
+        inputs (B, ...), targets (B, ...), B >= 0. draw_key: 32 bytes, new for every step; needed
+        when there are draws. record_ids (B,): non-negative ids that key per-example draws. The
+        result's `flat` has the parameters' dtype, float32 at least. Raises UserError.
+        """
+        batch = len(inputs)
+        if len(targets) != batch or (record_ids is not None and len(record_ids) != batch):
+            raise UserError(f"{batch} inputs, but {len(targets)} targets or other record ids")
+        if batch and not (self._checked and self.micro_batch):
+            self._first_look(inputs, targets)
+        if self._channels_last and inputs.dim() == 4:
+            inputs = inputs.to(memory_format=torch.channels_last)
+        like = self.parameters[0]
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        flat = torch.zeros(self.size, dtype=dtype, device=like.device)
+        views = [
+            piece.view(parameter.shape)
+            for piece, parameter in zip(flat.split(self._sizes), self.parameters, strict=True)
+        ]
+        step = self.micro_batch or 1
+        nonfinite, loss_sum = 0, 0.0
+        perturbed: dict[int, dict[str, Tensor]] = {}
+        for start in range(0, batch, step):
+            piece = slice(start, min(start + step, batch))
+            ids = None if record_ids is None else record_ids[piece]
+            gradients, losses = self._per_example_gradients(
+                inputs[piece], targets[piece], draw_key, ids, perturbed
+            )
+            nonfinite += self._add_clipped(gradients, views)
+            loss_sum += float(losses[losses.isfinite()].sum())
+        return ClippedSum(flat, batch, nonfinite, loss_sum)
+
+    def _add_clipped(self, gradients: list[PerExampleGradient], views: list[Tensor]) -> int:
+        """Add one micro-batch's clipped gradients to the sum; returns how many were not finite."""
+        squared: dict[int, Tensor] = {}
+        for row, gradient in zip(self._row, gradients, strict=True):
+            norms = gradient.squared_norms()
+            if norms is not None:
+                norms = norms.double()
+                squared[row] = squared[row] + norms if row in squared else norms
+        if not squared:
+            return 0
+        zero = torch.zeros_like(next(iter(squared.values())))
+        table = torch.stack([squared.get(row, zero) for row in range(len(self.layers))])
+        table *= self.draws.weight**2
+        finite = table.sum(0).isfinite()
+        bad = int((~finite).sum())
+        if bad:  # removed, not multiplied by zero: 0 * Inf is NaN
+            table = table[:, finite]
+            for gradient in gradients:
+                gradient.select(finite)
+        factors = self.clipping.factors(table, rounding_slack(views[0].dtype))
+        factors = (factors * self.draws.weight).to(views[0].dtype).expand(len(self.layers), -1)
+        for row, gradient, view in zip(self._row, gradients, views, strict=True):
+            gradient.add_weighted_sum(factors[row], view)
+        return bad
+
+    def _trainable(self) -> dict[str, Tensor]:
+        """The values to run with; convolutions are much faster on a CPU in channels-last format."""
+        values = {name: parameter.detach() for name, parameter in self._named.items()}
+        if self._channels_last:
+            for name, value in values.items():
+                if value.dim() == 4:
+                    values[name] = value.to(memory_format=torch.channels_last)
+        return values
+
+    def _empty_gradients(self) -> list[PerExampleGradient]:
+        return [
+            PerExampleGradient(p.shape, draws=self.draws.count, dense_only=slot in self._shared)
+            for slot, p in enumerate(self.parameters)
+        ]
+
+    def _per_example_gradients(
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        draw_key: bytes,
+        record_ids: Tensor | None,
+        perturbed: dict[int, dict[str, Tensor]],
+    ) -> tuple[list[PerExampleGradient], Tensor]:
+        """Sums over the draws (not yet weighted), one entry per parameter; mean losses (B,)."""
+        draws, gradients = self.draws, self._empty_gradients()
+        total = torch.zeros(len(inputs), dtype=torch.float64, device=inputs.device)
+        for draw in range(draws.count):
+            seen = draws.inputs(inputs, record_ids, draw_key, draw)
+            if isinstance(draws, ParameterDraws) and draws.per_example:
+                losses = self._own_parameters_pass(
+                    draws, seen, targets, draw_key, record_ids, draw, gradients
+                )
+            else:
+                values = perturbed.get(draw)
+                if values is None:
+                    values = draws.parameters(self._trainable(), draw_key, draw)
+                    if draws.count * self.size * 4 <= _PERTURBED_CACHE_BYTES:
+                        perturbed[draw] = values
+                with self._hidden_noise(record_ids, draw_key, draw):
+                    losses = run_pass(
+                        self.model, self._layers, self.objective, seen, targets, values,
+                        _collector(gradients),
+                    )  # fmt: skip
+            total += losses.double()
+        return gradients, total / draws.count
+
+    @contextmanager
+    def _hidden_noise(
+        self, record_ids: Tensor | None, draw_key: bytes, draw: int
+    ) -> Iterator[None]:
+        if self.draws.hidden_module is None:
+            yield
+            return
+
+        def add(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+            return self.draws.hidden(output, record_ids, draw_key, draw)
+
+        handle = self.model.get_submodule(self.draws.hidden_module).register_forward_hook(
+            add, prepend=True
+        )
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _own_parameters_pass(
+        self,
+        draws: ParameterDraws,
+        inputs: Tensor,
+        targets: Tensor,
+        draw_key: bytes,
+        record_ids: Tensor | None,
+        draw: int,
+        gradients: list[PerExampleGradient],
+    ) -> Tensor:
+        """Every example has its own perturbed parameters: torch.func over the whole model."""
+        if record_ids is None:
+            raise UserError(
+                "per-example draws need record_ids: a record's noise is keyed by its id"
+            )
+        values = draws.parameters_per_example(self._trainable(), record_ids, draw_key, draw)
+        frozen = {
+            name: p.detach() for name, p in self.model.named_parameters() if name not in values
+        }
+
+        def loss(own: dict[str, Tensor], example: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+            everything = {**own, **frozen}
+            output = torch.func.functional_call(self.model, everything, (example.unsqueeze(0),))
+            value = self.objective(output, target.unsqueeze(0))[0]
+            return value, value.detach()
+
+        per_example = torch.func.vmap(torch.func.grad(loss, has_aux=True))
+        grads, losses = per_example(values, inputs, targets)
+        for name, gradient in zip(self._named, gradients, strict=True):
+            gradient.add(Dense(grads[name]))
+        return losses
+
+    def _first_look(self, inputs: Tensor, targets: Tensor) -> None:
+        """Self-check and choice of the micro-batch; leaves no trace in torch's random state."""
+        devices = [inputs.device] if inputs.device.type == "cuda" else []
+        with torch.random.fork_rng(devices):
+            if not self._checked:
+                self._checked = self_check(
+                    self.model, self._layers, self.objective, self._named,
+                    self._empty_gradients(), inputs, targets,
+                )  # fmt: skip
+            if self.micro_batch is None:
+                self.micro_batch = self._choose_micro_batch(inputs, targets)
+
+    def _choose_micro_batch(self, inputs: Tensor, targets: Tensor) -> int:
+        """From the bytes one example keeps alive, found with a pass over at most two examples."""
+        probe = min(2, len(inputs))
+        saved = 0
+
+        def count(tensor: Tensor) -> Tensor:
+            nonlocal saved
+            if tensor.shape[:1] == (probe,):
+                saved += tensor.numel() * tensor.element_size()
+            return tensor
+
+        gradients = self._empty_gradients()
+        collect = _collector(gradients)
+        kept = 0
+
+        def watch(layer: Layer, call: LayerCall) -> None:
+            nonlocal kept
+            if layer.fallback:  # torch.func does not run under saved-tensor hooks
+                kept += probe * 8 * sum(self._sizes[slot] for slot in layer.slots.values())
+            else:
+                collect(layer, call)
+
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+            run_pass(
+                self.model, self._layers, self.objective, inputs[:probe], targets[:probe],
+                self._trainable(), watch,
+            )  # fmt: skip
+        kept += sum(gradient.nbytes() for gradient in gradients)
+        if self.draws.per_example:
+            kept = 4 * probe * 4 * self.size
+        return max(1, _MICRO_BATCH_BYTES * probe // max(1, 2 * saved + 2 * kept))
+
+
+def _collector(gradients: list[PerExampleGradient]) -> OnCall:
+    def collect(layer: Layer, call: LayerCall) -> None:
+        for local, contribution in layer.rule(call):
+            gradients[layer.slots[local]].add(contribution)
+
+    return collect
+
+
+__all__ = ["ClippedSum", "GradientEngine", "Objective"]

@@ -1,0 +1,61 @@
+"""Keys and keystreams: where every secret random bit comes from.
+
+A key is derived with keyed BLAKE2b from the run key and labels (purpose, fingerprints, trial,
+attempt epoch, step, ...) and expanded with ChaCha20, a counter-based generator that can be entered
+at any position. So a worker draws exactly the bits of its own records, and any number of workers
+draws the same batch and the same noise. torch.manual_seed is not used for secrets: torch's CPU
+generator maps seeds that are equal modulo 2**32 to one stream.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+
+import numpy as np
+from cryptography.hazmat.primitives.ciphers import Cipher
+from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
+
+KEY_BYTES = 32
+_BLOCK = 64  # bytes per ChaCha20 block; one block per counter value
+
+
+def new_run_key() -> bytes:
+    """A fresh 32-byte key from the operating system's generator."""
+    return secrets.token_bytes(KEY_BYTES)
+
+
+def key_id(key: bytes) -> str:
+    """A public name for a key that does not reveal it (hex, 16 characters)."""
+    return hashlib.blake2b(key, digest_size=8, person=b"dpdist.keyid").hexdigest()
+
+
+def derive_key(key: bytes, purpose: str, *labels: str | int) -> bytes:
+    """A 32-byte key for one purpose; distinct label sequences give independent keys.
+
+    Each label is length-prefixed, so that ("ab", "c") and ("a", "bc") differ.
+    """
+    if len(key) != KEY_BYTES:
+        raise ValueError(f"a key has {KEY_BYTES} bytes, got {len(key)}")
+    mac = hashlib.blake2b(key=key, digest_size=KEY_BYTES, person=b"dpdist.derive")
+    for label in (purpose, *labels):
+        kind = b"i" if isinstance(label, int) else b"s"
+        raw = str(label).encode()
+        mac.update(kind + len(raw).to_bytes(8, "little") + raw)
+    return mac.digest()
+
+
+def words(key: bytes, start: int, count: int) -> np.ndarray:
+    """Words number `start` to `start + count - 1` of the key's stream: uint64, shape (count,).
+
+    Every key is used for one stream only, so the nonce is constant. A stream ends after 2**35 words
+    (the cipher's 32-bit block counter); asking for more raises ValueError.
+    """
+    if count <= 0:
+        return np.empty(0, dtype=np.uint64)
+    first_block, skip = divmod(start * 8, _BLOCK)
+    # The 16-byte nonce begins with the initial block counter, little-endian.
+    nonce = first_block.to_bytes(8, "little") + bytes(8)
+    stream = Cipher(ChaCha20(key, nonce), mode=None).encryptor()
+    raw = stream.update(bytes(skip + count * 8))
+    return np.frombuffer(raw, dtype="<u8", offset=skip, count=count)

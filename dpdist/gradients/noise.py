@@ -1,0 +1,54 @@
+"""Keyed Gaussian noise, added once per step to the summed gradient.
+
+Floating-point Gaussians are not exactly Gaussian and the low bits of a noisy sum can betray it
+(Mironov 2012, for Laplace). Noise is therefore drawn and added in float64 and the result rounded
+to a grid about 2**-24 of the noise scale: the released value is then a coarse rounding
+(post-processing) of a sum whose own error is near 2**-52 of the noise, far below the grid.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from dpdist.gradients.keys import words
+
+_GRID_BITS = 24
+
+
+def standard_normal(key: bytes, start: int, count: int) -> np.ndarray:
+    """Entries `start` to `start + count - 1` of the key's stream of N(0, 1) numbers: float64
+    (count,).
+
+    Box-Muller on pairs of 53-bit uniforms; entries 2j and 2j + 1 share a pair. The uniform under
+    the logarithm lies in (0, 1], so that every draw is finite; |z| <= 8.58.
+    """
+    if count <= 0:
+        return np.empty(0)
+    first, last = start // 2, (start + count + 1) // 2
+    bits = words(key, 2 * first, 2 * (last - first)) >> np.uint64(11)
+    uniform = bits.astype(np.float64).reshape(-1, 2) * 2.0**-53
+    length = np.sqrt(-2.0 * np.log(uniform[:, 0] + 2.0**-53))
+    angle = 2.0 * math.pi * uniform[:, 1]
+    pairs = np.empty_like(uniform)
+    np.multiply(length, np.cos(angle), out=pairs[:, 0])
+    np.multiply(length, np.sin(angle), out=pairs[:, 1])
+    skip = start - 2 * first
+    return pairs.reshape(-1)[skip : skip + count]
+
+
+def add_noise(total: np.ndarray, key: bytes, std: float) -> np.ndarray:
+    """`total` + N(0, std**2 I), rounded to the grid: float64, the shape of `total`.
+
+    Raises ValueError when `total` is not finite: clipping should have made that impossible.
+    """
+    if not np.isfinite(total).all():
+        raise ValueError("the clipped sum is not finite; nothing is released")
+    if std == 0:
+        return total.astype(np.float64)
+    noisy = total.astype(np.float64) + std * standard_normal(key, 0, total.size).reshape(
+        total.shape
+    )
+    grid = 2.0 ** (math.floor(math.log2(std)) - _GRID_BITS)
+    return np.round(noisy / grid) * grid

@@ -1,0 +1,221 @@
+"""Where randomness enters before the clip: parameters, inputs or a hidden layer, K draws each.
+
+The gradient that is clipped is weight * sum over the draws of the example's gradient under that
+draw; weight = 1/K gives the mean. Draws are independent of the private data (their scales must
+be: a scale computed from private records would let one record move all gradients), so they sit
+before the clip, cost no privacy and earn none.
+
+Keys: shared draws depend on (draw_key, draw index) only, per-example draws on (draw_key, draw
+index, record id). So they are the same for any number of workers and any micro-batch. Each is a
+Philox stream (numpy) whose key is derived by BLAKE2b from the step's draw key.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dpdist.errors import UserError
+from dpdist.gradients.keys import KEY_BYTES, derive_key
+
+Aggregate = Literal["mean", "sum"]
+
+
+def standard_normal(draw_key: bytes, purpose: str, draw: int, size: int) -> Tensor:
+    """`size` float32 standard normals shared by the batch."""
+    philox = np.random.Philox(key=_philox_key(draw_key, purpose, draw))
+    return torch.from_numpy(np.random.Generator(philox).standard_normal(size, dtype=np.float32))
+
+
+def standard_normal_per_record(
+    draw_key: bytes, purpose: str, draw: int, record_ids: Tensor, size: int
+) -> Tensor:
+    """(B, size) float32 standard normals; row b depends on the key, the draw and record_ids[b].
+
+    The record id sits in the high words of Philox' 256-bit counter, so streams never overlap.
+    """
+    key = _philox_key(draw_key, purpose, draw)
+    out = np.empty((len(record_ids), size), dtype=np.float32)
+    for row, record in zip(out, record_ids.tolist(), strict=True):
+        philox = np.random.Philox(key=key, counter=[0, 0, record, 1])
+        np.random.Generator(philox).standard_normal(dtype=np.float32, out=row)
+    return torch.from_numpy(out)
+
+
+def _philox_key(draw_key: bytes, purpose: str, draw: int) -> int:
+    if len(draw_key) != KEY_BYTES:
+        raise UserError(f"draws need a draw_key of {KEY_BYTES} bytes, got {len(draw_key)}")
+    return int.from_bytes(derive_key(draw_key, purpose, draw)[:16], "little")
+
+
+def _scale(name: str, value: float) -> float:
+    if not (math.isfinite(value) and value >= 0):
+        raise UserError(f"{name} must be a finite number >= 0, got {value}")
+    return float(value)
+
+
+class Draws:
+    """No perturbation, once: plain DP-SGD. The base of all draws.
+
+    count: K. aggregate: "mean" of the K gradients, or "sum" (as the DPlis authors' code does).
+    gradient_scale: a constant that multiplies the aggregated gradient before the clip. With
+    count 1 and gradient_scale K this is the control that separates smoothing from the sum's larger
+    gradients: clip_C(K g) is clip_{C/K}(g) with a K-fold step.
+    """
+
+    per_example = False
+    hidden_module: str | None = None
+
+    def __init__(
+        self, count: int = 1, *, aggregate: Aggregate = "mean", gradient_scale: float = 1.0
+    ) -> None:
+        if count < 1 or int(count) != count:
+            raise UserError(f"the number of draws must be an integer >= 1, got {count}")
+        if aggregate not in ("mean", "sum"):
+            raise UserError(f"aggregate must be 'mean' or 'sum', got {aggregate!r}")
+        if not (math.isfinite(gradient_scale) and gradient_scale > 0):
+            raise UserError(f"gradient_scale must be positive and finite, got {gradient_scale}")
+        self.count = int(count)
+        self.aggregate = aggregate
+        self.weight = gradient_scale * (1.0 / count if aggregate == "mean" else 1.0)
+
+    def check(self, model: nn.Module, trainable: Sequence[str]) -> None:
+        """Raise UserError if these draws do not fit the model (names of trained parameters)."""
+        names = {name for name, _ in model.named_modules()}
+        if self.hidden_module is not None and self.hidden_module not in names:
+            raise UserError(f"HiddenDraws: the model has no module named {self.hidden_module!r}")
+
+    def parameters(
+        self, parameters: Mapping[str, Tensor], draw_key: bytes, draw: int
+    ) -> dict[str, Tensor]:
+        """Trainable parameters of this draw by name; the given tensors are never written to."""
+        return dict(parameters)
+
+    def inputs(
+        self, inputs: Tensor, record_ids: Tensor | None, draw_key: bytes, draw: int
+    ) -> Tensor:
+        """Inputs (B, ...) of this draw."""
+        return inputs
+
+    def hidden(
+        self, output: Tensor, record_ids: Tensor | None, draw_key: bytes, draw: int
+    ) -> Tensor:
+        """Output (B, ...) of `hidden_module` in this draw."""
+        return output
+
+
+class ParameterDraws(Draws):
+    """theta + std * N(0, I) on every trainable parameter (DPlis, PoPETs 2021, Equation 6).
+
+    std: per-weight standard deviation, or one per parameter name; public. per_example: every
+    record has its own noise (the paper's Algorithm 2 as written; memory is micro-batch x
+    parameters and there is no book-keeping to save it); False shares one draw over the batch, as
+    the authors' code does. Both are equally private.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        std: float | Mapping[str, float],
+        *,
+        per_example: bool = False,
+        aggregate: Aggregate = "mean",
+    ) -> None:
+        super().__init__(count, aggregate=aggregate)
+        if isinstance(std, Mapping):
+            self.std: float | dict[str, float] = {
+                name: _scale(f"std of {name}", value) for name, value in std.items()
+            }
+        else:
+            self.std = _scale("std", std)
+        self.per_example = per_example
+
+    def check(self, model: nn.Module, trainable: Sequence[str]) -> None:
+        unknown = sorted(set(self.std) - set(trainable)) if isinstance(self.std, dict) else []
+        if unknown:
+            raise UserError(f"ParameterDraws: std given for what is not trained: {unknown}")
+
+    def _std(self, name: str) -> float:
+        return self.std.get(name, 0.0) if isinstance(self.std, dict) else self.std
+
+    def parameters(
+        self, parameters: Mapping[str, Tensor], draw_key: bytes, draw: int
+    ) -> dict[str, Tensor]:
+        size = sum(value.numel() for value in parameters.values())
+        noise = standard_normal(draw_key, "draws/parameters", draw, size)
+        return self._perturbed(parameters, noise)
+
+    def parameters_per_example(
+        self, parameters: Mapping[str, Tensor], record_ids: Tensor, draw_key: bytes, draw: int
+    ) -> dict[str, Tensor]:
+        """As `parameters`, with a leading batch dimension: (B, *shape)."""
+        size = sum(value.numel() for value in parameters.values())
+        noise = standard_normal_per_record(draw_key, "draws/parameters", draw, record_ids, size)
+        return self._perturbed(parameters, noise)
+
+    def _perturbed(self, parameters: Mapping[str, Tensor], noise: Tensor) -> dict[str, Tensor]:
+        pieces = noise.split([value.numel() for value in parameters.values()], dim=-1)
+        out = {}
+        for (name, value), piece in zip(parameters.items(), pieces, strict=True):
+            shaped = piece.view(*noise.shape[:-1], *value.shape)
+            out[name] = value + self._std(name) * shaped.to(value)
+        return out
+
+
+def _per_record_noise(
+    like: Tensor, record_ids: Tensor | None, draw_key: bytes, purpose: str, draw: int
+) -> Tensor:
+    if record_ids is None:
+        raise UserError(
+            "per-example draws need record_ids: the noise of a record is keyed by its id"
+        )
+    size = like[0].numel() if len(like) else 0
+    noise = standard_normal_per_record(draw_key, purpose, draw, record_ids, size)
+    return noise.view_as(like).to(like)
+
+
+class InputDraws(Draws):
+    """x + std * N(0, I), fresh for every record and draw (augmentation with noise; Cohen et al.).
+
+    std: standard deviation in input units, a number or a tensor that broadcasts against one
+    example; public. Subclasses override `inputs` for other augmentations: whatever they do to
+    example b may depend on example b, the key and public data only.
+    """
+
+    def __init__(self, count: int, std: float | Tensor, *, aggregate: Aggregate = "mean") -> None:
+        super().__init__(count, aggregate=aggregate)
+        self.std = std if isinstance(std, Tensor) else _scale("std", std)
+
+    def inputs(
+        self, inputs: Tensor, record_ids: Tensor | None, draw_key: bytes, draw: int
+    ) -> Tensor:
+        return inputs + self.std * _per_record_noise(
+            inputs, record_ids, draw_key, "draws/inputs", draw
+        )
+
+
+class HiddenDraws(Draws):
+    """h + std * N(0, I) on the output of one module, fresh for every record and draw.
+
+    module: its name in `model.named_modules()`. std: a number, or a tensor that broadcasts against
+    one example's output: the heterogeneous Gaussian's redistribution (HGM, IJCAI 2019); public.
+    """
+
+    def __init__(
+        self, count: int, module: str, std: float | Tensor, *, aggregate: Aggregate = "mean"
+    ) -> None:
+        super().__init__(count, aggregate=aggregate)
+        self.hidden_module = module
+        self.std = std if isinstance(std, Tensor) else _scale("std", std)
+
+    def hidden(
+        self, output: Tensor, record_ids: Tensor | None, draw_key: bytes, draw: int
+    ) -> Tensor:
+        return output + self.std * _per_record_noise(
+            output, record_ids, draw_key, "draws/hidden", draw
+        )

@@ -1,0 +1,1 @@
+"""One file per published system: short compositions of the blocks in gradients/ and models/."""

@@ -1,0 +1,226 @@
+"""From a model's description to the module, and from module to files and back (safetensors +
+JSON)."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import Tensor, nn
+
+from dpdist.errors import UserError
+from dpdist.models.zoo import ZOO
+
+FORMAT = 1
+_GLOBAL_GENERATOR = threading.Lock()
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Everything needed to build a model again.
+
+    name: a key of the zoo, or "package.module:factory" called as factory(input_shape, classes,
+    **options). mean, std: public normalisation constants per channel (or one for all), never
+    computed from private data.
+    """
+
+    name: str
+    input_shape: tuple[int, ...]
+    classes: int
+    options: dict[str, Any] = field(default_factory=dict)
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
+
+
+class Normalised(nn.Module):
+    """(x - mean) / std, then the network; part of the model, so that radii are in input units."""
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, network: nn.Module, mean: Tensor, std: Tensor) -> None:
+        super().__init__()
+        self.network = network
+        self.register_buffer("mean", mean, persistent=False)
+        self.register_buffer("std", std, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.network((x - self.mean) / self.std)
+
+
+def build(spec: ModelSpec) -> nn.Module:
+    """The freshly initialised module: float32 inputs (B, *input_shape) in [0, 1] to logits (B,
+    classes).
+
+    Raises UserError when the factory is unknown, fails, or does not give such a module.
+    """
+    factory = _factory(spec.name)
+    try:
+        network = factory(tuple(spec.input_shape), spec.classes, **spec.options)
+    except Exception as error:  # whatever a user's factory does
+        reason = f"{type(error).__name__}: {_first_line(error)}"
+        raise UserError(f"model {spec.name!r} cannot be built: {reason}") from error
+    if not isinstance(network, nn.Module):
+        raise UserError(
+            f"model {spec.name!r}: the factory returned {type(network).__name__}, no Module"
+        )
+    if not spec.mean and not spec.std:
+        return network
+    return Normalised(network, _constant(spec, "mean", 0.0), _constant(spec, "std", 1.0))
+
+
+def check_outputs(module: nn.Module, spec: ModelSpec) -> None:
+    """Raise UserError unless the module maps (B, *input_shape) to (B, classes) without drawing.
+
+    Dropout is refused: its masks follow the position in the batch, so that one record fewer would
+    change the mask, and the gradient, of every record after it; and no restart could replay it.
+    """
+    inputs = torch.zeros(2, *spec.input_shape)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        before = torch.get_rng_state()
+        try:
+            outputs = module(inputs)
+        except Exception as error:  # whatever a user's module does
+            reason = f"{type(error).__name__}: {_first_line(error)}"
+            raise UserError(
+                f"model {spec.name!r} fails on inputs of shape {tuple(inputs.shape)}: {reason}"
+            ) from error
+        drew = not torch.equal(before, torch.get_rng_state())
+    shape = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
+    if shape != (2, spec.classes):
+        raise UserError(
+            f"model {spec.name!r} gives {shape} for 2 inputs, must be (2, {spec.classes}): one "
+            "logit for each class"
+        )
+    if drew:
+        raise UserError(
+            f"model {spec.name!r} draws random numbers in its forward pass (dropout?), which "
+            "private training cannot key by record: set its probability to 0, or take the layer "
+            "out; method input-noise regularises instead"
+        )
+
+
+def initialise(spec: ModelSpec, seed: int) -> nn.Module:
+    """`build` with initial weights that depend only on `seed`; the global generator is left
+    alone."""
+    with _GLOBAL_GENERATOR, torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return build(spec)
+
+
+def load_weights(module: nn.Module, folder: Path) -> None:
+    """Copy the weights saved in `folder` into a module of the same shape (public pre-training).
+
+    Raises UserError when they do not fit.
+    """
+    path = Path(folder) / "model.safetensors"
+    try:
+        module.load_state_dict(load_tensors(path.read_bytes()))
+    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
+        raise UserError(f"{path}: does not fit the model: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _constant(spec: ModelSpec, which: str, default: float) -> Tensor:
+    values = getattr(spec, which) or (default,)
+    channels = spec.input_shape[0]
+    if len(values) not in (1, channels):
+        raise UserError(f"model.{which}: give 1 or {channels} values, got {len(values)}")
+    if which == "std" and min(values) <= 0:
+        raise UserError(f"model.std: must be > 0, got {min(values)}")
+    return torch.tensor(values).reshape(-1, *[1] * (len(spec.input_shape) - 1))
+
+
+def _factory(name: str) -> Callable[..., nn.Module]:
+    if name in ZOO:
+        return ZOO[name]
+    if ":" not in name:
+        known = ", ".join(sorted(ZOO))
+        raise UserError(f"model.name: unknown {name!r}; one of {known}, or package.module:factory")
+    module_name, _, attribute = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError, ValueError, SyntaxError) as error:
+        raise UserError(f"model.name: cannot import {name!r}: {error}") from error
+
+
+def save(module: nn.Module, spec: ModelSpec, folder: Path) -> None:
+    """Write model.safetensors and model.json into `folder`, each whole or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    # Copies, because tied weights share their memory, which safetensors refuses.
+    tensors = {
+        name: value.detach().cpu().clone(memory_format=torch.contiguous_format)
+        for name, value in module.state_dict().items()
+    }
+    description = {"format": FORMAT, **asdict(spec)}
+    _write(folder / "model.safetensors", save_tensors(tensors))
+    _write(
+        folder / "model.json", json.dumps(description, indent=2, sort_keys=True).encode() + b"\n"
+    )
+
+
+def read_spec(folder: Path) -> ModelSpec:
+    """The description in model.json. Raises UserError when it is missing, damaged or newer."""
+    path = Path(folder) / "model.json"
+    try:
+        description = json.loads(path.read_text())
+        version = description.pop("format")
+        if version > FORMAT:
+            raise UserError(f"{path}: written by a newer version of dpdist (format {version})")
+        for name in ("input_shape", "mean", "std"):
+            description[name] = tuple(description[name])
+        return ModelSpec(**description)
+    except FileNotFoundError:
+        raise UserError(f"{path}: no model there; was the training finished?") from None
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{path}: damaged: {error}") from error
+
+
+def load(folder: Path, *, trusted_factory: str | None = None) -> nn.Module:
+    """The saved model in eval mode.
+
+    A model.json may come from somebody else, so a factory outside the zoo is imported only when the
+    caller names that same factory (from the own recipe) as trusted. Raises UserError otherwise.
+    """
+    spec = read_spec(folder)
+    if spec.name not in ZOO and spec.name != trusted_factory:
+        raise UserError(
+            f"{folder}: the model is built by {spec.name!r}, which is not ours; importing it runs "
+            "its code. "
+            f"If you trust it, name it (--trust-factory {spec.name})"
+        )
+    module = build(spec)
+    load_weights(module, folder)
+    return module.eval()
+
+
+def model_hash(folder: Path) -> str:
+    """Hex digest of weights and description: names the executed model in certificates."""
+    digest = hashlib.blake2b(digest_size=16, person=b"dpdist.model")
+    for name in ("model.json", "model.safetensors"):
+        raw = (Path(folder) / name).read_bytes()
+        digest.update(len(raw).to_bytes(8, "little") + raw)
+    return digest.hexdigest()
+
+
+def _write(path: Path, data: bytes) -> None:
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(partial, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)

@@ -1,0 +1,199 @@
+"""Architectures by name. Inputs (B, *input_shape) in [0, 1]; outputs logits (B, classes).
+
+No layer mixes examples (GroupNorm, never BatchNorm), so per-example gradients exist.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
+    "relu": nn.ReLU,
+    "tanh": nn.Tanh,
+    "elu": nn.ELU,
+    "silu": nn.SiLU,
+    "gelu": nn.GELU,
+}
+
+
+class TemperedSigmoid(nn.Module):
+    """scale * sigmoid(temperature * x) - offset (Papernot et al. 2021); the defaults are tanh."""
+
+    def __init__(self, scale: float = 2.0, temperature: float = 2.0, offset: float = 1.0) -> None:
+        super().__init__()
+        self.scale, self.temperature, self.offset = scale, temperature, offset
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * torch.sigmoid(self.temperature * x) - self.offset
+
+
+ACTIVATIONS["tempered-sigmoid"] = TemperedSigmoid
+
+
+def _activation(name: str) -> nn.Module:
+    if name not in ACTIVATIONS:
+        raise ValueError(f"activation: unknown {name!r}; one of {', '.join(sorted(ACTIVATIONS))}")
+    return ACTIVATIONS[name]()
+
+
+def _flat_size(features: nn.Module, input_shape: Sequence[int]) -> int:
+    with torch.no_grad():
+        return features(torch.zeros(1, *input_shape)).numel()
+
+
+def linear(input_shape: Sequence[int], classes: int) -> nn.Module:
+    """Multinomial logistic regression."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(input_shape), classes))
+
+
+def mlp(
+    input_shape: Sequence[int],
+    classes: int,
+    hidden: Sequence[int] = (512, 128),
+    activation: str = "relu",
+) -> nn.Module:
+    """Dense layers; 512-128 is DPlis' MNIST model, 1536-128 its CIFAR-10 model (PoPETs 2021)."""
+    sizes = [math.prod(input_shape), *hidden]
+    layers: list[nn.Module] = [nn.Flatten()]
+    for width_in, width_out in itertools.pairwise(sizes):
+        layers += [nn.Linear(width_in, width_out), _activation(activation)]
+    return nn.Sequential(*layers, nn.Linear(sizes[-1], classes))
+
+
+def tf_cnn(input_shape: Sequence[int], classes: int, activation: str = "relu") -> nn.Module:
+    """The CNN of the TF-Privacy tutorial, as DPlis uses it: 26,010 parameters on 1x28x28."""
+    features = nn.Sequential(
+        nn.Conv2d(input_shape[0], 16, 8, stride=2, padding=2),
+        _activation(activation),
+        nn.MaxPool2d(2, stride=1),
+        nn.Conv2d(16, 32, 4, stride=2),
+        _activation(activation),
+        nn.MaxPool2d(2, stride=1),
+        nn.Flatten(),
+    )
+    flat = _flat_size(features, input_shape)
+    return nn.Sequential(
+        *features, nn.Linear(flat, 32), _activation(activation), nn.Linear(32, classes)
+    )
+
+
+def small_cnn(
+    input_shape: Sequence[int], classes: int, width: int = 16, activation: str = "tanh"
+) -> nn.Module:
+    """Two 3x3 convolutions and one dense layer, for images of 8x8 and up."""
+    return nn.Sequential(
+        nn.Conv2d(input_shape[0], width, 3, padding=1),
+        _activation(activation),
+        nn.Conv2d(width, 2 * width, 3, stride=2, padding=1),
+        _activation(activation),
+        nn.Flatten(),
+        nn.Linear(2 * width * math.prod(math.ceil(side / 2) for side in input_shape[1:]), classes),
+    )
+
+
+class _Residual(nn.Module):
+    """Two 3x3 convolutions with GroupNorm around an identity (or 1x1 projection)."""
+
+    def __init__(self, width_in: int, width_out: int, stride: int, groups: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(width_in, width_out, 3, stride=stride, padding=1, bias=False)
+        self.norm1 = nn.GroupNorm(groups, width_out)
+        self.relu1 = nn.ReLU()
+        self.conv2 = nn.Conv2d(width_out, width_out, 3, padding=1, bias=False)
+        self.norm2 = nn.GroupNorm(groups, width_out)
+        self.relu2 = nn.ReLU()
+        self.skip: nn.Module = nn.Identity()
+        if stride != 1 or width_in != width_out:
+            self.skip = nn.Conv2d(width_in, width_out, 1, stride=stride, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.relu1(self.norm1(self.conv1(x)))
+        return self.relu2(self.norm2(self.conv2(out)) + self.skip(x))
+
+
+def resnet_gn(
+    input_shape: Sequence[int], classes: int, depth: int = 20, width: int = 16, groups: int = 8
+) -> nn.Module:
+    """The 6n + 2 residual network for 32x32 images (He et al. 2016) with GroupNorm."""
+    if depth < 8 or (depth - 2) % 6:
+        raise ValueError(f"depth must be 6n + 2 with n >= 1 (8, 14, 20, ...), got {depth}")
+    blocks: list[nn.Module] = []
+    width_in = width
+    for stage, width_out in enumerate((width, 2 * width, 4 * width)):
+        for block in range((depth - 2) // 6):
+            stride = 2 if stage > 0 and block == 0 else 1
+            blocks.append(_Residual(width_in, width_out, stride, groups))
+            width_in = width_out
+    return nn.Sequential(
+        nn.Conv2d(input_shape[0], width, 3, padding=1, bias=False),
+        nn.GroupNorm(groups, width),
+        nn.ReLU(),
+        *blocks,
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(4 * width, classes),
+    )
+
+
+class _Tokens(nn.Module):
+    """Embeds the token numbers of a feature row: (B, length) floats to (B, length, width)."""
+
+    def __init__(self, vocabulary: int, width: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.embedding(x.long())
+
+
+class _LastState(nn.Module):
+    """The last hidden state of an LSTM: (B, length, width) to (B, units)."""
+
+    def __init__(self, width: int, units: int) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(width, units, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lstm(x)[0][:, -1]
+
+
+def next_word_mlp(
+    input_shape: Sequence[int],
+    classes: int,
+    embedding: int = 64,
+    hidden: Sequence[int] = (500, 250, 50),
+) -> nn.Module:
+    """Next word from the last tokens by dense layers 500-250-50 (DPlis, PoPETs 2021, Section 5.5).
+
+    classes is the vocabulary, of inputs and outputs. The embedding's width is not in the paper.
+    """
+    sizes = [input_shape[0] * embedding, *hidden]
+    layers: list[nn.Module] = [_Tokens(classes, embedding), nn.Flatten()]
+    for width_in, width_out in itertools.pairwise(sizes):
+        layers += [nn.Linear(width_in, width_out), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(sizes[-1], classes))
+
+
+def next_word_lstm(
+    input_shape: Sequence[int], classes: int, embedding: int = 256, units: int = 96
+) -> nn.Module:
+    """Next word from the last tokens by an LSTM (DPlis: embedding 256, 96 units)."""
+    return nn.Sequential(
+        _Tokens(classes, embedding), _LastState(embedding, units), nn.Linear(units, classes)
+    )
+
+
+ZOO: dict[str, Callable[..., nn.Module]] = {
+    "linear": linear,
+    "mlp": mlp,
+    "tf-cnn": tf_cnn,
+    "small-cnn": small_cnn,
+    "resnet-gn": resnet_gn,
+    "next-word-mlp": next_word_mlp,
+    "next-word-lstm": next_word_lstm,
+}

@@ -1,0 +1,248 @@
+"""The stages of a run in order: train, evaluate, certify, report. Each is skipped when already
+done."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import dpdist.data
+from cluster.packages import check_nodes
+from cluster.session import Session, connect
+from cluster.storage import write_json
+from dpdist import console, models
+from dpdist.certification.job import TABLE, CertifySettings, certify
+from dpdist.data import vision
+from dpdist.errors import Interrupted, UserError
+from dpdist.methods.compose import cross_entropy
+from dpdist.methods.sharpness import loss_picture, sharpness
+from dpdist.recipe import Recipe
+from dpdist.runfolder import RunFolder
+from dpdist.training.job import PACKAGES, TrainJob, prepare, source_of
+from dpdist.training.trainer import train
+
+_EVALUATION_BATCH = 1000
+
+
+def run(
+    recipe: Recipe | str | Path,
+    *,
+    runs: str | Path = "runs",
+    name: str | None = None,
+    data_root: str | Path | None = None,
+    where: str | None = None,
+) -> RunFolder:
+    """Everything a recipe asks for; what is done already is not done again.
+
+    recipe: a validated recipe, or the path or name of one. where: begins complaints. Returns the
+    run's folder. Raises UserError and cluster.errors.ClusterError for what the user can mend.
+    """
+    where = where or ("recipe" if isinstance(recipe, Recipe) else str(recipe))
+    recipe = resolve(recipe, name=name, data_root=data_root)
+    folder = RunFolder(Path(runs) / recipe.name)
+    job = prepare(recipe, folder, where)
+    with session(folder, recipe.resources.cpus) as ray_session:
+        train_stage(job, ray_session)
+        evaluate_stage(recipe, folder)
+        if recipe.certify is not None:
+            certify_stage(recipe, folder, CertifySettings(**recipe.certify.model_dump()))
+    report_stage(folder)
+    return folder
+
+
+def resolve(
+    recipe: Recipe | str | Path,
+    *,
+    name: str | None = None,
+    data_root: str | Path | None = None,
+    workers: int | None = None,
+) -> Recipe:
+    """The recipe with what the command line adds; its paths are made absolute.
+
+    Raises UserError, and for the certify section that is long before it is needed.
+    """
+    from dpdist.recipe import find, load, parse
+
+    overrides: dict[str, Any] = {}
+    if name is not None:
+        overrides["name"] = name
+    if data_root is not None:
+        overrides["data.root"] = str(Path(data_root).expanduser().resolve())
+    if workers is not None:
+        overrides["resources.workers"] = workers
+    if isinstance(recipe, Recipe):
+        raw = recipe.model_dump(mode="json")
+        for key, value in overrides.items():
+            section, _, field = key.rpartition(".")
+            (raw[section] if section else raw)[field] = value
+        found, where = parse(raw, "recipe"), "recipe"
+    else:
+        found, where = load(find(str(recipe)), overrides), str(recipe)
+    if found.certify is not None:
+        try:
+            CertifySettings(**found.certify.model_dump())
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from None
+    return _with_absolute_paths(found)
+
+
+def _with_absolute_paths(recipe: Recipe) -> Recipe:
+    """A run is continued, certified and charged from any directory and on any host."""
+    data, model, privacy = recipe.data, recipe.model, recipe.privacy
+    return recipe.model_copy(
+        update={
+            "data": data.model_copy(update={"root": _absolute(data.root)}),
+            "model": model.model_copy(update={"initial": _absolute(model.initial)}),
+            "privacy": privacy.model_copy(update={"budget": _absolute(privacy.budget)}),
+        }
+    )
+
+
+def _absolute(path: Path | None) -> Path | None:
+    return None if path is None else path.expanduser().resolve()
+
+
+@contextmanager
+def session(folder: RunFolder, workers_cpus: float = 0) -> Iterator[Session]:
+    """The Ray session of a command about this run, with Ray's chatter in the run's log file.
+
+    workers_cpus: CPUs the training workers ask for. A local session claims to have them even when
+    the machine has fewer: the workers then share, which is slower and changes nothing else.
+    """
+    here = len(os.sched_getaffinity(0))
+    cpus = max(here, math.ceil(workers_cpus))
+    try:
+        with connect(folder.log, cpus=cpus, worker_setup=vision.install) as ray_session:
+            if ray_session.local and cpus > here:
+                console.say(f"training: {cpus} CPUs asked for, this machine has {here}: slower")
+            yield ray_session
+    except KeyboardInterrupt:
+        raise Interrupted("interrupted; the same command continues where it stopped") from None
+
+
+def train_stage(job: TrainJob, ray_session: Session) -> None:
+    """DP training on Ray Train."""
+    recipe, folder = job.recipe, job.folder
+    if folder.trained.exists():
+        train(job, ray_session)  # settles a budget that a crash left open
+        console.say(f"training: finished before ({folder.model})")
+        return
+    console.say(
+        f"training: {job.plan.steps:,} steps on {recipe.resources.workers} workers, "
+        f"{ray_session}; when done: "
+        f"{job.plan.guarantee()}"
+    )
+    with console.progress("training", "steps") as show:
+        train(job, ray_session, show)
+
+
+def test_data(recipe: Recipe) -> dpdist.data.Dataset:
+    """The test split, which is not protected: its results are published."""
+    return dpdist.data.load(source_of(recipe), "test")
+
+
+def load_model(recipe: Recipe, folder: RunFolder) -> torch.nn.Module:
+    """The run's trained model; its own recipe names the factory, so that is trusted."""
+    folder.require_trained()
+    return models.load(folder.model, trusted_factory=recipe.model.name)
+
+
+def evaluate_stage(recipe: Recipe, folder: RunFolder) -> None:
+    """Clean accuracy on the test split, into evaluation.json."""
+    if folder.evaluation.exists():
+        return
+    dataset = test_data(recipe)
+    model = load_model(recipe, folder)
+    correct, loss = 0, 0.0
+    with torch.inference_mode():
+        for start in range(0, len(dataset), _EVALUATION_BATCH):
+            rows = slice(start, start + _EVALUATION_BATCH)
+            outputs, targets = model(dataset.batch(rows)), dataset.targets(rows)
+            correct += int((outputs.argmax(1) == targets).sum())
+            loss += float(torch.nn.functional.cross_entropy(outputs, targets, reduction="sum"))
+    write_json(
+        folder.evaluation,
+        {
+            "data": dataset.name,
+            "inputs": len(dataset),
+            "correct": correct,
+            "accuracy": correct / len(dataset),
+            "cross_entropy": loss / len(dataset),
+            "perplexity": math.exp(min(700.0, loss / len(dataset))),
+            "model": models.model_hash(folder.model),
+        },
+    )
+
+
+def certify_stage(
+    recipe: Recipe,
+    folder: RunFolder,
+    settings: CertifySettings,
+    output: Path | None = None,
+    actors: int | None = None,
+) -> Path:
+    """Monte Carlo certification of the test split on Ray actors; returns the table's path.
+
+    output: its folder; by default one in the run folder, named by the settings.
+    """
+    folder.require_trained()
+    check_nodes(PACKAGES, folder.private.resolve())
+    output = output or folder.certificates / settings.folder_name
+    with console.progress(f"certifying, sigma {settings.sigma:g}", "inputs", "draws") as show:
+        certify(
+            folder.model,
+            test_data(recipe),
+            settings,
+            output,
+            actors=actors or recipe.resources.certify_actors,
+            progress=show,
+            trusted_factory=recipe.model.name,
+        )
+    for note in json.loads((output / "settings.json").read_text())["classifier"]["notes"]:
+        console.say(f"certifying: {note}")
+    return output / TABLE
+
+
+def report_stage(folder: RunFolder) -> None:
+    """The HTML report, from the folder's files."""
+    from dpdist.reports.page import write_report
+
+    write_report(folder)
+
+
+def summary(folder: RunFolder) -> list[tuple[str, str]]:
+    """What a finished run shows at its end: name and value."""
+    from dpdist.reports.facts import read_facts
+
+    return read_facts(folder).summary()
+
+
+def landscape(recipe: Recipe, folder: RunFolder, inputs: int, iterations: int) -> dict[str, Any]:
+    """Sharpness (DPlis Table 9) and loss picture on the first test inputs, in landscape.json."""
+    box = 0.0045  # DPlis, PoPETs 2021
+    dataset = test_data(recipe).first(inputs)
+    model = load_model(recipe, folder)
+    batch, targets = dataset.batch(slice(None)), dataset.targets(slice(None))
+    sharp = sharpness(model, cross_entropy, batch, targets, epsilon=box, iterations=iterations)
+    picture = loss_picture(model, cross_entropy, batch, targets, key=bytes(32))
+    measured = {
+        "data": dataset.name,
+        "inputs": len(dataset),
+        "box": box,
+        "sharpness": sharp.value,
+        "loss": sharp.loss,
+        "worst_loss": sharp.worst_loss,
+        "iterations": sharp.iterations,
+        "alphas": list(picture.alphas),
+        "losses": list(picture.losses),
+        "accuracies": list(picture.accuracies),
+    }
+    write_json(folder.path / "landscape.json", measured)
+    return measured

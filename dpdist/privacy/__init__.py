@@ -1,0 +1,1 @@
+"""The arithmetic of privacy: numpy, scipy and dp_accounting; never torch or ray."""

@@ -1,0 +1,272 @@
+"""From a target epsilon to noise, steps or batch size: never above the target, within 0.1 % of it.
+
+Every search ends on a value that `PrivacyPlan.guarantee` itself was evaluated at, so what is
+returned meets the target by the same accountant on the same grid. Renyi bounds only supply the
+starting point.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cache
+
+from dpdist.privacy.guarantee import Neighbours
+from dpdist.privacy.plan import PrivacyPlan
+
+_TOLERANCE = 1e-3  # relative, on epsilon; an integer answer may be further off by one unit
+_NOISE_LIMITS = (1e-2, 1e6)
+_ROUNDS = 60
+
+
+class Unreachable(ValueError):
+    """No value of the searched parameter meets the target."""
+
+
+def _check_target(epsilon: float) -> None:
+    if not (math.isfinite(epsilon) and epsilon > 0):
+        raise ValueError(f"the target epsilon must be > 0 and finite, got {epsilon}")
+
+
+def _largest(
+    cost: Callable[[float], float],
+    target: float,
+    start: float,
+    limits: tuple[float, float],
+    whole: bool,
+    stride: float = 1.2,
+) -> float | None:
+    """The largest x in `limits` (up to tolerance) with cost(x) <= target; None if there is none.
+
+    cost must not decrease. Brackets from `start` in growing strides, then interpolates in
+    logarithms. whole: search whole numbers only.
+    """
+
+    def snap(x: float) -> float:
+        x = min(max(x, limits[0]), limits[1])
+        return float(round(x)) if whole else x
+
+    x = snap(start)
+    inside: tuple[float, float] | None = None
+    outside: tuple[float, float] | None = None
+    while inside is None or outside is None:
+        value = cost(x)
+        if value <= target:
+            inside = (x, value)
+            if x >= limits[1] or value >= (1 - _TOLERANCE) * target:
+                return x
+        else:
+            outside = (x, value)
+            if x <= limits[0]:
+                return None
+        step = stride if value <= target else 1 / stride
+        further = snap(x * step)
+        x = further if further != x else snap(x + (1 if value <= target else -1))
+        stride = min(stride**2, 1e3)
+
+    for trial in range(_ROUNDS):
+        if whole and outside[0] - inside[0] <= 1:
+            break
+        if not whole and outside[0] / inside[0] - 1 < 1e-12:
+            break
+        low, high = math.log(inside[0]), math.log(outside[0])
+        fraction = 0.5
+        if trial % 3 != 2 and inside[1] > 0 and math.isfinite(outside[1]):
+            goal = math.log(target * (1 - _TOLERANCE / 2) / inside[1])
+            fraction = min(max(goal / math.log(outside[1] / inside[1]), 0.02), 0.98)
+        x = snap(math.exp(low + fraction * (high - low)))
+        if x <= inside[0] or x >= outside[0]:
+            x = snap((inside[0] + outside[0]) / 2)
+            if x <= inside[0] or x >= outside[0]:
+                break
+        value = cost(x)
+        if value > target:
+            outside = (x, value)
+            continue
+        inside = (x, value)
+        if value >= (1 - _TOLERANCE) * target:
+            break
+    return inside[0]
+
+
+def _two_grids(
+    plan_with: Callable[[float], PrivacyPlan],
+    target: float,
+    start: float,
+    limits: tuple[float, float],
+    whole: bool,
+) -> float | None:
+    """`_largest` on the plan's guarantee; most of the search runs on a coarser, faster grid."""
+    from dpdist.privacy import accounting
+
+    @cache
+    def fine(x: float) -> float:
+        return plan_with(x).guarantee().epsilon
+
+    def coarse(x: float) -> float:
+        plan = plan_with(x)
+        paths = plan.alternatives(plan.phases)
+        return accounting.coarse_epsilon(paths, plan.delta, plan.neighbours)
+
+    try:
+        near = _largest(coarse, target, start, limits, whole)
+    except accounting.Unsupported:  # no PLD: RDP is fast as it is
+        return _largest(fine, target, start, limits, whole)
+    if near is None:
+        return _largest(fine, target, limits[0], limits, whole)
+    value = fine(near)
+    if near < limits[1] and 0 < value < (1 - _TOLERANCE) * target:
+        # The coarse grid overstates by about the same factor a little further on.
+        corrected = target * coarse(near) / value
+        near = _largest(coarse, corrected, near, limits, whole, stride=1.003) or near
+    miss = max(target / fine(near), fine(near) / target) if fine(near) > 0 else 1.0
+    return _largest(fine, target, near, limits, whole, stride=min(1.2, 1.001 * miss))
+
+
+def calibrate_noise(
+    plan_with: Callable[[float], PrivacyPlan], epsilon: float, start: float = 1.0
+) -> float:
+    """The smallest noise multiplier s for which plan_with(s).guarantee() is within `epsilon`.
+
+    plan_with: any plan whose cost does not rise with s (several phases, a search, ...).
+    Raises Unreachable when no noise up to 1e6 is enough, ValueError for a bad target.
+    """
+    _check_target(epsilon)
+    low, high = _NOISE_LIMITS
+    limits = (1 / high, 1 / low)
+    inverse = _two_grids(lambda x: plan_with(1 / x), epsilon, 1 / start, limits, whole=False)
+    if inverse is None:
+        raise Unreachable(
+            f"no noise up to {high:g} reaches epsilon {epsilon:g}: the fixed parts of the plan "
+            "alone cost more (or the accountant's resolution is exhausted)"
+        )
+    return 1 / inverse
+
+
+def _renyi_epsilon(plan: PrivacyPlan) -> float:
+    """A quick upper bound, to start from; infinity where RDP does not apply."""
+    from dpdist.privacy import accounting
+
+    try:
+        loss = accounting.compose_rdp(plan.event(), plan.neighbours, accounting.QUICK_ORDERS)
+        return float(loss.get_epsilon(plan.delta))
+    except accounting.Unsupported:
+        return math.inf
+
+
+def noise_multiplier_for(
+    epsilon: float,
+    *,
+    records: int,
+    batch_size: int,
+    steps: int,
+    delta: float,
+    neighbours: Neighbours = "add-or-remove-one",
+    batch_cap: int | None = None,
+) -> float:
+    """The smallest noise multiplier at which these DP-SGD steps cost at most `epsilon`.
+
+    Raises Unreachable, or ValueError for arguments `PrivacyPlan.dp_sgd` refuses.
+    """
+    _check_target(epsilon)
+
+    def plan_with(noise_multiplier: float, cap: int | None = batch_cap) -> PrivacyPlan:
+        return PrivacyPlan.dp_sgd(
+            records=records,
+            batch_size=batch_size,
+            noise_multiplier=noise_multiplier,
+            steps=steps,
+            delta=delta,
+            neighbours=neighbours,
+            batch_cap=cap,
+        )
+
+    low, high = 0.1, 1e4
+    for _ in range(9):  # to within 5 % in noise: the start only has to be near
+        middle = math.sqrt(low * high)
+        if _renyi_epsilon(plan_with(middle, None)) > epsilon:
+            low = middle
+        else:
+            high = middle
+    start = high if high < 1e4 else 1.0
+    return calibrate_noise(plan_with, epsilon, start)
+
+
+def steps_for(
+    epsilon: float,
+    *,
+    records: int,
+    batch_size: int,
+    noise_multiplier: float,
+    delta: float,
+    neighbours: Neighbours = "add-or-remove-one",
+    batch_cap: int | None = None,
+    most: int = 10_000_000,
+) -> int:
+    """The largest number of steps, at most `most`, that cost at most `epsilon` (up to 0.1 %).
+
+    Raises Unreachable when one step already costs more.
+    """
+    _check_target(epsilon)
+
+    def plan_with(steps: float, cap: int | None = batch_cap) -> PrivacyPlan:
+        return PrivacyPlan.dp_sgd(
+            records=records,
+            batch_size=batch_size,
+            noise_multiplier=noise_multiplier,
+            steps=int(steps),
+            delta=delta,
+            neighbours=neighbours,
+            batch_cap=cap,
+        )
+
+    start = 1.0
+    while start < most and _renyi_epsilon(plan_with(2 * start, None)) <= epsilon:
+        start *= 2
+    answer = _two_grids(plan_with, epsilon, start, (1, most), whole=True)
+    if answer is None:
+        one = plan_with(1).guarantee().epsilon
+        raise Unreachable(f"one step already costs epsilon {one:.3g}, more than {epsilon:g}")
+    return int(answer)
+
+
+def batch_size_for(
+    epsilon: float,
+    *,
+    records: int,
+    noise_multiplier: float,
+    steps: int,
+    delta: float,
+    neighbours: Neighbours = "add-or-remove-one",
+) -> int:
+    """The largest expected batch size, at most `records`, that costs at most `epsilon`.
+
+    Raises Unreachable when batches of one record already cost more.
+    """
+    _check_target(epsilon)
+
+    def plan_with(batch_size: float) -> PrivacyPlan:
+        return PrivacyPlan.dp_sgd(
+            records=records,
+            batch_size=int(batch_size),
+            noise_multiplier=noise_multiplier,
+            steps=steps,
+            delta=delta,
+            neighbours=neighbours,
+        )
+
+    start = 1.0
+    while 2 * start <= records and _renyi_epsilon(plan_with(2 * start)) <= epsilon:
+        start *= 2
+    answer = _two_grids(plan_with, epsilon, start, (1, records), whole=True)
+    if answer is None:
+        one = plan_with(1).guarantee().epsilon
+        raise Unreachable(
+            f"an expected batch of one record already costs epsilon {one:.3g}, above {epsilon:g}"
+        )
+    return int(answer)
+
+
+def sample_rate_for(epsilon: float, *, records: int, **setting: object) -> float:
+    """`batch_size_for` as a sampling rate."""
+    return batch_size_for(epsilon, records=records, **setting) / records  # type: ignore[arg-type]

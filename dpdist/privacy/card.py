@@ -1,0 +1,162 @@
+"""The privacy card: everything a reader of a released model needs to judge its guarantee.
+
+Safe to publish: it holds no run key, no seed, no training score and no trial of a search.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from dpdist.privacy.guarantee import Guarantee, format_epsilon
+from dpdist.privacy.ledger import Ledger
+from dpdist.privacy.plan import (
+    GaussianSteps,
+    LaplaceReleases,
+    ParallelParts,
+    Phase,
+    PrivacyPlan,
+)
+
+_DELTAS = (1e-4, 1e-5, 1e-6, 1e-8)
+EVALUATION_UNPROTECTED = (
+    "Evaluation data are not protected: scores and certificates on them are published as they are."
+)
+
+
+def describe_phase(phase: Phase) -> str:
+    """One phase in a sentence. A search's own number of runs stays secret; only its law is told."""
+    if isinstance(phase, GaussianSteps):
+        how = "full batches" if phase.sample_rate == 1 else "Poisson sampling"
+        rate = "" if phase.sample_rate == 1 else f" at rate {phase.sample_rate:.6g}"
+        cap = "" if phase.batch_cap is None else f", cut to at most {phase.batch_cap} records"
+        return (
+            f"{phase.steps} Gaussian steps, noise multiplier {phase.noise_multiplier:.6g}, "
+            f"{how}{rate}{cap}"
+        )
+    if isinstance(phase, LaplaceReleases):
+        return f"{phase.count} Laplace releases, noise multiplier {phase.noise_multiplier:.6g}"
+    if isinstance(phase, ParallelParts):
+        parts = [" then ".join(map(describe_phase, part)) for part in phase.parts]
+        return "on disjoint parts of the data: " + "; or ".join(parts)
+    law = "Poisson" if math.isinf(phase.shape) else f"negative binomial of shape {phase.shape:g}"
+    inner = " then ".join(map(describe_phase, phase.phases))
+    return f"the best of a secret random number of runs ({law}, mean {phase.mean:g}) of: {inner}"
+
+
+def card(
+    plan: PrivacyPlan,
+    ledger: Ledger | None = None,
+    *,
+    private: bool = True,
+    show_records: bool = True,
+    unit: str = "one record",
+    data_set: Guarantee | None = None,
+    notes: Sequence[str] = (),
+    extra: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The card as JSON types.
+
+    ledger: what was really released; without it the plan is taken as executed. private: False for a
+    run with a fixed key or without noise, which the card then says. show_records: False keeps the
+    number of records (and with it the sampling rate's meaning) out. data_set: what the data set has
+    cost in all runs. extra: further facts (library versions, model, recipe).
+    """
+    from dpdist.privacy import accounting
+
+    phases = plan.phases if ledger is None else ledger.phases(plan)
+    paths = plan.alternatives(phases)
+    main = plan.guarantee_of(paths)
+    if not show_records:
+        kept = tuple(line for line in main.assumptions if "is public" not in line)
+        main = replace(main, assumptions=kept)
+    profile = [main]
+    if private:
+        deltas = sorted({plan.delta, *(d for d in _DELTAS if d != plan.delta)}, reverse=True)
+        profile = [plan.guarantee_of(paths, delta) for delta in deltas]
+    described = {
+        "private": private,
+        "guarantee": main.to_dict(),
+        "unit": unit,
+        "neighbours": plan.neighbours,
+        "epsilon_at_delta": [
+            {"delta": g.delta, "epsilon": g.to_dict()["epsilon"]} for g in profile
+        ],
+        "accountant": main.source,
+        "library": accounting.library_version(),
+        "mechanism": [describe_phase(phase) for phase in phases],
+        "clip_norm": plan.clip_norm,
+        "records": plan.records if show_records else None,
+        "released_besides": [] if ledger is None else [e["name"] for e in ledger.events],
+        "superseded_releases": 0 if ledger is None else ledger.superseded,
+        "data_set": None if data_set is None else data_set.to_dict(),
+        # With the other entries at hand, the fingerprint would give N away to a search.
+        "plan": plan.fingerprint() if show_records else None,
+        "assumptions": list(main.assumptions),
+        "notes": [EVALUATION_UNPROTECTED, *notes],
+    }
+    if extra:
+        described["extra"] = dict(extra)
+    return described
+
+
+def card_markdown(described: Mapping[str, Any]) -> str:
+    """The card as a page of Markdown."""
+    guarantee = described["guarantee"]
+    lines = ["# Privacy card", ""]
+    if not described["private"]:
+        lines += [
+            "**This model is NOT private.** Its run key was fixed or no noise was added; the "
+            "figures below only describe the mechanism.",
+            "",
+        ]
+    lines += [
+        f"({format_epsilon(guarantee['epsilon'])}, {guarantee['delta']:g})-differential privacy, "
+        f"{guarantee['kind']} by {described['accountant']}.",
+        "",
+        "| | |",
+        "|---|---|",
+        f"| unit | {described['unit']} |",
+        f"| neighbouring relation | {described['neighbours']} |",
+        f"| clip norm | {described['clip_norm']:g} |",
+    ]
+    if described["records"] is not None:
+        lines.append(f"| records | {described['records']} |")
+    if described["data_set"] is not None:
+        total = described["data_set"]
+        lines.append(
+            f"| all runs on this data set | epsilon {format_epsilon(total['epsilon'])} at delta "
+            f"{total['delta']:g} |"
+        )
+    lines += [
+        f"| accounting library | {described['library']} |",
+        f"| releases of superseded attempts, charged | {described['superseded_releases']} |",
+        *([f"| plan | `{described['plan'][:16]}` |"] if described["plan"] else []),
+        "",
+        "## Mechanism",
+        "",
+        *[f"* {line}" for line in described["mechanism"]],
+        *[f"* besides: {name}" for name in described["released_besides"]],
+        "",
+        "## Epsilon at other deltas",
+        "",
+        "| delta | epsilon |",
+        "|---|---|",
+        *[
+            f"| {row['delta']:g} | {format_epsilon(row['epsilon'])} |"
+            for row in described["epsilon_at_delta"]
+        ],
+        "",
+        "## This holds if",
+        "",
+        *[f"* {line}" for line in described["assumptions"]],
+        "",
+        "## Notes",
+        "",
+        *[f"* {line}" for line in described["notes"]],
+    ]
+    for key, value in described.get("extra", {}).items():
+        lines.append(f"* {key}: {value}")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,449 @@
+"""What the published systems claim, by their own formulas, and what is proved for the same run.
+
+A claim is a theorem's formula evaluated at its hyper-parameters, with its assumptions, a verdict
+and the reason. A claim that is not sound is never a guarantee: its proved epsilon is infinite
+unless something else (DP-SGD, for instance) protects the records.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from dpdist.privacy import mechanisms
+from dpdist.privacy.guarantee import Guarantee, Neighbours, format_epsilon
+from dpdist.privacy.plan import PrivacyPlan
+
+Verdict = Literal["sound", "sound if", "not sound"]
+
+LABELS_OPEN = "labels are public"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One published claim.
+
+    printed: the epsilon the paper prints, if it prints one. claimed: its theorem's value at
+    `setting`; None if the paper gives no formula. proved: what holds for the mechanism as
+    published.
+    """
+
+    system: str
+    setting: str
+    printed: float | None
+    claimed: Guarantee | None
+    proved: Guarantee
+    verdict: Verdict
+    reason: str
+
+    @property
+    def claimed_text(self) -> str:
+        """The theorem's value, and the printed one where it differs by more than 1 %."""
+        if self.claimed is None:
+            return "no formula" if self.printed is None else f"prints {self.printed:.4g}"
+        text = f"{self.claimed.epsilon:.4g}"
+        if self.printed is None or math.isclose(self.printed, self.claimed.epsilon, rel_tol=0.01):
+            return text
+        return f"{text} (prints {self.printed:.4g})"
+
+    @property
+    def proved_text(self) -> str:
+        """The proved epsilon."""
+        return format_epsilon(self.proved.epsilon)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return {
+            "system": self.system,
+            "setting": self.setting,
+            "printed_epsilon": self.printed,
+            "claimed": None if self.claimed is None else self.claimed.to_dict(),
+            "proved": self.proved.to_dict(),
+            "verdict": self.verdict,
+            "reason": self.reason,
+        }
+
+
+def unproved(delta: float, why: str, neighbours: Neighbours = "add-or-remove-one") -> Guarantee:
+    """Epsilon infinity: nothing is proved, and why."""
+    return Guarantee(math.inf, delta, neighbours, "proved", f"none: {why}")
+
+
+def _claimed(
+    epsilon: float, delta: float, neighbours: Neighbours, source: str, assumptions: Sequence[str]
+) -> Guarantee:
+    return Guarantee(epsilon, delta, neighbours, "claimed", source, tuple(assumptions))
+
+
+# --- the theorems -----------------------------------------------------------------------------
+
+
+def classic_rdp_epsilon(
+    sample_rate: float, noise_multiplier: float, steps: int, delta: float, highest_order: int = 256
+) -> float:
+    """Poisson-subsampled Gaussian RDP at whole orders with epsilon = RDP + ln(1/delta)/(order - 1).
+
+    The accountant of DPlis and of Abadi-era code (moments up to `highest_order`).
+    """
+    import dp_accounting as dpa
+    import numpy as np
+
+    from dpdist.privacy.accounting import compose_rdp
+
+    orders = np.arange(2, highest_order + 1)
+    step = dpa.PoissonSampledDpEvent(sample_rate, dpa.GaussianDpEvent(noise_multiplier))
+    event = dpa.SelfComposedDpEvent(step, steps)
+    rdp = compose_rdp(event, "add-or-remove-one", list(orders)).rdp
+    return float(np.min(rdp - math.log(delta) / (orders - 1)))
+
+
+def dplis_claim(
+    records: int, batch_size: int, noise_multiplier: float, steps: int, delta: float = 1e-5
+) -> Guarantee:
+    """DPlis (PoPETs 2021): DP-SGD's guarantee; smoothing before the clip costs nothing."""
+    return _claimed(
+        classic_rdp_epsilon(batch_size / records, noise_multiplier, steps, delta),
+        delta,
+        "add-or-remove-one",
+        "DPlis, DP-SGD by RDP at whole orders",
+        ("Poisson sampling", "smoothing noise independent of the data"),
+    )
+
+
+def secure_sgd_claim(
+    records: int, batch_size: int, noise_multiplier: float, steps: int, delta: float = 1e-5
+) -> Guarantee:
+    """Secure-SGD (HGM, IJCAI 2019, Algorithm 1): DP-SGD's guarantee by the moments accountant."""
+    return _claimed(
+        classic_rdp_epsilon(batch_size / records, noise_multiplier, steps, delta, 65),
+        delta,
+        "add-or-remove-one",
+        "Secure-SGD, moments accountant (64 moments)",
+        ("per-example clipping", "Poisson sampling", "r independent of private records"),
+    )
+
+
+def hgm_claim(noise_scale: float, delta: float, weighted_sensitivity: float = 1.0) -> Guarantee:
+    """HGM Theorem 3 solved for epsilon: the extended Gaussian at the weighted sensitivity."""
+    value = mechanisms.extended_gaussian_epsilon(delta, noise_scale, weighted_sensitivity)
+    return _claimed(
+        float(value), delta, "replace-one", "HGM Theorem 3", ("r > 0, fixed in advance",)
+    )
+
+
+def dpal_gammas(
+    encoder_sensitivity: float, batch_size: int, weight_norm: float
+) -> tuple[float, float]:
+    """(gamma, gamma_x) of DPAL Theorem 4: 2 Delta_R / (m ||theta_1^T||_{1,1}) and Delta_R / m."""
+    return (
+        2 * encoder_sensitivity / (batch_size * weight_norm),
+        encoder_sensitivity / batch_size,
+    )
+
+
+def dpal_claim(epsilon_1: float, epsilon_2: float, gamma: float, gamma_x: float) -> Guarantee:
+    """DPAL / StoBatch (ICML 2020) Theorem 4: pure epsilon_1 (1 + 1/gamma + 1/gamma_x) +
+    epsilon_2."""
+    if min(epsilon_1, epsilon_2, gamma, gamma_x) <= 0:
+        raise ValueError("epsilon_1, epsilon_2, gamma and gamma_x must be > 0")
+    return _claimed(
+        epsilon_1 * (1 + 1 / gamma + 1 / gamma_x) + epsilon_2,
+        0.0,
+        "replace-one",
+        "DPAL Theorem 4",
+        ("one noise draw for the whole run", "disjoint fixed batches", "no composition over steps"),
+    )
+
+
+def dpal_encoder_budget(total: float, epsilon_2: float, gamma: float, gamma_x: float) -> float:
+    """epsilon_1 that makes Theorem 4's sum equal `total`."""
+    return (total - epsilon_2) / (1 + 1 / gamma + 1 / gamma_x)
+
+
+def _smallest_residual_epsilon(cost: float, delta: float) -> float:
+    """min over lambda of the epsilon with lambda epsilon = cost * order(lambda, epsilon)."""
+    from scipy.optimize import minimize_scalar
+
+    log_delta = math.log(1 / delta)
+
+    def epsilon(mix: float) -> float:
+        inner = cost**2 + 4 * mix * cost * log_delta / (1 - mix)
+        return (cost + math.sqrt(inner)) / (2 * mix)
+
+    return float(
+        minimize_scalar(epsilon, bounds=(1e-9, 1 - 1e-9), method="bounded").fun  # unimodal
+    )
+
+
+def residual_claim(
+    input_noise: float,
+    residual_noise: float,
+    input_norm: float,
+    residual_norm: float,
+    passes: float,
+    delta: float = 1e-5,
+) -> Guarantee:
+    """Residual perturbation, Strategy I, Theorem 1, solved for the smallest epsilon.
+
+    input_noise: pi. residual_noise: gamma. input_norm: R. residual_norm: G. passes: T b / N.
+    """
+    cost = 2 * passes * max(input_norm / input_noise, residual_norm / residual_noise) ** 2
+    return _claimed(
+        _smallest_residual_epsilon(cost, delta),
+        delta,
+        "replace-one",
+        "Residual Perturbation Theorem 1",
+        (LABELS_OPEN, "inputs of norm <= R", "Gaussian residual outputs with mean norm <= G"),
+    )
+
+
+def residual_black_box_claim(
+    output_noise: float,
+    residual_noise: float,
+    weight_norm: float,
+    loss_bound: float,
+    floor: float,
+    blocks: int,
+    delta: float = 1e-5,
+) -> Guarantee:
+    """Residual perturbation, Strategy II, Theorem 2: one prediction, solved for epsilon.
+
+    output_noise: pi. residual_noise: gamma. weight_norm: a bound on ||w||. loss_bound: B.
+    floor: eta_0. blocks: M.
+    """
+    cost = 2 * blocks * max(loss_bound / (floor * residual_noise), weight_norm / output_noise) ** 2
+    return _claimed(
+        _smallest_residual_epsilon(cost, delta),
+        delta,
+        "replace-one",
+        "Residual Perturbation Theorem 2",
+        ("one query only", "bounded weights and residuals", "the model itself stays secret"),
+    )
+
+
+def residual_input_guarantee(
+    input_noise: float, input_norm: float, passes: float, delta: float = 1e-5
+) -> Guarantee:
+    """What does follow for Strategy I: the noisy input alone, as a Gaussian release per pass.
+
+    Inputs at most 2 R apart, exact Gaussian profile. It protects inputs, not labels.
+    """
+    apart = 2 * input_norm * math.sqrt(passes)
+    return Guarantee(
+        float(mechanisms.gaussian_epsilon(delta, input_noise, apart)),
+        delta,
+        "replace-one",
+        "proved",
+        "exact Gaussian profile of the noisy inputs",
+        (LABELS_OPEN, "inputs clipped to norm R", "every record passes exactly T b / N times"),
+    )
+
+
+def transdenoiser_mgm_claim(
+    s_min: float, sigma: float, delta: float, sensitivity: float = 1.0
+) -> Guarantee:
+    """TransDenoiser Theorem 1: sqrt(S_min) sigma in the classical Gaussian formula."""
+    return _transformed(math.sqrt(s_min) * sigma, delta, sensitivity, "TransDenoiser Theorem 1")
+
+
+def transdenoiser_mmga_claim(
+    s_min: float, sigma: float, added_std: float, steps: int, delta: float, sensitivity: float = 1.0
+) -> Guarantee:
+    """TransDenoiser Theorem 2: sqrt(added^2 + T S_min sigma^2), with the unjustified factor T."""
+    noise = mechanisms.mixed_gaussian_std(added_std, steps * s_min, sigma)
+    return _transformed(noise, delta, sensitivity, "TransDenoiser Theorem 2")
+
+
+def _transformed(noise: float, delta: float, sensitivity: float, source: str) -> Guarantee:
+    value = math.inf
+    if noise > 0:
+        value = float(mechanisms.classical_gaussian_formula(1.0, delta, sensitivity)) / noise
+    assumptions = ["covariance fixed and data-independent"]
+    if value > 1:
+        assumptions.append("epsilon <= 1, which does not hold here")
+    return _claimed(value, delta, "replace-one", source, assumptions)
+
+
+def transdenoiser_training_claim(
+    xi_up: float, sample_rate: float, steps: int, delta: float = 1e-5, constant: float = 2.0
+) -> Guarantee:
+    """TransDenoiser Theorem 3: epsilon = c2 q sqrt(T ln(1/delta)) / xi_up.
+
+    The paper leaves c2 open; `constant` is our choice, the order of Abadi et al.'s.
+    """
+    value = constant * sample_rate * math.sqrt(steps * math.log(1 / delta)) / xi_up
+    return _claimed(
+        value,
+        delta,
+        "add-or-remove-one",
+        f"TransDenoiser Theorem 3 with c2 = {constant:g}",
+        ("C-Lipschitz loss", "transformed noise counts as added noise"),
+    )
+
+
+def pate_guarantee(
+    queries: int, answers: int, threshold_std: float, vote_std: float, delta: float = 1e-5
+) -> Guarantee:
+    """PATE with Confident-GNMax: proved, data-independent, both caps fixed beforehand."""
+    value = mechanisms.confident_gnmax_epsilon(delta, queries, answers, threshold_std, vote_std)
+    return Guarantee(
+        value,
+        delta,
+        "add-or-remove-one",
+        "proved",
+        "exact Gaussian composition, data-independent",
+        (f"at most {queries} queries and {answers} answers, fixed beforehand",),
+    )
+
+
+# --- the table --------------------------------------------------------------------------------
+
+
+def _dp_sgd(records: int, batch: int, noise: float, steps: int, delta: float = 1e-5) -> Guarantee:
+    return PrivacyPlan.dp_sgd(
+        records=records, batch_size=batch, noise_multiplier=noise, steps=steps, delta=delta
+    ).guarantee()
+
+
+def _dplis(data: str, records: int, noise: float, steps: int, printed: float) -> Claim:
+    return Claim(
+        f"DPlis, {data}",
+        f"N {records}, L 256, sigma {noise:g}, T {steps}",
+        printed,
+        dplis_claim(records, 256, noise, steps),
+        _dp_sgd(records, 256, noise, steps),
+        "sound",
+        "DP-SGD; per-record smoothing before the clip is free",
+    )
+
+
+def _residual(data: str, pi: float, printed: float) -> Claim:
+    return Claim(
+        f"Residual I, {data}",
+        f"pi {pi:g}, gamma {2 * pi:g}, R = G = 30, 100 passes",
+        printed,
+        residual_claim(pi, 2 * pi, 30, 30, 100),
+        unproved(1e-5, "labels enter gradients without noise", "replace-one"),
+        "not sound",
+        "labels unprotected, G unverifiable, printed budget does not follow; with labels public "
+        f"and inputs clipped: {residual_input_guarantee(pi, 30, 100).epsilon:.3g}",
+    )
+
+
+def _residual_dp_sgd(data: str, records: int, printed: float) -> Claim:
+    steps = 100 * (records // 128)
+    claimed = secure_sgd_claim(records, 128, 1.1, steps)
+    return Claim(
+        f"DP-SGD beside Residual I, {data}",
+        f"N {records}, L 128, sigma 1.1, 100 epochs",
+        printed,
+        claimed,
+        _dp_sgd(records, 128, 1.1, steps),
+        "sound if",
+        "batches are Poisson-sampled; the printed budget does not follow from the stated setting",
+    )
+
+
+def _dpal(data: str, total: float, epsilon_2: float, sensitivity: int, batch: int) -> Claim:
+    # The weight norm is not printed; 1 keeps gamma in the range of gamma_x.
+    gamma, gamma_x = dpal_gammas(sensitivity, batch, 1.0)
+    epsilon_1 = dpal_encoder_budget(total, epsilon_2, gamma, gamma_x)
+    return Claim(
+        f"DPAL / StoBatch, {data}",
+        f"m {batch}, Delta_R {sensitivity}, epsilon_2 {epsilon_2:g}, weight norm 1 (our choice)",
+        total,
+        dpal_claim(epsilon_1, epsilon_2, gamma, gamma_x),
+        unproved(0.0, "one Laplace vector shared by all records cancels", "replace-one"),
+        "not sound",
+        "shared noise cancels between records, sensitivity is a ratio, noise reused every step",
+    )
+
+
+def published_claims() -> list[Claim]:
+    """One row per published claim, at the settings of the papers."""
+    hgm = hgm_claim(4.8542, 1e-5)
+    exact = float(mechanisms.gaussian_epsilon(1e-5, 4.8542))
+    secure = (50_000, 125, 4.0, 40_000)
+    steps = 31_726  # what noise multiplier 2 affords at epsilon 1, batch 128
+    return [
+        _dplis("MNIST", 60_000, 1.1, 6057, 1.99),
+        _dplis("MNIST", 60_000, 1.1, 129_642, 10.0),
+        _dplis("CIFAR-10", 50_000, 1.1, 4097, 1.99),
+        _dplis("CIFAR-10", 50_000, 1.1, 89_746, 10.0),
+        _dplis("PubFig83", 9688, 2.0, 2960, 4.06),
+        _dplis("CelebA1000", 25_000, 1.3, 9700, 4.88),
+        Claim(
+            "HGM (one release)",
+            "noise 4.8542, weighted sensitivity 1",
+            None,
+            hgm,
+            Guarantee(exact, 1e-5, "replace-one", "proved", "exact Gaussian profile"),
+            "sound if",
+            "r > 0 is fixed without private records; loose: the analytic Gaussian is exact",
+        ),
+        Claim(
+            "Secure-SGD",
+            f"N {secure[0]}, L {secure[1]}, sigma {secure[2]:g}, T {secure[3]} (our choice)",
+            None,
+            secure_sgd_claim(*secure),
+            unproved(1e-5, "r is computed from private records"),
+            "sound if",
+            "r is public or private by itself and examples are clipped one by one (the code does "
+            f"neither); then {_dp_sgd(*secure).epsilon:.4g} at our choice of 100 epochs",
+        ),
+        _dpal("MNIST", 0.2, 0.1, 4950, 2499),
+        _dpal("CIFAR-10", 2.0, 1.0, 9504, 1851),
+        _residual("IDC", 0.25, 1.1e3),
+        _residual("CIFAR-10", 2.25, 3e3),
+        _residual_dp_sgd("IDC", 9988, 15.79),
+        _residual_dp_sgd("CIFAR-10", 12_500, 22.33),
+        Claim(
+            "Residual II",
+            "pi 1, gamma 2, ||w|| <= 1, B 1, eta_0 0.1, 3 blocks (bounds are ours)",
+            None,
+            residual_black_box_claim(1.0, 2.0, 1.0, 1.0, 0.1, 3),
+            unproved(1e-5, "the model is not private and queries compose", "replace-one"),
+            "not sound",
+            "covers one prediction with fresh noise, any two models; k predictions cost k times",
+        ),
+        Claim(
+            "TransDenoiser",
+            f"xi_up 2, B 128, N 60000, T {steps}",
+            1.0,
+            transdenoiser_training_claim(2.0, 128 / 60_000, steps),
+            unproved(1e-5, "the transformed noise depends on the record it should hide"),
+            "not sound",
+            "data-dependent rank-deficient covariance (S_min = 0), factor T taken twice, no clip",
+        ),
+        Claim(
+            "TransDenoiser_sepdp",
+            f"noise multiplier 2, B 128, N 60000, T {steps}",
+            1.0,
+            secure_sgd_claim(60_000, 128, 2.0, steps),
+            _dp_sgd(60_000, 128, 2.0, steps),
+            "sound if",
+            "gradients are clipped one by one; the input noise earns nothing",
+        ),
+        Claim(
+            "PATE, Confident-GNMax",
+            "4000 queries, thresholds 200, votes 40",
+            7.44,
+            None,
+            pate_guarantee(4000, 4000, 200.0, 40.0),
+            "sound if",
+            "charged without looking at votes; the printed value is an expected, data-dependent "
+            "cost. Capped at 1323 answers: "
+            f"{pate_guarantee(4000, 1323, 200.0, 40.0).epsilon:.4g}",
+        ),
+        Claim(
+            "AdLM",
+            "described only",
+            None,
+            None,
+            unproved(0.0, "the mechanism is not specified", "replace-one"),
+            "not sound",
+            "too little is specified to check; Laplace noise is reused while coefficients change",
+        ),
+    ]

@@ -1,0 +1,58 @@
+"""A privacy guarantee with everything needed to read it: the number alone is never enough."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
+from typing import Any, Literal
+
+Neighbours = Literal["add-or-remove-one", "replace-one"]
+Kind = Literal["proved", "claimed", "audited"]
+
+
+def format_epsilon(epsilon: float | str, digits: int = 4, *, lower_bound: bool = False) -> str:
+    """`digits` significant digits, rounded up (down for a lower bound): text promises no more.
+
+    Accepts "inf" as `Guarantee.to_dict` writes it.
+    """
+    value = Decimal(float(epsilon))
+    if not value.is_finite() or value == 0:
+        return str(float(epsilon)) if value.is_infinite() else "0"
+    rounding = ROUND_FLOOR if lower_bound else ROUND_CEILING
+    return f"{Context(prec=digits, rounding=rounding).plus(value):.{digits}g}"
+
+
+@dataclass(frozen=True)
+class Guarantee:
+    """(epsilon, delta)-differential privacy of one mechanism.
+
+    kind: "proved" is an upper bound we can defend, "claimed" what a paper's own theorem says,
+    "audited" a lower bound measured on the trained mechanism.
+    source: accountant or theorem. assumptions: what must hold for the number to be true.
+    """
+
+    epsilon: float
+    delta: float
+    neighbours: Neighbours
+    kind: Kind
+    source: str
+    assumptions: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if math.isnan(self.epsilon) or self.epsilon < 0:
+            raise ValueError(f"epsilon must be >= 0 (infinity allowed), got {self.epsilon}")
+        if not 0 <= self.delta < 1:
+            raise ValueError(f"delta must be in [0, 1), got {self.delta}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types; an infinite epsilon becomes the string "inf"."""
+        record = asdict(self)
+        record["assumptions"] = list(self.assumptions)
+        if math.isinf(self.epsilon):
+            record["epsilon"] = "inf"
+        return record
+
+    def __str__(self) -> str:
+        epsilon = format_epsilon(self.epsilon, lower_bound=self.kind == "audited")
+        return f"({epsilon}, {self.delta:.3g})-DP, {self.neighbours}, {self.kind} by {self.source}"

@@ -1,0 +1,229 @@
+"""The ledger: a write-ahead journal of what was really released.
+
+Every release is durable in the file BEFORE its noise is added. Crashes and restarts then cannot
+hide a release: an exact replay (same epoch, step and release id) is the same release and is stored
+once; anything else is charged again. `dpdist.privacy.journal` says how the file is kept.
+
+An attempt epoch numbers the tries. Everything that can change a floating-point sum (world size,
+micro-batch, device, code version) belongs to an attempt's identity; when it changes, the epoch
+goes up, and sampling and noise are drawn afresh under the new epoch. The same noise added to two
+different sums would cancel in their difference and reveal data: `record` refuses it.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from dpdist.privacy.guarantee import Guarantee
+from dpdist.privacy.journal import Journal, JournalError, OnJournal
+from dpdist.privacy.plan import Phase, PrivacyPlan, phase_from_dict, phase_to_dict
+
+if TYPE_CHECKING:
+    import dp_accounting as dpa
+
+LedgerError = JournalError
+_KIND = "plan"
+
+
+class ReplayConflict(LedgerError):
+    """Same epoch and step, different sum: the same noise would be added to it. Take a new epoch."""
+
+
+class Ledger(OnJournal):
+    """What was released under one plan. Use `open` to write, `read` to look at it."""
+
+    def __init__(self, journal: Journal) -> None:
+        self.path = journal.path
+        self.plan_fingerprint: str = journal.header["plan"]
+        self._journal = journal
+        self._epoch: int | None = None
+        self._identity: dict[str, str] = {}
+        self._attempts: list[dict[str, Any]] = []
+        self._releases: dict[tuple[int, int], str] = {}
+        self._per_step: Counter[int] = Counter()
+        self._events: dict[str, dict[str, Any]] = {}
+        for record in journal.records:
+            self._apply(record)
+
+    # --- opening
+
+    @classmethod
+    def open(cls, path: str | Path, plan_fingerprint: str) -> Ledger:
+        """Create the ledger of a plan, or load it and append to it.
+
+        Holds an exclusive lock until `close`. Raises LedgerError if the file is corrupt, was
+        written under another plan, or stays locked by another process for 15 seconds.
+        """
+        journal = Journal.open(path, _KIND, {"plan": plan_fingerprint})
+        found = journal.header["plan"]
+        if found != plan_fingerprint:
+            journal.close()
+            raise LedgerError(
+                f"{path} belongs to plan {found[:12]}..., not to "
+                f"{plan_fingerprint[:12]}...: another plan needs another run folder"
+            )
+        return cls(journal)
+
+    @classmethod
+    def read(cls, path: str | Path) -> Ledger:
+        """Load a ledger without locking it; it cannot be written. Raises LedgerError, OSError."""
+        return cls(Journal.read(path, _KIND))
+
+    # --- writing
+
+    def _apply(self, record: dict[str, Any]) -> None:
+        kind = record.get("kind")
+        if kind == "attempt":
+            self._epoch = record["epoch"]
+            self._identity = record["identity"]
+            self._attempts.append(record)
+        elif kind == "release":
+            self._releases[record["epoch"], record["step"]] = record["id"]
+            self._per_step[record["step"]] += 1
+        elif kind == "event":
+            self._events[record["id"]] = record
+        else:
+            raise LedgerError(f"{self.path} holds an unknown kind of record: {kind!r}")
+
+    def _append(self, record: dict[str, Any]) -> None:
+        self._journal.append(record)
+        self._apply(record)
+
+    def begin_attempt(self, identity: dict[str, str]) -> int:
+        """The attempt epoch for a start or restart with this identity.
+
+        Same identity as the last attempt: same epoch, steps may be replayed exactly. Otherwise the
+        next epoch, recorded durably. Identity: all that can change the floating-point sum.
+        """
+        identity = {str(key): str(value) for key, value in identity.items()}
+        if self._epoch is None or identity != self._identity:
+            self._new_attempt(identity, "start" if self._epoch is None else "identity changed")
+        assert self._epoch is not None
+        return self._epoch
+
+    def new_epoch(self, reason: str) -> int:
+        """Force the next epoch, e.g. after a ReplayConflict. LedgerError before any attempt."""
+        if self._epoch is None:
+            raise LedgerError("begin_attempt comes before new_epoch")
+        self._new_attempt(self._identity, reason)
+        return self._epoch
+
+    def _new_attempt(self, identity: dict[str, str], reason: str) -> None:
+        epoch = 0 if self._epoch is None else self._epoch + 1
+        record = {"kind": "attempt", "epoch": epoch, "identity": identity, "reason": reason}
+        self._append({**record, "nonce": secrets.token_hex(16)})
+
+    @property
+    def nonce(self) -> str:
+        """A random label of the current attempt, for its keys: two copies of a run folder that go
+        on separately take the same epoch, and must not draw the same noise."""
+        if not self._attempts:
+            raise LedgerError("begin_attempt comes before nonce")
+        return self._attempts[-1]["nonce"]
+
+    def record(self, step: int, release_id: str) -> Literal["new", "replay"]:
+        """Announce the release of `step` (from 0) in the current epoch; durable when this returns.
+
+        release_id: hex, at least 64 digits, a hash of key id, epoch, step, world size and the bytes
+        of the pre-noise sum. Returns "replay" if exactly this release is on record already.
+        Raises ReplayConflict, and records nothing, if another sum is on record for this epoch and
+        step; LedgerError if it cannot be made durable; ValueError for a malformed argument.
+        """
+        if self._epoch is None:
+            raise LedgerError("begin_attempt comes before record")
+        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+            raise ValueError(f"step must be a whole number >= 0, got {step!r}")
+        _check_id(release_id)
+        known = self._releases.get((self._epoch, step))
+        if known == release_id:
+            return "replay"
+        if known is not None:
+            raise ReplayConflict(
+                f"step {step} of epoch {self._epoch} was already announced with a different sum; "
+                "adding the same noise to this one would reveal their difference"
+            )
+        self._append({"kind": "release", "epoch": self._epoch, "step": step, "id": release_id})
+        return "new"
+
+    def record_event(
+        self, name: str, event: Phase | dict[str, Any], event_id: str
+    ) -> Literal["new", "replay"]:
+        """Record a release besides the training steps: a search, a paid query, a private scale.
+
+        event: a phase, or a phase's dict. event_id as in `record`; the same id and event again is a
+        replay, the same id with another event raises ReplayConflict.
+        """
+        phase = phase_from_dict(event) if isinstance(event, dict) else event
+        record = {"kind": "event", "name": name, "event": phase_to_dict(phase), "id": event_id}
+        _check_id(event_id)
+        known = self._events.get(event_id)
+        if known == record:
+            return "replay"
+        if known is not None:
+            raise ReplayConflict(f"event {event_id[:12]}... is already on record as another event")
+        self._append(record)
+        return "new"
+
+    # --- reading
+
+    @property
+    def epoch(self) -> int | None:
+        """The current attempt epoch; None before the first attempt."""
+        return self._epoch
+
+    @property
+    def attempts(self) -> list[dict[str, Any]]:
+        """Every attempt: epoch, identity, reason."""
+        return [dict(attempt) for attempt in self._attempts]
+
+    @property
+    def releases(self) -> dict[int, int]:
+        """step -> number of distinct releases (one per epoch in which it was announced)."""
+        return dict(self._per_step)
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """Other releases: name, event (a phase's dict), id."""
+        return [dict(event) for event in self._events.values()]
+
+    @property
+    def superseded(self) -> int:
+        """Releases charged beyond the first of each step."""
+        return sum(self._per_step.values()) - len(self._per_step)
+
+    def phases(self, plan: PrivacyPlan) -> tuple[Phase, ...]:
+        """What was released, as phases: the plan's with their real counts, then the other events.
+
+        Raises LedgerError if the ledger was written under another plan.
+        """
+        if plan.fingerprint() != self.plan_fingerprint:
+            raise LedgerError(f"{self.path} was not written under this plan")
+        counts = [0 for _ in plan.counts()]
+        for step, releases in self._per_step.items():
+            counts[plan.phase_of(step)] += releases
+        others = [phase_from_dict(event["event"]) for event in self._events.values()]
+        return (*plan.with_counts(counts), *others)
+
+    def event(self, plan: PrivacyPlan) -> dpa.DpEvent:
+        """The dp_accounting event of everything on record (the worst path, with parallel parts)."""
+        return plan.worst_of(plan.alternatives(self.phases(plan)))
+
+    def guarantee(self, plan: PrivacyPlan, delta: float | None = None) -> Guarantee:
+        """What is proved for everything on record, superseded attempts included.
+
+        Each distinct (epoch, step) is one release with that step's parameters; equal to
+        plan.guarantee(steps=n) after n undisturbed steps.
+        """
+        return plan.guarantee_of(plan.alternatives(self.phases(plan)), delta)
+
+
+def _check_id(release_id: str) -> None:
+    try:
+        valid = len(bytes.fromhex(release_id)) >= 32
+    except (ValueError, TypeError):
+        valid = False
+    if not valid:
+        raise ValueError("a release id is at least 32 bytes in hex")

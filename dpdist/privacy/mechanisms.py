@@ -1,0 +1,372 @@
+"""Noise scale from guarantee, guarantee from noise scale, and delta(epsilon), per mechanism.
+
+Everything is float64 and broadcasts over array arguments. Noise scales are standard deviations
+(Gaussian) or Laplace parameters b, in the units of the sensitivity. Where a value is found
+numerically, it is rounded to the safe side: more noise, larger epsilon.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy.special import erfcx, ndtr
+
+Array = NDArray[np.float64]
+_BISECTIONS = 200
+
+
+def _check(epsilon: ArrayLike | None = None, delta: ArrayLike | None = None) -> None:
+    if epsilon is not None and not np.all(np.asarray(epsilon) > 0):
+        raise ValueError(f"epsilon must be > 0, got {epsilon}")
+    if delta is not None:
+        values = np.asarray(delta)
+        if not np.all((values > 0) & (values < 1)):
+            raise ValueError(f"delta must lie strictly between 0 and 1, got {delta}")
+
+
+def _scales(noise_scale: ArrayLike, sensitivity: ArrayLike) -> Array:
+    """sensitivity / noise_scale, both positive."""
+    noise, reach = np.asarray(noise_scale, float), np.asarray(sensitivity, float)
+    if not (np.all(noise > 0) and np.all(reach > 0)):
+        raise ValueError("noise scale and sensitivity must be > 0")
+    return reach / noise
+
+
+def _largest(holds: Callable[[Array], NDArray[np.bool_]], low: Array, high: Array) -> Array:
+    """Element-wise bisection: the largest x in [low, high] with holds(x), true at low."""
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        inside = holds(middle)
+        low, high = np.where(inside, middle, low), np.where(inside, high, middle)
+        if np.all(high - low <= 4e-16 * np.abs(high)):
+            break
+    return low
+
+
+# --- Gaussian ---------------------------------------------------------------------------------
+
+
+def gaussian_delta(
+    epsilon: ArrayLike, noise_scale: ArrayLike, sensitivity: ArrayLike = 1.0
+) -> Array:
+    """The exact delta(epsilon) of the Gaussian mechanism (Balle and Wang 2018, Theorem 8).
+
+    With m = sensitivity / noise_scale: Phi(m/2 - epsilon/m) - e^epsilon Phi(-m/2 - epsilon/m),
+    epsilon >= 0. Evaluated through Mills' ratio, so that tiny deltas keep their digits.
+    """
+    m = _scales(noise_scale, sensitivity)
+    epsilon = np.asarray(epsilon, float)
+    if not np.all(epsilon >= 0):
+        raise ValueError("epsilon must be >= 0")
+    upper = m / 2 - epsilon / m
+    # e^epsilon phi(upper - m) = phi(upper): both terms share the density at `upper`.
+    density = np.exp(-(upper**2) / 2) / math.sqrt(2 * math.pi)
+    second = _mills(m - upper)
+    tail = density * (_mills(np.maximum(-upper, 0.0)) - second)
+    bulk = ndtr(upper) - density * second
+    return np.clip(np.where(upper <= 0, tail, bulk), 0.0, 1.0)
+
+
+def _mills(t: Array) -> Array:
+    """(1 - Phi(t)) / phi(t) for t >= 0."""
+    return math.sqrt(math.pi / 2) * erfcx(t / math.sqrt(2))
+
+
+def gaussian_epsilon(
+    delta: ArrayLike, noise_scale: ArrayLike, sensitivity: ArrayLike = 1.0
+) -> Array:
+    """The smallest epsilon >= 0 with gaussian_delta <= delta (rounded up in the last bits)."""
+    _check(delta=delta)
+    m = _scales(noise_scale, sensitivity)
+    m, target = np.broadcast_arrays(m, np.asarray(delta, float))
+    high = extended_gaussian_epsilon(target, 1.0, m) + 1.0  # an upper bound, plus a margin
+    free = gaussian_delta(0.0, 1.0, m) <= target
+    # Search downwards: x = high - epsilon is the largest that still holds.
+    saved = _largest(
+        lambda x: gaussian_delta(high - x, 1.0, m) <= target, np.zeros_like(high), high.copy()
+    )
+    return np.where(free, 0.0, high - saved)
+
+
+def analytic_gaussian_scale(
+    epsilon: ArrayLike, delta: ArrayLike, sensitivity: ArrayLike = 1.0
+) -> Array:
+    """The smallest noise scale for (epsilon, delta): exact for every epsilon > 0 (Balle and
+    Wang)."""
+    _check(epsilon, delta)
+    epsilon, target = np.broadcast_arrays(np.asarray(epsilon, float), np.asarray(delta, float))
+    low = 1.0 / extended_gaussian_scale(epsilon, target)  # safe; the exact m is a little larger
+    high = low.copy()
+    while np.any(short := gaussian_delta(epsilon, 1.0, high) <= target):
+        high = np.where(short, 2 * high, high)
+        if np.any(high > 1e9):  # delta close to 1: any noise will do
+            break
+    m = _largest(lambda x: gaussian_delta(epsilon, 1.0, x) <= target, low, high)
+    return np.asarray(sensitivity, float) / m
+
+
+def classical_gaussian_formula(
+    epsilon: ArrayLike, delta: ArrayLike, sensitivity: ArrayLike = 1.0
+) -> Array:
+    """sqrt(2 ln(1.25/delta)) * sensitivity / epsilon, wherever one plugs it in.
+
+    A theorem only for epsilon <= 1; see `classical_gaussian_scale`.
+    """
+    _check(epsilon, delta)
+    factor = np.sqrt(2 * np.log(1.25 / np.asarray(delta, float)))
+    return factor * np.asarray(sensitivity, float) / np.asarray(epsilon, float)
+
+
+def classical_gaussian_scale(
+    epsilon: ArrayLike, delta: ArrayLike, sensitivity: ArrayLike = 1.0
+) -> Array:
+    """The classical Gaussian mechanism (Dwork and Roth 2014, Theorem A.1).
+
+    Raises ValueError for epsilon > 1, where the formula is not a theorem (at delta 1e-5 it first
+    fails near epsilon 8.4, at delta 0.3 near 5).
+    """
+    if np.any(np.asarray(epsilon) > 1):
+        raise ValueError(
+            f"the classical Gaussian mechanism is proved for epsilon <= 1 only, got {epsilon!r}; "
+            "use the analytic Gaussian"
+        )
+    return classical_gaussian_formula(epsilon, delta, sensitivity)
+
+
+def classical_gaussian_epsilon(
+    delta: ArrayLike, noise_scale: ArrayLike, sensitivity: ArrayLike = 1.0
+) -> Array:
+    """Inverse of `classical_gaussian_scale`; ValueError where that would need epsilon > 1."""
+    _check(delta=delta)
+    epsilon = _scales(noise_scale, sensitivity) * np.sqrt(
+        2 * np.log(1.25 / np.asarray(delta, float))
+    )
+    if np.any(epsilon > 1):
+        raise ValueError("this noise is below the classical mechanism's range (epsilon <= 1)")
+    return epsilon
+
+
+def _extended_s(delta: ArrayLike) -> Array:
+    # s >= 1/2 is the proof's first condition; it matters for delta > 0.484 only.
+    return np.maximum(np.log(math.sqrt(2 / math.pi) / np.asarray(delta, float)), 0.5)
+
+
+def extended_gaussian_scale(
+    epsilon: ArrayLike, delta: ArrayLike, sensitivity: ArrayLike = 1.0
+) -> Array:
+    """Extended Gaussian mechanism, any epsilon > 0 (HGM, IJCAI 2019, Theorem 2).
+
+    sqrt(2) (sqrt(s) + sqrt(s + epsilon)) / (2 epsilon) * sensitivity, s = ln(sqrt(2/pi) / delta):
+    the constant of the proof (the theorem's statement prints sqrt(2)/pi). Sound but loose.
+    """
+    _check(epsilon, delta)
+    epsilon, s = np.asarray(epsilon, float), _extended_s(delta)
+    unit = (np.sqrt(s) + np.sqrt(s + epsilon)) / (math.sqrt(2) * epsilon)
+    return unit * np.asarray(sensitivity, float)
+
+
+def extended_gaussian_epsilon(
+    delta: ArrayLike, noise_scale: ArrayLike, sensitivity: ArrayLike = 1.0
+) -> Array:
+    """Inverse of `extended_gaussian_scale` in closed form: m sqrt(2 s) + m^2 / 2."""
+    _check(delta=delta)
+    m = _scales(noise_scale, sensitivity)
+    return m * np.sqrt(2 * _extended_s(delta)) + m**2 / 2
+
+
+# --- heterogeneous and multivariate Gaussian --------------------------------------------------
+
+
+def redistribution(weights: ArrayLike, floor: float = 1e-3) -> Array:
+    """A redistribution vector r > 0 with sum 1 from non-negative weights, shape (K,).
+
+    floor: smallest share, relative to the uniform 1/K; the theorem's r_i = 0 would leave an output
+    without noise. The vector must not depend on private records, or the noise leaks them.
+    """
+    weights = np.asarray(weights, float)
+    if weights.ndim != 1 or not np.all(np.isfinite(weights)) or np.any(weights < 0):
+        raise ValueError("redistribution weights are a vector of finite numbers >= 0")
+    if not 0 < floor <= 1:
+        raise ValueError(f"floor must be in (0, 1], got {floor}")
+    total = weights.sum()
+    shares = weights / total if total > 0 else np.full(weights.shape, 1 / weights.size)
+    return (1 - floor) * shares + floor / weights.size
+
+
+def weighted_sensitivity(component_bounds: ArrayLike, r: ArrayLike) -> float:
+    """max || (A(D) - A(D')) / sqrt(K r) ||_2 from bounds on |A(D) - A(D')| per component.
+
+    HGM Theorem 3. component_bounds: shape (K,) and jointly attainable in the worst case.
+    Raises ValueError unless r > 0 and sums to 1.
+    """
+    bounds, r = np.asarray(component_bounds, float), np.asarray(r, float)
+    if r.shape != bounds.shape or r.ndim != 1:
+        raise ValueError(f"bounds and r must be vectors of one length: {bounds.shape}, {r.shape}")
+    if np.any(r <= 0) or abs(r.sum() - 1) > 1e-9:
+        raise ValueError("r must be positive and sum to 1")
+    return float(np.sqrt(np.sum(bounds**2 / (r.size * r))))
+
+
+def weighted_l2_sensitivity(l2_bound: float, r: ArrayLike) -> float:
+    """As `weighted_sensitivity` when only ||A(D) - A(D')||_2 <= l2_bound is known."""
+    r = np.asarray(r, float)
+    return float(l2_bound / np.sqrt(r.size * r.min()))
+
+
+def heterogeneous_std(
+    epsilon: float,
+    delta: float,
+    weighted: float,
+    r: ArrayLike,
+    scale: Callable[..., Array] = extended_gaussian_scale,
+) -> Array:
+    """Standard deviation per component, shape (K,): scale(epsilon, delta, weighted) sqrt(K r).
+
+    HGM Theorem 3 with the extended scale. Whitening shows that the noise is isotropic on
+    A / sqrt(K r), so `scale=analytic_gaussian_scale` gives the exact, smaller noise.
+    """
+    r = np.asarray(r, float)
+    return float(scale(epsilon, delta, weighted)) * np.sqrt(r.size * r)
+
+
+def minimum_eigenvalue(covariance: ArrayLike) -> float:
+    """S_min of a symmetric positive semi-definite matrix, >= 0 (MGM's noise in its weakest
+    direction).
+
+    Values below the matrix's rounding error count as 0: a rank-deficient covariance has none.
+    """
+    matrix = np.asarray(covariance, float)
+    if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
+        raise ValueError(f"a covariance is a square matrix, got shape {matrix.shape}")
+    if not np.allclose(matrix, matrix.T, atol=1e-12 * max(1.0, float(np.abs(matrix).max()))):
+        raise ValueError("a covariance is symmetric")
+    values = np.linalg.eigvalsh(matrix)
+    rounding = max(matrix.shape) * np.finfo(float).eps * max(float(values[-1]), 0.0)
+    if values[0] < -10 * rounding:
+        raise ValueError("a covariance has no negative eigenvalue")
+    return float(values[0]) if values[0] > rounding else 0.0
+
+
+def multivariate_gaussian_epsilon(
+    delta: float, covariance: ArrayLike, sensitivity: float = 1.0
+) -> float:
+    """epsilon of noise N(0, covariance), fixed and data-independent, against an L2-bounded change.
+
+    Exact: the worst change points along the weakest direction, so it is the isotropic Gaussian of
+    variance S_min (the reading of MGM's Theorem 1 that holds). Infinity when S_min = 0.
+    """
+    smallest = minimum_eigenvalue(covariance)
+    if smallest == 0:
+        return math.inf
+    return float(gaussian_epsilon(delta, math.sqrt(smallest), sensitivity))
+
+
+def mahalanobis_sensitivity(changes: ArrayLike, covariance: ArrayLike) -> float:
+    """max over rows v of `changes` of ||covariance^(-1/2) v||_2: the tight sensitivity of MGM.
+
+    changes: shape (n, w), every change A(D) - A(D') that can occur. Infinity for a singular matrix.
+    """
+    if minimum_eigenvalue(covariance) == 0:
+        return math.inf
+    factor = np.linalg.cholesky(np.asarray(covariance, float))
+    whitened = np.linalg.solve(factor, np.atleast_2d(np.asarray(changes, float)).T)
+    return float(np.linalg.norm(whitened, axis=0).max())
+
+
+def mixed_gaussian_std(added_std: float, s_min: float, sigma: float) -> float:
+    """sqrt(added^2 + S_min sigma^2): what MMGA's two noises amount to for a FIXED covariance.
+
+    One release only. The published rule multiplies S_min by the number of steps; independent noise
+    of single steps does not grow with the length of a run.
+    """
+    if min(added_std, s_min, sigma) < 0:
+        raise ValueError("added_std, s_min and sigma must be >= 0")
+    return math.hypot(added_std, math.sqrt(s_min) * sigma)
+
+
+def mixed_gaussian_added_std(
+    xi_low: float, xi_up: float, s_min: float, sigma: float, steps: int = 1
+) -> float:
+    """The noise MMGA adds to the transformed noise (TransDenoiser, Algorithm 1).
+
+    xi_up when sqrt(steps S_min) sigma < xi_low, nothing when it reaches xi_up, the missing variance
+    in between. steps = 1 is the reading without the unjustified factor.
+    """
+    if not 0 <= xi_low <= xi_up:
+        raise ValueError(f"0 <= xi_low <= xi_up is needed, got {xi_low} and {xi_up}")
+    transformed = math.sqrt(steps * s_min) * sigma
+    if transformed < xi_low:
+        return xi_up
+    return math.sqrt(max(0.0, xi_up**2 - transformed**2))
+
+
+# --- Laplace ----------------------------------------------------------------------------------
+
+
+def laplace_scale(epsilon: ArrayLike, l1_sensitivity: ArrayLike = 1.0) -> Array:
+    """b = l1_sensitivity / epsilon: pure epsilon-DP (Dwork et al. 2006)."""
+    _check(epsilon)
+    return np.asarray(l1_sensitivity, float) / np.asarray(epsilon, float)
+
+
+def laplace_delta(epsilon: ArrayLike, b: ArrayLike, l1_sensitivity: ArrayLike = 1.0) -> Array:
+    """The exact delta(epsilon): max(0, 1 - exp((epsilon - l1_sensitivity / b) / 2)), epsilon >=
+    0."""
+    pure = _scales(b, l1_sensitivity)
+    return np.maximum(0.0, -np.expm1((np.asarray(epsilon, float) - pure) / 2))
+
+
+def laplace_epsilon(delta: ArrayLike, b: ArrayLike, l1_sensitivity: ArrayLike = 1.0) -> Array:
+    """The smallest epsilon at delta in [0, 1); at delta 0 it is l1_sensitivity / b."""
+    delta = np.asarray(delta, float)
+    if not np.all((delta >= 0) & (delta < 1)):
+        raise ValueError("delta must be in [0, 1)")
+    return np.maximum(0.0, _scales(b, l1_sensitivity) + 2 * np.log1p(-delta))
+
+
+def functional_mechanism_scale(epsilon: float, coefficient_l1_bound: float) -> float:
+    """Laplace scale on every coefficient of a polynomial objective summed over records.
+
+    coefficient_l1_bound: max over records of the L1 norm of ALL its coefficients. The sensitivity
+    is twice that under replace-one (Zhang et al. 2012, Lemma 1). For ONE release of the
+    coefficients; AdLM and DPAL reuse the noise while the coefficients change.
+    """
+    return float(laplace_scale(epsilon, 2 * coefficient_l1_bound))
+
+
+def dpal_encoder_sensitivity(inputs: int, hidden: int) -> int:
+    """DPAL's Delta_R = d (beta + 2) as printed: 25 * (14^2 + 2) = 4,950 on MNIST."""
+    return inputs * (hidden + 2)
+
+
+def dpal_output_sensitivity(last_hidden: int) -> int:
+    """DPAL's Delta_L2 = 2 |h_pi| as printed: 512 on MNIST."""
+    return 2 * last_hidden
+
+
+# --- noisy votes ------------------------------------------------------------------------------
+
+
+def confident_gnmax_epsilon(
+    delta: float, queries: int, answers: int, threshold_std: float, vote_std: float
+) -> float:
+    """Data-independent epsilon of PATE's Confident-GNMax (Papernot et al. 2018).
+
+    One record moves one teacher's vote: L2 sensitivity 1 in the threshold test (paid for every one
+    of `queries`), sqrt(2) in the noisy vote (paid for `answers`). The caps on both are fixed before
+    looking at votes. All releases are Gaussian, so the composition is exact.
+    """
+    if queries < 1 or answers < 0 or answers > queries:
+        raise ValueError(f"0 <= answers <= queries is needed, got {answers} of {queries}")
+    m = math.sqrt(queries / threshold_std**2 + 2 * answers / vote_std**2)
+    return float(gaussian_epsilon(delta, 1.0, m))
+
+
+def confident_gnmax_rdp(
+    order: ArrayLike, queries: int, answers: int, threshold_std: float, vote_std: float
+) -> Array:
+    """The same cost as a Renyi divergence: order (queries / (2 s1^2) + answers / s2^2)."""
+    return np.asarray(order, float) * (queries / (2 * threshold_std**2) + answers / vote_std**2)

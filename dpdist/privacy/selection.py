@@ -1,0 +1,153 @@
+"""Laws of the number of runs of a private search (Papernot and Steinke 2022).
+
+A search runs the base mechanism K times with K secret and random, and releases the best run only. A
+law is named by its mean and its shape, as in `dpdist.privacy.plan.RepeatAndSelect`: shape infinity
+is Poisson (K may be 0), every finite shape eta >= 0 a truncated negative binomial (K >= 1; 1 is
+geometric, 0 logarithmic).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from dpdist.privacy.guarantee import Guarantee, Neighbours
+from dpdist.privacy.plan import Phase, PrivacyPlan, RepeatAndSelect
+
+
+def mean_of(shape: float, gamma: float) -> float:
+    """E[K] of the truncated negative binomial with 0 < gamma < 1 (Definition 1 there)."""
+    log_gamma = math.log(gamma)
+    if shape == 0:
+        return (1 / gamma - 1) / -log_gamma
+    return shape * (1 - gamma) / (gamma * -math.expm1(shape * log_gamma))
+
+
+@dataclass(frozen=True)
+class SelectionLaw:
+    """The law of K. mean: E[K] >= 1. shape: infinity for Poisson, else eta >= 0.
+
+    Negative shapes (allowed by the theorem down to -1) are refused: the accounting library has no
+    bound for them.
+    """
+
+    mean: float
+    shape: float
+
+    def __post_init__(self) -> None:
+        RepeatAndSelect((), self.mean, self.shape)  # the same limits hold here
+
+    @cached_property
+    def gamma(self) -> float:
+        """The parameter gamma that gives this mean; 1 for mean 1 (K is 1). Finite shapes only."""
+        if math.isinf(self.shape):
+            raise ValueError("a Poisson law has no gamma")
+        if self.mean == 1:
+            return 1.0
+        if self.shape == 1:
+            return 1 / self.mean
+        from scipy.optimize import brentq
+
+        # E[K] falls from infinity to 1 as gamma rises from 0 to 1.
+        low = math.log(1e-300)
+        root = brentq(lambda u: math.log(mean_of(self.shape, math.exp(u)) / self.mean), low, -1e-15)
+        return math.exp(root)
+
+    def log_pmf(self, runs: int) -> float:
+        """ln P(K = runs)."""
+        from scipy.special import gammaln
+
+        if math.isinf(self.shape):
+            if runs < 0:
+                return -math.inf
+            return float(runs * math.log(self.mean) - self.mean - gammaln(runs + 1))
+        if runs < 1:
+            return -math.inf
+        if self.gamma == 1:
+            return 0.0 if runs == 1 else -math.inf
+        log_rest = runs * math.log1p(-self.gamma)
+        if self.shape == 0:
+            return log_rest - math.log(runs) - math.log(-math.log(self.gamma))
+        ways = gammaln(runs + self.shape) - gammaln(self.shape) - gammaln(runs + 1)
+        norm = -self.shape * math.log(self.gamma)
+        log_norm = norm + math.log(-math.expm1(-norm))  # ln(gamma^-eta - 1)
+        return float(log_rest + ways - log_norm)
+
+    def at_least(self, runs: int) -> float:
+        """P(K >= runs)."""
+        if math.isinf(self.shape):
+            from scipy.special import pdtrc
+
+            return 1.0 if runs <= 0 else float(pdtrc(runs - 1, self.mean))
+        if runs <= 1:
+            return 1.0
+        if self.gamma == 1:
+            return 0.0
+        if self.shape == 0:
+            horizon = runs + math.ceil(45 / self.gamma)
+            return math.fsum(math.exp(self.log_pmf(k)) for k in range(runs, horizon))
+        from scipy.special import nbdtrc
+
+        untruncated = -math.expm1(self.shape * math.log(self.gamma))
+        if self.shape == int(self.shape):
+            return float(nbdtrc(runs - 1, int(self.shape), self.gamma)) / untruncated
+        from scipy.special import betainc
+
+        return float(betainc(runs, self.shape, 1 - self.gamma)) / untruncated
+
+    def quantile(self, probability: float) -> int:
+        """The smallest k with P(K <= k) >= probability, 0 <= probability < 1.
+
+        Drawing the probability uniformly (from secret randomness) draws K.
+        """
+        if not 0 <= probability < 1:
+            raise ValueError(f"probability must be in [0, 1), got {probability}")
+        high = 1
+        while 1 - self.at_least(high + 1) < probability:
+            high *= 2
+        low = -1 if math.isinf(self.shape) else 0  # P(K <= low) = 0
+        while high - low > 1:
+            middle = (low + high) // 2
+            if 1 - self.at_least(middle + 1) >= probability:
+                high = middle
+            else:
+                low = middle
+        return high
+
+    def describe(self) -> str:
+        """The law in words."""
+        names = {math.inf: "Poisson", 1.0: "geometric", 0.0: "logarithmic"}
+        name = names.get(self.shape, f"truncated negative binomial (shape {self.shape:g})")
+        return f"{name}, mean {self.mean:g}"
+
+
+def search_guarantee(
+    phases: Sequence[Phase],
+    law: SelectionLaw,
+    *,
+    records: int,
+    delta: float,
+    neighbours: Neighbours = "add-or-remove-one",
+) -> Guarantee:
+    """What a search with a secret K costs; Theorem 2 (finite shape) or 6 (Poisson), by RDP.
+
+    Raises dpdist.privacy.accounting.Unsupported when a run has no Renyi bound.
+    """
+    search = RepeatAndSelect(tuple(phases), law.mean, law.shape)
+    return PrivacyPlan(records, (search,), delta, neighbours=neighbours).guarantee()
+
+
+def fixed_runs_guarantee(
+    phases: Sequence[Phase],
+    runs: int,
+    *,
+    records: int,
+    delta: float,
+    neighbours: Neighbours = "add-or-remove-one",
+) -> Guarantee:
+    """What a fixed, public number of runs costs: plain composition; all runs may be shown."""
+    if runs < 1:
+        raise ValueError(f"the number of runs must be at least 1, got {runs}")
+    return PrivacyPlan(records, tuple(phases) * runs, delta, neighbours=neighbours).guarantee()

@@ -1,0 +1,368 @@
+"""The recipe: one YAML file that says everything about a run, validated field by field.
+
+Reading a recipe needs neither torch nor ray. Defaults are written back complete into the run
+folder.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from dpdist.errors import UserError
+from dpdist.methods.options import Method
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1)]
+Probability = Annotated[float, Field(gt=0, lt=1)]
+
+_BESIDE = Path(__file__).resolve().parent.parent / "recipes"
+# Beside the packages in a checkout; a wheel installs them under the environment's share/.
+RECIPES = _BESIDE if _BESIDE.is_dir() else Path(sys.prefix) / "share" / "dpdist" / "recipes"
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ColumnNames(_Section):
+    """Which Parquet columns hold the record; `features` replaces the image column."""
+
+    image: str = "image"
+    label: str = "label"
+    features: list[str] = []
+    group: str | None = Field(
+        default=None, description="whom the record belongs to; checked against privacy.group_size"
+    )
+
+
+class DataRecipe(_Section):
+    """The data set: a built-in name (digits), or a folder NAME of Parquet files under `root`."""
+
+    name: str
+    root: Path | None = None
+    classes: Count = 10
+    train: str = "train"
+    test: str = "test"
+    columns: ColumnNames = ColumnNames()
+    max_train: Count | None = Field(
+        default=None, description="use only the first records; for smoke runs"
+    )
+
+
+class ModelRecipe(_Section):
+    """A name from the zoo or package.module:factory. mean and std are public constants."""
+
+    name: str
+    options: dict[str, Any] = {}
+    initial: Path | None = Field(
+        default=None, description="start from this model folder; trained on PUBLIC data only"
+    )
+    mean: list[float] = []
+    std: list[float] = []
+
+
+class PrivacyRecipe(_Section):
+    """The target: either epsilon (the noise is calibrated, never above it) or noise_multiplier."""
+
+    epsilon: Positive | None = None
+    noise_multiplier: Annotated[float, Field(ge=0)] | None = None
+    delta: Probability
+    clip_norm: Positive = 1.0
+    clipping: Literal["flat", "automatic", "per-layer"] = "flat"
+    neighbours: Literal["add-or-remove-one", "replace-one"] = "add-or-remove-one"
+    batch_cap: Count | None = Field(
+        default=None, description="hard cap on the batch: truncated Poisson"
+    )
+    allow_large_delta: bool = False
+    group_size: Count = Field(
+        default=1, description="also state the guarantee for a person with up to so many records"
+    )
+    budget: Path | None = Field(
+        default=None, description="folder of ledgers per data set; the run is charged there"
+    )
+    budget_ceiling: Positive | None = Field(
+        default=None, description="refuse to train beyond this composed epsilon of the data set"
+    )
+    run_key: str | None = Field(
+        default=None,
+        description="fixed key (64 hex digits), for tests only: the run is then NOT private",
+    )
+
+    @field_validator("run_key")
+    @classmethod
+    def _hex_key(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"[0-9a-f]{64}", value):
+            raise ValueError("must be 64 lower-case hex digits")
+        return value
+
+    @model_validator(mode="after")
+    def _one_target(self) -> PrivacyRecipe:
+        if (self.epsilon is None) == (self.noise_multiplier is None):
+            raise ValueError("give exactly one of epsilon and noise_multiplier")
+        if self.budget_ceiling is not None and self.budget is None:
+            raise ValueError("budget_ceiling needs budget, the folder where runs are recorded")
+        return self
+
+
+class TrainingRecipe(_Section):
+    """The loop. batch_size is the expected batch L; the Poisson batch varies around it."""
+
+    batch_size: Count
+    steps: Count | None = None
+    epochs: Count | None = Field(default=None, description="steps = epochs * records // batch_size")
+    optimizer: Literal["sgd", "adam"] = "sgd"
+    learning_rate: Positive
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    ema: Annotated[float, Field(gt=0, lt=1)] | None = Field(
+        default=None, description="average the parameters with this decay (post-processing, free)"
+    )
+    init_seed: Annotated[int, Field(ge=0)] = 0
+    reproducible: bool = Field(
+        default=False,
+        description="bit-identical on any number of workers (canonical shards, slower)",
+    )
+
+    @model_validator(mode="after")
+    def _one_length(self) -> TrainingRecipe:
+        if (self.steps is None) == (self.epochs is None):
+            raise ValueError("give exactly one of steps and epochs")
+        if self.momentum and self.optimizer != "sgd":
+            raise ValueError("momentum belongs to optimizer: sgd")
+        return self
+
+
+class CertifyRecipe(_Section):
+    """Monte Carlo certification (Cohen et al. 2019). sigma and radii in input units ([0, 1]
+    pixels)."""
+
+    sigma: Positive
+    n0: Count = 100
+    n: Count = 100_000
+    alpha: Probability = 0.001
+    mode: Literal["fixed", "target", "anytime"] = "fixed"
+    noise: Literal["gaussian", "laplace", "uniform"] = "gaussian"
+    noise_bank: bool = Field(
+        default=False, description="one noise stream for all inputs; errors can then coincide"
+    )
+    start: Annotated[int, Field(ge=0)] = 0
+    radii: list[Annotated[float, Field(ge=0)]] = Field(
+        default=[], description="decided radii in target mode; shown ones otherwise"
+    )
+    every: Count = Field(default=1, description="certify every how-manieth test input")
+    max_inputs: Count | None = None
+
+
+class ResourcesRecipe(_Section):
+    """Where and how it runs; may change between a run and its continuation."""
+
+    workers: Count = 1
+    cpus_per_worker: Positive = 1
+    gpus_per_worker: Annotated[float, Field(ge=0)] = 0
+    micro_batch: Count | None = Field(
+        default=None, description="physical batch; default: chosen to fit"
+    )
+    checkpoint_seconds: Positive = 30
+    max_failures: Annotated[int, Field(ge=0)] = 3
+    certify_actors: Count | None = Field(
+        default=None, description="default: one for each CPU or GPU"
+    )
+
+    @property
+    def cpus(self) -> float:
+        """CPUs that all training workers together ask for."""
+        return self.workers * self.cpus_per_worker
+
+
+class Recipe(_Section):
+    """A whole run."""
+
+    name: str
+    data: DataRecipe
+    model: ModelRecipe
+    method: Method = Field(default_factory=lambda: _default_method())
+    privacy: PrivacyRecipe
+    training: TrainingRecipe
+    certify: CertifyRecipe | None = None
+    resources: ResourcesRecipe = ResourcesRecipe()
+
+    @field_validator("name")
+    @classmethod
+    def _file_name(cls, value: str) -> str:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", value):
+            raise ValueError("must be letters, digits, '.', '_' and '-' (it names the run folder)")
+        return value
+
+    @field_validator("model", mode="before")
+    @classmethod
+    def _model_by_name(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+    @field_validator("method", mode="before")
+    @classmethod
+    def _method_by_name(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+    def to_yaml(self) -> str:
+        """Complete with defaults; reading it back gives an equal recipe."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+    def same_experiment(self, other: Recipe) -> list[str]:
+        """Dotted keys in which two recipes differ, resources left out (they may change on
+        resume)."""
+        return _differences(
+            self.model_dump(mode="json", exclude={"resources"}),
+            other.model_dump(mode="json", exclude={"resources"}),
+        )
+
+
+def _default_method() -> Any:
+    from dpdist.methods.options import DPSGD
+
+    return DPSGD()
+
+
+def find(name: str) -> Path:
+    """The path of a recipe given as a path, or as the bare name of one that comes with dpdist."""
+    path = Path(name)
+    if path.suffix in (".yaml", ".yml") and path.exists():
+        return path
+    built_in = RECIPES / f"{path.name.removesuffix('.yaml')}.yaml"
+    if built_in.exists() and path.parent in (Path("."), Path("recipes")):
+        return built_in
+    raise UserError(
+        f"{name}: no such recipe file; `dpdist recipes` lists those that come with dpdist"
+    )
+
+
+def load(path: Path, overrides: dict[str, Any] | None = None) -> Recipe:
+    """Read and validate a recipe file; its name is the file's unless it says so. `overrides` maps
+    dotted keys to values (from the command line).
+
+    Raises UserError with one line per wrong field: "recipes/x.yaml: privacy.delta: must be ...,
+    got ...".
+    """
+    try:
+        raw = yaml.safe_load(path.read_text())
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such recipe file") from None
+    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+        raise UserError(
+            f"{path}: cannot be read as YAML: {' '.join(str(error).split())}"
+        ) from error
+    if not isinstance(raw, dict):
+        raise UserError(
+            f"{path}: a recipe is a mapping of keys to values, got {type(raw).__name__}"
+        )
+    raw.setdefault("name", path.stem)
+    for key, value in (overrides or {}).items():
+        _set(raw, key, value)
+    return parse(raw, str(path))
+
+
+def parse(raw: dict[str, Any], where: str) -> Recipe:
+    """Validate a recipe given as plain data; `where` begins each complaint."""
+    try:
+        return Recipe.model_validate(raw)
+    except ValidationError as error:
+        raise UserError("\n".join(_complaint(where, item) for item in error.errors())) from None
+
+
+def field_error(where: str, key: str, rule: str, got: object) -> UserError:
+    """The complaint about one field that only the data can judge."""
+    return UserError(f"{where}: {key}: {rule}, got {got}")
+
+
+def check_against_data(recipe: Recipe, records: int, where: str) -> None:
+    """What the number of records forbids. Raises UserError."""
+    privacy, training = recipe.privacy, recipe.training
+    if privacy.delta >= 1 / records and not privacy.allow_large_delta:
+        rule = f"must be < 1/N = {_two_digits_down(1 / records)}"
+        raise field_error(where, "privacy.delta", rule, privacy.delta)
+    if training.batch_size > records:
+        rule = f"must be <= the {records} training records"
+        raise field_error(where, "training.batch_size", rule, training.batch_size)
+    if privacy.batch_cap is not None and privacy.batch_cap < training.batch_size:
+        rule = f"must be >= batch_size = {training.batch_size}"
+        raise field_error(where, "privacy.batch_cap", rule, privacy.batch_cap)
+    if privacy.batch_cap == training.batch_size == records:
+        rule = "must be left out when every step takes all records"
+        raise field_error(where, "privacy.batch_cap", rule, privacy.batch_cap)
+
+
+def step_count(recipe: Recipe, records: int) -> int:
+    """The integer number of steps."""
+    training = recipe.training
+    if training.steps is not None:
+        return training.steps
+    assert training.epochs is not None
+    return max(1, training.epochs * records // training.batch_size)
+
+
+def _two_digits_down(value: float) -> str:
+    """Two significant digits: 1.7e-05 for 1/60000."""
+    exponent = math.floor(math.log10(value))
+    return f"{math.floor(value / 10**exponent * 10 + 0.5) / 10:g}e{exponent:+03d}"
+
+
+def _set(raw: dict[str, Any], dotted: str, value: Any) -> None:
+    *parents, last = dotted.split(".")
+    for parent in parents:
+        nested = raw.get(parent)
+        if isinstance(nested, str):
+            nested = {"name": nested}
+        raw[parent] = nested = nested or {}
+        raw = nested
+    raw[last] = value
+
+
+_RULES = {
+    "extra_forbidden": "unknown key",
+    "missing": "is required",
+    "greater_than": "must be > {gt:g}",
+    "greater_than_equal": "must be >= {ge:g}",
+    "less_than": "must be < {lt:g}",
+    "less_than_equal": "must be <= {le:g}",
+    "finite_number": "must be finite",
+    "literal_error": "must be one of {expected}",
+    "union_tag_invalid": "must be one of {expected_tags}",
+}
+
+
+def _complaint(where: str, item: Any) -> str:
+    location = list(item["loc"])
+    if location[:1] == ["method"] and len(location) > 1:
+        del location[1]  # pydantic repeats the union's tag there
+    key = ".".join(str(part) for part in location)
+    kind, context = item["type"], item.get("ctx", {})
+    if kind == "union_tag_invalid":
+        key += ".name"
+        return f"{where}: {key}: {_RULES[kind].format(**context)}, got {context['tag']!r}"
+    rule = _RULES.get(kind)
+    if rule is not None:
+        rule = rule.format(**context)
+    else:
+        rule = item["msg"].removeprefix("Value error, ")
+        rule = rule[:1].lower() + rule[1:]
+    prefix = f"{where}: {key}: " if key else f"{where}: "
+    if kind in ("extra_forbidden", "missing") or isinstance(item["input"], dict):
+        return prefix + rule
+    return f"{prefix}{rule}, got {item['input']!r}"
+
+
+def _differences(mine: Any, other: Any, prefix: str = "") -> list[str]:
+    if isinstance(mine, dict) and isinstance(other, dict):
+        keys = sorted(set(mine) | set(other))
+        return [
+            difference
+            for key in keys
+            for difference in _differences(mine.get(key), other.get(key), f"{prefix}{key}.")
+        ]
+    return [] if mine == other else [prefix.rstrip(".")]

@@ -1,0 +1,1 @@
+"""Tables, plots and one HTML page, from the files of a run folder only."""

@@ -1,0 +1,219 @@
+"""Read a run folder: the figures that the summary, the report and the release show."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+
+from dpdist import __version__
+from dpdist.gradients.keys import key_id
+from dpdist.privacy.budget import budgets_in
+from dpdist.privacy.card import card
+from dpdist.privacy.group import group_guarantee
+from dpdist.privacy.guarantee import Guarantee, format_epsilon
+from dpdist.privacy.ledger import Ledger
+from dpdist.privacy.plan import PrivacyPlan
+from dpdist.recipe import Recipe
+from dpdist.runfolder import RunFolder, read_json
+
+
+@dataclass(frozen=True)
+class CertificateTable:
+    """One finished certification. Arrays of equal length, one entry for each certified input."""
+
+    path: Path
+    sigma: float
+    mode: str
+    n0: int
+    n: int
+    alpha: float
+    index: np.ndarray
+    label: np.ndarray
+    prediction: np.ndarray
+    radius: np.ndarray
+    norm: str
+    radii: tuple[float, ...]
+
+    @property
+    def name(self) -> str:
+        """The folder's name: sigma, mode and what else tells it apart."""
+        return self.path.parent.name
+
+    @property
+    def correct(self) -> np.ndarray:
+        return self.prediction == self.label
+
+    def certified_accuracy(self, radius: float) -> float:
+        """Fraction of the certified inputs with the right class and at least this radius."""
+        return float(np.mean(self.correct & (self.radius >= radius)))
+
+    @property
+    def abstained(self) -> float:
+        return float(np.mean(self.prediction < 0))
+
+    @property
+    def average_radius(self) -> float:
+        """Mean over all inputs of radius * 1[correct] (Zhai et al. 2020)."""
+        return float(np.mean(np.where(self.correct, self.radius, 0.0)))
+
+    @property
+    def shown_radii(self) -> tuple[float, ...]:
+        """The radii a table shows: those asked for, or fractions of sigma."""
+        return self.radii or tuple(round(self.sigma * f, 4) for f in (0.5, 1.0, 2.0))
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Everything a report shows, each from a named file of the run folder."""
+
+    folder: RunFolder
+    recipe: Recipe
+    plan: PrivacyPlan
+    guarantee: Guarantee
+    ledger: Ledger
+    group: Guarantee | None
+    data_set: Guarantee | None
+    trained: dict[str, Any]
+    evaluation: dict[str, Any] | None
+    tables: list[CertificateTable]
+
+    @property
+    def fixed_key(self) -> bool:
+        return self.recipe.privacy.run_key is not None or self.folder.fixed_key.exists()
+
+    @property
+    def privacy_line(self) -> str:
+        if self.fixed_key:
+            return "NOT PRIVATE: fixed run key (for tests only)"
+        guarantee = self.guarantee
+        return (
+            f"epsilon = {format_epsilon(guarantee.epsilon)} at delta = {guarantee.delta:g}, "
+            f"{guarantee.neighbours} ({guarantee.kind}, {guarantee.source})"
+        )
+
+    def card(self) -> dict[str, Any]:
+        """The privacy card, as JSON types."""
+        unit = "one record"
+        if self.group is not None:
+            size, epsilon = self.recipe.privacy.group_size, format_epsilon(self.group.epsilon)
+            unit += f"; {size} records: epsilon {epsilon}"
+        return card(
+            self.plan,
+            self.ledger,
+            private=not self.fixed_key and math.isfinite(self.guarantee.epsilon),
+            unit=unit,
+            data_set=self.data_set,
+            notes=["Hyper-parameters chosen by looking at private results are not counted."],
+            extra={
+                "training data": self.recipe.data.name,
+                "model": self.recipe.model.name,
+                "method": self.recipe.method.name,
+                "initial weights": str(self.recipe.model.initial or "random"),
+                "dpdist": __version__,
+            },
+        )
+
+    def summary(self) -> list[tuple[str, str]]:
+        """Name and value, as printed at the end of a run."""
+        step = self.plan.step(0)
+        rows = [("privacy", self.privacy_line)]
+        for title, other in (("privacy of a group", self.group), ("data set", self.data_set)):
+            if other is not None:
+                rows.append((title, f"epsilon = {format_epsilon(other.epsilon)} ({other.source})"))
+        rows.append(
+            (
+                "training",
+                f"{self.plan.steps:,} steps, expected batch {step.expected_batch:g}, noise "
+                f"multiplier {step.noise_multiplier:.4g}, clip {step.clip_norm:g}, "
+                f"{self.trained['seconds']:.0f} s",
+            )
+        )
+        if self.trained["fallback_layers"]:
+            rows.append(("layers without a rule", ", ".join(self.trained["fallback_layers"])))
+        if self.evaluation is not None:
+            rows.append(
+                (
+                    "clean accuracy",
+                    f"{100 * self.evaluation['accuracy']:.2f} % of {self.evaluation['inputs']:,} "
+                    f"({self.evaluation['data']})",
+                )
+            )
+        for table in self.tables:
+            at = ", ".join(
+                f"{100 * table.certified_accuracy(radius):.2f} % at {radius:g}"
+                for radius in (0.0, *table.shown_radii)
+            )
+            rows.append(
+                (
+                    f"certified, {table.name}",
+                    f"{at} ({table.norm}, {len(table.index):,} inputs, alpha {table.alpha:g} each)",
+                )
+            )
+        if self.folder.report.exists():
+            rows.append(("report", str(self.folder.report)))
+        return rows
+
+
+def read_facts(folder: RunFolder) -> Facts:
+    """Read a run whose training has finished. Raises UserError when it has not."""
+    trained = folder.require_trained()
+    recipe = folder.read_recipe()
+    plan = PrivacyPlan.from_dict(read_json(folder.plan))
+    ledger = Ledger.read(folder.ledger)
+    evaluation = read_json(folder.evaluation) if folder.evaluation.exists() else None
+    return Facts(
+        folder=folder,
+        recipe=recipe,
+        plan=plan,
+        guarantee=ledger.guarantee(plan),
+        ledger=ledger,
+        group=_group_guarantee(recipe, plan, ledger),
+        data_set=_data_set_guarantee(recipe, plan, folder),
+        trained=trained,
+        evaluation=evaluation,
+        tables=[read_table(path) for path in sorted(folder.certificates.glob("*/*.parquet"))],
+    )
+
+
+def _group_guarantee(recipe: Recipe, plan: PrivacyPlan, ledger: Ledger) -> Guarantee | None:
+    size = recipe.privacy.group_size
+    if size == 1:
+        return None
+    return group_guarantee(dataclasses.replace(plan, phases=ledger.phases(plan)), size)
+
+
+def _data_set_guarantee(recipe: Recipe, plan: PrivacyPlan, folder: RunFolder) -> Guarantee | None:
+    """What all runs on record have cost the data set, this one included."""
+    if recipe.privacy.budget is None:
+        return None
+    run_id = key_id(bytes.fromhex(folder.run_key.read_text()))
+    for budget in budgets_in(recipe.privacy.budget):
+        if any(charge.run == run_id for charge in budget.charges):
+            return budget.guarantee(plan.delta, plan.neighbours)
+    return None
+
+
+def read_table(path: Path) -> CertificateTable:
+    """A finished certification's canonical table."""
+    columns = pq.read_table(path)
+    arrays = {name: columns[name].to_numpy() for name in ("index", "label", "prediction", "radius")}
+    first = columns.slice(0, 1).to_pylist()[0]
+    pinned = path.parent / "settings.json"  # merged and re-bounded tables have none
+    radii = read_json(pinned)["settings"]["radii"] if pinned.exists() else ()
+    return CertificateTable(
+        path=path,
+        sigma=first["sigma"],
+        mode=first["mode"],
+        n0=first["n0"],
+        n=first["cap"],
+        alpha=first["alpha"],
+        norm=first["norm"],
+        radii=tuple(radii),
+        **arrays,
+    )

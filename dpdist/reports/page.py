@@ -1,0 +1,55 @@
+"""One HTML page that opens offline: figures, tables, and what each was computed from."""
+
+from __future__ import annotations
+
+import base64
+from importlib.resources import files
+
+import jinja2
+
+from cluster.storage import write_atomic
+from dpdist import __version__
+from dpdist.privacy.guarantee import format_epsilon
+from dpdist.reports.facts import CertificateTable, read_facts
+from dpdist.reports.figures import certified_accuracy, privacy_spent
+from dpdist.runfolder import RunFolder
+
+
+def write_report(folder: RunFolder) -> None:
+    """Write report/index.html and report/certified_accuracy.png of a trained run."""
+    facts = read_facts(folder)
+    clean = facts.evaluation["accuracy"] if facts.evaluation else None
+    pictures = [("Privacy spent", privacy_spent(facts.plan.epsilon_curve(), facts.plan.delta))]
+    if facts.tables:
+        curve = certified_accuracy(facts.tables, clean)
+        pictures.insert(0, ("Certified accuracy", curve))
+        write_atomic(folder.report.parent / "certified_accuracy.png", curve)
+    template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(
+        (files("dpdist.reports") / "page.html").read_text()
+    )
+    page = template.render(
+        version=__version__,
+        facts=facts,
+        card=facts.card(),
+        format_epsilon=format_epsilon,
+        pictures=[(title, base64.b64encode(png).decode()) for title, png in pictures],
+        tables=[_table(table, folder) for table in facts.tables],
+    )
+    write_atomic(folder.report, page)
+
+
+def _table(table: CertificateTable, folder: RunFolder) -> dict[str, object]:
+    radii = (0.0, *table.shown_radii)
+    return {
+        "name": table.name,
+        "mode": table.mode,
+        "n0": table.n0,
+        "n": table.n,
+        "alpha": table.alpha,
+        "norm": table.norm,
+        "inputs": len(table.index),
+        "abstained": f"{100 * table.abstained:.2f}",
+        "average_radius": f"{table.average_radius:.4f}",
+        "rows": [(f"{r:g}", f"{100 * table.certified_accuracy(r):.2f}") for r in radii],
+        "file": table.path.relative_to(folder.path),
+    }

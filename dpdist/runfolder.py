@@ -1,0 +1,205 @@
+"""The folder of one run: where everything lies, and whether it may be continued.
+
+recipe.yaml    what was asked for, complete with defaults
+run.json       format and version
+release/       SAFE to publish; only `dpdist release` writes there
+private/       NEVER publish: key, ledger, checkpoints, training metrics, the unreleased model
+certificates/  attacks/  audit/   evaluation on named test data
+report/        index.html
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cluster.storage import private_folder, write_atomic, write_json
+from dpdist import __version__
+from dpdist.errors import UserError
+from dpdist.recipe import Recipe, load
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths of a run. Nothing is read or written before a method is called."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def recipe_file(self) -> Path:
+        return self.path / "recipe.yaml"
+
+    @property
+    def private(self) -> Path:
+        return self.path / "private"
+
+    @property
+    def model(self) -> Path:
+        """The trained model; differentially private, but released only by `dpdist release`."""
+        return self.private / "model"
+
+    @property
+    def ledger(self) -> Path:
+        return self.private / "ledger.jsonl"
+
+    @property
+    def run_key(self) -> Path:
+        return self.private / "run.key"
+
+    @property
+    def fixed_key(self) -> Path:
+        """There when the key was fixed in the recipe, whatever the recipe says now."""
+        return self.private / "fixed-key"
+
+    @property
+    def plan(self) -> Path:
+        return self.private / "plan.json"
+
+    @property
+    def data(self) -> Path:
+        """Fingerprint of the training records."""
+        return self.private / "data.json"
+
+    @property
+    def trained(self) -> Path:
+        """Written last by a training that finished."""
+        return self.private / "trained.json"
+
+    @property
+    def progress(self) -> Path:
+        return self.private / "progress.json"
+
+    @property
+    def failure(self) -> Path:
+        """Left by a training worker for the driver: an error that a restart would only repeat."""
+        return self.private / "failure.json"
+
+    @property
+    def errors(self) -> Path:
+        """What workers said when they failed; may hold values computed from private records."""
+        return self.private / "errors.txt"
+
+    @property
+    def metrics(self) -> Path:
+        return self.private / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.private / "checkpoints"
+
+    @property
+    def log(self) -> Path:
+        return self.private / "ray.log"
+
+    @property
+    def evaluation(self) -> Path:
+        return self.path / "evaluation.json"
+
+    @property
+    def certificates(self) -> Path:
+        return self.path / "certificates"
+
+    @property
+    def release(self) -> Path:
+        return self.path / "release"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report" / "index.html"
+
+    def check_same_recipe(self, recipe: Recipe) -> bool:
+        """Whether the run was begun before; writes nothing.
+
+        Raises UserError when the folder holds another recipe, something else, or a newer format.
+        """
+        if self.path.exists() and any(self.path.iterdir()):
+            self.check_format()
+            different = self.read_recipe().same_experiment(recipe)
+            if different:
+                raise UserError(
+                    f"{self.path}: a run of that name exists with a different recipe "
+                    f"({', '.join(different)} "
+                    "differ); choose another --name, or repeat the recipe to continue it"
+                )
+            return True
+        return False
+
+    def begin(self, recipe: Recipe) -> None:
+        """Create the folder, or open it to continue the same recipe. Raises as above."""
+        if self.check_same_recipe(recipe):
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        # Built aside and renamed: a run folder is whole or not there.
+        aside = RunFolder(self.path.with_name(f".{self.path.name}.{os.getpid()}"))
+        shutil.rmtree(aside.path, ignore_errors=True)
+        aside.path.mkdir()
+        private_folder(aside.private)
+        write_atomic(aside.recipe_file, recipe.to_yaml())
+        write_json(aside.path / "run.json", {"format": FORMAT, "dpdist": __version__})
+        try:
+            os.rename(aside.path, self.path)
+        except OSError:  # another start of the same run was faster
+            shutil.rmtree(aside.path)
+            self.check_same_recipe(recipe)
+
+    def check_format(self) -> None:
+        """Raise UserError unless this is a run folder that this version can read."""
+        if not self.path.is_dir():
+            raise UserError(f"{self.path}: no such run")
+        try:
+            info = json.loads((self.path / "run.json").read_text())
+            version = int(info["format"])
+        except FileNotFoundError:
+            raise UserError(f"{self.path}: not a run folder (no run.json)") from None
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{self.path}/run.json: damaged: {error}") from error
+        if version > FORMAT:
+            raise UserError(
+                f"{self.path}: written by a newer dpdist ({info.get('dpdist', '?')}, format "
+                f"{version}; this is "
+                f"{__version__}, format {FORMAT}); upgrade to read it"
+            )
+
+    def read_recipe(self) -> Recipe:
+        """The recipe the run was begun with."""
+        return load(self.recipe_file)
+
+    def require_trained(self) -> dict[str, Any]:
+        """The summary of the finished training. Raises UserError when it never finished."""
+        self.check_format()
+        if not self.trained.exists():
+            raise UserError(
+                f"{self.path}: this run never finished training; continue it with "
+                f"`dpdist train {self.recipe_file}` first"
+            )
+        return read_json(self.trained)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON file of a run folder. Raises UserError when it is damaged or missing."""
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        raise UserError(f"{path}: missing; was it removed?") from None
+    except ValueError as error:
+        raise UserError(f"{path}: damaged: {error}") from error
+
+
+def open_run(name: str, runs: Path) -> RunFolder:
+    """The run folder given by path or by name under `runs`. Raises UserError when there is none."""
+    for path in (runs / name, Path(name)):
+        if (path / "run.json").exists():
+            folder = RunFolder(path)
+            folder.check_format()
+            return folder
+    raise UserError(f"{name}: no such run under {runs}/")

@@ -1,0 +1,1 @@
+"""The DP training loop on Ray Train: checkpoints and resume."""

@@ -1,0 +1,63 @@
+"""Training state on disk: parameters, optimizer and average, as safetensors, whole or not at
+all."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import Tensor
+
+from cluster.storage import private_folder, write_atomic
+
+KEEP = 2
+
+
+@dataclass
+class TrainState:
+    """Everything a step changes. flat: parameters (size,). slots: optimizer tensors and the
+    average."""
+
+    step: int
+    flat: Tensor
+    slots: dict[str, Tensor]
+
+
+def save(folder: Path, state: TrainState) -> None:
+    """Write the state as `step-NNNNNNNN` and drop all but the newest two."""
+    private_folder(folder)
+    target = folder / f"step-{state.step:08d}"
+    tensors = {"flat": state.flat.cpu(), **{f"slot.{k}": v.cpu() for k, v in state.slots.items()}}
+    write_atomic(target / "state.safetensors", save_tensors(tensors))
+    write_atomic(target / "done.json", json.dumps({"step": state.step}))
+    kept = set(_complete(folder)[-KEEP:])
+    for old in folder.glob("step-*"):
+        if old not in kept:  # superseded, or left half-written by a crash
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def latest(folder: Path) -> TrainState | None:
+    """The newest complete state, or None."""
+    complete = _complete(folder)
+    if not complete:
+        return None
+    step = json.loads((complete[-1] / "done.json").read_text())["step"]
+    tensors = load_tensors((complete[-1] / "state.safetensors").read_bytes())
+    slots = {k.removeprefix("slot."): v for k, v in tensors.items() if k.startswith("slot.")}
+    return TrainState(step, tensors["flat"], slots)
+
+
+def _complete(folder: Path) -> list[Path]:
+    return sorted(p for p in folder.glob("step-*") if (p / "done.json").exists())
+
+
+def digest(tensor: Tensor) -> Tensor:
+    """A 64-bit fingerprint of a float tensor's bits, as int64 (1,): compared across workers."""
+    bits = tensor.detach().cpu().contiguous().view(torch.int32).to(torch.int64)
+    weights = torch.arange(1, len(bits) + 1, dtype=torch.int64)
+    return (bits * (2 * weights + 1)).sum().reshape(1)

@@ -1,0 +1,90 @@
+"""What a training will cost, before it starts: epsilon, steps, memory and time."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from dpdist import data
+from dpdist.gradients.engine import GradientEngine
+from dpdist.methods.compose import draws_for
+from dpdist.recipe import Recipe
+from dpdist.training.job import (
+    build_engine,
+    check_model,
+    initial_model,
+    make_plan,
+    model_spec,
+    source_of,
+    training_data,
+)
+
+_PROBE_EXAMPLES = 64
+_PROBE_KEY = bytes(32)
+
+
+def describe(recipe: Recipe, where: str) -> list[tuple[str, str]]:
+    """Name and value of what a dry run prints. The time is extrapolated from a probe on this
+    machine with made-up inputs: no record is touched. Raises UserError for what training would
+    refuse."""
+    source = source_of(recipe)
+    dataset = training_data(recipe, source)
+    test = data.load(source, "test")
+    plan = make_plan(recipe, len(dataset), where)
+    step, resources = plan.step(0), recipe.resources
+    check_model(recipe, dataset)
+    module = initial_model(recipe, model_spec(recipe, dataset))
+    engine = build_engine(recipe, module)
+    engine.draws = draws_for(recipe.method, step, recipe.training.learning_rate)
+    torch.set_num_threads(max(1, int(resources.cpus_per_worker)))
+    rate = _examples_per_second(engine, dataset)
+    seconds = plan.steps * step.expected_batch / (rate * resources.workers)
+    state = 4 * engine.size * 6 + 8 * engine.size * 3
+    activations = (engine.micro_batch or _PROBE_EXAMPLES) * _bytes_per_example(module, dataset)
+    return [
+        ("guarantee", str(plan.guarantee())),
+        ("noise multiplier", f"{step.noise_multiplier:.4g}"),
+        (
+            "sampling rate",
+            f"{step.sample_rate:.4g} (Poisson; expected batch {step.expected_batch:g})",
+        ),
+        ("steps", f"{plan.steps:,}"),
+        ("records", f"{len(dataset):,} to train, {len(test):,} to test"),
+        ("model", f"{recipe.model.name}, {engine.size:,} trainable parameters"),
+        ("layers without a rule", ", ".join(engine.fallback_layers) or "none"),
+        ("workers", f"{resources.workers}, {resources.cpus_per_worker:g} CPUs each"),
+        ("physical micro-batch", f"{engine.micro_batch or 'chosen at the start'}"),
+        ("memory per worker", f"about {(state + activations) / 2**20 + 400:,.0f} MiB"),
+        ("training time", f"about {seconds:,.0f} s at {rate:,.0f} examples/s per worker"),
+    ]
+
+
+def _examples_per_second(engine: GradientEngine, dataset: data.Dataset) -> float:
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.rand(_PROBE_EXAMPLES, *dataset.input_shape, generator=generator)
+    targets = torch.randint(dataset.classes, (_PROBE_EXAMPLES,), generator=generator)
+    ids = torch.arange(_PROBE_EXAMPLES)
+    best = float("inf")
+    for _ in range(4):  # the first pass warms up
+        began = time.perf_counter()
+        engine.clipped_sum(inputs, targets, draw_key=_PROBE_KEY, record_ids=ids)
+        best = min(best, time.perf_counter() - began)
+    return _PROBE_EXAMPLES / best
+
+
+def _bytes_per_example(module: torch.nn.Module, dataset: data.Dataset) -> int:
+    """Activations and their gradients of one example, from one forward pass."""
+    total = 0
+
+    def count(layer: torch.nn.Module, args: object, output: object) -> None:
+        nonlocal total
+        if isinstance(output, torch.Tensor):
+            total += output.numel() * output.element_size()
+
+    hooks = [m.register_forward_hook(count) for m in module.modules() if not list(m.children())]
+    with torch.no_grad():
+        module(torch.zeros(1, *dataset.input_shape))
+    for hook in hooks:
+        hook.remove()
+    return 4 * total

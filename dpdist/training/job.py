@@ -1,0 +1,201 @@
+"""What a training worker needs to know, and the plan that a recipe and a data set make."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from cluster.packages import fingerprint
+from cluster.storage import write_atomic, write_json
+from dpdist import data, models
+from dpdist.data.dataset import check_same_kind
+from dpdist.errors import UserError
+from dpdist.gradients.engine import GradientEngine
+from dpdist.gradients.keys import new_run_key
+from dpdist.methods.compose import clipping_for, cross_entropy
+from dpdist.models import ModelSpec
+from dpdist.privacy.calibrate import noise_multiplier_for
+from dpdist.privacy.plan import PrivacyPlan
+from dpdist.recipe import Recipe, check_against_data, field_error, step_count
+from dpdist.runfolder import RunFolder, read_json
+
+PACKAGES = ("cluster", "dpdist", "tuning")
+CANONICAL_SHARDS = 8  # of `reproducible: true`; the most workers such a run can use
+
+
+@dataclass(frozen=True)
+class TrainJob:
+    """Handed to every worker. The run key is not in it: workers read it from the private folder."""
+
+    recipe: Recipe
+    plan: PrivacyPlan
+    folder: RunFolder
+    source: data.Source
+    packages: dict[str, str]
+
+
+def source_of(recipe: Recipe) -> data.Source:
+    """Where the recipe's data lie."""
+    section = recipe.data
+    columns = data.Columns(
+        section.columns.image,
+        section.columns.label,
+        tuple(section.columns.features),
+        section.columns.group,
+    )
+    root = None if section.root is None else Path(section.root).expanduser().resolve()
+    return data.Source(section.name, section.classes, root, section.train, section.test, columns)
+
+
+def training_data(recipe: Recipe, source: data.Source) -> data.Dataset:
+    """The training split, cut to data.max_train."""
+    return data.load(source, "train").first(recipe.data.max_train)
+
+
+def model_spec(recipe: Recipe, dataset: data.Dataset) -> ModelSpec:
+    """The description of the model for these inputs."""
+    section = recipe.model
+    return ModelSpec(
+        name=section.name,
+        input_shape=dataset.input_shape,
+        classes=dataset.classes,
+        options=section.options,
+        mean=tuple(section.mean),
+        std=tuple(section.std),
+    )
+
+
+def check_groups(recipe: Recipe, dataset: data.Dataset, where: str) -> None:
+    """Raise UserError when a group has more records than privacy.group_size promises to cover."""
+    largest, size = dataset.largest_group, recipe.privacy.group_size
+    if largest is not None and largest > size:
+        rule = f"{dataset.name} has a group of {largest} records; raise it, or drop records first"
+        raise field_error(where, "privacy.group_size", rule, size)
+
+
+def make_plan(recipe: Recipe, records: int, where: str) -> PrivacyPlan:
+    """The plan of a recipe on `records` records; the noise is calibrated when epsilon is given.
+
+    Raises UserError when the recipe does not fit the data or the target cannot be reached.
+    """
+    check_against_data(recipe, records, where)
+    privacy, training = recipe.privacy, recipe.training
+    steps = step_count(recipe, records)
+    noise_multiplier = privacy.noise_multiplier
+    if noise_multiplier is None:
+        assert privacy.epsilon is not None
+        try:
+            noise_multiplier = noise_multiplier_for(
+                privacy.epsilon,
+                records=records,
+                batch_size=training.batch_size,
+                steps=steps,
+                delta=privacy.delta,
+                neighbours=privacy.neighbours,
+                batch_cap=privacy.batch_cap,
+            )
+        except ValueError as error:
+            raise field_error(where, "privacy.epsilon", str(error), privacy.epsilon) from error
+    try:
+        return PrivacyPlan.dp_sgd(
+            records=records,
+            batch_size=training.batch_size,
+            noise_multiplier=noise_multiplier,
+            steps=steps,
+            delta=privacy.delta,
+            clip_norm=privacy.clip_norm,
+            neighbours=privacy.neighbours,
+            batch_cap=privacy.batch_cap,
+        )
+    except ValueError as error:
+        raise UserError(f"{where}: privacy: {error}") from error
+
+
+def prepare(recipe: Recipe, folder: RunFolder, where: str) -> TrainJob:
+    """Check everything that can be checked, then begin the run: folder, plan and key.
+
+    A continued run reads its plan back, so that it executes the same one. `where` begins the
+    complaints. Raises UserError, and then nothing was written.
+    """
+    continued = folder.check_same_recipe(recipe)
+    source = source_of(recipe)
+    dataset = training_data(recipe, source)
+    check_same_kind(dataset, data.load(source, "test"))
+    check_groups(recipe, dataset, where)
+    if recipe.training.reproducible and recipe.resources.workers > CANONICAL_SHARDS:
+        rule = f"must be <= {CANONICAL_SHARDS} when training.reproducible is set"
+        raise field_error(where, "resources.workers", rule, recipe.resources.workers)
+    check_model(recipe, dataset)
+    _check_same_data(folder, dataset)
+    if continued and folder.plan.exists():
+        plan = PrivacyPlan.from_dict(read_json(folder.plan))
+    else:
+        plan = make_plan(recipe, len(dataset), where)
+        folder.begin(recipe)
+        write_json(folder.plan, plan.to_dict())
+    if not folder.data.exists():
+        write_json(folder.data, {"train": dataset.fingerprint})
+    _ensure_run_key(recipe, folder)
+    absolute = RunFolder(folder.path.resolve())
+    return TrainJob(recipe, plan, absolute, source, fingerprint(PACKAGES))
+
+
+def _check_same_data(folder: RunFolder, dataset: data.Dataset) -> None:
+    """Raise UserError when the run was begun on other records: the plan is about those."""
+    if folder.data.exists():
+        before = read_json(folder.data)["train"]
+        if before != dataset.fingerprint:
+            raise UserError(
+                f"{folder.path}: {dataset.name} has changed since this run was begun (fingerprint "
+                f"{before}, now {dataset.fingerprint}); restore it, or choose another --name"
+            )
+
+
+def check_model(recipe: Recipe, dataset: data.Dataset) -> None:
+    """Raise UserError for a model that cannot be trained privately on these inputs."""
+    spec = model_spec(recipe, dataset)
+    module = initial_model(recipe, spec)
+    build_engine(recipe, module)
+    models.check_outputs(module, spec)
+
+
+def initial_model(recipe: Recipe, spec: ModelSpec) -> torch.nn.Module:
+    """The model before the first step: by its seed, or from a public pre-training."""
+    module = models.initialise(spec, recipe.training.init_seed)
+    if recipe.model.initial is not None:
+        models.load_weights(module, recipe.model.initial.expanduser())
+    return module
+
+
+def build_engine(recipe: Recipe, model: torch.nn.Module) -> GradientEngine:
+    """The gradient engine of a recipe. Raises UserError for a model that mixes examples."""
+    return GradientEngine(
+        model,
+        cross_entropy,
+        clipping=clipping_for(recipe.privacy.clipping, recipe.privacy.clip_norm),
+        micro_batch=recipe.resources.micro_batch,
+    )
+
+
+def _ensure_run_key(recipe: Recipe, folder: RunFolder) -> None:
+    """Put the run key into the private folder, once: from the operating system's generator, or the
+    recipe's fixed key (tests only; the privacy card then says that the run is not private)."""
+    fixed = recipe.privacy.run_key
+    try:
+        # Exclusive: of two starts at once, one makes the key and both use it.
+        descriptor = os.open(folder.run_key, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        return
+    with os.fdopen(descriptor, "w") as file:
+        file.write(fixed or new_run_key().hex())
+        file.flush()
+        os.fsync(file.fileno())
+    if fixed:
+        write_atomic(folder.fixed_key, "The run key was fixed in the recipe: not private.\n")
+
+
+def read_run_key(folder: RunFolder) -> bytes:
+    return bytes.fromhex(folder.run_key.read_text())

@@ -1,0 +1,242 @@
+"""The training loop of one Ray Train worker.
+
+Each step: Poisson-sample this worker's share of the records under the step's key; sum their
+clipped gradients; one all-reduce; announce the release in the ledger; add the step's keyed noise;
+divide by the expected batch size; update. Sampling rate, clip, noise and step count come from the
+plan and nowhere else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import platform
+import time
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cluster.errors import ClusterError
+from cluster.packages import check_same, code_digest
+from cluster.storage import write_json
+from dpdist import models
+from dpdist.errors import UserError
+from dpdist.gradients.engine import GradientEngine
+from dpdist.gradients.keys import derive_key, key_id
+from dpdist.gradients.noise import add_noise
+from dpdist.gradients.sampling import poisson_sample, share
+from dpdist.methods.compose import draws_for
+from dpdist.privacy.journal import JournalBusy
+from dpdist.privacy.ledger import Ledger, LedgerError, ReplayConflict
+from dpdist.training import checkpoint
+from dpdist.training.job import (
+    CANONICAL_SHARDS,
+    PACKAGES,
+    TrainJob,
+    build_engine,
+    initial_model,
+    model_spec,
+    read_run_key,
+    training_data,
+)
+from dpdist.training.monitor import Monitor
+from dpdist.training.optimizer import FlatOptimizer
+from dpdist.training.reducer import MissingRank, Reducer
+
+
+def train_worker(config: dict[str, Any]) -> None:
+    """Entry point for Ray Train: rank and world size from its context, the rest from
+    config["job"]."""
+    import ray.train
+    import ray.train.torch
+
+    from dpdist.training.rendezvous import join, leave
+
+    context = ray.train.get_context()
+    job: TrainJob = config["job"]
+    rank, world_size = context.get_world_rank(), context.get_world_size()
+    if job.folder.failure.exists():
+        return
+    try:
+        check_same(job.packages, PACKAGES, f"training worker {rank} on {platform.node()}")
+        torch.set_num_threads(max(1, int(job.recipe.resources.cpus_per_worker)))
+        device = ray.train.torch.get_device()
+        join(rank, world_size, device)
+        run(job, Reducer(rank, world_size, device))
+    except (ReplayConflict, JournalBusy):
+        raise  # mended by a restart: it takes the new epoch, or finds the old attempt gone
+    except (UserError, ClusterError, LedgerError) as error:
+        # A restart would only repeat it: leave word for the driver, which stops.
+        write_json(job.folder.failure, {"worker": rank, "error": str(error)})
+    finally:
+        leave()
+
+
+def run(job: TrainJob, reducer: Reducer) -> None:
+    """Train to the end of the plan, from the newest checkpoint if there is one."""
+    recipe, plan, folder = job.recipe, job.plan, job.folder
+    first = reducer.rank == 0
+    dataset = training_data(recipe, job.source)
+    if len(dataset) != plan.records:
+        raise UserError(f"{dataset.name} has {len(dataset)} records, the plan says {plan.records}")
+    spec = model_spec(recipe, dataset)
+    model = initial_model(recipe, spec).to(reducer.device)
+    engine = build_engine(recipe, model)
+    if engine.clipping.sensitivity > plan.clip_norm * (1 + 1e-9):
+        raise UserError("the clipping's sensitivity exceeds the plan's clip norm")
+    flat = torch.cat([p.detach().reshape(-1) for p in engine.parameters])
+    _point_into(engine, flat)
+    optimizer = FlatOptimizer(recipe.training, plan.steps, flat)
+
+    with ExitStack() as stack:
+        ledger = None
+        attempt = ""
+        identity = _identity(job, reducer)
+        if first:
+            ledger = stack.enter_context(Ledger.open(folder.ledger, plan.fingerprint()))
+            epoch = ledger.begin_attempt(identity)
+            # A fixed key is for tests, which want the same run again: no nonce then.
+            attempt = f"{epoch}/{ledger.nonce if recipe.privacy.run_key is None else ''}"
+        # Nobody passes before worker 0 holds the ledger: an older attempt writes no more.
+        attempt = reducer.gather(attempt)[0]
+
+        state = checkpoint.latest(folder.checkpoints)
+        start = 0
+        if state is not None:
+            start = state.step
+            flat.copy_(state.flat)
+            for name, slot in optimizer.slots.items():
+                slot.copy_(state.slots[name])
+        if reducer.from_first(start) != start or not reducer.same_everywhere(
+            checkpoint.digest(flat)
+        ):
+            raise MissingRank(
+                "the workers started from different checkpoints; is the storage shared?"
+            )
+        if ledger is not None and not ledger.releases.keys() >= set(range(start)):
+            raise LedgerError(
+                f"{folder.ledger} lacks releases that the checkpoint of step {start} was made of: "
+                "the file was replaced or cut, and epsilon cannot be stated; begin a new run"
+            )
+
+        key = derive_key(
+            read_run_key(folder), "run", plan.fingerprint(), dataset.fingerprint, "trial", 0
+        )
+        monitor = Monitor(job, plan.steps, start) if first else None
+        shards = _shards(plan.records, reducer, recipe.training.reproducible)
+        engine.draws = draws_for(recipe.method, plan.step(0), optimizer.learning_rate(0))
+        saved = time.monotonic()
+        for step in range(start, plan.steps):
+            todo = plan.step(step)
+            rate = optimizer.learning_rate(step)
+            if recipe.training.schedule != "constant":
+                engine.draws = draws_for(recipe.method, todo, rate)
+            sample_key = derive_key(key, "sample", attempt, step)
+            draw_key = derive_key(key, "draw", attempt, step)
+            rows = torch.zeros(shards.rows, engine.size, dtype=torch.float64, device=reducer.device)
+            examples = nonfinite = 0
+            loss_sum = 0.0
+            for row, begin, end in shards.mine:
+                members = poisson_sample(
+                    sample_key, begin, end, todo.sample_rate,
+                    batch_cap=todo.batch_cap, records=plan.records,
+                )  # fmt: skip
+                clipped = engine.clipped_sum(
+                    dataset.batch(members).to(reducer.device),
+                    dataset.targets(members).to(reducer.device),
+                    draw_key=draw_key,
+                    record_ids=torch.from_numpy(members),
+                )
+                rows[row] = clipped.flat
+                examples += clipped.examples
+                nonfinite += clipped.nonfinite
+                loss_sum += clipped.loss_sum
+            due = time.monotonic() - saved > recipe.resources.checkpoint_seconds
+            total, save_now = reducer.sum(rows, first and due)
+
+            summed = total.cpu().numpy()
+            if ledger is not None:
+                _announce(ledger, step, key, attempt, summed)
+            noise_key = derive_key(key, "noise", attempt, step)
+            noisy = add_noise(summed, noise_key, todo.noise_multiplier * todo.clip_norm)
+            gradient = torch.from_numpy(noisy / todo.expected_batch).to(flat)
+            optimizer.update(flat, gradient, step)
+
+            if monitor is not None:
+                monitor.step(step, examples, nonfinite, loss_sum)
+            if save_now or step + 1 == plan.steps:
+                if not reducer.same_everywhere(checkpoint.digest(flat)):
+                    raise MissingRank(f"the workers' parameters differ after step {step}")
+                if first:
+                    checkpoint.save(
+                        folder.checkpoints, checkpoint.TrainState(step + 1, flat, optimizer.slots)
+                    )
+                saved = time.monotonic()
+        if first:
+            assert monitor is not None and ledger is not None
+            flat.copy_(optimizer.result(flat))
+            models.save(model, spec, folder.model)
+            monitor.finish(engine.fallback_layers, ledger)
+
+
+def _point_into(engine: GradientEngine, flat: Tensor) -> None:
+    """Make every trainable parameter a view of the flat vector."""
+    pieces = flat.split([parameter.numel() for parameter in engine.parameters])
+    for parameter, piece in zip(engine.parameters, pieces, strict=True):
+        parameter.data = piece.view(parameter.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Shards:
+    """rows: length of the reduced stack. mine: (row, first record, end) of this worker's shards."""
+
+    rows: int
+    mine: list[tuple[int, int, int]]
+
+
+def _shards(records: int, reducer: Reducer, reproducible: bool) -> _Shards:
+    if not reproducible:
+        return _Shards(1, [(0, *share(records, reducer.rank, reducer.world_size))])
+    begin, end = share(CANONICAL_SHARDS, reducer.rank, reducer.world_size)
+    return _Shards(
+        CANONICAL_SHARDS,
+        [(row, *share(records, row, CANONICAL_SHARDS)) for row in range(begin, end)],
+    )
+
+
+def _identity(job: TrainJob, reducer: Reducer) -> dict[str, str]:
+    """All that can change the floating-point sum; a change starts a new attempt epoch."""
+    resources = job.recipe.resources
+    machine = (
+        f"{platform.machine()}/{torch.backends.cpu.get_cpu_capability()}/{reducer.device.type}"
+    )
+    if reducer.device.type == "cuda":
+        machine += f"/{torch.cuda.get_device_name(reducer.device)}"
+    machines = reducer.gather(machine)
+    return {
+        # With canonical shards the sum does not depend on the number of workers.
+        "world_size": "any" if job.recipe.training.reproducible else str(reducer.world_size),
+        "micro_batch": str(resources.micro_batch),
+        "threads": str(torch.get_num_threads()),
+        "machines": ",".join(sorted(set(machines))),
+        "code": code_digest(PACKAGES),
+    }
+
+
+def _announce(ledger: Ledger, step: int, key: bytes, attempt: str, summed: np.ndarray) -> None:
+    """Put the release on record, durably, before its noise is added.
+
+    The id covers the bits of the sum itself: an exact replay collapses into one entry, and the
+    same noise can never be added to two different sums.
+    """
+    digest = hashlib.blake2b(digest_size=32, person=b"dpdist.release")
+    digest.update(f"{key_id(key)}/{attempt}/{step}".encode())
+    digest.update(np.ascontiguousarray(summed).tobytes())
+    try:
+        ledger.record(step, digest.hexdigest())
+    except ReplayConflict:
+        ledger.new_epoch(f"step {step} could not be replayed exactly")
+        raise

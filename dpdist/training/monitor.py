@@ -1,0 +1,50 @@
+"""What worker 0 writes while it trains: private metrics, progress, and the summary at the end."""
+
+from __future__ import annotations
+
+import json
+import time
+
+from cluster.storage import write_json
+from dpdist.privacy.ledger import Ledger
+from dpdist.training.job import TrainJob
+
+_PROGRESS_SECONDS = 0.5
+
+
+class Monitor:
+    """Worker 0's private metrics and the progress file that the driver's terminal shows."""
+
+    def __init__(self, job: TrainJob, steps: int, start: int) -> None:
+        self.folder, self.steps, self.start = job.folder, steps, start
+        self.began = self.shown = time.monotonic()
+        self.metrics = open(job.folder.metrics, "a", buffering=1)  # noqa: SIM115
+        self._progress(start)
+
+    def step(self, step: int, examples: int, nonfinite: int, loss_sum: float) -> None:
+        line = {"step": step, "examples": examples, "nonfinite": nonfinite, "loss_sum": loss_sum}
+        self.metrics.write(json.dumps(line) + "\n")
+        if time.monotonic() - self.shown > _PROGRESS_SECONDS:
+            self._progress(step + 1)
+
+    def _progress(self, done: int) -> None:
+        self.shown = time.monotonic()
+        seconds = self.shown - self.began
+        write_json(
+            self.folder.progress,
+            {"done": done, "steps": self.steps, "rate": (done - self.start) / max(seconds, 1e-9)},
+        )
+
+    def finish(self, fallback_layers: list[str], ledger: Ledger) -> None:
+        self.metrics.close()
+        self._progress(self.steps)
+        write_json(
+            self.folder.trained,
+            {
+                "steps": self.steps,
+                "seconds": time.monotonic() - self.began,
+                "fallback_layers": fallback_layers,
+                "superseded_releases": ledger.superseded,
+                "attempt_epochs": (ledger.epoch or 0) + 1,
+            },
+        )

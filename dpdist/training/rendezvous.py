@@ -1,0 +1,72 @@
+"""How the training workers find each other: on one interface, and on loopback in a local session.
+
+Ray's own set-up would open torch's store on every interface, and gloo would take whatever address
+the host's name resolves to.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from ray.train.backend import Backend
+from ray.train.torch import TorchConfig
+
+_TIMEOUT = timedelta(seconds=60)  # a network cut or a dead worker is noticed after so long
+
+
+class OwnRendezvous(TorchConfig):
+    """Tells Ray Train to leave the process group to `join`."""
+
+    @property
+    def backend_cls(self) -> Any:
+        return Backend
+
+
+def join(rank: int, world_size: int, device: torch.device) -> None:
+    """Make the process group (NCCL on GPUs, else gloo) on the address Ray has for this node."""
+    if world_size == 1:
+        return
+    import ray
+    from ray.train.collective import broadcast_from_rank_zero
+
+    address = ray.util.get_node_ip_address()
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", _interface_of(address))
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", os.environ["GLOO_SOCKET_IFNAME"])
+    listener = socket.create_server((address, 0)) if rank == 0 else None
+    meeting = broadcast_from_rank_zero(listener.getsockname()[:2] if listener else None)
+    store = dist.TCPStore(
+        meeting[0],
+        meeting[1],
+        world_size,
+        is_master=listener is not None,
+        timeout=_TIMEOUT,
+        master_listen_fd=listener.detach() if listener else None,
+    )
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=_TIMEOUT,
+    )
+
+
+def leave() -> None:
+    """Destroy the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _interface_of(address: str) -> str:
+    """The network interface that has this address."""
+    import psutil
+
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address == address for entry in entries):
+            return name
+    raise RuntimeError(f"no network interface of this host has the address {address}")

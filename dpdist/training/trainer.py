@@ -1,0 +1,177 @@
+"""Start the training of a run on Ray Train, or continue it, and wait for its end."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from cluster.errors import ClusterError
+from cluster.packages import check_nodes
+from cluster.session import Session
+from cluster.storage import private_folder, write_atomic
+from dpdist.errors import UserError
+from dpdist.gradients.keys import key_id
+from dpdist.privacy.budget import BudgetExceeded, DataBudget
+from dpdist.privacy.journal import JournalError
+from dpdist.privacy.ledger import Ledger
+from dpdist.recipe import Recipe
+from dpdist.training.job import PACKAGES, TrainJob, read_run_key, training_data
+
+Progress = Callable[[int, int, float], None]  # done, total, per second
+
+
+def train(
+    job: TrainJob,
+    session: Session,
+    progress: Progress = lambda done, total, rate: None,
+) -> dict[str, Any]:
+    """Train to the end of the plan and return the summary; a finished run returns at once.
+
+    job: from `dpdist.training.job.prepare`.
+
+    Worker failures are retried by Ray Train up to resources.max_failures times, each from the
+    newest checkpoint as an exact replay. Raises UserError, ClusterError.
+    """
+    folder = job.folder
+    with _charged(job):
+        if not folder.trained.exists():
+            _check_room(job.recipe, session)
+            check_nodes(PACKAGES, folder.private)
+            _wait(job, progress)
+    return folder.require_trained()
+
+
+@contextmanager
+def _charged(job: TrainJob) -> Iterator[None]:
+    """Charge the data set's budget: the whole plan before the run, what was released after it.
+
+    Raises UserError, before anything runs, above the recipe's ceiling.
+    """
+    privacy, plan = job.recipe.privacy, job.plan
+    if privacy.budget is None:
+        yield
+        return
+    fingerprint = training_data(job.recipe, job.source).fingerprint
+    run_id = key_id(read_run_key(job.folder))
+
+    def reserve(budget: DataBudget, ceiling: float | None) -> None:
+        planned = plan.counts()
+        if job.folder.ledger.exists():  # superseded attempts come on top of the plan
+            for step, releases in Ledger.read(job.folder.ledger).releases.items():
+                planned[plan.phase_of(step)] += releases - 1
+        phases = plan.with_counts(planned)
+        budget.reserve(
+            run_id,
+            job.recipe.name,
+            plan.records,
+            phases,
+            delta=plan.delta,
+            neighbours=plan.neighbours,
+            ceiling=ceiling,
+        )
+
+    def budget() -> DataBudget:
+        assert privacy.budget is not None
+        return DataBudget.open(privacy.budget, fingerprint, job.source.name)
+
+    try:
+        with budget() as opened:
+            reserve(opened, None if job.folder.trained.exists() else privacy.budget_ceiling)
+    except (BudgetExceeded, JournalError) as error:
+        raise UserError(f"{job.folder.recipe_file}: privacy.budget: {error}") from error
+    try:
+        yield
+    finally:
+        with budget() as opened:
+            if job.folder.trained.exists():
+                opened.settle(run_id, Ledger.read(job.folder.ledger).phases(plan))
+            else:
+                reserve(opened, None)
+
+
+def _fit(job: TrainJob) -> None:
+    import ray.train
+    from ray.train.torch import TorchTrainer
+    from ray.train.v2.api.exceptions import TrainingFailedError
+
+    from dpdist.training.loop import train_worker
+    from dpdist.training.rendezvous import OwnRendezvous
+
+    resources = job.recipe.resources
+    per_worker: dict[str, float] = {"CPU": resources.cpus_per_worker}
+    if resources.gpus_per_worker:
+        per_worker["GPU"] = resources.gpus_per_worker
+    trainer = TorchTrainer(
+        train_worker,
+        train_loop_config={"job": job},
+        torch_config=OwnRendezvous(),
+        scaling_config=ray.train.ScalingConfig(
+            num_workers=resources.workers,
+            use_gpu=resources.gpus_per_worker > 0,
+            resources_per_worker=per_worker,
+        ),
+        run_config=ray.train.RunConfig(
+            # Checkpoints are ours (private/checkpoints); Ray's own folder holds no state we read.
+            name=f"train-{time.time_ns()}",
+            storage_path=str(private_folder(job.folder.private / "ray")),
+            failure_config=ray.train.FailureConfig(max_failures=resources.max_failures),
+        ),
+    )
+    job.folder.failure.unlink(missing_ok=True)
+    try:
+        trainer.fit()
+    except TrainingFailedError as error:
+        write_atomic(job.folder.errors, str(error))
+        raise ClusterError(
+            f"training failed {resources.max_failures + 1} times; the same command continues it "
+            f"from its last checkpoint. Details, which may be private: {job.folder.errors}"
+        ) from error
+    finally:
+        if job.folder.failure.exists():
+            raise UserError(json.loads(job.folder.failure.read_text())["error"])
+
+
+def _check_room(recipe: Recipe, session: Session) -> None:
+    """A local session never grows: refuse at once what would wait forever."""
+    resources = recipe.resources
+    cpus = resources.cpus
+    gpus = resources.workers * resources.gpus_per_worker
+    if session.local and (cpus > session.cpus or gpus > session.gpus):
+        raise ClusterError(
+            f"resources: {resources.workers} workers need {cpus:g} CPUs and {gpus:g} GPUs, "
+            f"{session} has "
+            f"{session.cpus:g} and {session.gpus:g}"
+        )
+
+
+def _wait(job: TrainJob, progress: Progress) -> None:
+    """Fit in a thread and show progress meanwhile. Ray would take Ctrl-C from the main thread."""
+    errors: list[BaseException] = []
+
+    def fit() -> None:
+        try:
+            _fit(job)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=fit, daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(0.5)
+        _show(job.folder.progress, progress)
+    if errors:
+        raise errors[0]
+
+
+def _show(path: Path, progress: Progress) -> None:
+    """Report what worker 0 last wrote into the progress file."""
+    try:
+        state = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return
+    progress(state["done"], state["steps"], state["rate"])

@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import mpmath as mp
+import numpy as np
+import pytest
+from scipy import stats
+
+from dpdist.certification import bounds
+
+
+def exact_upper_tail(hits: int, draws: int, p: float) -> mp.mpf:
+    """Pr[Binomial(draws, p) >= hits] by summation from the mode's side with 50 digits."""
+    mp.mp.dps = 50
+    p = mp.mpf(p)
+    if hits == 0:
+        return mp.mpf(1)
+    term = mp.exp(
+        mp.loggamma(draws + 1)
+        - mp.loggamma(hits + 1)
+        - mp.loggamma(draws - hits + 1)
+        + hits * mp.log(p)
+        + (draws - hits) * mp.log1p(-p)
+    )
+    total = mp.mpf(0)
+    for k in range(hits, draws + 1):
+        total += term
+        if term < total * mp.mpf(10) ** -30:
+            break
+        term *= mp.mpf(draws - k) / (k + 1) * p / (1 - p)
+    return total
+
+
+COUNTS = [
+    (1, 10, 0.05),
+    (7, 100, 1e-3),
+    (99000, 100000, 1e-3),
+    (99999, 100000, 1e-3),
+    (50500, 100000, 1e-3),
+    (3, 10**9, 1e-3),
+    (10**9 - 5, 10**9, 1e-3),
+    (999, 1000, 1e-12),
+]
+
+
+@pytest.mark.parametrize(("hits", "draws", "alpha"), COUNTS)
+def test_lower_bound_is_exact_and_rounded_down(hits: int, draws: int, alpha: float) -> None:
+    p = bounds.clopper_pearson_lower(hits, draws, alpha)
+    tail = exact_upper_tail(hits, draws, p)
+    assert tail <= alpha
+    assert tail == pytest.approx(alpha, rel=1e-6)
+
+
+@pytest.mark.parametrize(("hits", "draws", "alpha"), COUNTS)
+def test_upper_bound_mirrors_the_lower_one(hits: int, draws: int, alpha: float) -> None:
+    upper = bounds.clopper_pearson_upper(draws - hits, draws, alpha)
+    lower = bounds.clopper_pearson_lower(hits, draws, alpha)
+    assert upper >= 1 - lower - 3e-16
+    assert upper == pytest.approx(1 - lower, rel=1e-6)
+
+
+@pytest.mark.parametrize("draws", [1, 10, 10**5, 10**9])
+def test_edges_have_their_closed_forms(draws: int) -> None:
+    mp.mp.dps = 40
+    assert bounds.clopper_pearson_lower(0, draws, 1e-3) == 0.0
+    assert bounds.clopper_pearson_upper(draws, draws, 1e-3) == 1.0
+    all_hits = mp.mpf(1e-3) ** (mp.mpf(1) / draws)
+    p = bounds.clopper_pearson_lower(draws, draws, 1e-3)
+    assert p <= all_hits
+    assert 1 - p == pytest.approx(float(1 - all_hits), rel=1e-7)
+    assert bounds.clopper_pearson_upper(0, draws, 1e-3) == pytest.approx(
+        float(1 - all_hits), rel=1e-12
+    )
+
+
+def test_vectorised_equals_scalar_and_scipy() -> None:
+    hits = np.array([0, 1, 50, 99, 100])
+    got = bounds.clopper_pearson_lower(hits, 100, 0.001)
+    expected = [0.0, *stats.beta.ppf(0.001, hits[1:], 100 - hits[1:] + 1)]
+    assert got == pytest.approx(expected, rel=1e-12)
+    assert [bounds.clopper_pearson_lower(int(k), 100, 0.001) for k in hits] == list(got)
+    low, high = bounds.clopper_pearson_interval(50, 100, 0.05)
+    reference = stats.binomtest(50, 100).proportion_ci(0.95, method="exact")
+    assert (low, high) == pytest.approx((reference.low, reference.high), rel=1e-9)
+
+
+def test_coverage_is_computed_exactly() -> None:
+    # Error at the true p, by exact enumeration: at most alpha, and not by orders less.
+    alpha, n = 0.01, 200
+    k = np.arange(n + 1)
+    lower = bounds.clopper_pearson_lower(k, n, alpha)
+    errors = [stats.binom.pmf(k[lower > p], n, p).sum() for p in np.linspace(0.05, 0.95, 37)]
+    assert max(errors) <= alpha
+    assert max(errors) > alpha / 3
+
+
+@pytest.mark.parametrize(
+    ("hits", "draws", "alpha"),
+    [(-1, 10, 0.1), (11, 10, 0.1), (1, 0, 0.1), (1, 10, 0.0), (1, 10, 1.0), (0.5, 10, 0.1)],
+)
+def test_wrong_counts_are_refused(hits: float, draws: int, alpha: float) -> None:
+    with pytest.raises(ValueError):
+        bounds.clopper_pearson_lower(hits, draws, alpha)
+
+
+def test_hoeffding_pays_for_both_sides_of_all_classes() -> None:
+    low, high = bounds.hoeffding_interval(0.5, 2000, 0.05, classes=10)
+    half = np.sqrt(np.log(2 * 10 / 0.05) / (2 * 2000))
+    assert (high - low) / 2 == pytest.approx(half, rel=1e-10)
+    # The published one-sided union ln(K / alpha) is narrower: it must not come out here.
+    assert (high - low) / 2 > np.sqrt(np.log(10 / 0.05) / (2 * 2000))
+    wide_low, wide_high = bounds.hoeffding_interval(5.0, 2000, 0.05, classes=10, low=0, high=10)
+    assert (wide_high - wide_low) == pytest.approx(10 * (high - low))
+    assert bounds.hoeffding_interval(0.0, 10, 0.05)[0] == 0.0
+
+
+def test_empirical_bernstein_formula_and_gain() -> None:
+    n, alpha, v = 5000, 0.05, 1e-4
+    low, high = bounds.empirical_bernstein_interval(0.98, v, n, alpha)
+    log_term = np.log(2 * 2 / alpha)
+    half = np.sqrt(2 * v * log_term / n) + 7 * log_term / (3 * (n - 1))
+    assert 0.98 - low == pytest.approx(half, rel=1e-10)
+    h_low, h_high = bounds.hoeffding_interval(0.98, n, alpha)
+    assert low > h_low and high < h_high
+    with pytest.raises(ValueError):
+        bounds.empirical_bernstein_interval(0.5, 0.1, 1, alpha)
+
+
+@pytest.mark.parametrize("bound", ["hoeffding", "bernstein"])
+def test_score_intervals_cover(bound: str) -> None:
+    # 4,000 seeded repetitions at alpha = 0.1; both bounds are conservative, so more than 0.115
+    # failures (3.3 standard deviations above 0.1) has probability below 1e-3 even if they were not.
+    rng = np.random.default_rng(7)
+    scores = rng.beta(2, 5, size=(4000, 200))
+    mean, var = scores.mean(1), scores.var(1, ddof=1)
+    if bound == "hoeffding":
+        low, high = bounds.hoeffding_interval(mean, 200, 0.1)
+    else:
+        low, high = bounds.empirical_bernstein_interval(mean, var, 200, 0.1)
+    truth = 2 / 7
+    assert np.mean((low > truth) | (high < truth)) < 0.115

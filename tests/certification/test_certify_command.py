@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import typer
+from PIL import Image
+from typer.testing import CliRunner, Result
+
+from dpdist import models
+from dpdist.certification import table as tables
+from dpdist.commands import certify, predict
+from dpdist.errors import UserError
+from dpdist.recipe import parse
+from dpdist.runfolder import RunFolder
+
+app = typer.Typer()
+app.command("certify")(certify.command)
+app.command("predict")(predict.command)
+
+RECIPE = {
+    "name": "small",
+    "data": {"name": "digits"},
+    "model": {"name": "linear"},
+    "privacy": {"noise_multiplier": 1.0, "delta": 1e-5},
+    "training": {"batch_size": 100, "steps": 1, "learning_rate": 0.1},
+    "certify": {"sigma": 0.3, "n": 1000, "n0": 50, "max_inputs": 8, "radii": [0.1, 0.2]},
+    "resources": {"certify_actors": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """One Ray session for all commands, as one command has for all its stages."""
+    from cluster.session import connect
+
+    with connect(tmp_path_factory.mktemp("ray") / "ray.log", cpus=2):
+        yield
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    """A run that finished training: the nearest mean as a linear model (digits are easy)."""
+    import torch
+
+    import dpdist.data
+
+    train = dpdist.data.load(dpdist.data.Source("digits", 10), "train")
+    recipe = parse(RECIPE, "recipe")
+    folder = RunFolder(tmp_path / "small")
+    folder.begin(recipe)
+    spec = models.ModelSpec("linear", train.input_shape, 10)
+    model = models.build(spec)
+    x, y = train.batch(slice(None)).flatten(1), torch.from_numpy(np.array(train.labels))
+    means = torch.stack([x[y == c].mean(0) for c in range(10)])
+    with torch.no_grad():
+        model[1].weight.copy_(means)
+        model[1].bias.copy_(-means.square().sum(1) / 2)
+    models.save(model, spec, folder.model)
+    folder.trained.write_text("{}")
+    return tmp_path
+
+
+def call(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def good(*arguments: object) -> str:
+    result = call(*arguments)
+    assert result.exit_code == 0, (result.output, result.exception)
+    return result.output
+
+
+def test_certify_export_rebound(session: None, runs: Path) -> None:
+    output = good("certify", "small", "--runs", runs, "--tsv", runs / "c.tsv")
+    path = runs / "small/certificates/sigma-0.3-fixed-n-1000/certificates.parquet"
+    assert "certified at L2 radius 0.2" in output and str(path) in output
+    table = tables.read(path)
+    assert table.num_rows == 8
+    assert tables.certified_accuracy(table, 0.0) > 0.5
+    assert len((runs / "c.tsv").read_text().splitlines()) == 9
+    # Again: nothing is computed, the same file stays.
+    before = path.read_bytes()
+    good("certify", "small", "--runs", runs)
+    assert path.read_bytes() == before
+    good("certify", "small", "--runs", runs, "--rebound", "alpha=0.05")
+    again = path.parent.with_name("sigma-0.3-fixed-n-1000-alpha-0.05") / path.name
+    looser = tables.read(again)["p_lower"].to_pylist()
+    assert all(new > old for new, old in zip(looser, table["p_lower"].to_pylist(), strict=True))
+    for wrong in ("alpha=2", "beta=0.1", "alpha"):
+        result = call("certify", "small", "--runs", runs, "--rebound", wrong)
+        assert isinstance(result.exception, UserError)
+
+
+def test_shares_are_merged(session: None, runs: Path) -> None:
+    for start in (0, 1):
+        good("certify", "small", "--runs", runs, "--start", start, "--every", 2, "--max-inputs", 3)
+    output = good("certify", "small", "--runs", runs, "--merge", "--csv", runs / "all.csv")
+    assert "merged" in output
+    table = tables.read(runs / "small/certificates/merged/certificates.parquet")
+    assert table["index"].to_pylist() == [0, 1, 2, 3, 4, 5]
+    assert len((runs / "all.csv").read_text().splitlines()) == 7
+
+
+def test_what_cannot_be_certified_is_refused(session: None, runs: Path) -> None:
+    result = call("certify", "small", "--runs", runs, "--mode", "target", "--radii", "0.2,0.1")
+    assert isinstance(result.exception, UserError) and "ascending" in str(result.exception)
+    result = call("certify", "small", "--runs", runs, "--radii", "x")
+    assert isinstance(result.exception, UserError)
+    result = call("certify", "small", "--runs", runs, "--merge")
+    assert isinstance(result.exception, UserError)
+    (runs / "small/private/trained.json").unlink()
+    result = call("certify", "small", "--runs", runs)
+    assert isinstance(result.exception, UserError) and "never finished" in str(result.exception)
+    assert not (runs / "small/certificates").exists()
+
+
+def test_early_stopping_by_command(session: None, runs: Path) -> None:
+    good("certify", "small", "--runs", runs, "--mode", "target", "--n", 20000)
+    table = tables.read(
+        runs / "small/certificates/sigma-0.3-target-r-0.1-0.2-n-20000/certificates.parquet"
+    )
+    assert set(table["radius"].to_pylist()) <= {0.0, 0.1, 0.2}
+    assert min(table["n"].to_pylist()) < 20000
+    result = call("certify", "small", "--runs", runs, "--rebound", "alpha=0.05")
+    assert isinstance(result.exception, UserError) and "early stopping" in str(result.exception)
+
+
+def test_predict(runs: Path) -> None:
+    import dpdist.data
+
+    test = dpdist.data.load(dpdist.data.Source("digits", 10), "test")
+    image = np.array(test.inputs[0])
+    pixels = image[0] if image.dtype == np.uint8 else (image[0] * 255).astype(np.uint8)
+    Image.fromarray(pixels).save(runs / "a.png")
+    np.save(runs / "b.npy", test.batch(slice(0, 1))[0].numpy())
+    lines = good(
+        "predict", "small", runs / "a.png", runs / "b.npy", "--runs", runs, "--json", "--n", 2000
+    ).splitlines()
+    answers = [json.loads(line) for line in lines]
+    assert [answer["label"] for answer in answers] == [int(test.labels[0])] * 2
+    assert all(0 < answer["radius"] < 1.2 and not answer["abstain"] for answer in answers)
+    text = good("predict", "small", runs / "a.png", "--runs", runs, "--label-only")
+    assert text.strip() == f"{runs / 'a.png'}: {int(test.labels[0])}"
+
+
+def test_predict_refuses_what_is_no_input(runs: Path) -> None:
+    shutil.copy(__file__, runs / "c.png")
+    Image.new("L", (30, 30)).save(runs / "d.png")
+    for name, message in (("c.png", "not a readable"), ("d.png", "takes"), ("e.png", "no such")):
+        result = call("predict", "small", runs / name, "--runs", runs)
+        assert isinstance(result.exception, UserError), result.exception
+        assert message in str(result.exception)

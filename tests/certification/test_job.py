@@ -1,0 +1,334 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from scipy import stats
+
+from dpdist import models
+from dpdist.certification import job, table
+from dpdist.certification.settings import CertifySettings
+from dpdist.errors import UserError
+
+os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+
+@dataclass(frozen=True)
+class FakeData:
+    count: int = 12
+    classes: int = 3
+    fingerprint: str = "fake"
+
+    @property
+    def labels(self) -> np.ndarray:
+        return np.arange(self.count) % self.classes
+
+    def batch(self, indices: np.ndarray | slice) -> torch.Tensor:
+        rng = np.random.default_rng(0)
+        images = rng.random((self.count, 1, 6, 6), dtype=np.float32)
+        return torch.from_numpy(images[indices])
+
+
+@pytest.fixture(scope="module")
+def ray_session() -> Iterator[None]:
+    import ray
+
+    ray.init(
+        "local", num_cpus=4, include_dashboard=False, configure_logging=False, log_to_driver=False
+    )
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    spec = models.ModelSpec("small-cnn", (1, 6, 6), 3, {"width": 4})
+    models.save(models.initialise(spec, 3), spec, folder)
+    return folder
+
+
+SETTINGS = CertifySettings(sigma=0.5, n0=50, n=1130, batch=100, seed="5")
+
+
+def raw(output: Path) -> bytes:
+    return (output / job.TABLE).read_bytes()
+
+
+@pytest.fixture(scope="module")
+def reference(
+    ray_session: None, model_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    output = tmp_path_factory.mktemp("reference")
+    job.certify(model_folder, FakeData(), SETTINGS, output, actors=1)
+    return output
+
+
+def test_the_table_is_cohens_procedure(reference: Path, model_folder: Path) -> None:
+    rows = table.read(reference / job.TABLE).to_pylist()
+    assert [row["index"] for row in rows] == list(range(12))
+    assert any(row["prediction"] >= 0 for row in rows)
+    for row in rows:
+        assert sum(row["histogram"]) == row["n"] == 1130
+        assert row["k"] == row["histogram"][row["selected"]]
+        p = stats.beta.ppf(0.001, row["k"], 1130 - row["k"] + 1) if row["k"] else 0.0
+        assert row["p_lower"] == pytest.approx(p, rel=1e-9)
+        if p > 0.5:
+            assert row["prediction"] == row["selected"]
+            assert row["radius"] == pytest.approx(0.5 * stats.norm.ppf(p), rel=1e-9)
+        else:
+            assert (row["prediction"], row["radius"]) == (-1, 0.0)
+
+
+def test_counts_agree_with_a_plain_loop(reference: Path, model_folder: Path) -> None:
+    # Independent noise (torch's) and the original model. Each of 12 two-sample tests on the
+    # selected class has false failure 1e-5.
+    model = models.load(model_folder)
+    generator = torch.Generator().manual_seed(1)
+    for row in table.read(reference / job.TABLE).to_pylist():
+        x = FakeData().batch(np.array([row["index"]]))
+        noise = torch.randn(20_000, 1, 6, 6, generator=generator) * 0.5
+        with torch.no_grad():
+            hits = int((model(x + noise).argmax(1) == row["selected"]).sum())
+        pair = [[row["k"], 1130 - row["k"]], [hits, 20_000 - hits]]
+        assert stats.fisher_exact(pair).pvalue > 1e-5
+
+
+@pytest.mark.parametrize(("actors", "seconds"), [(2, 1e-3), (4, 0.02)])
+def test_workers_and_chunks_change_no_byte(
+    reference: Path, model_folder: Path, tmp_path: Path, actors: int, seconds: float
+) -> None:
+    job.certify(model_folder, FakeData(), SETTINGS, tmp_path, actors=actors, chunk_seconds=seconds)
+    assert raw(tmp_path) == raw(reference)
+
+
+def test_order_changes_no_byte(
+    reference: Path, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = job.run_chunks
+
+    def shuffled(factory, shared, chunks, on_result, settings):  # type: ignore[no-untyped-def]
+        order = np.random.default_rng(3).permutation(len(chunks))
+        mixed = [replace(chunks[i], priority=float(place)) for place, i in enumerate(order)]
+        assert len(mixed) > 20
+        original(factory, shared, mixed, on_result, settings)
+
+    monkeypatch.setattr(job, "run_chunks", shuffled)
+    job.certify(model_folder, FakeData(), SETTINGS, tmp_path, actors=2, chunk_seconds=1e-3)
+    assert raw(tmp_path) == raw(reference)
+
+
+def test_a_slow_worker_is_not_taken_for_a_hanging_one(
+    ray_session: None, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # At 1,000 draws per second one sequential test of 100,000 may honestly take 100 seconds.
+    seen = []
+    monkeypatch.setattr(job, "run_chunks", lambda *arguments: seen.append(arguments[-1]))
+    monkeypatch.setattr(job, "_stored_rate", lambda _: 1000.0)
+    settings = replace(SETTINGS, n=100_000, mode="target", radii=(0.25,))
+    for _ in range(2):  # the second call reads the stored rate
+        with pytest.raises(KeyError):  # nothing was computed
+            job.certify(model_folder, FakeData(), settings, tmp_path)
+    assert seen[1].stall_after >= 1000
+    assert seen[0].stall_after >= 60
+
+
+def test_an_interrupted_job_computes_only_what_is_missing(
+    reference: Path, model_folder: Path, tmp_path: Path
+) -> None:
+    class Interrupted(Exception):
+        pass
+
+    seen: list[int] = []
+
+    def stop_midway(done: int, total: int, rate: float) -> None:
+        seen.append(done)
+        if done >= 5:
+            raise Interrupted
+
+    with pytest.raises(Interrupted):
+        job.certify(
+            model_folder, FakeData(), SETTINGS, tmp_path, actors=2, progress=stop_midway,
+            chunk_seconds=1e-3,
+        )  # fmt: skip
+    journal = tmp_path / "journal.jsonl"
+    before = journal.read_bytes()
+    assert before and not (tmp_path / job.TABLE).exists()
+    # Another chunk size than before: the gaps are filled whatever they look like.
+    job.certify(model_folder, FakeData(), SETTINGS, tmp_path, actors=1, chunk_seconds=0.02)
+    assert journal.read_bytes().startswith(before)
+    assert raw(tmp_path) == raw(reference)
+    assert not (tmp_path / "parts").exists()
+
+
+def test_a_secret_seed_is_stored_and_kept(
+    ray_session: None, model_folder: Path, tmp_path: Path
+) -> None:
+    settings = replace(SETTINGS, seed=None, max_inputs=2)
+    first = job.certify(model_folder, FakeData(), settings, tmp_path, actors=1)
+    (tmp_path / job.TABLE).unlink()
+    (tmp_path / "journal.jsonl").unlink()
+    again = job.certify(model_folder, FakeData(), settings, tmp_path, actors=1)
+    assert again.equals(first)
+    assert len(table.about(first)["seed"]) == 32
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sigma": 0.25}, "sigma was 0.5, now 0.25"),
+        ({"n": 1000}, "n was 1130, now 1000"),
+        ({"seed": "7"}, "seed was '5', now '7'"),
+    ],
+)
+def test_results_of_other_settings_are_not_mixed(
+    reference: Path, model_folder: Path, change: dict[str, object], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        job.certify(model_folder, FakeData(), replace(SETTINGS, **change), reference, actors=1)
+
+
+def test_other_data_and_models_are_not_mixed(
+    reference: Path, model_folder: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match="data was 'fake', now 'other'"):
+        data = FakeData(fingerprint="other")
+        job.certify(model_folder, data, SETTINGS, reference, actors=1)
+    spec = models.ModelSpec("small-cnn", (1, 6, 6), 3, {"width": 4})
+    models.save(models.initialise(spec, 4), spec, tmp_path)
+    with pytest.raises(UserError, match="model was"):
+        job.certify(tmp_path, FakeData(), SETTINGS, reference, actors=1)
+
+
+def test_a_killed_driver_loses_nothing(reference: Path, model_folder: Path, tmp_path: Path) -> None:
+    script = textwrap.dedent(
+        f"""
+        import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
+        import ray, time
+        from pathlib import Path
+        from test_job import FakeData, SETTINGS
+        from dpdist.certification import job
+        ray.init("local", num_cpus=1, include_dashboard=False, configure_logging=False)
+        job.certify(
+            Path({str(model_folder)!r}), FakeData(), SETTINGS, Path({str(tmp_path)!r}),
+            actors=1, chunk_seconds=1e-3, progress=lambda *_: time.sleep(0.05),
+        )
+        """
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    journal = tmp_path / "journal.jsonl"
+    deadline = time.monotonic() + 60
+    while not (journal.exists() and journal.read_bytes().count(b"\n") >= 20):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    lines = journal.read_bytes().count(b"\n")
+    assert not (tmp_path / job.TABLE).exists()
+    job.certify(model_folder, FakeData(), SETTINGS, tmp_path, actors=2, chunk_seconds=1e-3)
+    assert raw(tmp_path) == raw(reference)
+    assert lines < journal.read_bytes().count(b"\n") <= 12 * 12
+
+
+@pytest.mark.parametrize("mode", ["target", "anytime"])
+def test_sequential_modes_are_independent_of_workers_too(
+    ray_session: None, model_folder: Path, tmp_path: Path, mode: str
+) -> None:
+    settings = replace(SETTINGS, n=3000, mode=mode, radii=(0.0, 0.25, 0.5))
+    one = job.certify(model_folder, FakeData(), settings, tmp_path / "1", actors=1)
+    job.certify(model_folder, FakeData(), settings, tmp_path / "2", actors=2, chunk_seconds=1e-3)
+    assert raw(tmp_path / "1") == raw(tmp_path / "2")
+    rows = one.to_pylist()
+    assert any(row["n"] < 3000 for row in rows)
+    for row in rows:
+        assert row["k"] <= row["n"] <= 3000 == row["cap"]
+        assert (row["prediction"] == -1) == (row["radius"] == 0.0 and row["p_lower"] <= 0.5)
+        if mode == "target" and row["prediction"] >= 0:
+            assert row["radius"] in settings.radii and row["radius"] == row["target"]
+            assert row["p_lower"] == pytest.approx(stats.norm.cdf(row["radius"] / 0.5))
+        if mode == "anytime" and row["n"] < 3000 and row["k"] > 0.95 * row["n"]:
+            assert row["radius"] >= 0.5
+
+
+@pytest.mark.parametrize("name", ["small-cnn", "mlp"])
+def test_a_noise_bank_is_independent_of_workers_too(
+    ray_session: None, tmp_path: Path, name: str
+) -> None:
+    spec = models.ModelSpec(name, (1, 6, 6), 3)
+    models.save(models.initialise(spec, 3), spec, tmp_path / "model")
+    settings = replace(SETTINGS, noise_bank=True, n=400)
+    job.certify(tmp_path / "model", FakeData(), settings, tmp_path / "1", actors=1)
+    job.certify(
+        tmp_path / "model", FakeData(), settings, tmp_path / "2", actors=2, chunk_seconds=1e-3
+    )
+    assert raw(tmp_path / "1") == raw(tmp_path / "2")
+    assert table.about(table.read(tmp_path / "1" / job.TABLE))["settings"]["noise_bank"]
+
+
+@pytest.mark.parametrize(
+    ("weight", "classes", "message"), [(float("nan"), 3, "not finite"), (0.0, 4, r"\(100, 3\)")]
+)
+def test_models_that_cannot_be_certified_are_refused(
+    ray_session: None, tmp_path: Path, weight: float, classes: int, message: str
+) -> None:
+    # The argmax of NaN is always the same class: it would be certified with the largest radius.
+    spec = models.ModelSpec("linear", (1, 6, 6), 3)
+    model = models.initialise(spec, 0)
+    with torch.no_grad():
+        model[1].bias += weight  # type: ignore[index, operator]
+    models.save(model, spec, tmp_path / "model")
+    with pytest.raises(UserError, match=message):
+        data = FakeData(classes=classes)
+        job.certify(tmp_path / "model", data, SETTINGS, tmp_path / "out", actors=1)
+    assert not (tmp_path / "out").exists()
+
+
+def test_exports(reference: Path, tmp_path: Path) -> None:
+    results = table.read(reference / job.TABLE)
+    table.write_cohen_tsv(results, tmp_path / "t.tsv", job.timings(reference))
+    lines = [line.split("\t") for line in (tmp_path / "t.tsv").read_text().splitlines()]
+    assert lines[0] == ["idx", "label", "predict", "radius", "correct", "time"]
+    for line, row in zip(lines[1:], results.to_pylist(), strict=True):
+        assert [int(v) for v in line[:3]] == [row["index"], row["label"], row["prediction"]]
+        assert row["radius"] - 1e-3 < float(line[3]) <= row["radius"]
+        assert int(line[4]) == (row["label"] == row["prediction"])
+        assert line[5] > "0:00:00"
+    table.write_csv(results, tmp_path / "t.csv")
+    assert (tmp_path / "t.csv").read_text().startswith("index,label,prediction,")
+
+
+def test_a_file_that_is_no_table_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.parquet").write_text("nonsense")
+    with pytest.raises(UserError, match="not a readable table"):
+        table.read(tmp_path / "x.parquet")
+    import pyarrow as pa
+
+    pq.write_table(pa.table({"index": [1]}), tmp_path / "y.parquet")
+    with pytest.raises(UserError, match="label"):
+        table.read(tmp_path / "y.parquet")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"sigma": 0.0}, {"alpha": 1.0}, {"n": 0}, {"mode": "target"}, {"radii": (0.5, 0.25)},
+     {"noise": "cauchy"}, {"every": 0}, {"batch": 0}],
+)  # fmt: skip
+def test_settings_that_cannot_be_used_are_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(
+        UserError, match=f"certify.{'radii' if 'mode' in wrong else next(iter(wrong))}"
+    ):
+        replace(CertifySettings(sigma=0.5), **wrong)

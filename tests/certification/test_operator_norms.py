@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from dpdist.certification import operator_norms as norms
+
+CASES = [
+    (nn.Conv2d(1, 3, 3, stride=2, padding=1), (1, 4, 4)),
+    (nn.Conv2d(2, 4, 2, stride=1, padding=0), (2, 2, 3)),
+    (nn.Conv2d(2, 4, 3, stride=1, padding=2, dilation=2, groups=2), (2, 3, 2)),
+    (nn.Linear(10, 6), (10,)),
+]
+
+
+def dense(layer: nn.Module, shape: tuple[int, ...], weights: torch.Tensor | None) -> torch.Tensor:
+    """The matrix by probing the layer itself, one input at a time, bias taken out."""
+    layer = layer.double()
+    zero = layer(torch.zeros(1, *shape, dtype=torch.float64)).flatten()
+    size = int(torch.tensor(shape).prod())
+    columns = []
+    for i in range(size):
+        x = torch.zeros(size, dtype=torch.float64)
+        x[i] = 1
+        columns.append(layer(x.reshape(1, *shape)).flatten() - zero)
+    matrix = torch.stack(columns, 1).detach()
+    return matrix if weights is None else matrix / weights.flatten().sqrt()[:, None]
+
+
+@pytest.mark.parametrize(("layer", "shape"), CASES)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_bounds_against_the_dense_matrix(
+    layer: nn.Conv2d | nn.Linear, shape: tuple[int, ...], weighted: bool
+) -> None:
+    torch.manual_seed(0)
+    layer = layer.double()
+    output = layer(torch.zeros(1, *shape, dtype=torch.float64)).shape[1:]
+    weights = torch.rand(output, dtype=torch.float64) + 0.1 if weighted else None
+    matrix = dense(layer, shape, weights)
+    spectral = float(torch.linalg.matrix_norm(matrix, 2))
+    got = norms.l2_to_l2(layer, shape, weights)
+    assert spectral <= got == pytest.approx(spectral, rel=1e-6)
+    columns = float(matrix.norm(dim=0).max())
+    assert columns <= norms.l1_to_l2(layer, shape, weights) == pytest.approx(columns, rel=1e-6)
+    assert norms._schur(layer, shape, weights) >= spectral
+    # Every sign vector, for small inputs: the largest is the exact L-infinity norm.
+    if matrix.shape[1] <= 12:
+        signs = torch.tensor(list(itertools.product((-1.0, 1.0), repeat=matrix.shape[1])))
+        images = signs.double() @ matrix.T
+        worst = float(images.norm(dim=1).max())
+        assert worst <= norms.linf_to_l2(layer, shape, weights) < 4 * worst
+        if not weighted:
+            assert float(images.abs().sum(1).max()) <= norms.linf_to_l1(layer, shape)
+    if not weighted:
+        total = float(matrix.abs().sum(0).max())
+        assert norms.l1_to_l1(layer, shape) == pytest.approx(total, rel=1e-6)
+
+
+def test_padding_and_stride_matter() -> None:
+    torch.manual_seed(0)
+    kernel = torch.rand(4, 1, 5, 5)
+    values = []
+    for stride, padding in ((1, 2), (2, 2), (1, 0)):
+        layer = nn.Conv2d(1, 4, 5, stride=stride, padding=padding)
+        layer.weight.data = kernel
+        values.append(norms.l2_to_l2(layer, (1, 8, 8)))
+    reshaped = float(torch.linalg.matrix_norm(kernel.reshape(4, -1), 2))
+    # The norm of the reshaped kernel, used for this in released code, is no upper bound.
+    assert min(values) > reshaped
+    assert len({round(value, 6) for value in values}) == 3
+
+
+def test_one_feature_map_is_not_enough() -> None:
+    layer = nn.Conv2d(1, 16, 3, padding=1)
+    whole = norms.linf_to_l2(layer, (1, 6, 6))
+    single = nn.Conv2d(1, 1, 3, padding=1)
+    single.weight.data = layer.weight.data[:1]
+    assert whole > 1.5 * norms.linf_to_l2(single, (1, 6, 6))
+
+
+def test_weights_divide_by_the_standard_deviation() -> None:
+    layer = nn.Linear(4, 2, bias=False)
+    layer.weight.data = torch.eye(2, 4)
+    weights = torch.tensor([1.5, 0.5], dtype=torch.float64)  # K r
+    got = norms.linf_to_l2(layer, (4,), weights)
+    assert got == pytest.approx((1 / 1.5 + 1 / 0.5) ** 0.5, rel=1e-6)
+    printed = norms.hgm_linf_to_l2_as_printed(layer, (4,), weights)
+    assert printed == pytest.approx(2**0.5 / 0.5, rel=1e-6)
+    with pytest.raises(ValueError):
+        norms.l2_to_l2(layer, (4,), torch.tensor([1.0, 0.0]))
+
+
+def test_hgm_as_printed_is_a_bound_jointly_and_none_for_one_map() -> None:
+    torch.manual_seed(0)
+    layer = nn.Conv2d(1, 9, 3, padding=1, bias=False)
+    layer.weight.data.abs_()
+    weights = torch.rand(9, 6, 6, dtype=torch.float64) + 0.5
+    weights *= weights.numel() / weights.sum()
+    image = layer.double()(torch.ones(1, 1, 6, 6, dtype=torch.float64))[0]
+    truth = float((image / weights.sqrt()).norm())  # all weights positive: ones are the worst input
+    assert truth <= norms.linf_to_l2(layer, (1, 6, 6), weights)
+    assert truth <= norms.hgm_linf_to_l2_as_printed(layer, (1, 6, 6), weights)
+    single = norms.hgm_linf_to_l2_as_printed(
+        layer, (1, 6, 6), torch.ones(9, 6, 6, dtype=torch.float64), feature_map=0
+    )
+    assert single < float(image.norm())
+
+
+def test_unsupported_padding_is_refused() -> None:
+    layer = nn.Conv2d(1, 1, 3, padding=1, padding_mode="reflect")
+    with pytest.raises(ValueError, match="reflect"):
+        norms.linf_to_l2(layer, (1, 4, 4))

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from torch import nn
+
+from dpdist.certification import predict
+from dpdist.certification.predict import Predictor, as_input, label_from_counts
+from dpdist.certification.settings import CertifySettings
+
+
+class Threshold(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        score = x.flatten(1)[:, :1] - 0.5
+        return torch.cat([-score, score], 1)
+
+
+@pytest.fixture(autouse=True)
+def seeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A known sequence in place of the operating system's secret one."""
+    seeds = itertools.count()
+    monkeypatch.setattr(predict.secrets, "token_hex", lambda width: f"{next(seeds)} of {width}")
+
+
+def predictor(n: int = 2000) -> Predictor:
+    return Predictor(Threshold(), CertifySettings(sigma=0.25, n=n), 2, (1, 2, 2))
+
+
+def test_certificates_never_exceed_the_true_distance() -> None:
+    # The distance to the boundary is known. 40 certificates at alpha 0.001: false failure 0.04
+    # if the bound were exact at every one; the radius is 0.25, and more than one is 8e-4.
+    it = predictor()
+    x = torch.full((1, 2, 2), 0.75)
+    verdicts = [it.certify(x) for _ in range(40)]
+    assert sum(v.radius > 0.25 for v in verdicts) <= 1
+    assert all(v.prediction == 1 and v.radius > 0.15 for v in verdicts)
+    # Fresh secret noise each time: equal counts throughout would be reuse.
+    assert len({v.k for v in verdicts}) > 3
+
+
+def test_two_predictors_do_not_share_noise() -> None:
+    x = torch.full((1, 2, 2), 0.6)
+    counts = {predictor().certify(x).k for _ in range(4)}
+    assert len(counts) > 1
+
+
+def test_labels_and_abstention() -> None:
+    it = predictor()
+    assert it.label(torch.full((1, 2, 2), 0.75)) == 1
+    assert it.label(torch.full((1, 2, 2), 0.25)) == 0
+    boundary = torch.full((1, 2, 2), 0.5)
+    # On the boundary a label comes out with probability 0.001 each time: twice in ten is 5e-5.
+    assert sum(it.label(boundary) != -1 for _ in range(10)) <= 1
+
+
+@pytest.mark.parametrize(("hits", "draws"), [(0, 0), (5, 10), (9, 10), (1, 10), (560, 1000)])
+def test_two_sided_test_is_the_binomial_one(hits: int, draws: int) -> None:
+    expected = stats.binomtest(hits, draws, 0.5).pvalue if draws else 1.0
+    assert predict.two_sided_p_value(hits, draws) == pytest.approx(expected, rel=1e-9)
+
+
+def test_label_uses_the_two_largest_counts() -> None:
+    assert label_from_counts(np.array([10, 60, 5]), 0.001) == 1
+    assert label_from_counts(np.array([40, 60, 0]), 0.001) == -1
+    assert label_from_counts(np.array([0, 20]), 0.001) == 1
+
+
+def test_inputs_are_checked() -> None:
+    assert as_input(np.full((1, 2, 2), 255, np.uint8), (1, 2, 2)).max() == 1.0
+    with pytest.raises(ValueError, match="the model takes"):
+        as_input(np.zeros((2, 2), np.float32), (1, 2, 2))
+    with pytest.raises(ValueError, match="0, 1"):
+        as_input(np.full((1, 2, 2), 7.0), (1, 2, 2))
+    with pytest.raises(ValueError, match="finite"):
+        as_input(np.array([np.nan]), (1,))

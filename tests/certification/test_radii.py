@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import mpmath as mp
+import numpy as np
+import pytest
+from scipy import stats
+
+from dpdist.certification import bounds, radii
+
+
+def exact_gaussian_radius(p: float, sigma: float) -> mp.mpf:
+    mp.mp.dps = 40
+    return mp.mpf(sigma) * mp.sqrt(2) * mp.erfinv(2 * mp.mpf(p) - 1)
+
+
+@pytest.mark.parametrize("p", [0.5000001, 0.6, 0.9, 0.999, 1 - 1e-9, 1 - 2**-53])
+@pytest.mark.parametrize("sigma", [0.12, 0.5, 1.0])
+def test_gaussian_radius_is_never_rounded_up(p: float, sigma: float) -> None:
+    got = float(radii.gaussian_l2_radius(p, sigma))
+    exact = exact_gaussian_radius(p, sigma)
+    assert got <= exact
+    assert got == pytest.approx(float(exact), rel=1e-8)
+
+
+def test_nothing_is_certified_up_to_one_half() -> None:
+    assert list(radii.gaussian_l2_radius([0.0, 0.3, 0.5], 0.5)) == [0.0, 0.0, 0.0]
+    assert radii.gaussian_l2_radius(1.0, 0.5) == np.inf
+
+
+@pytest.mark.parametrize("bad", [(-0.1, 0.5), (1.1, 0.5), (0.9, 0.0), (0.9, -1.0), (np.nan, 1.0)])
+def test_bad_input_is_refused(bad: tuple[float, float]) -> None:
+    with pytest.raises(ValueError):
+        radii.gaussian_l2_radius(*bad)
+
+
+# Radii of Cohen et al.'s published per-image tables (three decimals, rounded to nearest there).
+# All hits of 100,000 draws give the largest radius a table can hold: 0.25 * Phi^-1(p), and so on.
+@pytest.mark.parametrize(
+    ("sigma", "alpha", "printed"),
+    [(0.25, 0.001, 0.953), (0.5, 0.001, 1.906), (1.0, 0.001, 3.811), (0.12, 0.001, 0.457)],
+)
+def test_largest_published_radii(sigma: float, alpha: float, printed: float) -> None:
+    p = bounds.clopper_pearson_lower(100_000, 100_000, alpha)
+    assert float(radii.gaussian_l2_radius(p, sigma)) == pytest.approx(printed, abs=5.1e-4)
+
+
+def test_two_class_case_of_the_literature() -> None:
+    # p1 / p2 = .99 / .005 at sigma = .2537: the exact radius is .622.
+    got = radii.gaussian_l2_radius_two_class(0.99, 0.005, 0.2537)
+    assert got == pytest.approx(0.622, abs=1e-3)
+    assert radii.gaussian_l2_radius_two_class(0.99, 0.5, 0.2537) == pytest.approx(
+        radii.gaussian_l2_radius(0.99, 0.2537), rel=1e-9
+    )
+    assert radii.gaussian_l2_radius_two_class(0.3, 0.4, 0.5) == 0.0
+
+
+def halfspace_failure(noise: str, shift: float, p: float) -> float:
+    """Probability of the winning class after an L1 shift, for the worst threshold classifier."""
+    if noise == "laplace":
+        return float(stats.laplace.cdf(stats.laplace.ppf(p) - shift))
+    return float(stats.uniform(-1, 2).cdf(stats.uniform(-1, 2).ppf(p) - shift))
+
+
+@pytest.mark.parametrize(
+    ("noise", "radius"),
+    [("laplace", radii.laplace_l1_radius), ("uniform", radii.uniform_l1_radius)],
+)
+def test_l1_radii_are_tight_on_a_threshold(noise: str, radius: object) -> None:
+    r = float(radius(0.9, 1.0))  # type: ignore[operator]
+    assert halfspace_failure(noise, r * 0.999, 0.9) > 0.5
+    assert halfspace_failure(noise, r * 1.001, 0.9) < 0.5
+
+
+def test_conversions_between_norms() -> None:
+    assert radii.linf_from_l2(2.8, 784) == pytest.approx(0.1)
+    assert radii.linf_from_l1(784.0, 784) == pytest.approx(1.0)
+    assert radii.l1_from_l2(0.7) == 0.7
+    r = 0.3
+    assert radii.gaussian_probability_for_radius(r, 0.25) == pytest.approx(stats.norm.cdf(1.2))
+
+
+def test_printing_never_enlarges() -> None:
+    assert radii.format_radius(0.95299999) == "0.952"
+    assert radii.format_radius(0.953) in {"0.953", "0.952"}
+    assert float(radii.format_radius(0.953)) <= 0.953
+    assert radii.format_radius(0.0) == "0.000"
+
+
+# The largest radii of two per-image tables published with Cohen et al. (CIFAR-10, ResNet-110, three
+# significant digits, n = 100,000). Up there neighbouring counts differ in the printed digits, so
+# the numbers tell which alpha was used: 0.01 in the first table, 0.001 in the second.
+PUBLISHED = {
+    (0.25, 0.01): "0.863 0.866 0.873 0.88 0.889 0.894 0.906 0.92 0.929 0.941 0.955 0.978",
+    (0.12, 0.001): "0.417 0.419 0.421 0.423 0.425 0.428 0.431 0.434 0.438 0.443 0.449 0.457",
+}
+
+
+@pytest.mark.parametrize(("sigma", "alpha"), list(PUBLISHED))
+def test_published_radii_are_those_of_whole_counts(sigma: float, alpha: float) -> None:
+    printed = PUBLISHED[(sigma, alpha)].split()
+    hits = np.arange(90_000, 100_001)
+    draws = 100_000
+
+    def of_counts(level: float) -> set[str]:
+        values = radii.gaussian_l2_radius(bounds.clopper_pearson_lower(hits, draws, level), sigma)
+        return {f"{value:.3}" for value in np.asarray(values)}
+
+    assert set(printed) <= of_counts(alpha)
+    other = {0.01: 0.001, 0.001: 0.01}[alpha]
+    assert not set(printed) <= of_counts(other)

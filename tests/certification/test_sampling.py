@@ -1,0 +1,175 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from torch import nn
+
+from dpdist.certification import units
+from dpdist.certification.classifier import ExecutedClassifier, choose
+from dpdist.certification.noises import NOISES, Noise
+from dpdist.certification.sampling import HiddenNoiseSampler, Sampler
+from dpdist.certification.units import RandomWords, UnitSource
+
+SOURCE = UnitSource("test", "seed", "model", "data", "gaussian", 0.5)
+DISTRIBUTIONS = {
+    "gaussian": lambda s: stats.norm(scale=s),
+    "laplace": lambda s: stats.laplace(scale=s / np.sqrt(2)),
+    "uniform": lambda s: stats.uniform(-s * np.sqrt(3), 2 * s * np.sqrt(3)),
+}
+
+
+def draw(noise: Noise, count: int, key: bytes = b"k" * 32) -> np.ndarray:
+    out = np.empty(count, np.float32)
+    noise.draw(RandomWords(count + count % 2).fill(key), out)
+    return out
+
+
+@pytest.mark.parametrize("name", NOISES)
+def test_noise_has_its_distribution_and_no_other(name: str) -> None:
+    # Kolmogorov-Smirnov on 400,000 seeded draws: false failure 1e-4; scales 2/3 and 3/2 rejected.
+    values = draw(NOISES[name](0.5), 400_000)
+    assert stats.kstest(values, DISTRIBUTIONS[name](0.5).cdf).pvalue > 1e-4
+    for wrong in (0.5 * 2 / 3, 0.5 * 3 / 2, 0.5 * 1.02):
+        assert stats.kstest(values, DISTRIBUTIONS[name](wrong).cdf).pvalue < 1e-4
+
+
+def test_gaussian_tails_and_independence() -> None:
+    values = draw(NOISES["gaussian"](1.0), 4_000_000)
+    # Expected 253 beyond 4 sigma; 5 standard deviations of a Poisson either way: 6e-7.
+    assert abs((np.abs(values) > 4).sum() - 4e6 * 2 * stats.norm.sf(4)) < 5 * np.sqrt(253)
+    half = values[:2_000_000], values[2_000_000:]
+    # The two outputs of one Box-Muller pair: correlation of values and of squares, 5 sigma.
+    assert abs(np.corrcoef(*half)[0, 1]) < 5 / np.sqrt(2e6)
+    assert abs(np.corrcoef(half[0] ** 2, half[1] ** 2)[0, 1]) < 5 / np.sqrt(2e6)
+    assert np.isfinite(values).all()
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 784])
+def test_odd_sizes_use_words_once(count: int) -> None:
+    values = np.stack([draw(NOISES["gaussian"](1.0), count, bytes([i]) * 32) for i in range(200)])
+    # Equal float32 numbers occur by chance, one pair in a thousand here; a shared word is more.
+    assert len(np.unique(values)) > 0.998 * values.size
+    if count > 1:
+        worst = np.abs(np.corrcoef(values[:, :7].T) - np.eye(min(count, 7))).max()
+        assert worst < 5 / np.sqrt(200)
+
+
+def test_every_part_of_the_name_counts() -> None:
+    base = SOURCE.key(0, units.ESTIMATE, 0)
+    changed = [
+        UnitSource("p", "seed", "model", "data", "gaussian", 0.5).key(0, units.ESTIMATE, 0),
+        UnitSource("test", "s", "model", "data", "gaussian", 0.5).key(0, units.ESTIMATE, 0),
+        UnitSource("test", "seed", "m", "data", "gaussian", 0.5).key(0, units.ESTIMATE, 0),
+        UnitSource("test", "seed", "model", "d", "gaussian", 0.5).key(0, units.ESTIMATE, 0),
+        UnitSource("test", "seed", "model", "data", "laplace", 0.5).key(0, units.ESTIMATE, 0),
+        UnitSource("test", "seed", "model", "data", "gaussian", 0.25).key(0, units.ESTIMATE, 0),
+        SOURCE.key(1, units.ESTIMATE, 0),
+        SOURCE.key(None, units.ESTIMATE, 0),
+        SOURCE.key(0, units.SELECT, 0),
+        SOURCE.key(0, units.ESTIMATE, 1),
+    ]
+    assert len({base, *changed}) == len(changed) + 1
+    streams = {RandomWords(8).fill(key).tobytes() for key in [base, *changed]}
+    assert len(streams) == len(changed) + 1
+
+
+def test_seeds_equal_modulo_32_bits_differ() -> None:
+    keys = [
+        UnitSource("test", str(seed), "m", "d", "gaussian", 0.5).key(0, units.ESTIMATE, 0)
+        for seed in (5, 5 + 2**32, 5 + 2**64)
+    ]
+    assert len({RandomWords(4).fill(key).tobytes() for key in keys}) == 3
+
+
+class Threshold(nn.Module):
+    """Class 1 where the first pixel exceeds a threshold: its probability is known exactly."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        score = x.flatten(1)[:, :1] - 0.5
+        return torch.cat([-score, score], 1)
+
+
+def sampler(sigma: float, rows: int = 500) -> Sampler:
+    classify = ExecutedClassifier(Threshold(), "eager", [(rows, 1, 4, 4)])
+    source = UnitSource("test", "seed", "model", "data", "gaussian", sigma)
+    return Sampler(classify, NOISES["gaussian"](sigma), source, 2, (1, 4, 4))
+
+
+def test_counts_have_the_exact_probability() -> None:
+    x = torch.full((1, 4, 4), 0.5)
+    x[0, 0, 0] = 0.8
+    it = sampler(0.25)
+    hits = sum(it.histogram(x, 3, units.ESTIMATE, b, 500, 500)[1] for b in range(200))
+    # Two-sided exact binomial test, false failure 1e-4; sigma wrong by 5 % is rejected.
+    assert stats.binomtest(int(hits), 100_000, stats.norm.cdf(0.3 / 0.25)).pvalue > 1e-4
+    for wrong in (0.25 * 1.05, 0.25 / 1.05):
+        assert stats.binomtest(int(hits), 100_000, stats.norm.cdf(0.3 / wrong)).pvalue < 1e-4
+
+
+def test_a_partial_block_is_the_beginning_of_the_whole_one() -> None:
+    x = torch.rand(1, 4, 4)
+    it = sampler(0.5)
+    whole = it.histogram(x, 0, units.ESTIMATE, 7, 500, 500)
+    part = it.histogram(x, 0, units.ESTIMATE, 7, 500, 120)
+    assert whole.sum() == 500 and part.sum() == 120 and (part <= whole).all()
+    assert (sampler(0.5).histogram(x, 0, units.ESTIMATE, 7, 500, 500) == whole).all()
+
+
+def test_the_fast_form_says_the_same_as_the_model() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 10))
+    batch = torch.randn(200, 1, 8, 8)
+    spec, classify = choose(model.eval(), batch)
+    assert spec.form == "frozen" and not spec.notes
+    assert (classify(batch) == model(batch).argmax(1)).all()
+
+
+class Moody(nn.Module):
+    """Says something else when traced: the check must notice."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits = x.flatten(1)[:, :3]
+        return -logits if torch.jit.is_tracing() else logits
+
+
+def test_a_form_that_disagrees_is_refused_and_named() -> None:
+    spec, classify = choose(Moody(), torch.randn(64, 1, 2, 2))
+    assert spec.form != "frozen"
+    assert any(note.startswith("frozen: argmax differs") for note in spec.notes)
+    batch = torch.randn(10, 1, 2, 2)
+    assert (classify(batch) == batch.flatten(1)[:, :3].argmax(1)).all()
+
+
+def test_a_form_that_cannot_be_built_is_skipped() -> None:
+    spec, _ = choose(nn.Linear(5, 3), torch.randn(16, 5), ("channels-last", "eager"))
+    assert spec.form == "eager"
+    assert spec.notes == ("channels-last: cannot be built (ValueError)",)
+
+
+class Soft(nn.Module):
+    """Two classes: nearly certain of class 1 where the first hidden number exceeds 1."""
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        score = 1e4 * (h[:, :1] - 1)
+        return torch.cat([-score, score], 1)
+
+
+@pytest.mark.parametrize("laplace", [False, True])
+def test_hidden_noise_has_its_scale_per_component(laplace: bool) -> None:
+    scale = torch.tensor([0.5, 7.0])
+    it = HiddenNoiseSampler(nn.Identity(), Soft(), scale, SOURCE, laplace=laplace)
+    got = it.scores(torch.tensor([1.4, 0.0]), 0, 20_050)
+    law = stats.laplace if laplace else stats.norm
+    assert got.histogram.sum() == got.draws == 20_050
+    # Two-sided exact test, false failure 1e-4; scales wrong by 10 % are rejected.
+    assert stats.binomtest(int(got.histogram[1]), 20_050, law.cdf(0.4 / 0.5)).pvalue > 1e-4
+    for wrong in (0.45, 0.55):
+        assert stats.binomtest(int(got.histogram[1]), 20_050, law.cdf(0.4 / wrong)).pvalue < 1e-4
+    assert got.sums == pytest.approx(got.histogram, abs=25)
+    assert got.squares == pytest.approx(got.histogram, abs=25)
+    again = it.scores(torch.tensor([1.4, 0.0]), 0, 20_050)
+    assert (again.histogram == got.histogram).all()
+    with pytest.raises(ValueError):
+        HiddenNoiseSampler(nn.Identity(), Soft(), torch.tensor([0.0, 1.0]), SOURCE)

@@ -1,0 +1,44 @@
+"""Workers must run the driver's code: what differs is named."""
+
+from __future__ import annotations
+
+import pytest
+
+from cluster.errors import ClusterError
+from cluster.packages import check_same, code_digest, fingerprint
+from cluster.session import _check_reachable
+
+PACKAGES = ("cluster", "dpdist", "tuning")
+
+
+def test_same_code_passes_wherever_it_lies():
+    driver = fingerprint(PACKAGES)
+    moved = {k: v.replace("/", "/elsewhere/", 1) if ":" in v else v for k, v in driver.items()}
+    check_same(driver, PACKAGES, "here")
+    check_same(moved, PACKAGES, "here")
+
+
+@pytest.mark.parametrize("name", ["cluster", "torch", "python"])
+def test_a_difference_is_named(name):
+    driver = fingerprint(PACKAGES)
+    driver[name] = "/somewhere:0123"
+    with pytest.raises(ClusterError, match=f"node 7: {name} is .*on the driver it is /somewhere"):
+        check_same(driver, PACKAGES, "node 7")
+
+
+def test_a_shadowing_package_changes_the_digest(tmp_path, monkeypatch):
+    before = code_digest(("cluster",))
+    monkeypatch.syspath_prepend(tmp_path)
+    folder = tmp_path / "shadowed_package"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("x = 1\n")
+    first = code_digest(("shadowed_package",))
+    (folder / "__init__.py").write_text("x = 2\n")
+    assert code_digest(("shadowed_package",)) != first
+    assert code_digest(("cluster",)) == before
+
+
+@pytest.mark.parametrize("address", ["nonsense", "host:", ":", "host:abc"])
+def test_a_malformed_address_is_explained(address):
+    with pytest.raises(ClusterError, match="must be HOST:PORT"):
+        _check_reachable(address)

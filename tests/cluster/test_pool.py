@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.errors import ClusterError
+from cluster.pool import Chunk, PoolSettings, run_chunks
+
+os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def session() -> Iterator[None]:
+    import ray
+
+    ray.init(
+        "local", num_cpus=2, include_dashboard=False, configure_logging=False, log_to_driver=False
+    )
+    yield
+    ray.shutdown()
+
+
+def collect(factory: Any, shared: Any, chunks: list[Chunk], **settings: Any) -> dict[str, Any]:
+    results: dict[str, Any] = {}
+
+    def on_result(key: str, result: Any) -> None:
+        assert key not in results, "delivered twice"
+        results[key] = result
+
+    run_chunks(factory, shared, chunks, on_result, PoolSettings(**settings))
+    return results
+
+
+def chunks_of(count: int) -> list[Chunk]:
+    return [Chunk(f"c{i}", i, i) for i in range(count)]
+
+
+def test_every_chunk_once_with_the_shared_value() -> None:
+    def factory(shared: int) -> Any:
+        return lambda payload: payload * shared
+
+    got = collect(factory, 7, chunks_of(50), actors=2)
+    assert got == {f"c{i}": 7 * i for i in range(50)}
+
+
+def test_no_chunks_need_no_actor() -> None:
+    assert collect(None, None, []) == {}
+
+
+def test_lower_priority_goes_first(tmp_path: Path) -> None:
+    def factory(log: Path) -> Any:
+        def work(payload: int) -> None:
+            with open(log, "a") as file:
+                file.write(f"{payload}\n")
+
+        return work
+
+    chunks = [Chunk(f"c{i}", i, -i) for i in range(20)]
+    collect(factory, tmp_path / "log", chunks, actors=1)
+    assert (tmp_path / "log").read_text().split() == [str(i) for i in reversed(range(20))]
+
+
+def test_killed_actors_lose_nothing(tmp_path: Path) -> None:
+    def factory(folder: Path) -> Any:
+        def work(payload: int) -> int:
+            mark = folder / f"killed-{payload}"
+            if payload % 5 == 0 and not mark.exists():
+                mark.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return payload
+
+        return work
+
+    got = collect(factory, tmp_path, chunks_of(20), actors=2)
+    assert got == {f"c{i}": i for i in range(20)}
+    assert len(list(tmp_path.glob("killed-*"))) == 4
+
+
+def test_a_hanging_actor_does_not_stall_the_rest(tmp_path: Path) -> None:
+    def factory(folder: Path) -> Any:
+        def work(payload: int) -> int:
+            mark = folder / "hung"
+            if payload == 3 and not mark.exists():
+                mark.touch()
+                time.sleep(600)
+            return payload
+
+        return work
+
+    start = time.monotonic()
+    got = collect(factory, tmp_path, chunks_of(12), actors=2)
+    assert got == {f"c{i}": i for i in range(12)}
+    assert time.monotonic() - start < 30
+
+
+def test_the_only_actor_is_replaced_when_it_hangs(tmp_path: Path) -> None:
+    def factory(folder: Path) -> Any:
+        def work(payload: int) -> int:
+            mark = folder / "hung"
+            if payload == 3 and not mark.exists():
+                mark.touch()
+                time.sleep(600)
+            return payload
+
+        return work
+
+    got = collect(factory, tmp_path, chunks_of(6), actors=1, stall_after=2.0)
+    assert got == {f"c{i}": i for i in range(6)}
+
+
+def test_a_chunk_that_always_fails_is_named() -> None:
+    def factory(_: None) -> Any:
+        def work(payload: int) -> int:
+            if payload == 2:
+                raise ValueError("no such pixel")
+            return payload
+
+        return work
+
+    with pytest.raises(ClusterError, match=r"c2 failed 5 times: no such pixel"):
+        collect(factory, None, chunks_of(4), actors=1)
+
+
+def test_a_factory_that_fails_says_why() -> None:
+    def factory(_: None) -> Any:
+        raise ValueError("weights damaged")
+
+    with pytest.raises(ClusterError, match="weights damaged"):
+        collect(factory, None, chunks_of(2), actors=1)
+
+
+def test_actors_that_cannot_start_are_reported() -> None:
+    def factory(_: None) -> Any:
+        return lambda payload: payload
+
+    with pytest.raises(ClusterError, match="no worker could start"):
+        collect(factory, None, chunks_of(2), actors=1, num_gpus=1, start_timeout=1.0)
+
+
+def test_the_pool_grows_when_a_node_joins() -> None:
+    import ray
+    from ray.cluster_utils import Cluster
+
+    ray.shutdown()
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    try:
+        ray.init(address=cluster.address, configure_logging=False, log_to_driver=False)
+
+        def factory(_: None) -> Any:
+            def work(payload: int) -> int:
+                time.sleep(0.3)
+                return os.getpid()
+
+            return work
+
+        pids: set[int] = set()
+
+        def on_result(_: str, pid: int) -> None:
+            if not pids:
+                cluster.add_node(num_cpus=1)
+            pids.add(pid)
+
+        run_chunks(factory, None, chunks_of(60), on_result)
+        assert len(pids) == 2
+    finally:
+        ray.shutdown()
+        cluster.shutdown()

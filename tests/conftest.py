@@ -1,0 +1,33 @@
+"""Shared by all tests: caches in a temporary place, where the real data lie."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory):
+    """Decoded data go to a temporary cache, never to the user's."""
+    before = os.environ.get("DPDIST_CACHE")
+    os.environ["DPDIST_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+    yield
+    if before is None:
+        del os.environ["DPDIST_CACHE"]
+    else:
+        os.environ["DPDIST_CACHE"] = before
+
+
+@pytest.fixture(scope="session")
+def data_root() -> Path:
+    """The folder with MNIST and CIFAR-10 as Parquet: $DPDIST_DATA_ROOT, or shared/data beside the
+    checkout."""
+    root = Path(
+        os.environ.get("DPDIST_DATA_ROOT")
+        or Path(__file__).resolve().parent.parent.parent / "shared" / "data"
+    )
+    if not (root / "mnist").is_dir():
+        pytest.skip(f"needs MNIST as Parquet under {root} (set DPDIST_DATA_ROOT)")
+    return root

@@ -1,0 +1,198 @@
+"""Reading Parquet: both layouts, and every complaint with file and row."""
+
+from __future__ import annotations
+
+import io
+import pickle
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from dpdist.data import Columns, Source, load, split_by_id
+from dpdist.errors import UserError
+
+
+def png(pixels: np.ndarray) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+def images(count: int = 6, side: int = 5) -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, 256, (side, side), dtype=np.uint8) for _ in range(count)]
+
+
+def write(root, name="shapes", split="train", *, rows=None, labels=None, image=None):
+    folder = root / name
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = [{"bytes": png(p), "path": "x.png"} for p in images()] if rows is None else rows
+    labels = list(range(len(rows))) if labels is None else labels
+    pq.write_table(pa.table({image or "image": rows, "label": labels}), folder / f"{split}.parquet")
+
+
+def test_images_round_trip(tmp_path):
+    write(tmp_path)
+    dataset = load(Source("shapes", 6, tmp_path), "train")
+    assert dataset.input_shape == (1, 5, 5)
+    assert np.array_equal(dataset.inputs[:, 0], np.stack(images()))
+    assert dataset.labels.tolist() == list(range(6))
+    batch = dataset.batch(np.array([3, 1]))
+    assert batch.dtype.is_floating_point and float(batch.max()) <= 1
+    assert np.allclose(batch[0, 0].numpy() * 255, images()[3])
+
+
+def test_shards_are_one_data_set_and_cache_is_used(tmp_path):
+    write(tmp_path, split="train-00000-of-00002")
+    write(tmp_path, split="train-00001-of-00002")
+    source = Source("shapes", 6, tmp_path)
+    first = load(source, "train")
+    assert len(first) == 12
+    assert load(source, "train").folder == first.folder
+
+
+def test_dataset_pickles_small_and_first_is_another_data_set(tmp_path):
+    write(tmp_path)
+    dataset = load(Source("shapes", 6, tmp_path), "train")
+    assert dataset.inputs is not None
+    copy = pickle.loads(pickle.dumps(dataset))
+    assert len(pickle.dumps(dataset)) < 1000
+    assert np.array_equal(copy.inputs, dataset.inputs)
+    part = dataset.first(2)
+    assert len(part) == len(pickle.loads(pickle.dumps(part))) == 2
+    assert part.fingerprint != dataset.fingerprint
+
+
+def test_feature_columns(tmp_path):
+    folder = tmp_path / "table"
+    folder.mkdir()
+    table = pa.table({"a": [1.0, 2.0], "b": [3, 4], "y": [0, 1]})
+    pq.write_table(table, folder / "train.parquet")
+    columns = Columns(label="y", features=("a", "b"))
+    dataset = load(Source("table", 2, tmp_path, columns=columns), "train")
+    assert dataset.batch(slice(None)).tolist() == [[1, 3], [2, 4]]
+
+
+def test_list_feature_column(tmp_path):
+    folder = tmp_path / "table"
+    folder.mkdir()
+    pq.write_table(
+        pa.table({"f": [[1.0, 2.0], [3.0, 4.0]], "label": [0, 1]}), folder / "train.parquet"
+    )
+    dataset = load(Source("table", 2, tmp_path, columns=Columns(features=("f",))), "train")
+    assert dataset.batch(slice(None)).tolist() == [[1, 2], [3, 4]]
+
+
+def complaint(root, classes=6, **columns) -> str:
+    with pytest.raises(UserError) as caught:
+        load(Source("shapes", classes, root, columns=Columns(**columns)), "train")
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_missing_root_set_and_split(tmp_path):
+    assert "no such folder" in complaint(tmp_path / "nowhere")
+    (tmp_path / "other").mkdir()
+    assert "found: other" in complaint(tmp_path)
+    (tmp_path / "shapes").mkdir()
+    assert "no Parquet file of split 'train'" in complaint(tmp_path)
+
+
+def test_wrong_columns(tmp_path):
+    write(tmp_path, image="picture")
+    message = complaint(tmp_path)
+    assert "no column 'image'; it has picture, label" in message and "train.parquet" in message
+
+
+def test_truncated_image_names_its_row(tmp_path):
+    rows = [{"bytes": png(p), "path": ""} for p in images()]
+    rows[4]["bytes"] = rows[4]["bytes"][:40]
+    write(tmp_path, rows=rows)
+    assert "train.parquet row 4: the image cannot be decoded" in complaint(tmp_path)
+    assert not list(tmp_path.rglob(".*"))
+
+
+def test_no_image_and_wrong_size_name_their_row(tmp_path):
+    rows = [{"bytes": png(p), "path": ""} for p in images()]
+    write(tmp_path, rows=[*rows[:2], {"bytes": None, "path": ""}])
+    assert "row 2: no image" in complaint(tmp_path)
+    write(tmp_path, rows=[*rows[:3], {"bytes": png(images(1, 7)[0]), "path": ""}])
+    assert "row 3: image of shape (1, 7, 7)" in complaint(tmp_path)
+
+
+def test_label_outside_classes_names_its_row(tmp_path):
+    write(tmp_path, labels=[0, 1, 2, 9, 4, 5])
+    assert "train.parquet row 3: label 9 is outside 0..5" in complaint(tmp_path)
+    write(tmp_path, labels=[0, -1, 2, 3, 4, 5])
+    assert "row 1: label -1" in complaint(tmp_path)
+    write(tmp_path, labels=[0, 1, None, 3, 4, 5])
+    assert "row 2: no label" in complaint(tmp_path)
+    write(tmp_path, labels=list("abcdef"))
+    assert "must be integer" in complaint(tmp_path)
+
+
+def test_features_that_are_not_numbers(tmp_path):
+    folder = tmp_path / "shapes"
+    folder.mkdir()
+    pq.write_table(pa.table({"f": [1.0, float("nan")], "label": [0, 1]}), folder / "train.parquet")
+    assert "row 1: a feature is missing or not finite" in complaint(tmp_path, features=("f",))
+    pq.write_table(pa.table({"f": ["a", "b"], "label": [0, 1]}), folder / "train.parquet")
+    assert "must be numeric" in complaint(tmp_path, features=("f",))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [([["a"], ["b"]], "not numbers"), ([[[1.0]], [[2.0]]], "must hold numbers, not lists")],
+)
+def test_lists_that_hold_no_numbers(tmp_path, values, message):
+    (tmp_path / "shapes").mkdir()
+    pq.write_table(pa.table({"f": values, "label": [0, 1]}), tmp_path / "shapes" / "train.parquet")
+    assert message in complaint(tmp_path, features=("f",))
+
+
+def test_a_group_is_one_value(tmp_path):
+    (tmp_path / "shapes").mkdir()
+    table = pa.table({"f": [1.0, 2.0], "label": [0, 1], "who": [["a"], ["b"]]})
+    pq.write_table(table, tmp_path / "shapes" / "train.parquet")
+    assert "group column 'who'" in complaint(tmp_path, features=("f",), group="who")
+
+
+def test_not_parquet_and_empty(tmp_path):
+    folder = tmp_path / "shapes"
+    folder.mkdir()
+    (folder / "train.parquet").write_bytes(b"hello")
+    assert "not a readable Parquet file" in complaint(tmp_path)
+    write(tmp_path, rows=[], labels=[])
+    assert "no records" in complaint(tmp_path) or "must be" in complaint(tmp_path)
+
+
+def test_unknown_built_in():
+    with pytest.raises(UserError, match="not built in"):
+        load(Source("nothing", 10), "train")
+
+
+def test_digits_are_built_in_and_the_split_is_stable():
+    train, test = (load(Source("digits", 10), split) for split in ("train", "test"))
+    assert len(train) + len(test) == 1797
+    assert 300 < len(test) < 420
+    assert train.inputs.dtype == np.uint8 and train.inputs.max() == 255
+
+
+def test_split_by_id_never_moves_other_records():
+    sides = split_by_id(1000, 0.3, "salt")
+    assert np.array_equal(split_by_id(999, 0.3, "salt"), sides[:999])
+    assert not np.array_equal(split_by_id(1000, 0.3, "other"), sides)
+    # Binomial(1000, 0.3): outside 200..400 with probability below 1e-11
+    assert 200 < sides.sum() < 400
+
+
+def test_real_mnist(data_root):
+    test = load(Source("mnist", 10, data_root), "test")
+    assert len(test) == 10_000 and test.input_shape == (1, 28, 28)
+    # The class counts and the mean pixel of the original files.
+    counts = [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
+    assert np.bincount(test.labels).tolist() == counts
+    assert abs(float(test.inputs.mean()) / 255 - 0.1325) < 5e-4

@@ -1,0 +1,30 @@
+"""torchvision imports on a CPU-only torch, directly and behind our back, in fresh processes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from dpdist.data.vision import torchvision; torchvision('models').resnet18()",
+        "from dpdist.data import vision; vision.install(); import torchvision.transforms",
+        "from dpdist.data import vision; vision.install(); vision.install(); vision.torchvision()",
+    ],
+)
+def test_torchvision_can_be_imported(code):
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_setup_hook_costs_no_import():
+    code = (
+        "import sys; from dpdist.data import vision; vision.install(); "
+        "print('torchvision' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "False", done.stderr

@@ -1,0 +1,303 @@
+"""Every layer rule against one-example-at-a-time autograd, float64, over random shapes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from dpdist.gradients.clipping import FlatClipping
+from dpdist.gradients.engine import GradientEngine
+
+EXAMPLES = settings(max_examples=25, deadline=None, derandomize=True)
+RTOL = 1e-6
+
+
+def weighted_square(outputs: Tensor, targets: Tensor) -> Tensor:
+    """A loss that reaches every output entry with a different weight."""
+    flat = outputs.flatten(1)
+    weights = torch.linspace(0.3, 1.7, flat.shape[1], dtype=flat.dtype)
+    return ((flat - targets[:, None].to(flat.dtype)) * weights).square().sum(1)
+
+
+def one_at_a_time(
+    model: nn.Module, inputs: Tensor, targets: Tensor, clip_norm: float
+) -> tuple[Tensor, float]:
+    """The definition: autograd on each example alone, clipped, added; and the mean norm."""
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    total = torch.zeros(sum(p.numel() for p in trainable), dtype=torch.float64)
+    norms = 0.0
+    for example, target in zip(inputs, targets, strict=True):
+        loss = weighted_square(model(example[None]), target[None]).sum()
+        grads = torch.autograd.grad(loss, trainable, allow_unused=True)
+        flat = torch.cat(
+            [
+                (torch.zeros_like(p) if grad is None else grad).flatten()
+                for grad, p in zip(grads, trainable, strict=True)
+            ]
+        )
+        clipped = flat * min(1.0, clip_norm / max(float(flat.norm()), 1e-300))
+        total += clipped
+        norms += float(clipped.norm()) / len(inputs)
+    return total, norms
+
+
+def check(model: nn.Module, inputs: Tensor, fallback: list[str] | None = None) -> None:
+    """Clipped and unclipped sums, in several micro-batches, equal the definition."""
+    model = model.double()
+    if inputs.is_floating_point():
+        inputs = inputs.double()
+    targets = torch.arange(len(inputs)) % 3
+    typical = max(one_at_a_time(model, inputs, targets, 1e12)[1], 1e-3)
+    for clip_norm, micro_batch in ((1e12, None), (typical, 2), (typical / 50, len(inputs))):
+        engine = GradientEngine(
+            model, weighted_square, clipping=FlatClipping(clip_norm), micro_batch=micro_batch
+        )
+        result = engine.clipped_sum(inputs, targets)
+        assert engine.fallback_layers == (fallback or [])
+        assert (result.examples, result.nonfinite) == (len(inputs), 0)
+        expected, scale = one_at_a_time(model, inputs, targets, clip_norm)
+        torch.testing.assert_close(result.flat, expected, rtol=RTOL, atol=RTOL * scale)
+
+
+@EXAMPLES
+@given(
+    st.integers(2, 5), st.lists(st.integers(1, 4), max_size=2), st.integers(1, 6),
+    st.integers(1, 6), st.booleans(), st.integers(0, 10**6),
+)  # fmt: skip
+def test_linear(batch, leading, width_in, width_out, bias, seed):
+    torch.manual_seed(seed)
+    model = nn.Sequential(
+        nn.Linear(width_in, width_out, bias=bias), nn.Tanh(), nn.Linear(width_out, 3)
+    )
+    check(model, torch.randn(batch, *leading, width_in))
+
+
+@EXAMPLES
+@given(
+    batch=st.integers(2, 4), groups=st.integers(1, 3), per_in=st.integers(1, 2),
+    per_out=st.integers(1, 2), size=st.tuples(st.integers(5, 9), st.integers(5, 9)),
+    kernel=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    stride=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    dilation=st.tuples(st.integers(1, 2), st.integers(1, 2)),
+    padding=st.tuples(st.integers(0, 2), st.integers(0, 2)),
+    mode=st.sampled_from(["zeros", "reflect", "replicate", "circular"]),
+    bias=st.booleans(), seed=st.integers(0, 10**6),
+)  # fmt: skip
+def test_conv2d(
+    batch, groups, per_in, per_out, size, kernel, stride, dilation, padding, mode, bias, seed
+):
+    torch.manual_seed(seed)
+    conv = nn.Conv2d(
+        groups * per_in, groups * per_out, kernel, stride, padding, dilation, groups, bias, mode
+    )
+    head = nn.Conv2d(groups * per_out, 2, 1)
+    check(nn.Sequential(conv, nn.Tanh(), head), torch.randn(batch, groups * per_in, *size))
+
+
+@EXAMPLES
+@given(
+    batch=st.integers(2, 4), groups=st.integers(1, 2), channels=st.integers(1, 2),
+    length=st.integers(6, 10), kernel=st.integers(1, 4), stride=st.integers(1, 2),
+    dilation=st.integers(1, 2),
+    padding=st.one_of(st.integers(0, 2), st.sampled_from(["same", "valid"])),
+    mode=st.sampled_from(["zeros", "reflect", "replicate", "circular"]),
+    seed=st.integers(0, 10**6),
+)  # fmt: skip
+def test_conv1d(batch, groups, channels, length, kernel, stride, dilation, padding, mode, seed):
+    torch.manual_seed(seed)
+    stride = 1 if padding == "same" else stride
+    conv = nn.Conv1d(
+        groups * channels, groups * 2, kernel, stride, padding, dilation, groups, True, mode
+    )
+    model = nn.Sequential(conv, nn.Tanh(), nn.Conv1d(groups * 2, 2, 1))
+    check(model, torch.randn(batch, groups * channels, length))
+
+
+@EXAMPLES
+@given(
+    st.integers(2, 4), st.integers(1, 3), st.integers(1, 2), st.integers(2, 4),
+    st.sampled_from(["group", "layer", "instance"]), st.integers(0, 10**6),
+)  # fmt: skip
+def test_normalisation(batch, groups, per_group, size, kind, seed):
+    torch.manual_seed(seed)
+    channels = groups * per_group
+    norm = {
+        "group": nn.GroupNorm(groups, channels),
+        "layer": nn.LayerNorm([size, size]),
+        "instance": nn.InstanceNorm2d(channels, affine=True),
+    }[kind]
+    for parameter in norm.parameters():
+        nn.init.normal_(parameter)
+    model = nn.Sequential(nn.Conv2d(1, channels, 1), norm, nn.Tanh())
+    check(model, torch.randn(batch, 1, size, size))
+
+
+@EXAMPLES
+@given(
+    st.integers(2, 4), st.integers(1, 8), st.integers(1, 5), st.booleans(), st.integers(0, 10**6)
+)
+def test_embedding_with_repeated_tokens(batch, length, width, padded, seed):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Embedding(5, width, padding_idx=0 if padded else None), nn.Tanh())
+    check(model, torch.randint(0 if not padded else 1, 5, (batch, length)))
+    mixed = torch.randint(0, 5, (batch, length))
+    mixed[:, 0] = 1  # every example has a token that is trained
+    check(model, mixed)
+
+
+class _Recurrent(nn.Module):
+    """Uses the sequence and the final states, so that every output carries a gradient."""
+
+    def __init__(self, kind: type[nn.RNNBase], width: int, **options: Any) -> None:
+        super().__init__()
+        self.cell = kind(width, 3, **options)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if not self.cell.batch_first:
+            inputs = inputs.transpose(0, 1)
+        sequence, state = self.cell(inputs)
+        if not self.cell.batch_first:
+            sequence = sequence.transpose(0, 1)
+        finals = torch.cat(state, dim=0) if isinstance(state, tuple) else state
+        return torch.cat([sequence.flatten(1), finals.transpose(0, 1).flatten(1)], dim=1)
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(
+    st.sampled_from([nn.LSTM, nn.GRU, nn.RNN]), st.integers(2, 3), st.integers(1, 5),
+    st.integers(1, 4), st.integers(1, 2), st.booleans(), st.booleans(), st.booleans(),
+    st.integers(0, 10**6),
+)  # fmt: skip
+def test_recurrent(kind, batch, length, width, layers, bias, batch_first, bidirectional, seed):
+    torch.manual_seed(seed)
+    model = _Recurrent(
+        kind, width, num_layers=layers, bias=bias, batch_first=batch_first,
+        bidirectional=bidirectional,
+    )  # fmt: skip
+    check(model, torch.randn(batch, length, width))
+
+
+class _Tied(nn.Module):
+    """An embedding that is also the output layer, and a layer that is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.inner = nn.Embedding(6, 4), nn.Linear(4, 4)
+        self.head = nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = torch.tanh(self.inner(self.embed(tokens)))
+        return self.head(torch.tanh(self.inner(hidden)))
+
+
+class _TiedConvolutions(nn.Module):
+    """One weight used by a convolution and, as a matrix, by a layer the rules do not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(2, 2, 3, padding=1), nn.ConvTranspose2d(2, 2, 3)
+        self.second.weight = self.first.weight
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(inputs)))
+
+
+class _CalledAtTwoSizes(nn.Module):
+    """One convolution on a large and a small image: one call materialises, one may not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 8, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        small = self.conv(inputs[:, :, :3, :3])
+        return torch.cat([self.conv(inputs).flatten(1), small.flatten(1)], dim=1)
+
+
+def test_shared_parameters_have_their_cross_terms():
+    torch.manual_seed(0)
+    check(_Tied(), torch.randint(0, 6, (4, 5)))
+    check(_TiedConvolutions(), torch.randn(3, 2, 5, 5), fallback=["second"])
+    check(_CalledAtTwoSizes(), torch.randn(3, 1, 9, 9))
+
+
+def test_forgetting_the_cross_terms_would_be_noticed():
+    """The oracle is sharp: norms of the two uses of a tied weight added without cross terms."""
+    torch.manual_seed(0)
+    model, tokens = _Tied().double(), torch.randint(0, 6, (1, 5))
+    engine = GradientEngine(model, weighted_square, clipping=FlatClipping(1.0), micro_batch=1)
+    targets = torch.zeros(1)
+    whole, _ = one_at_a_time(model, tokens, targets, 1e12)
+    model.head.weight = nn.Parameter(model.embed.weight.detach().clone())
+    pieces, _ = one_at_a_time(model, tokens, targets, 1e12)
+    assert abs(float(pieces.norm() / whole.norm()) - 1) > 1e-3
+    assert engine.size == len(whole)
+
+
+class _OwnScale(nn.Module):
+    """A layer nobody has a rule for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(3))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs * self.scale.exp()
+
+
+def test_other_layers_fall_back_to_torch_func_and_are_named():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), _OwnScale(), nn.PReLU())
+    check(model, torch.randn(5, 2, 4), fallback=["1", "2"])
+    model = nn.Sequential(nn.ConvTranspose2d(2, 3, 3), nn.Conv2d(3, 1, 2))
+    check(model, torch.randn(3, 2, 4, 4), fallback=["0"])
+
+
+def test_attention_falls_back_with_its_submodules():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True)
+    check(layer, torch.randn(3, 3, 4), fallback=["self_attn"])
+
+
+@pytest.mark.parametrize(
+    "keep", [("0.bias",), ("0.weight",), ("2.weight", "2.bias"), ("0.bias", "2.bias")]
+)
+def test_frozen_and_bias_only(keep):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 3, 2), nn.Tanh(), nn.Conv2d(3, 2, 2))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in keep)
+    check(model, torch.randn(4, 2, 5, 5))
+
+
+def test_in_place_operations_after_a_layer():
+    class InPlace(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            hidden = F.relu_(self.first(inputs))
+            out = self.second(hidden)
+            out += hidden
+            return out
+
+    torch.manual_seed(0)
+    check(InPlace(), torch.randn(5, 4))
+    check(InPlace(), torch.randn(5, 3, 4))
+
+
+def test_subclass_with_its_own_forward_is_not_mistaken_for_its_base():
+    class Doubled(nn.Linear):
+        def forward(self, inputs: Tensor) -> Tensor:
+            return F.linear(inputs, 2 * self.weight, self.bias)
+
+    torch.manual_seed(0)
+    check(nn.Sequential(Doubled(3, 2)), torch.randn(4, 3), fallback=["0"])

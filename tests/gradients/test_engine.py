@@ -1,0 +1,340 @@
+"""The engine as a whole: the sum, what it refuses, what one bad record can do, micro-batches."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dpdist.errors import UserError
+from dpdist.gradients.clipping import AutomaticClipping, FlatClipping, PerLayerClipping
+from dpdist.gradients.engine import GradientEngine
+
+
+def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs, targets, reduction="none")
+
+
+def small_cnn() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3, stride=2), nn.GroupNorm(2, 4), nn.ReLU(), nn.MaxPool2d(2, 1),
+        nn.Flatten(), nn.Linear(64, 8), nn.Tanh(), nn.Linear(8, 3),
+    )  # fmt: skip
+
+
+def batch(size: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.rand(size, 1, 12, 12, generator=generator)
+    return inputs, torch.randint(0, 3, (size,), generator=generator)
+
+
+def per_example_gradients(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    rows = []
+    for x, y in zip(inputs, targets, strict=True):
+        loss = cross_entropy(model(x[None]), y[None]).sum()
+        grads = torch.autograd.grad(loss, list(model.parameters()))
+        rows.append(torch.cat([grad.flatten() for grad in grads]))
+    return torch.stack(rows)
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return small_cnn()
+
+
+def test_interface(model):
+    engine = GradientEngine(model, cross_entropy, clipping=FlatClipping(0.5))
+    assert (
+        engine.size
+        == sum(p.numel() for p in model.parameters())
+        == len(engine.clipped_sum(*batch(4)).flat)
+    )
+    assert [id(p) for p in engine.parameters] == [id(p) for p in model.parameters()]
+    assert engine.layers == ["0", "1", "5", "7"]
+    assert engine.fallback_layers == []
+    assert engine.sensitivity == 0.5
+
+
+def test_float32_sum_and_losses(model):
+    inputs, targets = batch(9)
+    engine = GradientEngine(model, cross_entropy, clipping=FlatClipping(0.3), micro_batch=4)
+    result = engine.clipped_sum(inputs, targets)
+    rows = per_example_gradients(model, inputs, targets)
+    expected = (rows * (0.3 / rows.norm(dim=1, keepdim=True)).clamp(max=1)).sum(0)
+    assert result.flat.dtype == torch.float32
+    torch.testing.assert_close(result.flat, expected, rtol=1e-4, atol=1e-5)
+    loss = float(cross_entropy(model(inputs), targets).sum())
+    assert result.loss_sum == pytest.approx(loss, rel=1e-5)
+
+
+def test_parameters_and_graph_are_left_alone(model):
+    before = copy.deepcopy(model.state_dict())
+    engine = GradientEngine(model, cross_entropy, clipping=FlatClipping(0.3))
+    engine.clipped_sum(*batch(5))
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+    assert all(p.grad is None and p.requires_grad for p in model.parameters())
+    pickle.loads(pickle.dumps(model))  # no hooks stay behind
+
+
+def test_empty_batch_is_a_zero_sum(model):
+    engine = GradientEngine(model, cross_entropy, clipping=FlatClipping(0.3))
+    inputs, targets = batch(3)
+    result = engine.clipped_sum(inputs[:0], targets[:0])
+    assert result.flat.shape == (engine.size,) and not result.flat.any()
+    assert (result.examples, result.nonfinite, result.loss_sum) == (0, 0, 0.0)
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 5, 7, 64])
+def test_micro_batches_do_not_change_the_sum(model, micro_batch):
+    inputs, targets = batch(13)
+    whole = GradientEngine(model, cross_entropy, clipping=FlatClipping(0.3), micro_batch=13)
+    split = GradientEngine(
+        model, cross_entropy, clipping=FlatClipping(0.3), micro_batch=micro_batch
+    )
+    torch.testing.assert_close(
+        split.clipped_sum(inputs, targets).flat,
+        whole.clipped_sum(inputs, targets).flat,
+        rtol=1e-5,
+        atol=1e-6,
+    )
+
+
+def test_micro_batch_is_chosen_from_shapes_only(model):
+    sizes = []
+    for seed in (0, 1):
+        engine = GradientEngine(model, cross_entropy, clipping=FlatClipping(0.3))
+        engine.clipped_sum(*batch(8, seed))
+        sizes.append(engine.micro_batch)
+    assert sizes[0] == sizes[1] > 8
+
+
+# ---- one bad record
+
+
+class _Exploding(nn.Module):
+    """Turns inputs above 100 into the chosen poison inside the network."""
+
+    def __init__(self, poison: float) -> None:
+        super().__init__()
+        self.poison = poison
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return torch.where(inputs > 100, inputs * self.poison, inputs)
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf"), 1e30])
+@pytest.mark.parametrize("where", ["inputs", "hidden"])
+@pytest.mark.parametrize("kind", ["cnn", "mlp"])
+def test_a_nonfinite_gradient_counts_as_zero(poison, where, kind):
+    torch.manual_seed(0)
+    base = small_cnn() if kind == "cnn" else nn.Sequential(
+        nn.Flatten(), nn.Linear(144, 20), nn.ReLU(), nn.Linear(20, 3)
+    )  # fmt: skip
+    network = nn.Sequential(_Exploding(poison), base) if where == "hidden" else base
+    inputs, targets = batch(6)
+    good = [0, 1, 3, 4, 5]
+    engine = GradientEngine(network, cross_entropy, clipping=FlatClipping(0.3), micro_batch=4)
+    expected = engine.clipped_sum(inputs[good], targets[good])
+    inputs[2] = 1e30 if where == "hidden" else poison
+    result = engine.clipped_sum(inputs, targets)
+    if result.nonfinite == 0:  # GroupNorm can bring a huge finite input back to earth
+        assert abs(poison) == 1e30 and kind == "cnn"
+        assert float((result.flat - expected.flat).norm()) <= 0.3 + 1e-5
+        return
+    assert (result.nonfinite, result.examples) == (1, 6)
+    torch.testing.assert_close(result.flat, expected.flat, rtol=1e-5, atol=1e-6)
+
+
+def test_all_examples_nonfinite():
+    model = nn.Linear(2, 2)
+    engine = GradientEngine(model, cross_entropy, clipping=FlatClipping(1.0))
+    result = engine.clipped_sum(torch.full((3, 2), torch.nan), torch.zeros(3, dtype=torch.long))
+    assert result.nonfinite == 3 and not result.flat.any() and result.loss_sum == 0.0
+
+
+def test_autograd_would_have_been_poisoned():
+    """The reason for the rule above: the ordinary gradient of such a batch is not finite."""
+    model, inputs = nn.Linear(2, 2), torch.zeros(3, 2)
+    inputs[1] = torch.inf
+    loss = cross_entropy(model(inputs), torch.zeros(3, dtype=torch.long)).nan_to_num().sum()
+    assert not torch.autograd.grad(loss, [model.weight])[0].isfinite().all()
+
+
+# ---- what is refused
+
+
+class _Centred(nn.Module):
+    """Subtracts the batch mean: mixes examples without being a BatchNorm."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs - inputs.mean(0, keepdim=True)
+
+
+class _Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.seen += inputs.detach().sum()
+        return inputs
+
+
+class _Functional(nn.Module):
+    """Uses its child's weight behind the child's back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.inner(inputs) + F.linear(inputs.square(), self.inner.weight)
+
+
+@pytest.mark.parametrize(
+    "layer", [nn.BatchNorm1d(4), nn.SyncBatchNorm(4), nn.LazyBatchNorm1d()], ids=type
+)
+def test_batch_norm_is_refused_by_name(layer):
+    with pytest.raises(UserError, match=r"layer 1 .*BatchNorm.*GroupNorm"):
+        GradientEngine(nn.Sequential(nn.Linear(4, 4), layer), cross_entropy,
+                       clipping=FlatClipping(1.0))  # fmt: skip
+
+
+def test_running_statistics_are_refused():
+    with pytest.raises(UserError, match="track_running_stats"):
+        GradientEngine(
+            nn.Sequential(nn.Conv1d(2, 2, 1), nn.InstanceNorm1d(2, track_running_stats=True)),
+            cross_entropy,
+            clipping=FlatClipping(1.0),
+        )
+
+
+@pytest.mark.parametrize(
+    ("network", "message"),
+    [
+        (nn.Sequential(nn.Linear(4, 4), _Centred(), nn.Linear(4, 3)), "mixes examples at or after"),
+        (nn.Sequential(_Centred(), nn.Linear(4, 3)), "mixes examples before"),
+        (nn.Sequential(nn.Linear(4, 3), _Counting()), "buffer 1.seen changed"),
+        (_Functional(), "inner.weight cannot be followed"),
+        (nn.Sequential(nn.Unflatten(1, (2, 2)), nn.Flatten(0, 1), nn.Linear(2, 3)), "dimension 0"),
+    ],
+)
+def test_other_leaks_are_found_by_the_self_check(network, message):
+    torch.manual_seed(0)
+    engine = GradientEngine(network, cross_entropy, clipping=FlatClipping(1.0))
+    with pytest.raises(UserError, match=message):
+        engine.clipped_sum(torch.randn(6, 4), torch.zeros(6, dtype=torch.long))
+
+
+def test_self_check_waits_for_two_examples():
+    network = nn.Sequential(nn.Linear(4, 4), _Centred(), nn.Linear(4, 3))
+    engine = GradientEngine(network, cross_entropy, clipping=FlatClipping(1.0))
+    engine.clipped_sum(torch.randn(1, 4), torch.zeros(1, dtype=torch.long))
+    with pytest.raises(UserError, match="mixes examples"):
+        engine.clipped_sum(torch.randn(2, 4), torch.zeros(2, dtype=torch.long))
+
+
+def test_dropout_is_allowed():
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5), nn.Linear(64, 3))
+    engine = GradientEngine(network, cross_entropy, clipping=FlatClipping(1.0))
+    assert engine.clipped_sum(torch.randn(6, 4), torch.zeros(6, dtype=torch.long)).flat.any()
+
+
+def test_mean_objective_and_frozen_model_are_refused(model):
+    engine = GradientEngine(model, F.cross_entropy, clipping=FlatClipping(1.0))
+    with pytest.raises(UserError, match="reduction='none'"):
+        engine.clipped_sum(*batch(3))
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    with pytest.raises(UserError, match="no trainable parameters"):
+        GradientEngine(model, cross_entropy, clipping=FlatClipping(1.0))
+
+
+# ---- clippings
+
+
+def test_per_layer_clipping(model):
+    inputs, targets = batch(7)
+    limits = [0.05, 0.1, 0.2, 0.4]
+    clipping = PerLayerClipping.of(limits)
+    assert clipping.sensitivity == pytest.approx(sum(c * c for c in limits) ** 0.5)
+    engine = GradientEngine(model, cross_entropy, clipping=clipping)
+    rows = per_example_gradients(model, inputs, targets)
+    ends = [sum(p.numel() for p in model[i].parameters()) for i in (0, 1, 5, 7)]
+    expected = torch.cat(
+        [
+            (part * (limit / part.norm(dim=1, keepdim=True)).clamp(max=1)).sum(0)
+            for part, limit in zip(rows.split(ends, dim=1), limits, strict=True)
+        ]
+    )
+    result = engine.clipped_sum(inputs, targets).flat
+    torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
+    equal = GradientEngine(model, cross_entropy, clipping=PerLayerClipping(1.0))
+    one = equal.clipped_sum(inputs[:1] * 50, targets[:1]).flat
+    assert all(float(part.norm()) <= 0.5 for part in one.split(ends))
+
+
+def test_automatic_clipping(model):
+    inputs, targets = batch(7)
+    rows = per_example_gradients(model, inputs, targets)
+    expected = (rows * 0.7 / (rows.norm(dim=1, keepdim=True) + 0.01)).sum(0)
+    engine = GradientEngine(model, cross_entropy, clipping=AutomaticClipping(0.7))
+    result = engine.clipped_sum(inputs, targets).flat
+    torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_clipping_mistakes_are_named(model):
+    for make in (FlatClipping, AutomaticClipping, PerLayerClipping):
+        for bad in (0.0, -1.0, float("nan"), float("inf")):
+            with pytest.raises(UserError, match="clip_norm"):
+                make(bad)
+    with pytest.raises(UserError, match="total sensitivity"):
+        PerLayerClipping(1.0, (1.0, 1.0))
+    with pytest.raises(UserError, match="3 layer norms given for 4"):
+        GradientEngine(model, cross_entropy, clipping=PerLayerClipping.of([1.0, 1.0, 1.0]))
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e4])
+def test_one_example_never_exceeds_the_sensitivity_in_float32(scale):
+    """The norm of what was added, recomputed in float64, is at most C; and not needlessly less."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(30, 40), nn.Tanh(), nn.Linear(40, 3))
+    tokens = nn.Sequential(nn.Embedding(7, 16), nn.Linear(16, 3), nn.Flatten(), nn.Linear(60, 3))
+    for network, inputs in (
+        (model, scale * torch.randn(40, 30)),
+        (model, scale * torch.randn(40, 25, 30)),
+        (tokens, torch.randint(0, 7, (40, 20))),
+    ):
+
+        def objective(outputs: Tensor, targets: Tensor) -> Tensor:
+            return scale * outputs.flatten(1).square().sum(1)
+
+        for clipping in (FlatClipping(0.1), AutomaticClipping(0.1), PerLayerClipping(0.1)):
+            engine = GradientEngine(network, objective, clipping=clipping)
+            for i in range(len(inputs)):
+                one = engine.clipped_sum(inputs[i : i + 1], torch.zeros(1)).flat.double()
+                assert float(one.norm()) <= 0.1
+                if scale >= 1 and isinstance(clipping, FlatClipping):
+                    assert float(one.norm()) > 0.1 * (1 - 1e-3)
+
+
+def test_positions_that_cancel_do_not_escape_the_clip():
+    """A ghost norm is a difference of large numbers here; its rounding error must not free it."""
+    model = nn.Linear(512, 512, bias=False)
+    generator = torch.Generator().manual_seed(0)
+    row = 1e3 * torch.randn(1, 1, 512, generator=generator)
+    inputs = torch.cat([row, -row * (1 + 1e-4)], dim=1)
+
+    def objective(outputs: Tensor, targets: Tensor) -> Tensor:
+        return outputs.sum((1, 2))
+
+    engine = GradientEngine(model, objective, clipping=FlatClipping(1.0))
+    one = engine.clipped_sum(inputs, torch.zeros(1)).flat.double()
+    assert 0 < float(one.norm()) <= 1.0

@@ -1,0 +1,177 @@
+"""Keys, keyed sampling and keyed noise against exact laws, and the traps they avoid."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from dpdist.gradients.keys import derive_key, key_id, new_run_key, words
+from dpdist.gradients.noise import add_noise, standard_normal
+from dpdist.gradients.sampling import poisson_sample, share
+
+KEY = bytes(range(32))
+
+
+def test_stream_can_be_entered_anywhere():
+    whole = words(KEY, 0, 1000)
+    for start, count in [(0, 1), (7, 9), (8, 8), (513, 200), (999, 1)]:
+        assert np.array_equal(words(KEY, start, count), whole[start : start + count])
+
+
+def test_stream_is_chacha20():
+    """RFC 8439, A.1: the first block of the all-zero key and nonce."""
+    assert words(bytes(32), 0, 2).tobytes().hex() == "76b8e0ada0f13d90405d6ae55386bd28"
+
+
+def test_labels_are_separated():
+    keys = {
+        derive_key(KEY, "sample", 1, 2),
+        derive_key(KEY, "sample", 12),
+        derive_key(KEY, "sample", "1", 2),
+        derive_key(KEY, "sample", "1", "2"),
+        derive_key(KEY, "noise", 1, 2),
+        derive_key(KEY, "samp", "le", 1, 2),
+    }
+    assert len(keys) == 6
+
+
+def test_seeds_equal_modulo_2_32_do_not_collide():
+    """torch's generator gives one stream for both; ours must not."""
+    first = torch.randn(4, generator=torch.Generator().manual_seed(5))
+    second = torch.randn(4, generator=torch.Generator().manual_seed(5 + 2**32))
+    assert torch.equal(first, second), "torch has changed; the warning in keys.py can go"
+    a, b = (derive_key(KEY, "noise", seed) for seed in (5, 5 + 2**32))
+    assert not np.array_equal(standard_normal(a, 0, 4), standard_normal(b, 0, 4))
+
+
+def test_run_keys_are_fresh_and_their_ids_hide_them():
+    keys = {new_run_key() for _ in range(100)}
+    assert len(keys) == 100
+    assert all(key_id(key) not in key.hex() for key in keys)
+
+
+def test_wrong_key_length_is_refused():
+    with pytest.raises(ValueError, match="32 bytes"):
+        derive_key(b"short", "sample")
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
+def test_batch_is_the_same_for_any_number_of_workers(world_size):
+    whole = poisson_sample(KEY, 0, 1000, 0.1)
+    parts = [poisson_sample(KEY, *share(1000, rank, world_size), 0.1) for rank in range(world_size)]
+    assert np.array_equal(np.concatenate(parts), whole)
+
+
+def test_batches_are_poisson():
+    """Batch sizes over 4,000 keys follow Binomial(1000, 0.05), by chi-squared on six bins; each
+    test fails falsely with probability 1e-4. The shuffled alternative (constant size) must be
+    rejected."""
+    sizes = np.array(
+        [len(poisson_sample(derive_key(KEY, "s", t), 0, 1000, 0.05)) for t in range(4000)]
+    )
+    assert _binomial_p_value(sizes) > 1e-4
+    assert _binomial_p_value(np.full(4000, 50)) < 1e-12
+    # One seed for two ranks' own samplers: both halves get the same mask, and the variance doubles.
+    halves = np.array(
+        [2 * len(poisson_sample(derive_key(KEY, "t", t), 0, 500, 0.05)) for t in range(4000)]
+    )
+    assert _binomial_p_value(halves) < 1e-12
+
+
+def _binomial_p_value(sizes: np.ndarray) -> float:
+    edges = [0, 42, 46, 50, 54, 58, 1001]
+    counts = np.histogram(sizes, bins=edges)[0]
+    law = stats.binom(1000, 0.05)
+    probabilities = np.diff(law.cdf(np.array(edges) - 1))
+    return float(stats.chisquare(counts, probabilities * len(sizes)).pvalue)
+
+
+def test_records_join_independently_of_each_other():
+    """Over 4,000 keys no pair among 20 records is correlated: the largest of 190 correlations
+    exceeds 0.08 with probability below 1e-4 (normal approximation, union bound)."""
+    joins = np.zeros((4000, 20))
+    for t in range(4000):
+        joins[t, poisson_sample(derive_key(KEY, "p", t), 0, 20, 0.3)] = 1
+    correlation = np.corrcoef(joins.T) - np.eye(20)
+    assert np.abs(correlation).max() < 0.08
+
+
+def test_cap_cuts_to_a_uniform_subset():
+    """Each of 30 records is in 20 of 30: 3,000 keys, every frequency within 5 standard deviations
+    (false failure below 2e-5)."""
+    counts = np.zeros(30)
+    for t in range(3000):
+        batch = poisson_sample(derive_key(KEY, "c", t), 0, 30, 1.0, batch_cap=20, records=30)
+        assert len(batch) == 20
+        counts[batch] += 1
+    assert np.abs(counts / 3000 - 2 / 3).max() < 5 * np.sqrt(2 / 9 / 3000)
+
+
+def test_cap_is_the_same_for_any_number_of_workers():
+    whole = poisson_sample(KEY, 0, 1000, 0.1, batch_cap=90, records=1000)
+    parts = [
+        poisson_sample(KEY, *share(1000, r, 3), 0.1, batch_cap=90, records=1000) for r in range(3)
+    ]
+    assert len(whole) == 90
+    assert np.array_equal(np.concatenate(parts), whole)
+
+
+def test_full_rate_takes_everyone():
+    assert len(poisson_sample(KEY, 0, 50, 1.0)) == 50
+
+
+@pytest.mark.parametrize("rate", [0.0, -0.1, 1.1])
+def test_bad_rate_is_refused(rate):
+    with pytest.raises(ValueError, match="sample_rate"):
+        poisson_sample(KEY, 0, 10, rate)
+
+
+def _accepts(noise: np.ndarray, std: float) -> bool:
+    """Kolmogorov-Smirnov against N(0, std^2) at level 1e-6."""
+    return stats.kstest(noise, "norm", args=(0, std)).pvalue > 1e-6
+
+
+def test_noise_has_its_standard_deviation_and_no_other():
+    """200,000 draws at std 1.7: accepted (false failure 1e-6), while 2/3 and 3/2 of it, and
+    1/sqrt(2) of it (one of two ranks' shares missing), are rejected."""
+    noise = add_noise(np.zeros(200_000), KEY, 1.7)
+    assert _accepts(noise, 1.7)
+    for wrong in (2 / 3, 3 / 2, 2**-0.5, 0.97):
+        assert not _accepts(noise, 1.7 * wrong)
+
+
+def test_noise_is_independent_between_steps_and_entries():
+    """Correlations of 100,000 pairs stay below 5 standard errors (false failure 6e-7 each)."""
+    a = standard_normal(derive_key(KEY, "noise", 0, 0), 0, 100_001)
+    b = standard_normal(derive_key(KEY, "noise", 0, 1), 0, 100_001)
+    for x, y in [(a, b), (a[1:], a[:-1]), (a[::2], a[1::2])]:
+        size = min(len(x), len(y))
+        assert abs(np.corrcoef(x[:size], y[:size])[0, 1]) < 5 / np.sqrt(size)
+
+
+def test_noise_stream_can_be_entered_anywhere():
+    whole = standard_normal(KEY, 0, 101)
+    for start, count in [(0, 101), (1, 1), (2, 7), (33, 68), (100, 1)]:
+        assert np.array_equal(standard_normal(KEY, start, count), whole[start : start + count])
+
+
+def test_tails_are_finite_and_there():
+    noise = standard_normal(KEY, 0, 2_000_000)
+    assert np.isfinite(noise).all()
+    # P(max < 4.2) = (1 - 2.7e-5)^2e6 < 1e-22
+    assert np.abs(noise).max() > 4.2
+
+
+def test_sum_is_on_the_grid_and_close():
+    total = np.linspace(-3, 3, 1001)
+    noisy = add_noise(total, KEY, 1.5)
+    grid = 2.0**-24
+    assert np.array_equal(noisy / grid, np.round(noisy / grid))
+    assert np.abs(noisy - total - 1.5 * standard_normal(KEY, 0, 1001)).max() <= grid
+
+
+def test_nothing_is_released_from_a_sum_that_is_not_finite():
+    with pytest.raises(ValueError, match="not finite"):
+        add_noise(np.array([1.0, np.inf]), KEY, 1.0)

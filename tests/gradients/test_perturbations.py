@@ -1,0 +1,250 @@
+"""Draws: their law, their keys, and the gradient that is clipped being the average over draws."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from scipy import stats
+from torch import Tensor, nn
+
+from dpdist.errors import UserError
+from dpdist.gradients.clipping import FlatClipping
+from dpdist.gradients.engine import GradientEngine
+from dpdist.gradients.perturbations import (
+    Draws,
+    HiddenDraws,
+    InputDraws,
+    ParameterDraws,
+    standard_normal,
+    standard_normal_per_record,
+)
+
+KEY, OTHER_KEY = bytes(range(32)), bytes(range(1, 33))
+IDS = torch.tensor([17, 4, 901, 33, 250])
+
+
+def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs, targets, reduction="none")
+
+
+def network() -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Sequential(
+        nn.Conv2d(1, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(48, 6), nn.Tanh(), nn.Linear(6, 3)
+    )
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(6)
+    return torch.rand(5, 1, 6, 6, generator=generator), torch.tensor([0, 1, 2, 1, 0])
+
+
+def flat_gradient(model: nn.Module, values: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+    values = {name: value.clone().requires_grad_() for name, value in values.items()}
+    loss = cross_entropy(torch.func.functional_call(model, values, (x[None],)), y[None]).sum()
+    return torch.cat([grad.flatten() for grad in torch.autograd.grad(loss, list(values.values()))])
+
+
+def expected_sum(model: nn.Module, draws: Draws, clip_norm: float) -> Tensor:
+    """By the definition: autograd on every (record, draw), averaged or summed, then clipped."""
+    inputs, targets = batch()
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    total = 0.0
+    for i in range(len(inputs)):
+        gradient = 0.0
+        for k in range(draws.count):
+            values, x, ids = parameters, inputs[i], IDS[i : i + 1]
+            if isinstance(draws, ParameterDraws):
+                if draws.per_example:
+                    own = draws.parameters_per_example(parameters, ids, KEY, k)
+                    values = {name: value[0] for name, value in own.items()}
+                else:
+                    values = draws.parameters(parameters, KEY, k)
+            x = draws.inputs(x[None], ids, KEY, k)[0]
+            hook = None
+            if draws.hidden_module is not None:
+                hook = model.get_submodule(draws.hidden_module).register_forward_hook(
+                    lambda _m, _a, out, ids=ids, k=k: draws.hidden(out, ids, KEY, k)
+                )
+            gradient = gradient + flat_gradient(model, values, x, targets[i])
+            if hook is not None:
+                hook.remove()
+        gradient = gradient * (draws.count**-1 if draws.aggregate == "mean" else 1)
+        total = total + gradient * min(1.0, clip_norm / float(gradient.norm()))
+    return total
+
+
+ALL_DRAWS = [
+    ParameterDraws(4, 0.1),
+    ParameterDraws(4, 0.1, aggregate="sum"),
+    ParameterDraws(3, {"0.weight": 0.3, "5.bias": 0.1}),
+    ParameterDraws(3, 0.1, per_example=True),
+    InputDraws(3, 0.5),
+    InputDraws(2, torch.linspace(0, 1, 6)),
+    HiddenDraws(3, "1", 0.5),
+    HiddenDraws(3, "3", 0.5, aggregate="sum"),
+]
+
+
+@pytest.mark.parametrize("draws", ALL_DRAWS, ids=lambda d: f"{type(d).__name__}-{d.aggregate}")
+@pytest.mark.parametrize("clip_norm", [0.1, 1e6])
+@pytest.mark.parametrize("micro_batch", [2, 8])
+def test_the_average_over_draws_is_what_is_clipped(draws, clip_norm, micro_batch):
+    model = network()
+    engine = GradientEngine(
+        model, cross_entropy, clipping=FlatClipping(clip_norm), draws=draws,
+        micro_batch=micro_batch,
+    )  # fmt: skip
+    inputs, targets = batch()
+    result = engine.clipped_sum(inputs, targets, draw_key=KEY, record_ids=IDS)
+    expected = expected_sum(model, draws, clip_norm)
+    torch.testing.assert_close(
+        result.flat, expected, rtol=1e-4, atol=2e-5 * float(expected.abs().max())
+    )
+
+
+def test_clipping_each_draw_would_be_noticed():
+    model = network()
+    draws = ParameterDraws(4, 0.5)
+    right = expected_sum(model, draws, 0.1)
+    per_draw = 0.0
+    for k in range(4):
+        values = draws.parameters({n: p.detach() for n, p in model.named_parameters()}, KEY, k)
+        for x, y in zip(*batch(), strict=True):
+            gradient = flat_gradient(model, values, x, y)
+            per_draw = per_draw + gradient * min(1.0, 0.1 / float(gradient.norm())) / 4
+    assert float((per_draw - right).norm() / right.norm()) > 0.01
+
+
+def test_no_noise_is_plain_dp_sgd():
+    model, (inputs, targets) = network(), batch()
+    plain = GradientEngine(model, cross_entropy, clipping=FlatClipping(0.1))
+    reference = plain.clipped_sum(inputs, targets).flat
+    for draws in (ParameterDraws(3, 0.0), InputDraws(2, 0.0), HiddenDraws(2, "1", 0.0)):
+        engine = GradientEngine(model, cross_entropy, clipping=FlatClipping(0.1), draws=draws)
+        result = engine.clipped_sum(inputs, targets, draw_key=KEY, record_ids=IDS)
+        torch.testing.assert_close(result.flat, reference, rtol=1e-5, atol=1e-6)
+
+
+def test_the_control_without_smoothing():
+    """Gradient x K before the clip C is K times the sum clipped at C / K."""
+    model, (inputs, targets) = network(), batch()
+    control = GradientEngine(
+        model, cross_entropy, clipping=FlatClipping(0.5), draws=Draws(gradient_scale=10)
+    )
+    plain = GradientEngine(model, cross_entropy, clipping=FlatClipping(0.05))
+    torch.testing.assert_close(
+        control.clipped_sum(inputs, targets).flat,
+        10 * plain.clipped_sum(inputs, targets).flat,
+        rtol=1e-5,
+        atol=1e-6,
+    )
+
+
+def test_weights_are_exactly_as_before():
+    model = network()
+    before = [p.detach().clone() for p in model.parameters()]
+    engine = GradientEngine(
+        model, cross_entropy, clipping=FlatClipping(0.1), draws=ParameterDraws(3, 0.1)
+    )
+    engine.clipped_sum(*batch(), draw_key=KEY)
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("draws", ALL_DRAWS, ids=lambda d: f"{type(d).__name__}-{d.aggregate}")
+def test_draws_do_not_depend_on_the_split_or_the_order(draws):
+    """Two 'workers' with a share each, in another order: the same sum as one process."""
+    inputs, targets = batch()
+    engine = GradientEngine(network(), cross_entropy, clipping=FlatClipping(0.1), draws=draws)
+    whole = engine.clipped_sum(inputs, targets, draw_key=KEY, record_ids=IDS).flat
+    parts = torch.zeros_like(whole)
+    for share in ([4, 1], [2, 0, 3]):
+        part = engine.clipped_sum(
+            inputs[share], targets[share], draw_key=KEY, record_ids=IDS[share]
+        )
+        parts += part.flat
+    torch.testing.assert_close(parts, whole, rtol=1e-4, atol=1e-6)
+    other = engine.clipped_sum(inputs, targets, draw_key=OTHER_KEY, record_ids=IDS).flat
+    assert float((other - whole).norm() / whole.norm()) > 1e-3
+
+
+def test_torch_seed_has_no_influence():
+    sums = []
+    for seed in (0, 1):
+        engine = GradientEngine(
+            network(), cross_entropy, clipping=FlatClipping(0.1), draws=InputDraws(2, 0.5)
+        )
+        torch.manual_seed(seed)
+        sums.append(engine.clipped_sum(*batch(), draw_key=KEY, record_ids=IDS).flat)
+    assert torch.equal(*sums)
+
+
+# ---- the law of the noise. Fixed keys: these tests are deterministic; for a random key each
+# would fail with probability below 1e-6 for a right generator.
+
+
+def kolmogorov(sample: np.ndarray, std: float) -> float:
+    return stats.kstest(sample, "norm", args=(0.0, std)).pvalue
+
+
+@pytest.mark.parametrize("kind", ["shared", "record"])
+def test_standard_normal_and_not_two_thirds_or_three_halves_of_it(kind):
+    if kind == "shared":
+        sample = standard_normal(KEY, "test", 0, 200_000).numpy()
+    else:
+        sample = standard_normal_per_record(KEY, "test", 0, torch.arange(2000), 100).numpy().ravel()
+    assert kolmogorov(sample, 1.0) > 1e-6
+    for wrong in (2 / 3, 3 / 2):
+        assert kolmogorov(sample, wrong) < 1e-6
+
+
+def test_records_draws_purposes_and_keys_are_independent():
+    first = standard_normal_per_record(KEY, "test", 0, torch.tensor([5, 6]), 50_000)
+    others = [
+        first[1],
+        standard_normal_per_record(KEY, "test", 1, torch.tensor([5]), 50_000)[0],
+        standard_normal_per_record(KEY, "other", 0, torch.tensor([5]), 50_000)[0],
+        standard_normal_per_record(OTHER_KEY, "test", 0, torch.tensor([5]), 50_000)[0],
+        standard_normal(KEY, "test", 0, 50_000),
+        standard_normal_per_record(KEY, "test", 0, torch.tensor([5 + 2**32]), 50_000)[0],
+    ]
+    for other in others:
+        # |correlation| of independent samples exceeds 5/sqrt(n) with probability 6e-7.
+        assert abs(float((first[0] * other).mean())) < 5 / math.sqrt(50_000)
+
+
+def test_parameter_noise_has_the_asked_scale():
+    values = {"a": torch.ones(300, 300), "b": torch.zeros(100)}
+    noisy = ParameterDraws(1, {"a": 0.3}).parameters(values, KEY, 0)
+    assert torch.equal(noisy["b"], values["b"])
+    assert kolmogorov((noisy["a"] - 1).numpy().ravel(), 0.3) > 1e-6
+
+
+# ---- mistakes
+
+
+def test_mistakes_are_named():
+    model, (inputs, targets) = network(), batch()
+
+    def engine(draws: Draws) -> GradientEngine:
+        return GradientEngine(model, cross_entropy, clipping=FlatClipping(0.1), draws=draws)
+
+    with pytest.raises(UserError, match="record_ids"):
+        engine(InputDraws(2, 0.1)).clipped_sum(inputs, targets, draw_key=KEY)
+    with pytest.raises(UserError, match="draw_key of 32 bytes, got 0"):
+        engine(ParameterDraws(2, 0.1)).clipped_sum(inputs, targets)
+    with pytest.raises(UserError, match="no module named 'nowhere'"):
+        engine(HiddenDraws(2, "nowhere", 0.1))
+    with pytest.raises(UserError, match="not trained"):
+        engine(ParameterDraws(2, {"nothing": 0.1}))
+    for bad in (0, -1, 1.5):
+        with pytest.raises(UserError, match="number of draws"):
+            Draws(bad)
+    with pytest.raises(UserError, match="'mean' or 'sum'"):
+        ParameterDraws(2, 0.1, aggregate="median")
+    with pytest.raises(UserError, match="std"):
+        InputDraws(2, -0.1)

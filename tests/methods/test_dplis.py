@@ -1,0 +1,138 @@
+"""DPlis' scale, draws and flatness measures."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dpdist.errors import UserError
+from dpdist.gradients.clipping import FlatClipping
+from dpdist.gradients.engine import GradientEngine
+from dpdist.methods.dplis import dplis_draws, dplis_scale, sum_control
+from dpdist.methods.sharpness import loss_picture, sharpness
+
+KEY = bytes(range(32))
+MNIST = {"learning_rate": 0.1536, "batch_size": 256, "noise_multiplier": 1.1, "clip_norm": 1.0}
+
+
+def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs, targets, reduction="none")
+
+
+@pytest.mark.parametrize(("radius", "std"), [(10, 6.6e-3), (30, 1.98e-2), (40, 2.64e-2)])
+def test_scale_of_the_papers_mnist_setting(radius, std):
+    """eta/L = 6e-4, sigma 1.1, C 1 (DPlis, Table 1)."""
+    assert dplis_scale(radius, **MNIST) == pytest.approx(std, rel=1e-9)
+
+
+def test_scale_refuses_nonsense():
+    with pytest.raises(UserError, match="radius"):
+        dplis_scale(-1, **MNIST)
+    with pytest.raises(UserError, match="batch_size"):
+        dplis_scale(10, **(MNIST | {"batch_size": 0}))
+
+
+def test_draws():
+    draws = dplis_draws(10, **MNIST)
+    assert (draws.count, draws.per_example) == (10, False)
+    assert draws.std == pytest.approx(6.6e-3)
+    assert draws.weight == pytest.approx(0.1)
+    assert dplis_draws(10, **MNIST, aggregate="sum").weight == 1
+    assert (sum_control(10).count, sum_control(10).weight) == (1, 10)
+
+
+def test_the_sum_variant_without_noise_is_the_control():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+    inputs, targets = torch.randn(6, 5), torch.randint(0, 3, (6,))
+    sums = []
+    for draws in (dplis_draws(0, **MNIST, draws=4, aggregate="sum"), sum_control(4)):
+        engine = GradientEngine(model, cross_entropy, clipping=FlatClipping(0.5), draws=draws)
+        sums.append(engine.clipped_sum(inputs, targets, draw_key=KEY).flat)
+    torch.testing.assert_close(*sums, rtol=1e-5, atol=1e-6)
+
+
+def test_smoothed_gradient_of_a_quadratic():
+    """E loss(theta + noise) of a quadratic has the same gradient; K = 400 draws get close to it."""
+    model = nn.Linear(3, 1, bias=False)
+    inputs, targets = torch.randn(1, 3, generator=torch.Generator().manual_seed(0)), torch.ones(1)
+
+    def squared(outputs: Tensor, targets: Tensor) -> Tensor:
+        return (outputs[:, 0] - targets).square() / 2
+
+    draws = dplis_draws(10, **MNIST, draws=400)
+    engine = GradientEngine(model, squared, clipping=FlatClipping(1e6), draws=draws)
+    smooth = engine.clipped_sum(inputs, targets, draw_key=KEY).flat
+    plain = GradientEngine(model, squared, clipping=FlatClipping(1e6))
+    reference = plain.clipped_sum(inputs, targets).flat
+    # The error is |x| s z / sqrt(400) along x: below 6 standard deviations but for 2e-9.
+    bound = 6 * 6.6e-3 * float(inputs.norm()) ** 2 / 20
+    assert 0 < float((smooth - reference).norm()) < bound
+
+
+# ---- flatness
+
+
+class _Quadratic(nn.Module):
+    """Mean loss = sum_i curvature_i theta_i^2, whatever the inputs."""
+
+    def __init__(self, theta: Tensor, curvature: Tensor) -> None:
+        super().__init__()
+        self.theta, self.curvature = nn.Parameter(theta), curvature
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return (self.curvature * self.theta.square()).sum().expand(len(inputs), 1)
+
+
+def as_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    return outputs[:, 0]
+
+
+def test_sharpness_of_a_quadratic_is_known():
+    """The largest value is at the corner away from zero: curvature * (|t| + e(|t| + 1))^2."""
+    theta, curvature = torch.tensor([1.0, -2.0, 0.5]), torch.tensor([1.0, 3.0, 10.0])
+    model = _Quadratic(theta.double(), curvature.double())
+    inputs, targets = torch.zeros(7, 1), torch.zeros(7)
+    result = sharpness(model, as_loss, inputs, targets, epsilon=0.01, batch_size=3)
+    corner = theta.abs() + 0.01 * (theta.abs() + 1)
+    loss, worst = float((curvature * theta**2).sum()), float((curvature * corner**2).sum())
+    assert result.loss == pytest.approx(loss)
+    assert result.worst_loss == pytest.approx(worst, rel=1e-6)
+    assert result.value == pytest.approx(100 * (worst - loss) / (1 + loss), rel=1e-5)
+    assert torch.equal(model.theta.detach(), theta.double())
+
+
+def test_sharper_is_larger():
+    values = []
+    for steepness in (1.0, 10.0):
+        model = _Quadratic(torch.ones(4), steepness * torch.ones(4))
+        values.append(sharpness(model, as_loss, torch.zeros(2, 1), torch.zeros(2)).value)
+    assert 0 < values[0] < values[1]
+
+
+def test_loss_picture_is_filter_normalised():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3))
+    before = [p.detach().clone() for p in model.parameters()]
+    inputs, targets = torch.rand(20, 1, 8, 8), torch.randint(0, 3, (20,))
+    picture = loss_picture(
+        model, cross_entropy, inputs, targets, key=KEY, alphas=(-0.5, 0.0, 0.5), batch_size=8
+    )
+    loss = float(cross_entropy(model(inputs), targets).mean())
+    accuracy = float((model(inputs).argmax(1) == targets).float().mean())
+    assert picture.losses[1] == pytest.approx(loss, rel=1e-5)
+    assert picture.accuracies[1] == pytest.approx(accuracy)
+    assert picture.losses[0] != picture.losses[1] != picture.losses[2]
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+    # Doubling a filter and its direction's scale leaves the function's relative picture in place:
+    # the direction has the filters' norms and no component on biases.
+    from dpdist.methods.sharpness import _filter_normalised
+
+    weight = model[0].weight.detach()
+    direction = _filter_normalised(torch.randn_like(weight), weight)
+    torch.testing.assert_close(direction.flatten(1).norm(dim=1), weight.flatten(1).norm(dim=1))
+    assert not _filter_normalised(torch.randn(4), model[0].bias.detach()).any()
+    again = loss_picture(model, cross_entropy, inputs, targets, key=KEY, alphas=(0.5,))
+    assert again.losses[0] == pytest.approx(picture.losses[2], rel=1e-5)

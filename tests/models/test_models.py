@@ -1,0 +1,187 @@
+"""The zoo's sizes, files and back, and the refusal to import a stranger's factory."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from dpdist import models
+from dpdist.errors import UserError
+from dpdist.models import ModelSpec
+
+
+def size(spec: ModelSpec) -> int:
+    return sum(p.numel() for p in models.build(spec).parameters())
+
+
+def test_sizes_are_the_papers():
+    """DPlis' CNN has 26,010 parameters on MNIST and 37,274 on CIFAR-10 (three input channels)."""
+    assert size(ModelSpec("tf-cnn", (1, 28, 28), 10)) == 26_010
+    assert size(ModelSpec("tf-cnn", (3, 32, 32), 10)) == 37_274
+    assert size(ModelSpec("linear", (1, 8, 8), 10)) == 650
+
+
+@pytest.mark.parametrize("name", ["linear", "mlp", "tf-cnn", "small-cnn", "resnet-gn"])
+def test_every_model_runs_saves_and_loads(name, tmp_path):
+    shape = (3, 32, 32)
+    spec = ModelSpec(name, shape, 7, mean=(0.5, 0.4, 0.3), std=(0.2,))
+    module = models.initialise(spec, 3)
+    inputs = torch.rand(2, *shape)
+    models.save(module, spec, tmp_path)
+    assert models.read_spec(tmp_path) == spec
+    loaded = models.load(tmp_path)
+    assert not loaded.training
+    assert torch.equal(loaded(inputs), module.eval()(inputs))
+    assert module(inputs).shape == (2, 7)
+
+
+@pytest.mark.parametrize("name", ["next-word-mlp", "next-word-lstm"])
+def test_next_word_models_take_token_numbers(name):
+    module = models.build(ModelSpec(name, (20,), 50))
+    tokens = torch.randint(0, 50, (3, 20)).float()
+    assert module(tokens).shape == (3, 50)
+    changed = tokens.clone()
+    changed[0, 5] = (changed[0, 5] + 1) % 50
+    assert not torch.equal(module(tokens)[0], module(changed)[0])
+    assert torch.allclose(module(tokens)[1:], module(changed)[1:])
+
+
+def test_initial_weights_depend_on_the_seed_only():
+    spec = ModelSpec("linear", (4,), 2)
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    first = models.initialise(spec, 5)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(2)
+    second, third = models.initialise(spec, 5), models.initialise(spec, 6)
+    assert torch.equal(first[1].weight, second[1].weight)
+    assert not torch.equal(first[1].weight, third[1].weight)
+
+
+def test_tempered_sigmoid_defaults_to_tanh():
+    from dpdist.models.zoo import TemperedSigmoid
+
+    x = torch.linspace(-3, 3, 50)
+    assert torch.allclose(TemperedSigmoid()(x), torch.tanh(x), atol=1e-6)
+
+
+def test_hash_names_weights_and_description(tmp_path):
+    spec = ModelSpec("linear", (4,), 2)
+    hashes = set()
+    for number, (seed, classes) in enumerate([(0, 2), (1, 2), (0, 3)]):
+        folder = tmp_path / str(number)
+        spec = ModelSpec("linear", (4,), classes)
+        models.save(models.initialise(spec, seed), spec, folder)
+        hashes.add(models.model_hash(folder))
+    assert len(hashes) == 3
+
+
+def test_a_strangers_factory_is_not_imported(tmp_path):
+    spec = ModelSpec("linear", (4,), 2)
+    models.save(models.build(spec), spec, tmp_path)
+    description = json.loads((tmp_path / "model.json").read_text())
+    description["name"] = "os:abort"
+    (tmp_path / "model.json").write_text(json.dumps(description))
+    with pytest.raises(UserError, match="importing it runs its code"):
+        models.load(tmp_path)
+
+
+def test_own_factory_by_name(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(
+        "from torch import nn\n"
+        "def net(input_shape, classes, width=3):\n"
+        "    return nn.Sequential(nn.Linear(input_shape[0], width), nn.Linear(width, classes))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    spec = ModelSpec("mine:net", (4,), 2, options={"width": 5})
+    models.save(models.build(spec), spec, tmp_path / "m")
+    assert models.load(tmp_path / "m", trusted_factory="mine:net")[0].out_features == 5
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (ModelSpec("nothing", (4,), 2), "unknown 'nothing'"),
+        (ModelSpec("no_such_module:f", (4,), 2), "cannot import"),
+        (ModelSpec("linear", (4,), 2, options={"depth": 3}), "cannot be built"),
+        (ModelSpec("mlp", (4,), 2, options={"activation": "sin"}), "unknown 'sin'"),
+        (ModelSpec("builtins:len", (4,), 2), "cannot be built"),
+        (ModelSpec("linear", (3, 4, 4), 2, mean=(0.1, 0.2)), "1 or 3 values"),
+        (ModelSpec("linear", (4,), 2, std=(0.0,)), "must be > 0"),
+    ],
+)
+def test_what_cannot_be_built_is_explained(spec, message):
+    with pytest.raises(UserError, match=message):
+        models.build(spec)
+
+
+def test_damaged_and_missing_files(tmp_path):
+    with pytest.raises(UserError, match="no model there"):
+        models.load(tmp_path)
+    spec = ModelSpec("linear", (4,), 2)
+    models.save(models.build(spec), spec, tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"xx")
+    with pytest.raises(UserError, match="does not fit the model"):
+        models.load(tmp_path)
+    (tmp_path / "model.json").write_text('{"format": 99}')
+    with pytest.raises(UserError, match="newer version"):
+        models.load(tmp_path)
+
+
+class Tied(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(width, width), nn.Linear(width, width)
+        self.second.weight = self.first.weight
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+def tied(shape, classes):
+    return Tied(classes)
+
+
+def failing(shape, classes):
+    return {}["no such layer"]
+
+
+def test_tied_weights_are_saved(tmp_path):
+    name = f"{__name__}:tied"
+    spec = ModelSpec(name, (6,), 6)
+    module = models.build(spec)
+    models.save(module, spec, tmp_path)
+    loaded = models.load(tmp_path, trusted_factory=name)
+    inputs = torch.rand(3, 6)
+    assert torch.equal(loaded(inputs), module(inputs))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (f"{__name__}:failing", "cannot be built: KeyError: 'no such layer'"),
+        (":net", "cannot import ':net'"),
+    ],
+)
+def test_factories_that_fail(name, message):
+    with pytest.raises(UserError, match=message):
+        models.build(ModelSpec(name, (6,), 6))
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (nn.Linear(6, 5), r"gives \(2, 5\) for 2 inputs, must be \(2, 4\)"),
+        (nn.Linear(7, 4), "fails on inputs of shape"),
+        (nn.Sequential(nn.Linear(6, 4), nn.Dropout(0.1)), "draws random numbers"),
+        (nn.LSTM(6, 4), "gives tuple"),
+    ],
+    ids=["classes", "shape", "dropout", "tuple"],
+)
+def test_modules_that_cannot_be_trained(module, message):
+    with pytest.raises(UserError, match=message):
+        models.check_outputs(module, ModelSpec("mine:net", (6,), 4))
+    models.check_outputs(nn.Sequential(nn.Linear(6, 4), nn.Dropout(0.0)), ModelSpec("x", (6,), 4))

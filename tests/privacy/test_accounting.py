@@ -1,0 +1,304 @@
+"""Composition against the exact Gaussian profile, brute force, and other accountants."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+import warnings
+
+import dp_accounting as dpa
+import numpy as np
+import pytest
+from dp_accounting.dp_event import RepeatAndSelectDpEvent
+from dp_accounting.pld import PLDAccountant
+from dp_accounting.pld import privacy_loss_distribution as library
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dpdist.privacy import accounting
+from dpdist.privacy.accounting import Unsupported, compose_pld, compose_rdp, delta_at, epsilon
+from dpdist.privacy.mechanisms import gaussian_delta, gaussian_epsilon, laplace_epsilon
+from dpdist.privacy.subsampled import sampled_gaussian_pld, truncated_gaussian_pld
+
+BOTH = ["add-or-remove-one", "replace-one"]
+GAUSS = dpa.GaussianDpEvent(1.1)
+SAMPLED = dpa.PoissonSampledDpEvent(0.02, dpa.GaussianDpEvent(0.9))
+TRUNCATED = dpa.TruncatedSubsampledGaussianDpEvent(1000, 0.02, 26, 0.9)
+LAPLACE = dpa.LaplaceDpEvent(3.0)
+RESPONSE = dpa.RandomizedResponseDpEvent(0.5, 2)
+
+
+@pytest.mark.parametrize(("neighbours", "sensitivity"), [(BOTH[0], 1.0), (BOTH[1], 2.0)])
+@pytest.mark.parametrize("noise", [0.7, 1.1, 4.0])
+def test_one_gaussian_matches_the_exact_profile_in_both_relations(neighbours, sensitivity, noise):
+    event = dpa.GaussianDpEvent(noise)
+    exact = float(gaussian_epsilon(1e-5, noise, sensitivity))
+    value, name = epsilon([event], 1e-5, neighbours)
+    assert name.startswith("PLD")
+    assert exact <= value * (1 + 1e-9) and value == pytest.approx(exact, rel=1e-3)
+    by_rdp = compose_rdp(event, neighbours).get_epsilon(1e-5)
+    assert exact <= by_rdp <= 1.15 * exact
+    assert delta_at([event], exact, neighbours) == pytest.approx(1e-5, rel=1e-2)
+
+
+def test_the_library_itself_mixes_two_sensitivities():
+    """Why we normalise: RDP forgets the factor 2 that PLD applies under replace-one."""
+    relation = dpa.NeighboringRelation.REPLACE_ONE
+    pld = PLDAccountant(relation).compose(GAUSS).get_epsilon(1e-5)
+    rdp = dpa.rdp.RdpAccountant(None, relation).compose(GAUSS).get_epsilon(1e-5)
+    assert pld == pytest.approx(8.90, abs=0.01)
+    assert rdp == pytest.approx(4.24, abs=0.01)
+    assert compose_rdp(GAUSS, "replace-one").get_epsilon(1e-5) > pld
+
+
+@pytest.mark.parametrize("neighbours", BOTH)
+@pytest.mark.parametrize(
+    "event", [GAUSS, SAMPLED, TRUNCATED, LAPLACE, RESPONSE, dpa.ComposedDpEvent([SAMPLED, LAPLACE])]
+)
+def test_composing_n_times_is_composing_one_by_one(event, neighbours):
+    if event is RESPONSE and neighbours != "replace-one":
+        pytest.skip("randomized response is accounted under replace-one only")
+    many = compose_pld(dpa.SelfComposedDpEvent(event, 6), neighbours, 1e-3)
+    single = library.identity(value_discretization_interval=1e-3)
+    for _ in range(6):
+        single = single.compose(compose_pld(event, neighbours, 1e-3))
+    for delta in (1e-2, 1e-6):
+        assert many.get_epsilon_for_delta(delta) == pytest.approx(
+            single.get_epsilon_for_delta(delta), abs=0.02
+        )
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    kind=st.sampled_from(["gauss", "sampled", "laplace"]),
+    noise=st.floats(0.6, 6.0),
+    count=st.integers(2, 12),
+)
+def test_counts_are_never_ignored(kind, noise, count):
+    event = {
+        "gauss": dpa.GaussianDpEvent(noise),
+        "sampled": dpa.PoissonSampledDpEvent(0.1, dpa.GaussianDpEvent(noise)),
+        "laplace": dpa.LaplaceDpEvent(noise),
+    }[kind]
+    for compose in (
+        lambda e: compose_pld(e, BOTH[0], 1e-3).get_epsilon_for_delta(1e-4),
+        lambda e: compose_rdp(e, BOTH[0]).get_epsilon(1e-4),
+    ):
+        many = compose(dpa.SelfComposedDpEvent(event, count))
+        listed = compose(dpa.ComposedDpEvent([event] * count))
+        assert many == pytest.approx(listed, rel=0.02, abs=0.02)
+        assert many > compose(event)
+
+
+def test_the_library_ignores_a_count_that_we_apply():
+    relation = dpa.NeighboringRelation.REPLACE_ONE
+    trapped = PLDAccountant(relation).compose(RESPONSE, 10).get_epsilon(0.0)
+    ours = compose_pld(dpa.SelfComposedDpEvent(RESPONSE, 10), "replace-one")
+    assert trapped == pytest.approx(math.log(3), abs=1e-3)
+    assert ours.get_epsilon_for_delta(1e-9) == pytest.approx(10 * math.log(3), abs=2e-2)
+
+
+@pytest.mark.parametrize("neighbours", BOTH)
+@pytest.mark.parametrize(("noise", "rate"), [(1.1, 0.004), (0.4, 0.3), (12.0, 1e-4), (1.0, 0.99)])
+def test_arrays_give_the_library_s_own_losses(neighbours, noise, rate):
+    relation = accounting.relation(neighbours)
+    ours = sampled_gaussian_pld(noise, rate, neighbours, 1e-3)
+    theirs = library.from_gaussian_mechanism(
+        noise,
+        sampling_prob=rate,
+        value_discretization_interval=1e-3,
+        neighboring_relation=relation,
+    )
+    grid = np.array([-1.0, -0.01, 0.0, 0.01, 0.5, 2.0, 8.0])
+    assert ours.get_delta_for_epsilon(grid) == pytest.approx(
+        theirs.get_delta_for_epsilon(grid), abs=1e-13
+    )
+
+
+@pytest.mark.parametrize("neighbours", BOTH)
+@pytest.mark.parametrize("cap", [20, 26, 40])
+def test_truncated_sampling_gives_the_library_s_own_losses(neighbours, cap):
+    ours = truncated_gaussian_pld(1000, 0.9, 0.02, cap, neighbours, 1e-3)
+    theirs = library.from_truncated_subsampled_gaussian_mechanism(
+        1000, 0.02, cap, 0.9, 1e-3, neighboring_relation=accounting.relation(neighbours)
+    )
+    grid = np.array([-1.0, 0.0, 0.01, 0.5, 2.0, 8.0])
+    assert ours.get_delta_for_epsilon(grid) == pytest.approx(
+        theirs.get_delta_for_epsilon(grid), abs=1e-13
+    )
+
+
+def test_one_sampled_step_by_integration():
+    """The hockey-stick divergence of the mixture against its base, both ways round."""
+    rate, noise, at = 0.1, 0.8, 0.3
+    x = np.linspace(-20, 21, 2_000_001)
+    base = np.exp(-(x**2) / (2 * noise**2)) / (noise * math.sqrt(2 * math.pi))
+    moved = np.exp(-((x - 1) ** 2) / (2 * noise**2)) / (noise * math.sqrt(2 * math.pi))
+    mixed = (1 - rate) * base + rate * moved
+    width = x[1] - x[0]
+    remove = np.maximum(0, mixed - math.exp(at) * base).sum() * width
+    add = np.maximum(0, base - math.exp(at) * mixed).sum() * width
+    event = dpa.PoissonSampledDpEvent(rate, dpa.GaussianDpEvent(noise))
+    assert delta_at([event], at, BOTH[0]) == pytest.approx(max(remove, add), rel=1e-3)
+
+
+def test_composition_by_sampling_the_privacy_loss():
+    """Ten sampled steps; 5 standard errors fail about once in 1.7e6 correct runs."""
+    rng = np.random.default_rng(11)
+    rate, noise, at, runs, steps = 0.05, 0.8, 0.5, 200_000, 10
+    loss = np.zeros(runs)
+    for _ in range(steps):
+        joined = rng.random(runs) < rate
+        x = rng.normal(0, noise, runs) + joined
+        loss += np.log1p(rate * np.expm1((2 * x - 1) / (2 * noise**2)))
+    gain = np.maximum(0.0, -np.expm1(at - loss))
+    event = dpa.SelfComposedDpEvent(
+        dpa.PoissonSampledDpEvent(rate, dpa.GaussianDpEvent(noise)), steps
+    )
+    error = gain.std() / math.sqrt(runs)
+    assert abs(gain.mean() - delta_at([event], at, BOTH[0])) < 5 * error
+    wrong = dpa.SelfComposedDpEvent(
+        dpa.PoissonSampledDpEvent(rate, dpa.GaussianDpEvent(noise * 1.1)), steps
+    )
+    assert abs(gain.mean() - delta_at([wrong], at, BOTH[0])) > 5 * error
+
+
+def test_laplace_parts_match_their_exact_profile():
+    for neighbours, sensitivity in zip(BOTH, (1.0, 2.0), strict=True):
+        value, name = epsilon([LAPLACE], 1e-3, neighbours)
+        assert name.startswith("PLD")
+        exact = float(laplace_epsilon(1e-3, 3.0, sensitivity))
+        assert value == pytest.approx(exact, abs=1e-3)
+        assert compose_rdp(LAPLACE, neighbours).get_epsilon(1e-9) == pytest.approx(
+            sensitivity / 3, abs=0.05
+        )
+
+
+def test_opacus_accountants_agree_within_their_stated_error():
+    pytest.importorskip("opacus")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from opacus.accountants import PRVAccountant
+        from opacus.accountants.analysis import rdp
+    rate, noise, steps = 256 / 60_000, 1.1, 3516
+    event = dpa.SelfComposedDpEvent(
+        dpa.PoissonSampledDpEvent(rate, dpa.GaussianDpEvent(noise)), steps
+    )
+    value, _ = epsilon([event], 1e-5, BOTH[0])
+
+    orders = list(range(2, 64))
+    theirs = rdp.compute_rdp(q=rate, noise_multiplier=noise, steps=steps, orders=orders)
+    assert compose_rdp(event, BOTH[0], orders).rdp == pytest.approx(theirs, rel=1e-6)
+
+    accountant = PRVAccountant()
+    accountant.history = [(noise, rate, steps)]
+    upper = accountant.get_epsilon(1e-5, eps_error=0.01)  # estimate plus its stated error
+    assert upper - 0.021 <= value <= upper + 0.001
+
+
+def test_what_no_theorem_covers_is_refused_with_a_reason():
+    with pytest.raises(Unsupported, match="replace-one"):
+        epsilon([RepeatAndSelectDpEvent(SAMPLED, 5, 1.0)], 1e-5, "replace-one")
+    with pytest.raises(Unsupported, match="Truncated"):
+        epsilon([RepeatAndSelectDpEvent(TRUNCATED, 5, 1.0)], 1e-5, BOTH[0])
+    with pytest.raises(Unsupported, match="SampledWithoutReplacement"):
+        fixed = dpa.SampledWithoutReplacementDpEvent(1000, 10, GAUSS)
+        compose_pld(fixed, BOTH[0])
+    with pytest.raises(ValueError, match="neighbours"):
+        epsilon([GAUSS], 1e-5, "zero-out")
+    with pytest.raises(Unsupported):
+        epsilon([dpa.UnsupportedDpEvent()], 1e-5, BOTH[0])
+
+
+def test_full_batches_can_be_searched_under_replace_one():
+    halved = epsilon([RepeatAndSelectDpEvent(dpa.GaussianDpEvent(2.0), 5, 1.0)], 1e-5, BOTH[0])[0]
+    doubled = epsilon([RepeatAndSelectDpEvent(dpa.GaussianDpEvent(4.0), 5, 1.0)], 1e-5, BOTH[1])[0]
+    assert halved == pytest.approx(doubled)
+
+
+def test_no_noise_costs_infinity():
+    for event in (dpa.NonPrivateDpEvent(), dpa.GaussianDpEvent(0.0), dpa.LaplaceDpEvent(0.0)):
+        assert epsilon([dpa.ComposedDpEvent([GAUSS, event])], 1e-5, BOTH[0])[0] == math.inf
+        assert delta_at([event], 1.0, BOTH[0]) == 1.0
+    assert epsilon([dpa.NoOpDpEvent()], 1e-5, BOTH[0])[0] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("records", "steps", "published"),
+    [(60_000, 6057, 1.99), (60_000, 129_642, 10.0), (50_000, 4097, 1.99), (50_000, 89_746, 10.0)],
+)
+def test_dplis_budgets_under_its_own_accountant_and_ours(records, steps, published):
+    """Integer orders and the classic conversion give the paper's values; PLD proves less."""
+    step = dpa.PoissonSampledDpEvent(256 / records, dpa.GaussianDpEvent(1.1))
+    event = dpa.SelfComposedDpEvent(step, steps)
+    orders = np.arange(2, 257)
+    rdp = compose_rdp(event, BOTH[0], orders).rdp
+    classic = float(np.min(rdp + math.log(1e5) / (orders - 1)))
+    assert classic == pytest.approx(published, abs=0.005)
+    assert epsilon([event], 1e-5, BOTH[0])[0] < 0.9 * classic
+
+
+@pytest.mark.parametrize(
+    ("rate", "noise", "steps", "published"),
+    [(256 / 9688, 2.0, 2960, 4.060), (256 / 25_000, 1.3, 9700, 4.873)],
+)
+def test_dplis_face_settings(rate, noise, steps, published):
+    event = dpa.SelfComposedDpEvent(
+        dpa.PoissonSampledDpEvent(rate, dpa.GaussianDpEvent(noise)), steps
+    )
+    orders = np.arange(2, 257)
+    rdp = compose_rdp(event, BOTH[0], orders).rdp
+    assert float(np.min(rdp + math.log(1e5) / (orders - 1))) == pytest.approx(published, abs=2e-3)
+
+
+def test_deltas_below_the_grid_s_resolution_use_renyi():
+    event = dpa.SelfComposedDpEvent(SAMPLED, 100)
+    value, name = epsilon([event], 1e-30, BOTH[0])
+    assert name.startswith("RDP") and math.isfinite(value)
+    assert value > epsilon([event], 1e-12, BOTH[0])[0]
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    noise=st.floats(0.5, 8.0),
+    rate=st.sampled_from([1e-3, 0.02, 0.3]),
+    steps=st.integers(1, 2000),
+    delta=st.sampled_from([1e-10, 1e-5, 1e-2]),
+)
+def test_the_tight_bound_is_below_the_loose_one(noise, rate, steps, delta):
+    event = dpa.SelfComposedDpEvent(
+        dpa.PoissonSampledDpEvent(rate, dpa.GaussianDpEvent(noise)), steps
+    )
+    value, _ = epsilon([event], delta, BOTH[0])
+    assert value <= compose_rdp(event, BOTH[0]).get_epsilon(delta) * (1 + 1e-6) + 2e-3
+    assert value <= epsilon([event], delta, BOTH[1])[0] + 2e-3
+
+
+def test_base_of_the_selection_example():
+    event = dpa.SelfComposedDpEvent(
+        dpa.PoissonSampledDpEvent(512 / 60_000, dpa.GaussianDpEvent(1.23)), 4680
+    )
+    assert compose_rdp(event, BOTH[0]).get_epsilon(1e-5) == pytest.approx(2.579, abs=2e-3)
+
+
+def test_coarse_bounds_are_bounds():
+    event = dpa.SelfComposedDpEvent(SAMPLED, 500)
+    fine, _ = epsilon([event], 1e-5, BOTH[0])
+    coarse = accounting.coarse_epsilon([event], 1e-5, BOTH[0])
+    assert fine <= coarse <= 1.05 * fine
+    assert float(gaussian_delta(fine, 1.0, 1.0)) < 1
+
+
+def test_neither_torch_nor_ray_is_imported():
+    code = (
+        "import sys\n"
+        "import dpdist.privacy.plan, dpdist.privacy.ledger, dpdist.privacy.calibrate\n"
+        "import dpdist.privacy.accounting, dpdist.privacy.mechanisms, dpdist.privacy.selection\n"
+        "from dpdist.privacy.plan import PrivacyPlan\n"
+        "PrivacyPlan.dp_sgd(records=100, batch_size=10, noise_multiplier=1.0, steps=5,"
+        " delta=1e-3).guarantee()\n"
+        "bad = {'torch', 'ray'} & set(sys.modules)\n"
+        "sys.exit(f'imported {bad}' if bad else 0)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,110 @@
+"""Calibration: never above the target, within one percent of it, and known values."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import pytest
+
+from dpdist.privacy.accounting import compose_rdp
+from dpdist.privacy.calibrate import (
+    Unreachable,
+    batch_size_for,
+    calibrate_noise,
+    noise_multiplier_for,
+    sample_rate_for,
+    steps_for,
+)
+from dpdist.privacy.plan import GaussianSteps, LaplaceReleases, PrivacyPlan, RepeatAndSelect
+
+DATA = {"records": 60_000, "delta": 1e-5}
+
+
+def epsilon(**setting) -> float:
+    return PrivacyPlan.dp_sgd(**{**DATA, **setting}).guarantee().epsilon
+
+
+def assert_met(value: float, target: float) -> None:
+    assert 0.99 * target <= value <= target
+
+
+@pytest.mark.parametrize("target", [1e-3, 0.1, 1.0, 8.0, 50.0])
+def test_noise_meets_the_target(target):
+    setting = {"batch_size": 256, "steps": 3516}
+    started = time.perf_counter()
+    noise = noise_multiplier_for(target, **DATA, **setting)
+    assert time.perf_counter() - started < 15  # about 1 s on a free core
+    assert_met(epsilon(noise_multiplier=noise, **setting), target)
+
+
+def test_known_noise_for_epsilon_one():
+    noise = noise_multiplier_for(1.0, **DATA, batch_size=256, steps=3516)
+    assert noise == pytest.approx(1.185, abs=1.5e-3)
+    plan = PrivacyPlan.dp_sgd(**DATA, batch_size=256, steps=3516, noise_multiplier=1.263)
+    by_renyi = compose_rdp(plan.event(), plan.neighbours).get_epsilon(1e-5)
+    assert by_renyi == pytest.approx(1.0, abs=2e-3)
+
+
+def test_known_noise_for_epsilon_one_with_a_poisson_search():
+    def plan_with(noise: float) -> PrivacyPlan:
+        steps = GaussianSteps(3516, noise, 256 / 60_000)
+        return PrivacyPlan(60_000, (RepeatAndSelect((steps,), 10, math.inf),), 1e-5)
+
+    noise = calibrate_noise(plan_with, 1.0)
+    assert noise == pytest.approx(2.402, abs=3e-3)
+    assert_met(plan_with(noise).guarantee().epsilon, 1.0)
+
+
+@pytest.mark.parametrize("change", [{"neighbours": "replace-one"}, {"batch_cap": 330}])
+def test_noise_under_other_settings(change):
+    setting = {"batch_size": 256, "steps": 3516, **change}
+    assert_met(epsilon(noise_multiplier=noise_multiplier_for(1.0, **DATA, **setting), **setting), 1)
+
+
+def test_noise_of_full_batches_is_the_analytic_gaussian():
+    noise = noise_multiplier_for(1.0, records=500, batch_size=500, steps=1, delta=1e-5)
+    assert noise == pytest.approx(3.7306, rel=2e-3)
+    doubled = noise_multiplier_for(
+        1.0, records=500, batch_size=500, steps=1, delta=1e-5, neighbours="replace-one"
+    )
+    assert doubled == pytest.approx(2 * 3.7306, rel=2e-3)
+
+
+@pytest.mark.parametrize("target", [0.3, 2.0, 10.0])
+def test_steps_meet_the_target(target):
+    setting = {"batch_size": 256, "noise_multiplier": 1.1}
+    steps = steps_for(target, **DATA, **setting)
+    assert_met(epsilon(steps=steps, **setting), target)
+    assert epsilon(steps=round(steps * 1.02), **setting) > target
+
+
+def test_batch_size_meets_the_target():
+    setting = {"steps": 3516, "noise_multiplier": 1.1}
+    size = batch_size_for(2.0, **DATA, **setting)
+    assert epsilon(batch_size=size, **setting) <= 2.0 < epsilon(batch_size=size + 3, **setting)
+    assert sample_rate_for(2.0, **DATA, **setting) == size / 60_000
+
+
+def test_everything_fits_when_noise_is_large():
+    assert batch_size_for(100.0, **DATA, noise_multiplier=30.0, steps=100) == 60_000
+    assert steps_for(5.0, **DATA, batch_size=10, noise_multiplier=50.0, most=1000) == 1000
+
+
+def test_unreachable_targets_are_explained():
+    with pytest.raises(Unreachable, match="one step already costs"):
+        steps_for(0.1, records=1000, batch_size=500, noise_multiplier=0.5, delta=1e-5)
+    with pytest.raises(Unreachable, match="batch of one record"):
+        batch_size_for(0.01, **DATA, noise_multiplier=0.5, steps=3516)
+
+    def plan_with(noise: float) -> PrivacyPlan:
+        return PrivacyPlan(100, (GaussianSteps(10, noise, 0.1), LaplaceReleases(0.5)), 1e-5)
+
+    with pytest.raises(Unreachable, match="fixed parts"):
+        calibrate_noise(plan_with, 1.0)
+
+
+@pytest.mark.parametrize("target", [0.0, -1.0, math.inf, math.nan])
+def test_bad_targets(target):
+    with pytest.raises(ValueError, match="target epsilon"):
+        noise_multiplier_for(target, **DATA, batch_size=256, steps=10)

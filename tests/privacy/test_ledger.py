@@ -1,0 +1,294 @@
+"""The write-ahead ledger: durability, replays, conflicts, charging."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+import time
+
+import pytest
+
+from dpdist.privacy.journal import _parse
+from dpdist.privacy.ledger import Ledger, LedgerError, ReplayConflict
+from dpdist.privacy.plan import GaussianSteps, LaplaceReleases, PrivacyPlan
+
+PLAN = PrivacyPlan.dp_sgd(records=1000, batch_size=50, noise_multiplier=1.5, steps=40, delta=1e-4)
+ONE = {"world_size": "1"}
+
+
+def release(step: int, salt: int = 0) -> str:
+    return f"{salt:032x}{step:032x}"
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "private" / "ledger.jsonl"
+
+
+@pytest.fixture
+def ledger(path):
+    with Ledger.open(path, PLAN.fingerprint()) as opened:
+        yield opened
+
+
+def reopen(ledger: Ledger) -> Ledger:
+    ledger.close()
+    return Ledger.open(ledger.path, PLAN.fingerprint())
+
+
+def test_undisturbed_run_costs_what_the_plan_says(ledger):
+    assert ledger.begin_attempt(ONE) == 0
+    for step in range(25):
+        assert ledger.record(step, release(step)) == "new"
+    assert ledger.guarantee(PLAN) == PLAN.guarantee(steps=25)
+    assert ledger.event(PLAN) == PLAN.event(steps=25)
+    again = reopen(ledger)
+    assert again.guarantee(PLAN) == PLAN.guarantee(steps=25)
+    assert again.releases == dict.fromkeys(range(25), 1)
+    assert again.superseded == 0
+
+
+def test_record_is_on_disk_before_it_returns(path):
+    """Another process records and is killed without closing anything."""
+    code = (
+        "import os, sys\n"
+        "from dpdist.privacy.ledger import Ledger\n"
+        "ledger = Ledger.open(sys.argv[1], sys.argv[2])\n"
+        "ledger.begin_attempt({'world_size': '1'})\n"
+        "ledger.record(0, '00' * 32)\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(path), PLAN.fingerprint()], check=False)
+    assert Ledger.read(path).releases == {0: 1}
+
+
+def test_every_record_is_synced(ledger, monkeypatch):
+    ledger.begin_attempt(ONE)
+    calls = []
+    monkeypatch.setattr(os, "fsync", lambda fd: calls.append(fd))
+    ledger.record(0, release(0))
+    assert len(calls) == 1
+    ledger.record(0, release(0))
+    assert len(calls) == 1  # a replay is already on disk
+
+
+def test_exact_replay_is_stored_once(ledger):
+    ledger.begin_attempt(ONE)
+    ledger.record(3, release(3))
+    size = ledger.path.stat().st_size
+    again = reopen(ledger)
+    assert again.begin_attempt(dict(ONE)) == 0
+    assert again.record(3, release(3)) == "replay"
+    assert again.releases == {3: 1}
+    assert ledger.path.stat().st_size == size
+
+
+def test_same_noise_on_another_sum_is_refused_and_not_recorded(ledger):
+    ledger.begin_attempt(ONE)
+    ledger.record(3, release(3))
+    size = ledger.path.stat().st_size
+    with pytest.raises(ReplayConflict):
+        ledger.record(3, release(3, salt=1))
+    assert ledger.path.stat().st_size == size
+    assert ledger.new_epoch("sum changed") == 1
+    assert ledger.record(3, release(3, salt=1)) == "new"
+    assert ledger.releases == {3: 2}
+
+
+def test_changed_identity_starts_an_epoch_and_old_ones_never_return(ledger):
+    assert ledger.begin_attempt(ONE) == 0
+    assert ledger.begin_attempt(ONE) == 0
+    assert ledger.begin_attempt({"world_size": "2"}) == 1
+    assert ledger.begin_attempt(ONE) == 2
+    again = reopen(ledger)
+    assert again.epoch == 2
+    assert again.begin_attempt(ONE) == 2
+    assert again.new_epoch("forced") == 3
+    assert reopen(again).begin_attempt(ONE) == 3
+
+
+def test_superseded_attempts_are_charged(ledger):
+    ledger.begin_attempt(ONE)
+    for step in range(10):
+        ledger.record(step, release(step))
+    ledger.begin_attempt({"world_size": "2"})
+    for step in range(5, 20):
+        ledger.record(step, release(step, salt=2))
+    assert ledger.superseded == 5
+    assert ledger.guarantee(PLAN).epsilon == pytest.approx(PLAN.guarantee(steps=25).epsilon)
+    assert ledger.guarantee(PLAN).epsilon > PLAN.guarantee(steps=20).epsilon
+
+
+def test_superseded_steps_cost_their_own_phase(path):
+    phases = (GaussianSteps(5, 4.0, 0.1), GaussianSteps(5, 1.0, 0.1))
+    plan = PrivacyPlan(1000, phases, 1e-4)
+    with Ledger.open(path, plan.fingerprint()) as ledger:
+        ledger.begin_attempt(ONE)
+        for step in range(10):
+            ledger.record(step, release(step))
+        ledger.new_epoch("again")
+        ledger.record(9, release(9, salt=1))
+        expected = PrivacyPlan(1000, (phases[0], GaussianSteps(6, 1.0, 0.1)), 1e-4)
+        assert ledger.guarantee(plan).epsilon == expected.guarantee().epsilon
+
+
+def test_other_releases_are_added(ledger):
+    ledger.begin_attempt(ONE)
+    ledger.record(0, release(0))
+    event = LaplaceReleases(2.0)
+    assert ledger.record_event("private scale", event, "ab" * 32) == "new"
+    assert ledger.record_event("private scale", event, "ab" * 32) == "replay"
+    with pytest.raises(ReplayConflict):
+        ledger.record_event("private scale", LaplaceReleases(1.0), "ab" * 32)
+    again = reopen(ledger)
+    assert [e["name"] for e in again.events] == ["private scale"]
+    assert again.guarantee(PLAN).epsilon == pytest.approx(
+        PrivacyPlan(1000, (GaussianSteps(1, 1.5, 0.05), event), 1e-4).guarantee().epsilon
+    )
+
+
+@pytest.mark.parametrize("cut", [1, 5, 60])
+def test_torn_last_line_is_dropped_and_writing_goes_on(ledger, cut):
+    ledger.begin_attempt(ONE)
+    for step in range(3):
+        ledger.record(step, release(step))
+    ledger.close()
+    raw = ledger.path.read_bytes()
+    ledger.path.write_bytes(raw[:-cut])
+    with Ledger.open(ledger.path, PLAN.fingerprint()) as again:
+        assert again.releases == {0: 1, 1: 1}
+        assert again.record(2, release(2)) == "new"
+    assert ledger.path.read_bytes() == raw
+
+
+def test_a_crash_at_any_byte_loses_only_the_unfinished_line(ledger):
+    ledger.begin_attempt(ONE)
+    for step in range(4):
+        ledger.record(step, release(step))
+    raw = ledger.path.read_bytes()
+    ends = [i + 1 for i, byte in enumerate(raw) if byte == ord("\n")]
+    for cut in range(len(raw) + 1):
+        for tail in (b"", bytes(7)):
+            records, _, intact = _parse(raw[:cut] + tail, ledger.path)
+            assert len(records) == sum(end <= cut for end in ends)
+            assert intact == max((end for end in ends if end <= cut), default=0)
+
+
+def test_zeros_left_by_a_crash_are_a_torn_line(ledger):
+    ledger.begin_attempt(ONE)
+    ledger.record(0, release(0))
+    ledger.close()
+    with ledger.path.open("ab") as file:
+        file.write(bytes(300))
+    assert reopen(ledger).releases == {0: 1}
+
+
+@pytest.mark.parametrize("line", [0, 1, 2, 3])
+@pytest.mark.parametrize("damage", ["delete", "edit"])
+def test_damage_before_the_end_is_an_error(ledger, line, damage):
+    ledger.begin_attempt(ONE)
+    for step in range(3):
+        ledger.record(step, release(step))
+    ledger.close()
+    lines = ledger.path.read_bytes().splitlines(keepends=True)
+    if damage == "delete":
+        del lines[line]
+    else:
+        lines[line] = lines[line].replace(b"0", b"1", 1)
+    ledger.path.write_bytes(b"".join(lines))
+    with pytest.raises(LedgerError):
+        Ledger.open(ledger.path, PLAN.fingerprint())
+    with pytest.raises(LedgerError):
+        Ledger.read(ledger.path)
+
+
+def test_a_complete_but_wrong_last_line_is_an_error(ledger):
+    ledger.begin_attempt(ONE)
+    ledger.record(0, release(0))
+    ledger.close()
+    raw = ledger.path.read_bytes()
+    ledger.path.write_bytes(raw.replace(b'"step":0', b'"step":1'))
+    with pytest.raises(LedgerError, match="corrupt"):
+        Ledger.read(ledger.path)
+
+
+def test_another_plan_is_refused(ledger):
+    ledger.close()
+    with pytest.raises(LedgerError, match="belongs to plan"):
+        Ledger.open(ledger.path, "ff" * 32)
+    other = PrivacyPlan.dp_sgd(
+        records=1000, batch_size=50, noise_multiplier=9.0, steps=40, delta=1e-4
+    )
+    with pytest.raises(LedgerError):
+        Ledger.read(ledger.path).guarantee(other)
+
+
+def test_two_writers_are_refused(ledger, monkeypatch):
+    monkeypatch.setattr("dpdist.privacy.journal._LOCK_SECONDS", 0.2)
+    with pytest.raises(LedgerError, match="another process"):
+        Ledger.open(ledger.path, PLAN.fingerprint())
+    assert Ledger.read(ledger.path).plan_fingerprint == PLAN.fingerprint()
+
+
+def test_readers_cannot_write(ledger):
+    ledger.begin_attempt(ONE)
+    reader = Ledger.read(ledger.path)
+    with pytest.raises(LedgerError):
+        reader.record(0, release(0))
+
+
+def test_a_failed_write_is_no_release(ledger, monkeypatch):
+    ledger.begin_attempt(ONE)
+    raw = ledger.path.read_bytes()
+
+    def full(fd):
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(LedgerError, match="disk full"):
+            ledger.record(0, release(0))
+    assert ledger.path.read_bytes() == raw
+    with pytest.raises(LedgerError):
+        ledger.record(0, release(0))
+
+
+def test_malformed_arguments(ledger):
+    with pytest.raises(LedgerError):
+        ledger.record(0, release(0))
+    with pytest.raises(LedgerError):
+        ledger.new_epoch("too early")
+    ledger.begin_attempt(ONE)
+    for step in (-1, 1.0, True):
+        with pytest.raises(ValueError):
+            ledger.record(step, release(0))
+    for bad in ("", "ab", "zz" * 32):
+        with pytest.raises(ValueError):
+            ledger.record(0, bad)
+
+
+def test_step_outside_the_plan_cannot_be_accounted(ledger):
+    ledger.begin_attempt(ONE)
+    ledger.record(40, release(40))
+    with pytest.raises(ValueError, match="steps 0 to 39"):
+        ledger.guarantee(PLAN)
+
+
+def test_file_is_private(ledger):
+    assert stat.S_IMODE(ledger.path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(ledger.path.parent.stat().st_mode) == 0o700
+
+
+def test_ten_thousand_records_load_quickly(ledger, monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+    ledger.begin_attempt(ONE)
+    for step in range(10_000):
+        ledger.record(step, release(step))
+    started = time.perf_counter()
+    again = reopen(ledger)
+    assert time.perf_counter() - started < 2
+    assert len(again.releases) == 10_000
+    assert json.loads(ledger.path.read_text().splitlines()[-1])["record"]["step"] == 9999

@@ -1,0 +1,233 @@
+"""Every mechanism against known values, arbitrary precision, integration and sampling."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from scipy import integrate, stats
+
+from dpdist.privacy import mechanisms as m
+
+# Delta 1, delta 1e-5: epsilon, analytic, extended, classical formula
+TABLE = [
+    (0.1, 30.7496, 47.6174, 48.4481),
+    (0.5, 7.0318, 9.6066, 9.6896),
+    (1.0, 3.7306, 4.8542, 4.8448),
+    (2.0, 1.9938, 2.4766, 2.4224),
+    (4.0, 1.0812, 1.2851, 1.2112),
+    (8.0, 0.6002, 0.6851, 0.6056),
+    (10.0, 0.4999, 0.5638, 0.4845),
+]
+
+
+@pytest.mark.parametrize(("epsilon", "analytic", "extended", "classical"), TABLE)
+def test_table_of_scales(epsilon, analytic, extended, classical):
+    assert m.analytic_gaussian_scale(epsilon, 1e-5) == pytest.approx(analytic, abs=6e-5)
+    assert m.extended_gaussian_scale(epsilon, 1e-5) == pytest.approx(extended, abs=6e-5)
+    assert m.classical_gaussian_formula(epsilon, 1e-5) == pytest.approx(classical, abs=6e-5)
+
+
+def test_classical_formula_breaks_and_is_refused_above_one():
+    assert m.gaussian_delta(8.0, m.classical_gaussian_formula(8.0, 1e-5)) == pytest.approx(
+        8.0e-6, rel=0.01
+    )
+    broken = m.gaussian_delta(10.0, m.classical_gaussian_formula(10.0, 1e-5))
+    assert broken == pytest.approx(2.3e-5, rel=0.02)
+    with pytest.raises(ValueError, match="epsilon <= 1"):
+        m.classical_gaussian_scale([0.5, 1.01], 1e-5)
+    with pytest.raises(ValueError):
+        m.classical_gaussian_epsilon(1e-5, 4.0)
+    assert m.classical_gaussian_epsilon(1e-5, 4.84481) == pytest.approx(1.0, abs=1e-5)
+
+
+def high_precision_delta(epsilon: float, sigma: float) -> float:
+    mpmath = pytest.importorskip("mpmath")
+    with mpmath.workdps(60):
+        e, s = mpmath.mpf(epsilon), mpmath.mpf(sigma)
+        first = mpmath.ncdf(1 / (2 * s) - e * s)
+        return float(first - mpmath.exp(e) * mpmath.ncdf(-1 / (2 * s) - e * s))
+
+
+@pytest.mark.parametrize("epsilon", [1e-3, 0.03, 1.0, 30.0, 1e3])
+@pytest.mark.parametrize("delta", [1e-12, 1e-8, 1e-3, 0.4])
+def test_exact_scale_in_high_precision(epsilon, delta):
+    sigma = float(m.analytic_gaussian_scale(epsilon, delta))
+    exact = high_precision_delta(epsilon, sigma)
+    assert exact <= delta * (1 + 1e-7)
+    assert exact == pytest.approx(delta, rel=1e-6)
+    assert high_precision_delta(epsilon, sigma * 0.999) > delta  # less noise would not do
+    assert m.gaussian_epsilon(delta, sigma) == pytest.approx(epsilon, rel=1e-7)
+
+
+def test_profile_by_integrating_densities():
+    for epsilon, sigma in [(0.5, 1.0), (1.0, 3.0), (4.0, 0.4), (0.0, 2.0)]:
+        low, high = stats.norm(0, sigma), stats.norm(1, sigma)
+        value, _ = integrate.quad(
+            lambda x, e=epsilon, a=low, b=high: max(0.0, b.pdf(x) - math.exp(e) * a.pdf(x)),
+            -30,
+            30,
+            points=[0.5 + epsilon * sigma**2],
+            limit=500,
+        )
+        assert m.gaussian_delta(epsilon, sigma) == pytest.approx(value, rel=1e-6)
+
+
+def test_profile_by_sampling_the_privacy_loss():
+    """delta = E[(1 - e^(epsilon - loss))+]; 5 standard errors fail once in 1.7e6 correct runs."""
+    rng = np.random.default_rng(7)
+    sigma, epsilon = 1.3, 0.8
+    loss = (rng.normal(1, sigma, 400_000) - 0.5) / sigma**2
+    gain = np.maximum(0.0, -np.expm1(epsilon - loss))
+    error = gain.std() / math.sqrt(gain.size)
+    assert abs(gain.mean() - m.gaussian_delta(epsilon, sigma)) < 5 * error
+    assert abs(gain.mean() - m.gaussian_delta(epsilon, 1.05 * sigma)) > 5 * error
+
+
+def test_extended_gaussian_is_sound_over_the_whole_box():
+    epsilon = np.geomspace(0.01, 50, 200)[:, None]
+    delta = np.geomspace(1e-10, 0.4, 200)[None, :]
+    true = m.gaussian_delta(epsilon, m.extended_gaussian_scale(epsilon, delta))
+    assert np.all(true <= delta)
+    extended = m.extended_gaussian_scale(epsilon, delta)
+    assert np.all(extended > m.analytic_gaussian_scale(epsilon, delta))
+    # and loose: the true delta is this many times smaller than 1e-5
+    slack = 1e-5 / m.gaussian_delta(epsilon, m.extended_gaussian_scale(epsilon, 1e-5))
+    assert slack.min() > 15
+    assert slack[epsilon <= 10].min() > 38
+
+
+def test_extended_is_below_classical_only_up_to_point_nine():
+    at = np.array([0.906, 0.908])
+    below = m.extended_gaussian_scale(at, 1e-5) < m.classical_gaussian_formula(at, 1e-5)
+    assert below.tolist() == [True, False]
+
+
+def test_extended_inverse_and_large_delta():
+    for epsilon, delta in [(0.3, 1e-6), (5.0, 0.3), (1.0, 0.6)]:
+        scale = m.extended_gaussian_scale(epsilon, delta, 2.0)
+        assert m.extended_gaussian_epsilon(delta, scale, 2.0) == pytest.approx(epsilon)
+        assert m.gaussian_delta(epsilon, scale, 2.0) <= delta
+
+
+def test_sensitivity_scales_noise():
+    assert m.analytic_gaussian_scale(1.0, 1e-5, 3.0) == pytest.approx(3 * 3.7306, abs=2e-4)
+    assert m.gaussian_epsilon(1e-5, 6.0, 2.0) == pytest.approx(float(m.gaussian_epsilon(1e-5, 3.0)))
+
+
+def test_profile_handles_extremes():
+    assert m.gaussian_delta(0.0, 1e-3) == pytest.approx(1.0)
+    assert m.gaussian_delta(1e3, 1e6) == 0.0
+    assert m.gaussian_epsilon(0.9, 1.0) == 0.0
+    grid = m.gaussian_epsilon(np.array([1e-12, 1e-5])[:, None], np.geomspace(0.02, 1e4, 9))
+    assert grid.shape == (2, 9)
+    assert np.all(np.diff(grid, axis=1) < 0)
+
+
+def test_heterogeneous_noise_is_the_exact_gaussian_after_whitening():
+    r = m.redistribution([4.0, 1.0, 0.0, 3.0])
+    assert r.sum() == pytest.approx(1) and r.min() > 0
+    change = np.array([0.5, -0.2, 0.1, 1.0])
+    weighted = m.weighted_sensitivity(np.abs(change), r)
+    std = m.heterogeneous_std(1.0, 1e-5, weighted, r, m.analytic_gaussian_scale)
+    distance = np.linalg.norm(change / std)  # what an observer of all outputs can tell apart
+    assert m.gaussian_delta(1.0, 1.0, distance) == pytest.approx(1e-5, rel=1e-6)
+    loose = m.heterogeneous_std(1.0, 1e-5, weighted, r)
+    assert np.all(loose > std)
+    assert m.gaussian_delta(1.0, 1.0, np.linalg.norm(change / (0.7 * loose))) > 1e-5
+
+
+def test_uniform_redistribution_is_the_extended_gaussian():
+    r = np.full(5, 0.2)
+    bounds = np.full(5, 1 / math.sqrt(5))
+    assert m.weighted_sensitivity(bounds, r) == pytest.approx(1.0)
+    std = m.heterogeneous_std(1.0, 1e-5, 1.0, r)
+    assert std == pytest.approx(np.full(5, 4.8542), abs=1e-4)
+    assert m.weighted_l2_sensitivity(1.0, r) == pytest.approx(1.0)
+    skew = m.redistribution([9.0, 1.0])
+    for change in ([1.0, 0.0], [0.0, 1.0], [0.6, 0.8]):
+        assert m.weighted_sensitivity(change, skew) <= m.weighted_l2_sensitivity(1.0, skew) + 1e-12
+
+
+@pytest.mark.parametrize("r", [[0.5, 0.5, 0.0], [0.5, 0.6, 0.1], [0.5, 0.5]])
+def test_bad_redistribution_vectors(r):
+    with pytest.raises(ValueError):
+        m.weighted_sensitivity([1.0, 1.0, 1.0], r)
+
+
+def test_multivariate_noise_is_as_good_as_its_weakest_direction():
+    rng = np.random.default_rng(3)
+    root = rng.normal(size=(4, 4))
+    covariance = root @ root.T + 0.1 * np.eye(4)
+    values, vectors = np.linalg.eigh(covariance)
+    assert m.minimum_eigenvalue(covariance) == pytest.approx(values[0])
+    assert m.mahalanobis_sensitivity(vectors[:, 0], covariance) == pytest.approx(values[0] ** -0.5)
+    worst = m.multivariate_gaussian_epsilon(1e-5, covariance)
+    assert worst == pytest.approx(float(m.gaussian_epsilon(1e-5, math.sqrt(values[0]))))
+    random = rng.normal(size=(50, 4))
+    random /= np.linalg.norm(random, axis=1, keepdims=True)
+    assert m.mahalanobis_sensitivity(random, covariance) <= values[0] ** -0.5 + 1e-12
+
+
+def test_rank_deficient_noise_protects_nothing():
+    thin = np.random.default_rng(0).normal(size=(10, 3))
+    assert m.minimum_eigenvalue(thin @ thin.T) == 0.0
+    assert m.multivariate_gaussian_epsilon(1e-5, thin @ thin.T) == math.inf
+    assert m.mahalanobis_sensitivity(np.eye(10), thin @ thin.T) == math.inf
+
+
+def test_mixed_noise():
+    assert m.mixed_gaussian_added_std(0.5, 2.0, 0.01, 1.0) == 2.0
+    added = m.mixed_gaussian_added_std(0.5, 2.0, 1.0, 1.0)
+    assert m.mixed_gaussian_std(added, 1.0, 1.0) == pytest.approx(2.0)
+    assert m.mixed_gaussian_added_std(0.5, 2.0, 9.0, 1.0) == 0.0
+    # The published factor T takes credit for noise that is not there.
+    credited = m.mixed_gaussian_added_std(0.5, 2.0, 0.01, 1.0, steps=400)
+    assert m.mixed_gaussian_std(credited, 0.01, 1.0) < 0.2
+
+
+def test_laplace_profile_by_integration():
+    for epsilon, b in [(0.2, 1.0), (0.0, 2.0), (1.5, 0.5)]:
+        value, _ = integrate.quad(
+            lambda x, e=epsilon, s=b: max(
+                0.0, stats.laplace.pdf(x, 1, s) - math.exp(e) * stats.laplace.pdf(x, 0, s)
+            ),
+            -40,
+            60,
+            points=[0, 0.5, 1],
+            limit=500,
+        )
+        assert m.laplace_delta(epsilon, b) == pytest.approx(value, abs=1e-6)
+        assert m.laplace_epsilon(m.laplace_delta(epsilon, b), b) == pytest.approx(epsilon, abs=1e-9)
+    assert m.laplace_scale(0.5, 3.0) == 6.0
+    assert m.laplace_epsilon(0.0, 6.0, 3.0) == 0.5
+
+
+def test_functional_mechanism_and_dpal_constants():
+    assert m.functional_mechanism_scale(0.1, 3.0) == pytest.approx(60.0)
+    assert m.dpal_encoder_sensitivity(25, 14**2) == 4950
+    assert 3 * m.dpal_encoder_sensitivity(16, 14**2) == 9504
+    assert m.dpal_output_sensitivity(256) == 512
+
+
+def test_confident_gnmax():
+    rdp = m.confident_gnmax_rdp([2.0, 8.0], 4000, 1323, 200.0, 40.0)
+    assert rdp == pytest.approx([2 * (0.05 + 1323 / 1600), 8 * (0.05 + 1323 / 1600)])
+    exact = m.confident_gnmax_epsilon(1e-5, 4000, 1323, 200.0, 40.0)
+    orders = np.arange(1.05, 60, 0.01)
+    by_rdp = np.min(
+        m.confident_gnmax_rdp(orders, 4000, 1323, 200.0, 40.0)
+        + np.log1p(-1 / orders)
+        - np.log(1e-5 * orders) / (orders - 1)
+    )
+    assert exact <= by_rdp <= 1.1 * exact
+    with pytest.raises(ValueError):
+        m.confident_gnmax_epsilon(1e-5, 10, 11, 1.0, 1.0)
+
+
+@pytest.mark.parametrize("bad", [(0.0, 1e-5), (-1.0, 1e-5), (1.0, 0.0), (1.0, 1.0)])
+def test_bad_parameters(bad):
+    for scale in (m.analytic_gaussian_scale, m.extended_gaussian_scale, m.classical_gaussian_scale):
+        with pytest.raises(ValueError):
+            scale(*bad)

@@ -1,0 +1,193 @@
+"""The privacy plan against published figures and exact profiles."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+
+import pytest
+
+from dpdist.privacy.plan import (
+    GaussianSteps,
+    LaplaceReleases,
+    ParallelParts,
+    PrivacyPlan,
+    RepeatAndSelect,
+    sequence_alternatives,
+)
+
+MNIST = {
+    "records": 60_000,
+    "batch_size": 256,
+    "noise_multiplier": 1.1,
+    "steps": 3516,
+    "delta": 1e-5,
+}
+
+
+def test_mnist_cnn_setting_gives_the_known_epsilon():
+    plan = PrivacyPlan.dp_sgd(**MNIST)
+    guarantee = plan.guarantee()
+    assert guarantee.epsilon == pytest.approx(1.134, abs=5e-4)
+    assert guarantee.source.startswith("PLD (grid 0.0001")
+    assert guarantee.kind == "proved"
+    assert guarantee.neighbours == "add-or-remove-one"
+
+
+def test_a_wrong_noise_or_rate_changes_the_guarantee():
+    right = PrivacyPlan.dp_sgd(**MNIST).guarantee().epsilon
+    for change in ({"noise_multiplier": 1.05}, {"batch_size": 270}, {"steps": 3800}):
+        assert PrivacyPlan.dp_sgd(**{**MNIST, **change}).guarantee().epsilon > right + 0.02
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"), [(math.inf, 2.807), (1.0, 2.662), (0.5, 2.464), (0.0, 2.241)]
+)
+def test_repeat_and_select_with_mean_ten(shape, expected):
+    steps = PrivacyPlan.dp_sgd(**MNIST).phases
+    guarantee = PrivacyPlan(60_000, (RepeatAndSelect(steps, 10, shape),), 1e-5).guarantee()
+    assert guarantee.epsilon == pytest.approx(expected, abs=1e-3)
+    assert guarantee.source.startswith("RDP")
+
+
+def test_fixed_number_of_runs_is_plain_composition():
+    one = GaussianSteps(4680, 1.23, 512 / 60_000)
+    assert PrivacyPlan(60_000, (one,) * 3, 1e-5).guarantee().epsilon == pytest.approx(
+        4.34, abs=0.01
+    )
+
+
+def test_truncated_sampling():
+    setting = {
+        "records": 60_000,
+        "batch_size": 512,
+        "noise_multiplier": 1.0,
+        "steps": 4687,
+        "delta": 1e-5,
+    }
+    free = PrivacyPlan.dp_sgd(**setting).guarantee().epsilon
+    loose = PrivacyPlan.dp_sgd(**setting, batch_cap=640).guarantee().epsilon
+    tight = PrivacyPlan.dp_sgd(**setting, batch_cap=600).guarantee().epsilon
+    assert free == pytest.approx(3.3906, abs=2e-3)
+    assert loose == pytest.approx(3.3907, abs=2e-3)
+    assert tight == pytest.approx(3.49, abs=0.01)
+    assert free <= loose < tight
+
+
+def test_prefix_and_curve_agree_and_rise():
+    plan = PrivacyPlan.dp_sgd(**MNIST)
+    curve = plan.epsilon_curve(10)
+    assert len(curve) == 10
+    assert curve[-1] == (3516, plan.guarantee().epsilon)
+    assert all(a[1] <= b[1] for a, b in itertools.pairwise(curve))
+    step, value = curve[4]
+    exact = plan.guarantee(steps=step).epsilon
+    assert exact <= value <= 1.01 * exact
+    assert plan.guarantee(steps=0).epsilon == 0
+
+
+def test_steps_follow_their_phases():
+    phases = (GaussianSteps(3, 2.0, 0.1), LaplaceReleases(4.0), GaussianSteps(2, 1.0, 1.0, 200))
+    plan = PrivacyPlan(100, phases, 1e-4, clip_norm=0.5)
+    assert plan.steps == 5
+    assert [plan.step(t).noise_multiplier for t in range(5)] == [2, 2, 2, 1, 1]
+    assert plan.step(0).expected_batch == 10
+    assert plan.step(4).expected_batch == 100
+    assert plan.step(4).batch_cap == 200
+    assert plan.step(0).clip_norm == 0.5
+    for outside in (-1, 5):
+        with pytest.raises(ValueError, match="steps 0 to 4"):
+            plan.step(outside)
+
+
+def test_laplace_parts_are_charged_before_the_first_step():
+    phases = (GaussianSteps(3, 2.0, 0.1), LaplaceReleases(4.0))
+    plan = PrivacyPlan(100, phases, 1e-6)
+    assert plan.guarantee(steps=0).epsilon == pytest.approx(0.25, abs=1e-3)
+
+
+def test_parallel_parts_cost_their_worst_part_only():
+    cheap, dear = GaussianSteps(10, 4.0, 0.1), GaussianSteps(10, 2.0, 0.1)
+    tail = LaplaceReleases(5.0)
+    parallel = PrivacyPlan(1000, (ParallelParts(((cheap,), (dear,))), tail), 1e-5)
+    alone = PrivacyPlan(1000, (dear, tail), 1e-5)
+    both = PrivacyPlan(1000, (cheap, dear, tail), 1e-5)
+    assert parallel.guarantee().epsilon == alone.guarantee().epsilon
+    assert parallel.guarantee().epsilon < both.guarantee().epsilon
+    assert parallel.event() == alone.event()
+
+
+def test_round_trip_and_fingerprint():
+    phases = (
+        GaussianSteps(7, 1.1, 256 / 60_000, 300),
+        ParallelParts(((LaplaceReleases(3.0, 2),), (GaussianSteps(1, 2.0, 1.0),))),
+        RepeatAndSelect((GaussianSteps(2, 1.0, 0.5),), 3.5, math.inf),
+    )
+    plan = PrivacyPlan(60_000, phases, 1e-5, 0.7)
+    again = PrivacyPlan.from_dict(json.loads(json.dumps(plan.to_dict())))
+    assert again == plan
+    assert again.fingerprint() == plan.fingerprint()
+    assert len(bytes.fromhex(plan.fingerprint())) == 32
+    assert PrivacyPlan(60_000, phases, 1e-5, 0.71).fingerprint() != plan.fingerprint()
+
+
+def test_fingerprint_is_stable_across_versions():
+    """A changed fingerprint would orphan every ledger on disk."""
+    plan = PrivacyPlan.dp_sgd(**MNIST)
+    assert plan.fingerprint().startswith("ef0bfccb860baa8a")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"records": 0},
+        {"batch_size": 60_001},
+        {"noise_multiplier": -1.0},
+        {"noise_multiplier": math.nan},
+        {"steps": 0},
+        {"steps": 2.5},
+        {"delta": 0.0},
+        {"delta": 1.0},
+        {"clip_norm": 0.0},
+        {"neighbours": "substitute"},
+        {"batch_cap": 0},
+    ],
+)
+def test_bad_values_are_refused(change):
+    with pytest.raises(ValueError):
+        PrivacyPlan.dp_sgd(**{**MNIST, **change})
+
+
+def test_no_noise_is_no_privacy():
+    assert PrivacyPlan.dp_sgd(**{**MNIST, "noise_multiplier": 0.0}).guarantee().epsilon == math.inf
+
+
+def test_capped_batches_cover_an_added_and_a_removed_record():
+    step = GaussianSteps(30, 0.8, 0.1, 12)
+    worst = PrivacyPlan(100, (step,), 1e-4).guarantee().epsilon
+    for records in (100, 101):
+        removed = PrivacyPlan(records, (step,), 1e-4)
+        event = sequence_alternatives((step,), records)
+        assert removed.guarantee_of(event).epsilon <= worst
+    assert len(PrivacyPlan(100, (step,), 1e-4).alternatives((step,))) == 2
+    replaced = PrivacyPlan(100, (step,), 1e-4, neighbours="replace-one")
+    assert len(replaced.alternatives((step,))) == 1
+
+
+def test_assumptions_name_what_was_used():
+    phases = (RepeatAndSelect((GaussianSteps(2, 1.0, 0.5),), 3, 1.0), LaplaceReleases(1.0))
+    text = " / ".join(PrivacyPlan(100, phases, 1e-5).assumptions)
+    for part in ("Poisson", "L1 norm", "stay secret", "L2 norm"):
+        assert part in text
+
+
+def test_full_batches_cannot_be_capped():
+    with pytest.raises(ValueError, match="cannot be capped"):
+        PrivacyPlan(100, (GaussianSteps(1, 1.0, 1.0, 50),), 1e-5).guarantee()
+
+
+def test_parallel_parts_under_replace_one_are_refused():
+    parts = ParallelParts(((LaplaceReleases(1.0),), (LaplaceReleases(2.0),)))
+    with pytest.raises(ValueError, match="parallel parts"):
+        PrivacyPlan(10, (parts,), 1e-5, neighbours="replace-one")

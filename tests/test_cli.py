@@ -1,0 +1,316 @@
+"""The command line without Ray: help, calculators, and the one line of every bad input."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from dpdist.cli import main
+
+COMMANDS = [
+    "run", "train", "certify", "predict", "report", "release", "landscape", "account", "budget",
+    "radius", "recipes", "data",
+]  # fmt: skip
+
+
+@dataclass
+class Done:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def dpdist(monkeypatch, capsys):
+    """Run the command's main() in this process, in another working directory."""
+
+    def run(*arguments: object, cwd: Path | None = None, **environment: str) -> Done:
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "argv", ["dpdist", *map(str, arguments)])
+            patch.setattr(sys, "path", list(sys.path))
+            if cwd is not None:
+                patch.chdir(cwd)
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            capsys.readouterr()
+            code = 0
+            try:
+                main()
+            except SystemExit as stop:
+                code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+            captured = capsys.readouterr()
+        return Done(code, captured.out, captured.err)
+
+    return run
+
+
+def recipe(tmp_path: Path, **sections) -> Path:
+    raw = {
+        "name": "small",
+        "data": {"name": "digits"},
+        "model": "linear",
+        "privacy": {"noise_multiplier": 1.0, "delta": 1e-4},
+        "training": {"batch_size": 50, "steps": 5, "learning_rate": 0.1},
+    }
+    for section, values in sections.items():
+        raw[section] = {**raw.get(section, {}), **values} if isinstance(values, dict) else values
+    path = tmp_path / "r.yaml"
+    path.write_text(yaml.safe_dump(raw))
+    return path
+
+
+def refused(done) -> str:
+    """The one line of a user's mistake: exit code 2, no traceback, nothing on standard output."""
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1, done.stderr
+    return lines[0]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(dpdist, command):
+    done = dpdist(command, "--help")
+    assert done.returncode == 0
+    assert "Usage" in done.stdout and len(done.stdout) > 200
+
+
+def test_version_and_bare_call(dpdist):
+    assert dpdist("--version").stdout.startswith("dpdist 0.")
+    assert "Commands" in dpdist().stdout + dpdist().stderr
+
+
+def test_calculators_answer_in_json(dpdist):
+    done = dpdist(
+        "account", "epsilon", "--records", "60000", "--batch-size", "256",
+        "--noise-multiplier", "1.1", "--steps", "3516", "--delta", "1e-5", "--json",
+    )  # fmt: skip
+    answer = json.loads(done.stdout)
+    assert answer["epsilon"] == pytest.approx(1.134, abs=2e-3)
+    assert {"delta", "accountant", "neighbours", "noise_multiplier", "sample_rate", "steps"} <= set(
+        answer
+    )
+    done = dpdist(
+        "radius", "--hits", "99000", "--draws", "100000", "--alpha", "0.001", "--sigma", "0.5",
+        "--json",
+    )  # fmt: skip
+    answer = json.loads(done.stdout)
+    assert answer["radius"] == pytest.approx(1.145, abs=1e-4) and not answer["abstain"]
+
+
+def test_calculators_import_neither_torch_nor_ray():
+    code = (
+        "import sys; sys.argv = ['dpdist', 'account', 'epsilon', '--records', '1000', "
+        "'--batch-size', '10', '--noise-multiplier', '1', '--steps', '5', '--delta', '1e-5']\n"
+        "from dpdist.cli import main\n"
+        "try: main()\nexcept SystemExit: pass\n"
+        "print({'torch', 'ray'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip().endswith("set()"), done.stdout + done.stderr
+
+
+def test_recipes_are_listed_and_shown_complete(dpdist):
+    listed = dpdist("recipes").stdout
+    assert "digits" in listed and "mnist-dpsgd" in listed
+    shown = yaml.safe_load(dpdist("recipes", "show", "digits").stdout)
+    assert shown["training"]["reproducible"] is False
+
+
+def test_the_readme_is_true(dpdist, tmp_path):
+    """Its recipe is valid, its commands exist, its links lead somewhere."""
+    import re
+
+    from dpdist.recipe import load
+
+    root = Path(__file__).resolve().parent.parent
+    page = (root / "README.md").read_text()
+    (tmp_path / "my.yaml").write_text(re.search(r"```yaml\n(.*?)```", page, re.S).group(1))
+    assert load(tmp_path / "my.yaml").name == "my"
+    commands = set(re.findall(r"^dpdist (\w+)", page, re.M))
+    assert len(commands) >= 5
+    for command in commands:
+        assert dpdist(command, "--help").returncode == 0
+    for target in re.findall(r"\]\(([^)#]+)", page):
+        assert (root / target).exists(), target
+
+
+def test_every_shipped_recipe_is_valid():
+    from dpdist.recipe import RECIPES, load
+
+    paths = sorted(RECIPES.glob("*.yaml"))
+    assert len(paths) >= 2
+    for path in paths:
+        assert load(path).name == path.stem
+
+
+def test_dry_run_prints_the_plan_and_writes_nothing(dpdist, tmp_path):
+    done = dpdist("run", recipe(tmp_path), "--dry-run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for word in ("guarantee", "steps", "workers", "memory", "training time"):
+        assert word in done.stdout
+    assert {p.name for p in tmp_path.iterdir()} == {"r.yaml"}
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"colour": "blue"}, "colour: unknown key"),
+        ({"training": {"stepz": 3}}, "training.stepz: unknown key"),
+        ({"privacy": {"noise_multiplier": None, "epsilon": 0}}, "privacy.epsilon: must be > 0"),
+        ({"privacy": {"noise_multiplier": None, "epsilon": -1.5}}, "must be > 0, got -1.5"),
+        ({"privacy": {"delta": 1.0}}, "privacy.delta: must be < 1, got 1.0"),
+        ({"privacy": {"delta": 0.01}}, "privacy.delta: must be < 1/N = 6.9e-04, got 0.01"),
+        ({"training": {"batch_size": 5000}}, "training.batch_size: must be <= the 1439"),
+        ({"training": {"steps": 0}}, "training.steps: must be >= 1, got 0"),
+        ({"privacy": {"epsilon": 1}}, "give exactly one of epsilon and noise_multiplier"),
+        ({"method": "magic"}, "method.name: must be one of"),
+        ({"model": "nothing"}, "unknown 'nothing'"),
+        ({"data": {"name": "mnist"}}, "not built in"),
+        ({"data": {"name": "mnist", "root": "/nowhere"}}, "data root /nowhere: no such folder"),
+        ({"data": {"classes": 3}}, "data.classes: digits has 10, got 3"),
+        ({"name": "../escape"}, "name: must be letters"),
+        ({"training": {"learning_rate": float("inf")}}, "learning_rate: must be finite, got inf"),
+        (
+            {"training": {"batch_size": 1439}, "privacy": {"batch_cap": 1439}},
+            "privacy.batch_cap: must be left out when every step takes all records",
+        ),
+        ({"certify": {"sigma": 0.5, "mode": "target"}}, "r.yaml: certify.radii: must be given"),
+    ],
+)
+def test_bad_recipes(dpdist, tmp_path, sections, message):
+    done = dpdist("train", recipe(tmp_path, **sections), cwd=tmp_path)
+    line = refused(done)
+    assert message in line
+    assert not list(tmp_path.glob("runs/*/private/*key"))
+
+
+def test_paths_of_a_recipe_do_not_depend_on_the_directory(tmp_path, monkeypatch):
+    from dpdist.pipeline import resolve
+
+    path = recipe(
+        tmp_path,
+        data={"name": "mine", "root": "data"},
+        privacy={"budget": "~/budget"},
+    )
+    monkeypatch.chdir(tmp_path)
+    found = resolve(path)
+    assert found.data.root == tmp_path / "data"
+    assert found.privacy.budget == Path.home() / "budget"
+
+
+def test_several_mistakes_are_all_named(dpdist, tmp_path):
+    path = recipe(tmp_path, training={"stepz": 1, "learning_rate": -1})
+    done = dpdist("train", path, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "stepz" in done.stderr and "learning_rate: must be > 0" in done.stderr
+
+
+def test_the_complaint_begins_with_the_file(dpdist, tmp_path):
+    path = recipe(tmp_path, privacy={"delta": 2})
+    assert f"{path}: privacy.delta:" in refused(dpdist("train", path, cwd=tmp_path))
+
+
+def test_unreadable_recipes(dpdist, tmp_path):
+    (tmp_path / "broken.yaml").write_text("a: [1, 2")
+    assert "cannot be read as YAML" in refused(dpdist("train", tmp_path / "broken.yaml"))
+    (tmp_path / "list.yaml").write_text("- 1")
+    assert "is a mapping" in refused(dpdist("train", tmp_path / "list.yaml"))
+    assert "no such recipe" in refused(dpdist("train", "nothing-like-it"))
+
+
+def test_batchnorm_is_refused_with_advice(dpdist, tmp_path):
+    (tmp_path / "mixing.py").write_text(
+        "from torch import nn\n"
+        "def net(input_shape, classes):\n"
+        "    return nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, classes))\n"
+    )
+    path = recipe(tmp_path, model="mixing:net")
+    line = refused(dpdist("train", path, cwd=tmp_path))  # imported from the directory
+    assert "BatchNorm" in line and "GroupNorm" in line
+
+
+def test_wrong_columns_and_labels(dpdist, tmp_path):
+    folder = tmp_path / "data" / "mine"
+    folder.mkdir(parents=True)
+    pq.write_table(pa.table({"x": [1.0, 2.0], "label": [0, 1]}), folder / "train.parquet")
+    path = recipe(tmp_path, data={"name": "mine", "root": str(tmp_path / "data")})
+    assert "no column 'image'; it has x, label" in refused(dpdist("train", path, cwd=tmp_path))
+    columns = {"features": ["x"]}
+    section = {"name": "mine", "root": str(tmp_path / "data"), "classes": 1, "columns": columns}
+    path = recipe(tmp_path, data=section)
+    assert "row 1: label 1 is outside 0..0" in refused(dpdist("train", path, cwd=tmp_path))
+
+
+def make_run(tmp_path: Path) -> Path:
+    """A run folder that was begun and never trained."""
+    from dpdist.recipe import load
+    from dpdist.runfolder import RunFolder
+
+    folder = RunFolder(tmp_path / "runs" / "small")
+    folder.begin(load(recipe(tmp_path)))
+    return folder.path
+
+
+def test_same_name_with_a_different_recipe(dpdist, tmp_path):
+    make_run(tmp_path)
+    path = recipe(tmp_path, privacy={"noise_multiplier": 2.0})
+    line = refused(dpdist("train", path, cwd=tmp_path))
+    assert "different recipe" in line and "privacy.noise_multiplier" in line
+
+
+def test_a_run_of_a_newer_version(dpdist, tmp_path):
+    folder = make_run(tmp_path)
+    (folder / "run.json").write_text('{"format": 99, "dpdist": "9.0"}')
+    line = refused(dpdist("train", recipe(tmp_path), cwd=tmp_path))
+    assert "newer dpdist (9.0, format 99" in line
+
+
+def test_files_that_cannot_be_used(dpdist, tmp_path):
+    """A file where the run folder should be; a damaged ledger; a ledger that is gone."""
+    (tmp_path / "runs").write_text("")
+    line = refused(dpdist("train", recipe(tmp_path), cwd=tmp_path))
+    assert "runs: File exists" in line or "runs/small: Not a directory" in line
+    (tmp_path / "runs").unlink()
+    folder = make_run(tmp_path)
+    plan = {"records": 1439, "phases": [], "delta": 1e-4, "clip_norm": 1.0}
+    (folder / "private" / "plan.json").write_text(json.dumps(plan))
+    (folder / "private" / "trained.json").write_text("{}")
+    line = refused(dpdist("report", "small", cwd=tmp_path))
+    assert "ledger.jsonl: No such file" in line
+    (folder / "private" / "ledger.jsonl").write_text('{"record": 1}\n')
+    line = refused(dpdist("report", "small", cwd=tmp_path))
+    assert "ledger.jsonl, line 1, is corrupt" in line
+
+
+def test_certify_report_and_release_need_a_finished_training(dpdist, tmp_path):
+    make_run(tmp_path)
+    for command in ("certify", "report", "release"):
+        line = refused(dpdist(command, "small", cwd=tmp_path))
+        assert "never finished training" in line
+    assert "no such run" in refused(dpdist("report", "other", cwd=tmp_path))
+
+
+def test_damaged_files_of_a_run_are_named(dpdist, tmp_path):
+    folder = make_run(tmp_path)
+    (folder / "private" / "plan.json").write_text("{")
+    line = refused(dpdist("train", recipe(tmp_path), cwd=tmp_path))
+    assert "private/plan.json: damaged" in line
+
+
+def test_no_cluster_at_ray_address(dpdist, tmp_path):
+    began = time.monotonic()
+    done = dpdist("train", recipe(tmp_path), cwd=tmp_path, RAY_ADDRESS="127.0.0.1:1")
+    assert "no Ray cluster at RAY_ADDRESS=127.0.0.1:1" in refused(done)
+    assert time.monotonic() - began < 60
+    done = dpdist("train", recipe(tmp_path), cwd=tmp_path, RAY_ADDRESS="nonsense")
+    assert "must be HOST:PORT" in refused(done)

@@ -1,0 +1,479 @@
+"""The training loop without Ray: workers are threads that meet in a barrier.
+
+The loop is the one Ray Train runs; only the all-reduce is replaced. Negative tests break it on
+purpose and must be caught.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dpdist.errors import UserError
+from dpdist.gradients.engine import ClippedSum, GradientEngine
+from dpdist.privacy.ledger import Ledger, LedgerError, ReplayConflict
+from dpdist.recipe import Recipe, parse
+from dpdist.runfolder import RunFolder
+from dpdist.training import checkpoint, loop
+from dpdist.training.job import prepare
+from dpdist.training.reducer import MissingRank, Reducer
+
+KEY = "5a" * 32
+
+
+@pytest.fixture(autouse=True)
+def _one_thread_each():
+    """The workers are threads already; torch's own would fight them for the cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class ThreadReducer(Reducer):
+    """Reducer whose workers are threads of this process."""
+
+    def __init__(self, rank: int, world_size: int, meeting: dict) -> None:
+        super().__init__(rank, world_size, torch.device("cpu"))
+        self.meeting = meeting
+
+    def _meet(self, value):
+        box, barrier = self.meeting["box"], self.meeting["barrier"]
+        box[self.rank] = value
+        barrier.wait()
+        values = [box[r] for r in sorted(box)]
+        barrier.wait()
+        return values
+
+    def all_sum(self, buffer):
+        buffer.copy_(torch.stack(self._meet(buffer.clone())).sum(0))
+
+    def same_everywhere(self, digest):
+        return len({int(d) for d in self._meet(digest)}) == 1
+
+    def from_first(self, value):
+        return self._meet(value)[0]
+
+    def gather(self, text):
+        return self._meet(text)
+
+
+def make(tmp: Path, name: str = "run", **overrides) -> tuple[Recipe, RunFolder]:
+    raw = {
+        "name": "x",
+        "data": {"name": "digits", "max_train": 400},
+        "model": {"name": "small-cnn", "options": {"width": 4}},
+        "privacy": {"noise_multiplier": 1.0, "delta": 1e-4, "run_key": KEY},
+        "training": {"batch_size": 40, "steps": 12, "learning_rate": 0.5, "momentum": 0.5},
+        "resources": {"checkpoint_seconds": 1e-6},
+    }
+    for key, value in overrides.items():
+        section, _, field = key.partition("__")
+        if field:
+            raw[section][field] = value
+        else:
+            raw[section] = value
+    recipe = parse(raw, "test")
+    return recipe, RunFolder(tmp / name)
+
+
+def train(recipe: Recipe, folder: RunFolder, world_size: int = 1) -> torch.Tensor:
+    """Train with `world_size` thread workers; returns the parameters as one vector."""
+    job = prepare(recipe, folder, "test")
+    meeting = {"box": {}, "barrier": threading.Barrier(world_size)}
+
+    def work(rank: int) -> None:
+        try:
+            loop.run(job, ThreadReducer(rank, world_size, meeting))
+        except BaseException:
+            meeting["barrier"].abort()
+            raise
+
+    with ThreadPoolExecutor(world_size) as pool:
+        futures = [pool.submit(work, rank) for rank in range(world_size)]
+        errors = [future.exception() for future in futures]
+    real = [e for e in errors if e and not isinstance(e, threading.BrokenBarrierError)]
+    if real:
+        raise real[0]
+    return parameters(folder)
+
+
+def parameters(folder: RunFolder) -> torch.Tensor:
+    tensors = load_file(folder.model / "model.safetensors")
+    return torch.cat([tensors[name].flatten() for name in sorted(tensors)])
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).norm() / a.norm())
+
+
+@pytest.mark.parametrize("method", ["dp-sgd", {"name": "input-noise", "sigma": 0.2, "draws": 2}])
+def test_any_number_of_workers_gives_the_same_parameters(tmp_path, method):
+    """100 steps under a fixed key; expected batch 4 over 4 workers, so many local batches are
+    empty."""
+    results = [
+        train(
+            *make(
+                tmp_path, f"w{workers}", method=method,
+                training__steps=100, training__batch_size=4, training__learning_rate=0.05,
+                resources__checkpoint_seconds=1e9,
+            ),
+            workers,
+        )
+        for workers in (1, 2, 4)
+    ]  # fmt: skip
+    assert relative(results[0], results[1]) < 1e-5
+    assert relative(results[0], results[2]) < 1e-5
+
+
+def test_reproducible_runs_are_bit_identical(tmp_path):
+    results = [
+        train(*make(tmp_path, f"w{workers}", training__reproducible=True), workers)
+        for workers in (1, 2, 3, 8)
+    ]
+    assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+def test_reproducible_refuses_more_workers_than_shards(tmp_path):
+    recipe, folder = make(tmp_path, training__reproducible=True, resources__workers=9)
+    with pytest.raises(UserError, match=r"resources\.workers: must be <= 8"):
+        prepare(recipe, folder, "test")
+    assert not folder.path.exists()
+
+
+def test_the_loop_executes_the_plan(tmp_path, monkeypatch):
+    """What was sampled, clipped, noised and divided is what the plan says, and the ledger holds
+    each step."""
+    seen = {"rates": [], "stds": []}
+    sample, noise = loop.poisson_sample, loop.add_noise
+    monkeypatch.setattr(
+        loop, "poisson_sample", lambda *a, **k: seen["rates"].append(a[3]) or sample(*a, **k)
+    )
+    monkeypatch.setattr(
+        loop,
+        "add_noise",
+        lambda total, key, std: seen["stds"].append(std) or noise(total, key, std),
+    )
+    recipe, folder = make(tmp_path, privacy__clip_norm=0.7, privacy__noise_multiplier=1.3)
+    train(recipe, folder)
+    assert seen["rates"] == [40 / 400] * 12
+    assert seen["stds"] == pytest.approx([1.3 * 0.7] * 12)
+    plan = prepare(recipe, folder, "test").plan
+    ledger = Ledger.read(folder.ledger)
+    assert ledger.releases == dict.fromkeys(range(12), 1)
+    assert ledger.guarantee(plan) == plan.guarantee()
+    batches = [json.loads(line)["examples"] for line in folder.metrics.read_text().splitlines()]
+    assert len(set(batches)) > 1, "Poisson batches vary"
+
+
+class Interrupt(Exception):
+    pass
+
+
+def interrupted(recipe, folder, monkeypatch, at: int, workers: int = 1) -> None:
+    """Train and die right after the ledger entry of step `at`: the worst moment."""
+    with monkeypatch.context() as patch:
+        real = loop.add_noise
+        state = {"calls": 0}
+
+        def dies(*args):
+            state["calls"] += 1
+            if state["calls"] == at + 1:
+                raise Interrupt
+            return real(*args)
+
+        patch.setattr(loop, "add_noise", dies)
+        with pytest.raises(Interrupt):
+            train(recipe, folder, workers)
+
+
+def test_exact_replay_after_a_crash_is_recorded_once(tmp_path, monkeypatch):
+    undisturbed = train(*make(tmp_path, "a"))
+    recipe, folder = make(tmp_path, "b", resources__checkpoint_seconds=1e9)
+    for at in (5, 7, 3):  # no checkpoint is ever reached: each restart replays from step 0
+        interrupted(recipe, folder, monkeypatch, at)
+    assert torch.equal(train(recipe, folder), undisturbed)
+    ledger = Ledger.read(folder.ledger)
+    assert ledger.releases == dict.fromkeys(range(12), 1)
+    assert ledger.superseded == 0
+
+
+def test_resume_from_a_checkpoint_equals_the_undisturbed_run(tmp_path, monkeypatch):
+    for name, extra in [("sgd", {}), ("adam", {"training__optimizer": "adam"})]:
+        extra = {**extra, "training__momentum": 0.0, "training__ema": 0.9}
+        undisturbed = train(*make(tmp_path, f"{name}-a", **extra))
+        recipe, folder = make(tmp_path, f"{name}-b", **extra)
+        interrupted(recipe, folder, monkeypatch, 8)
+        assert checkpoint.latest(folder.checkpoints).step > 0
+        assert torch.equal(train(recipe, folder), undisturbed)
+
+
+def test_another_number_of_workers_is_a_new_attempt_and_is_charged(tmp_path, monkeypatch):
+    recipe, folder = make(tmp_path, resources__checkpoint_seconds=1e9)
+    interrupted(recipe, folder, monkeypatch, 5)
+    train(recipe, folder, 2)
+    plan = prepare(recipe, folder, "test").plan
+    ledger = Ledger.read(folder.ledger)
+    assert ledger.superseded == 6
+    assert ledger.guarantee(plan).epsilon > plan.guarantee().epsilon
+    assert [attempt["epoch"] for attempt in ledger.attempts] == [0, 1]
+
+
+def test_fresh_noise_and_batches_in_a_new_attempt(tmp_path, monkeypatch):
+    keys = []
+    real = loop.add_noise
+    monkeypatch.setattr(
+        loop, "add_noise", lambda total, key, std: keys.append(key) or real(total, key, std)
+    )
+    recipe, folder = make(tmp_path, resources__checkpoint_seconds=1e9)
+    interrupted(recipe, folder, monkeypatch, 5)
+    train(recipe, folder, 2)
+    first, second = keys[:5], keys[5:]
+    assert not set(first) & set(second)
+    assert len(set(first)) == 5
+
+
+def test_same_noise_is_never_added_to_another_sum(tmp_path, monkeypatch):
+    """A replay whose sum differs in one bit is refused; the next start takes a new epoch."""
+    recipe, folder = make(tmp_path, resources__checkpoint_seconds=1e9)
+    interrupted(recipe, folder, monkeypatch, 5)
+    real = GradientEngine.clipped_sum
+
+    def off_by_one_bit(self, *args, **kwargs):
+        result = real(self, *args, **kwargs)
+        result.flat[0] = torch.nextafter(result.flat[0], torch.tensor(torch.inf))
+        return result
+
+    monkeypatch.setattr(GradientEngine, "clipped_sum", off_by_one_bit)
+    with pytest.raises(ReplayConflict):
+        train(recipe, folder)
+    assert Ledger.read(folder.ledger).epoch == 1
+    train(recipe, folder)
+    assert Ledger.read(folder.ledger).superseded == 6
+
+
+def test_a_missing_rank_never_updates_the_model(tmp_path):
+    """A worker that does not add its part to the sum is noticed before anything is released."""
+
+    class Silent(ThreadReducer):
+        def all_sum(self, buffer):
+            if self.rank == 1:
+                buffer = torch.zeros_like(buffer)
+            super().all_sum(buffer)
+
+    recipe, folder = make(tmp_path)
+    job = prepare(recipe, folder, "test")
+    meeting = {"box": {}, "barrier": threading.Barrier(2)}
+    with ThreadPoolExecutor(2) as pool:
+        futures = [pool.submit(loop.run, job, Silent(rank, 2, meeting)) for rank in range(2)]
+        errors = [future.exception() for future in futures]
+    assert any(isinstance(error, MissingRank) for error in errors)
+    assert Ledger.read(folder.ledger).releases == {}
+    assert not folder.trained.exists()
+
+
+def test_workers_that_drift_apart_are_noticed(tmp_path, monkeypatch):
+    real = loop.FlatOptimizer.update
+    threads = {}
+
+    def drifting(self, flat, gradient, step):
+        real(self, flat, gradient, step)
+        if threads.setdefault(threading.get_ident(), len(threads)) == 1:
+            flat[0] += 1e-3
+
+    monkeypatch.setattr(loop.FlatOptimizer, "update", drifting)
+    with pytest.raises(MissingRank, match="parameters differ"):
+        train(*make(tmp_path), 2)
+
+
+def test_fixed_key_gives_the_same_run_and_a_fresh_key_another(tmp_path):
+    first, second = train(*make(tmp_path, "a")), train(*make(tmp_path, "b"))
+    assert torch.equal(first, second)
+    assert not torch.equal(first, train(*make(tmp_path, "c", privacy__run_key=None)))
+
+
+def test_two_copies_of_a_run_never_share_noise(tmp_path, monkeypatch):
+    """A copied folder that goes on separately takes the same epoch: the label keeps them apart."""
+    keys: list[bytes] = []
+    real = loop.add_noise
+
+    def remember(total, key, std):
+        keys.append(key)
+        return real(total, key, std)
+
+    recipe, folder = make(tmp_path, privacy__run_key=None, resources__checkpoint_seconds=1e9)
+    interrupted(recipe, folder, monkeypatch, 5)
+    copy = RunFolder(tmp_path / "copy")
+    shutil.copytree(folder.path, copy.path)
+    monkeypatch.setattr(loop, "add_noise", remember)
+    train(recipe, folder, 2)
+    train(recipe, copy, 3)
+    first, second = set(keys[: 12 * 2]), set(keys[12 * 2 :])
+    assert len(first) == len(second) == 12
+    assert not first & second
+    epochs = [Ledger.read(f.ledger).attempts[-1]["epoch"] for f in (folder, copy)]
+    assert epochs == [1, 1]
+
+
+def test_a_budget_counts_superseded_attempts_and_survives_a_crash(tmp_path, monkeypatch):
+    """Charged before the run, settled after it, also when the driver died in between."""
+    from dpdist.privacy.budget import budgets_in
+    from dpdist.training.trainer import _charged
+
+    folder_of_budgets = str(tmp_path / "budgets")
+    extra = {"privacy__budget": folder_of_budgets, "resources__checkpoint_seconds": 1e9}
+    recipe, folder = make(tmp_path, **extra)
+    job = prepare(recipe, folder, "test")
+
+    def spent() -> tuple[str, int]:
+        (budget,) = budgets_in(folder_of_budgets)
+        (charge,) = budget.charges
+        return charge.status, sum(phase.steps for phase in charge.phases)
+
+    with pytest.raises(Interrupt), _charged(job):
+        assert spent() == ("reserved", 12)
+        raise Interrupt
+    interrupted(recipe, folder, monkeypatch, 5)
+    train(recipe, folder, 2)  # 6 releases are superseded; the driver dies before it settles
+    assert spent() == ("reserved", 12)
+    with _charged(job):
+        pass
+    assert spent() == ("settled", 18)
+    over, other = make(tmp_path, "other", **extra, privacy__budget_ceiling=0.1)
+    with pytest.raises(UserError, match="above its ceiling"), _charged(prepare(over, other, "t")):
+        raise AssertionError("must not start")
+
+
+def test_nothing_private_lies_outside_private(tmp_path):
+    recipe, folder = make(tmp_path)
+    train(recipe, folder)
+    assert {p.name for p in folder.path.iterdir()} == {"private", "recipe.yaml", "run.json"}
+    assert folder.private.stat().st_mode & 0o777 == 0o700
+    assert folder.run_key.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "dp-sgd",
+        {"name": "dplis", "draws": 3},
+        {"name": "input-noise", "sigma": 0.3, "draws": 3},
+    ],
+    ids=["dp-sgd", "dplis", "input-noise"],
+)
+@pytest.mark.parametrize("workers", [1, 3])
+def test_neighbour_replay(tmp_path, monkeypatch, method, workers):
+    """D and D' differ in one record; same keys, same state: every pre-noise sum differs by at most
+    C, and by exactly nothing when the record was not drawn."""
+    differences, drawn = _replay(tmp_path, monkeypatch, method, workers)
+    assert 1 <= sum(drawn) <= 11
+    for difference, took_part in zip(differences, drawn, strict=True):
+        assert difference <= 1.0 + 1e-6
+        if not took_part:
+            assert difference == 0.0
+
+
+def test_neighbour_replay_catches_a_clip_per_batch(tmp_path, monkeypatch):
+    """Clipping the batch's mean gradient instead of each record's moves the sum by more than C."""
+
+    def per_batch(self, inputs, targets, **_):
+        loss = torch.nn.functional.cross_entropy(self.model(inputs), targets)
+        gradient = torch.cat([g.flatten() for g in torch.autograd.grad(loss, self.parameters)])
+        gradient *= min(1.0, 1.0 / float(gradient.norm())) * len(inputs)
+        return ClippedSum(gradient.detach(), len(inputs), 0, 0.0)
+
+    monkeypatch.setattr(GradientEngine, "clipped_sum", per_batch)
+    differences, _ = _replay(tmp_path, monkeypatch, "dp-sgd", 1)
+    assert max(differences) > 1.01
+
+
+def _replay(tmp_path, monkeypatch, method, workers):
+    """The first pre-noise sum for 12 keys, on D and on D' (the special record never joins).
+
+    Returns the norms of the differences, and whether the record was drawn on D.
+    """
+    records, special = 60, 17
+    sums: dict[bool, list[np.ndarray]] = {True: [], False: []}
+    drawn = [False] * 12
+    sample = loop.poisson_sample
+    for present in (True, False):
+        for number in range(12):
+            recipe, folder = make(
+                tmp_path, f"{present}-{number}", method=method,
+                data={"name": "digits", "max_train": records},
+                training__steps=1, training__batch_size=20,
+                privacy__run_key=f"{number:064x}", privacy__delta=1e-3,
+            )  # fmt: skip
+
+            def members(*args, present=present, number=number, **kwargs):
+                batch = sample(*args, **kwargs)
+                if special in batch:
+                    drawn[number] = True
+                return batch if present else batch[batch != special]
+
+            captured: list[np.ndarray] = []
+
+            def capture(total, key, std, captured=captured):
+                captured.append(total)
+                return total
+
+            with monkeypatch.context() as patch:
+                patch.setattr(loop, "poisson_sample", members)
+                patch.setattr(loop, "add_noise", capture)
+                train(recipe, folder, workers)
+            sums[present].append(captured[0])
+    pairs = zip(sums[True], sums[False], strict=True)
+    return [float(np.linalg.norm(a - b)) for a, b in pairs], drawn
+
+
+def test_a_lost_ledger_is_not_forgotten(tmp_path, monkeypatch):
+    """Without the entries of the checkpointed steps, epsilon would be understated."""
+    recipe, folder = make(tmp_path)
+    interrupted(recipe, folder, monkeypatch, 8)
+    folder.ledger.unlink()
+    with pytest.raises(LedgerError, match="lacks releases"):
+        train(recipe, folder)
+    assert not folder.trained.exists()
+
+
+def test_a_run_is_not_continued_on_other_records(tmp_path):
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    (tmp_path / "mine").mkdir()
+    columns = {"x": list(digits.data[:400]), "label": digits.target[:400]}
+    for split in ("train", "test"):
+        pq.write_table(pa.table(columns), tmp_path / "mine" / f"{split}.parquet")
+        columns = {"x": list(digits.data[400:800]), "label": digits.target[400:800]}
+    section = {"name": "mine", "root": str(tmp_path), "columns": {"features": ["x"]}}
+    recipe, folder = make(tmp_path, data=section, model={"name": "linear"})
+    prepare(recipe, folder, "test")
+    prepare(recipe, folder, "test")
+    columns["label"] = digits.target[401:801]
+    pq.write_table(pa.table(columns), tmp_path / "mine" / "train.parquet")
+    with pytest.raises(UserError, match="mine/train has changed since this run was begun"):
+        prepare(recipe, folder, "test")
+
+
+def test_the_test_split_is_not_the_private_one(tmp_path):
+    (tmp_path / "mine").mkdir()
+    table = pa.table({"x": np.arange(40.0), "label": np.arange(40) % 10})
+    pq.write_table(table, tmp_path / "mine" / "train.parquet")
+    section = {
+        "name": "mine", "root": str(tmp_path), "columns": {"features": ["x"]}, "test": "train",
+        "max_train": 30,
+    }  # fmt: skip
+    recipe, folder = make(tmp_path, data=section, model={"name": "linear"}, training__batch_size=4)
+    with pytest.raises(UserError, match="the same records"):
+        prepare(recipe, folder, "test")
+    assert not folder.path.exists()

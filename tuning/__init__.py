@@ -1,0 +1,1 @@
+"""Private hyper-parameter search on Ray Tune: the cost of tuning, counted."""
