@@ -17,9 +17,8 @@ import dpdist.data
 from cluster.packages import check_nodes
 from cluster.session import Session, connect
 from cluster.storage import write_json
-from dpdist import console, models
+from dpdist import console, models, vision
 from dpdist.certification.job import TABLE, CertifySettings, certify
-from dpdist.data import vision
 from dpdist.errors import Interrupted, UserError
 from dpdist.methods.compose import cross_entropy
 from dpdist.methods.sharpness import loss_picture, sharpness

@@ -110,7 +110,7 @@ def fetch(name: str, root: Path, progress: Callable[[str], None] = lambda line: 
     """
     if name not in FETCHABLE:
         raise UserError(f"data fetch: unknown {name!r}; one of {', '.join(FETCHABLE)}")
-    from dpdist.data.vision import torchvision
+    from dpdist.vision import torchvision
 
     datasets = torchvision("datasets")
     target = root / name
