@@ -15,20 +15,11 @@ from torch import Tensor, nn
 from dpdist.certification.classifier import ExecutedClassifier
 from dpdist.certification.noises import Noise
 from dpdist.certification.units import RandomWords, UnitSource
-from dpdist.models.build import Normalised
+from dpdist.models import split_first
 
 # Blocks of one piece of work at fixed n: they are kept while all inputs of a chunk pass.
 BLOCKS_PER_PIECE = 8
 _CACHE_BYTES = 512 * 2**20
-
-
-class _Normalise(nn.Module):
-    def __init__(self, mean: Tensor, std: Tensor) -> None:
-        super().__init__()
-        self.mean, self.std = mean, std
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x - self.mean) / self.std
 
 
 def split_first_layer(model: nn.Module) -> tuple[nn.Module, nn.Module] | None:
@@ -37,14 +28,10 @@ def split_first_layer(model: nn.Module) -> tuple[nn.Module, nn.Module] | None:
     None otherwise. A convolution fused with what follows it runs faster than anything split (76,500
     against 48,000 draws/s for the TF-Privacy tutorial's CNN), so it is left whole.
     """
-    modules = _flatten(model)
-    for place, module in enumerate(modules):
-        if isinstance(module, nn.Linear):
-            first, rest = modules[: place + 1], modules[place + 1 :]
-            return nn.Sequential(*first).eval(), nn.Sequential(*rest).eval()
-        if not isinstance(module, _Normalise | nn.Flatten | nn.Identity):
-            return None
-    return None
+    split = split_first(model)
+    if split is None or not isinstance(split.layer, nn.Linear):
+        return None
+    return split.first.eval(), split.rest.eval()
 
 
 class BankSampler:
@@ -107,11 +94,3 @@ class BankSampler:
             self._kept[key] = hidden
             self._kept_bytes += hidden.nbytes
         return hidden
-
-
-def _flatten(model: nn.Module) -> list[nn.Module]:
-    if isinstance(model, Normalised):
-        return [_Normalise(model.mean, model.std), *_flatten(model.network)]
-    if type(model) is nn.Sequential:
-        return [module for child in model for module in _flatten(child)]
-    return [model]

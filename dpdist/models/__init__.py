@@ -11,15 +11,23 @@ from dpdist.models.build import (
     read_spec,
     save,
 )
+from dpdist.models.hidden import HiddenNoise, attach_noise, hidden_noise
+from dpdist.models.split import Split, require_split, split_first
 
 __all__ = [
+    "HiddenNoise",
     "ModelSpec",
+    "Split",
+    "attach_noise",
     "build",
     "check_outputs",
+    "hidden_noise",
     "initialise",
     "load",
     "load_weights",
     "model_hash",
     "read_spec",
+    "require_split",
     "save",
+    "split_first",
 ]

@@ -20,6 +20,8 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor, nn
 
 from dpdist.errors import UserError
+from dpdist.models.hidden import attach_silence
+from dpdist.models.normalised import Normalised
 from dpdist.models.zoo import ZOO
 
 FORMAT = 1
@@ -32,7 +34,8 @@ class ModelSpec:
 
     name: a key of the zoo, or "package.module:factory" called as factory(input_shape, classes,
     **options). mean, std: public normalisation constants per channel (or one for all), never
-    computed from private data.
+    computed from private data. hidden_noise: the model has noise of its own in its first hidden
+    layer; its deviations are among the saved tensors (`dpdist.models.hidden`).
     """
 
     name: str
@@ -41,22 +44,7 @@ class ModelSpec:
     options: dict[str, Any] = field(default_factory=dict)
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
-
-
-class Normalised(nn.Module):
-    """(x - mean) / std, then the network; part of the model, so that radii are in input units."""
-
-    mean: Tensor
-    std: Tensor
-
-    def __init__(self, network: nn.Module, mean: Tensor, std: Tensor) -> None:
-        super().__init__()
-        self.network = network
-        self.register_buffer("mean", mean, persistent=False)
-        self.register_buffer("std", std, persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.network((x - self.mean) / self.std)
+    hidden_noise: bool = False
 
 
 def build(spec: ModelSpec) -> nn.Module:
@@ -75,9 +63,11 @@ def build(spec: ModelSpec) -> nn.Module:
         raise UserError(
             f"model {spec.name!r}: the factory returned {type(network).__name__}, no Module"
         )
-    if not spec.mean and not spec.std:
-        return network
-    return Normalised(network, _constant(spec, "mean", 0.0), _constant(spec, "std", 1.0))
+    if spec.mean or spec.std:
+        network = Normalised(network, _constant(spec, "mean", 0.0), _constant(spec, "std", 1.0))
+    if spec.hidden_noise:
+        attach_silence(network, tuple(spec.input_shape))
+    return network
 
 
 def check_outputs(module: nn.Module, spec: ModelSpec) -> None:

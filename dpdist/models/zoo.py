@@ -82,6 +82,37 @@ def tf_cnn(input_shape: Sequence[int], classes: int, activation: str = "relu") -
     )
 
 
+def hgm_cnn(
+    input_shape: Sequence[int],
+    classes: int,
+    filters: Sequence[int] = (32, 64),
+    kernels: Sequence[int] = (5, 5),
+    strides: Sequence[int] = (2, 2),
+    dense: int = 256,
+    activation: str = "relu",
+) -> nn.Module:
+    """Convolutions, one dense layer: HGM's MNIST network (IJCAI 2019, Section 5).
+
+    Its CIFAR-10 network has filters 128, 128, 256 and kernels 3, 5, 5. Strides are not in the
+    paper; 2 is PixelDP's.
+    """
+    if not len(filters) == len(kernels) == len(strides) > 0:
+        raise ValueError("filters, kernels and strides must be lists of one length")
+    layers: list[nn.Module] = []
+    width_in = input_shape[0]
+    for width, kernel, stride in zip(filters, kernels, strides, strict=True):
+        layers += [
+            nn.Conv2d(width_in, width, kernel, stride=stride, padding=kernel // 2),
+            _activation(activation),
+        ]
+        width_in = width
+    features = nn.Sequential(*layers, nn.Flatten())
+    flat = _flat_size(features, input_shape)
+    return nn.Sequential(
+        *features, nn.Linear(flat, dense), _activation(activation), nn.Linear(dense, classes)
+    )
+
+
 def small_cnn(
     input_shape: Sequence[int], classes: int, width: int = 16, activation: str = "tanh"
 ) -> nn.Module:
@@ -192,6 +223,7 @@ ZOO: dict[str, Callable[..., nn.Module]] = {
     "linear": linear,
     "mlp": mlp,
     "tf-cnn": tf_cnn,
+    "hgm-cnn": hgm_cnn,
     "small-cnn": small_cnn,
     "resnet-gn": resnet_gn,
     "next-word-mlp": next_word_mlp,
