@@ -30,6 +30,7 @@ ALLOWED = {
         "dpdist.models",
         "cluster",
     },
+    "dpdist.attacks": {"dpdist.errors", "dpdist.models", "dpdist.certification", "cluster"},
     "dpdist.training": {
         "dpdist.errors",
         "dpdist.recipe",

@@ -1,0 +1,298 @@
+"""Certificates against attacks: no other class may be certified inside a certified radius.
+
+Each certified input is attacked within its radius and certified again at the attacked point, with
+fresh noise and in the same way. A *contradiction* is another class certified there. One noisy
+answer of another class is none, and neither is ABSTAIN: both may happen to a valid certificate.
+
+Certificates are wrong with probability alpha each, so some contradictions are allowed. Let A points
+be tried for each input. An input's contradiction needs a wrong first certificate (at most alpha)
+or, where the first is right, a wrong one at one of the points (at most alpha each, by noise drawn
+after the point was fixed): at most (1 + A) alpha by the union bound, for every input that was
+*submitted* to certification. Among the certified ones alone the share of wrong certificates may be
+larger, so the count is compared with all of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from scipy import stats
+from torch import Tensor
+
+from cluster.storage import write_json
+from dpdist import models
+from dpdist.attacks import table as tables
+from dpdist.attacks.bulk import Progress, Rows, run_blocks
+from dpdist.attacks.counting import counter
+from dpdist.attacks.job import Data, assign, patience
+from dpdist.attacks.randomised import InputNoise
+from dpdist.attacks.settings import AttackSettings
+from dpdist.attacks.worker import Assignment, Attacker, Block
+from dpdist.certification import table as certificates
+from dpdist.certification.classifier import ClassifierSpec
+from dpdist.certification.procedures import ABSTAIN, FixedDraws, Verdict
+from dpdist.certification.sampling import Counter
+from dpdist.certification.settings import CertifySettings
+from dpdist.certification.units import SELECT
+from dpdist.errors import UserError
+
+LEVEL = 0.001
+VERDICT = "check.json"
+
+
+@dataclass(frozen=True)
+class Plausibility:
+    """Whether so many contradictions can be chance.
+
+    allowed: the largest count that is plausible. p_value: probability of so many or more among
+    ``inputs`` if every certificate holds its alpha; ``error`` bounds the probability of each.
+    """
+
+    contradictions: int
+    inputs: int
+    error: float
+    allowed: int
+    p_value: float
+    level: float
+    method: str
+
+    @property
+    def plausible(self) -> bool:
+        return self.p_value >= self.level
+
+
+def plausibility(
+    contradictions: int,
+    inputs: int,
+    alpha: float,
+    points: int,
+    *,
+    independent: bool = True,
+    level: float = LEVEL,
+) -> Plausibility:
+    """Compare a count of contradictions with what the certificates' own error allows.
+
+    inputs: submitted to certification, certified or not. points: attacked points certified again
+    per input. independent: noise of its own for each input: the count is then at most binomial,
+    stochastically; with a shared noise bank errors can coincide and only Markov's inequality holds.
+    """
+    error = min(1.0, (1 + points) * alpha)
+    counts = np.arange(inputs + 1)
+    if independent:
+        tails = stats.binom.sf(counts - 1, inputs, error)
+        method = f"exact tail of Binomial({inputs}, {error:g})"
+    else:
+        tails = np.minimum(1.0, inputs * error / np.maximum(counts, 1))
+        tails[0] = 1.0
+        method = "Markov's inequality (one noise bank for all inputs)"
+    allowed = int(counts[tails >= level].max())
+    return Plausibility(
+        contradictions, inputs, error, allowed, float(tails[contradictions]), level, method
+    )
+
+
+@dataclass(frozen=True)
+class _Shared:
+    assignment: Assignment
+    again: CertifySettings
+
+
+class Checker:
+    """Called with a block of certified inputs; returns a JSON row for each attacked point."""
+
+    def __init__(self, shared: _Shared) -> None:
+        assignment = shared.assignment
+        spec = assignment.counted.spec
+        assert spec is not None
+        self._attacker = Attacker(assignment)
+        self._assignment, self._again = assignment, shared.again
+        self._counts = counter(assignment.counted, assignment.source, (shared.again.n0,))
+        self._steps = FixedDraws(shared.again, spec.batch)
+
+    def __call__(self, block: Block) -> Rows:
+        certified = torch.from_numpy(self._assignment.targets[block.low : block.high].copy())
+        indices = self._assignment.indices[block.low : block.high].tolist()
+        points = self._attacker.points(block, certified)
+        moved = (points - self._attacker.centres(block)).double().flatten(1).norm(dim=1)
+        return [
+            self._row(block.attack, index, int(target), float(radius), float(length), x)
+            for index, target, radius, length, x in zip(
+                indices, certified, block.sizes, moved, points, strict=True
+            )
+        ]
+
+    def _row(
+        self, attack: str, index: int, target: int, radius: float, length: float, x: Tensor
+    ) -> dict[str, Any]:
+        counts = _Staged(self._counts, attack)
+        n0 = self._again.n0
+        selected = int(counts.histogram(x, index, SELECT, 0, n0, n0).argmax())
+        # Only the selected class can be certified, so the same one needs no estimate.
+        verdict = Verdict(ABSTAIN, selected, 0, 0, 0.0, 0.0)
+        if selected != target:
+            verdict = self._steps.verdict(
+                [self._steps.work(counts, x, index, 0, self._steps.units)]
+            )
+        return {
+            "attack": attack,
+            "index": index,
+            "certified": target,
+            "radius": radius,
+            "distance": length,
+            "selected": selected,
+            "prediction": verdict.prediction,
+            "k": verdict.k,
+            "n": verdict.n,
+            "p_lower": verdict.p_lower,
+            "contradiction": verdict.prediction not in (ABSTAIN, target),
+        }
+
+
+@dataclass(frozen=True)
+class _Staged:
+    """The counter with noise of its own for each attack."""
+
+    counts: Counter
+    attack: str
+
+    def histogram(
+        self, x: Tensor, index: int, stage: str, block: int, rows: int, draws: int
+    ) -> np.ndarray:
+        return self.counts.histogram(x, index, f"{self.attack}/{stage}", block, rows, draws)
+
+
+def check_certificates(
+    model_folder: Path,
+    dataset: Data,
+    path: Path,
+    settings: AttackSettings,
+    output: Path,
+    *,
+    actors: int | None = None,
+    progress: Progress | None = None,
+    trusted_factory: str | None = None,
+) -> tuple[pa.Table, Plausibility]:
+    """Attack every certificate of the table at ``path`` within its radius; return what was found.
+
+    settings: attacks, steps, restarts, draws; start, every and max_inputs choose rows of the table;
+    norm, sizes, sigma and the draws of an answer are the certificates' own. ``output`` receives
+    check.parquet, check.json (the verdict), settings.json and journal.jsonl; called again it
+    continues.
+
+    Raises UserError for certificates of another model, other data, or another norm than L2.
+    """
+    found = certificates.read(path)
+    about = certificates.about(found)
+    rows = found.to_pylist()
+    _refuse_others(path, about, rows, model_folder, dataset)
+    rows = [rows[i] for i in settings.indices(len(rows))]
+    certified = [row for row in rows if row["prediction"] != ABSTAIN]
+    if not certified:
+        raise UserError(f"{path}: none of the {len(rows)} chosen inputs is certified")
+    first = rows[0]
+    like = ClassifierSpec(
+        **{**about["classifier"], "notes": (), "rate": 0.0, "check": ""}  # our own probe fills them
+    )
+    settings = replace(settings, norm="l2", sizes=None, sigma=first["sigma"], n=first["cap"])
+    alpha = max(row["alpha"] for row in rows)
+    again = CertifySettings(
+        sigma=first["sigma"], n0=first["n0"], n=first["cap"], alpha=alpha, batch=like.batch
+    )
+    indices, targets = (
+        np.array([row[name] for row in certified], dtype=np.int64)
+        for name in ("index", "prediction")
+    )
+    radii = np.array([row["radius"] for row in certified], dtype=np.float64)
+    assignment, pinned = assign(
+        model_folder,
+        dataset,
+        settings,
+        output,
+        InputNoise(first["sigma"]),
+        indices,
+        targets,
+        trusted_factory,
+        like=like,
+        more={"certificates": _digest(rows), "again": asdict(again)},
+    )
+    size = settings.block(assignment.inputs[0].size)
+    blocks = {
+        f"{attack} rows {low}": Block(
+            attack, low, min(low + size, len(radii)), radii[low : low + size]
+        )
+        for attack in settings.attacks
+        for low in range(0, len(radii), size)
+    }
+    results = run_blocks(
+        output,
+        Checker,
+        _Shared(assignment, again),
+        blocks,
+        actors=actors,
+        silence=patience(assignment, size, again.n0 + again.n),
+        progress=progress,
+    )
+    table = tables.write(
+        [row for key in blocks for row in results[key]],
+        tables.CHECK_SCHEMA,
+        pinned,
+        output / tables.CHECK_TABLE,
+    )
+    verdict = plausibility(
+        len({row["index"] for row in table.to_pylist() if row["contradiction"]}),
+        len(rows),
+        alpha,
+        len(settings.attacks),
+        independent=not about["settings"].get("noise_bank"),
+    )
+    write_json(
+        output / VERDICT,
+        {
+            **asdict(verdict),
+            "plausible": verdict.plausible,
+            "alpha": alpha,
+            "certified": len(certified),
+            "points": table.num_rows,
+            "same_class": int(np.sum(np.array(table["selected"]) == np.array(table["certified"]))),
+            "attacks": list(settings.attacks),
+            "steps": settings.steps,
+            "restarts": settings.restarts,
+            "sigma": first["sigma"],
+            "certificates": path.parent.name,
+        },
+    )
+    return table, verdict
+
+
+def _refuse_others(
+    path: Path,
+    about: dict[str, Any],
+    rows: list[dict[str, Any]],
+    model_folder: Path,
+    dataset: Data,
+) -> None:
+    if not rows or "classifier" not in about:
+        raise UserError(f"{path}: does not say what it was computed from, or is empty")
+    if about["model"] != models.model_hash(model_folder):
+        raise UserError(f"{path}: certificates of another model than {model_folder}")
+    if about["data"] != dataset.fingerprint:
+        raise UserError(f"{path}: certificates of other data than {dataset.name}")
+    norms = {row["norm"] for row in rows}
+    if norms != {"l2"}:
+        raise UserError(
+            f"{path}: only L2 certificates (Gaussian noise) can be attacked, these are "
+            f"{', '.join(sorted(norms)).upper()}"
+        )
+
+
+def _digest(rows: list[dict[str, Any]]) -> str:
+    """What of the certificates a check depends on."""
+    kept = [[row[name] for name in ("index", "prediction", "radius", "alpha")] for row in rows]
+    return hashlib.blake2b(json.dumps(kept).encode(), digest_size=16).hexdigest()

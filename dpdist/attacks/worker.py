@@ -1,0 +1,151 @@
+"""The worker of an attack: holds the classifier, attacks blocks of inputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dpdist.attacks.balls import PIXELS, Ball, distance
+from dpdist.attacks.counting import Counted, count, counter
+from dpdist.attacks.evasion import attack
+from dpdist.attacks.randomised import RandomisedClassifier, Randomness
+from dpdist.attacks.settings import AttackSettings
+from dpdist.certification.classifier import quiet_threads
+from dpdist.certification.predict import label_from_counts
+from dpdist.certification.units import UnitSource
+
+COUNT_BATCH = 500
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows low..high-1 of the attacked inputs, and what is done to them.
+
+    sizes: float64 (high - low,); all equal but in a check of certificates.
+    """
+
+    attack: str
+    low: int
+    high: int
+    sizes: np.ndarray
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """All that workers share; put into the object store once: workers need no data set.
+
+    inputs: float32 (N, ...), the attacked ones. indices: (N,), their places in the data set.
+    targets: int64 (N,), the classes that attacks lead away from.
+    """
+
+    counted: Counted
+    settings: AttackSettings
+    source: UnitSource
+    inputs: np.ndarray
+    indices: np.ndarray
+    targets: np.ndarray
+
+
+class Attacker:
+    """Finds attacked points of blocks, always with the same random numbers for the same input."""
+
+    def __init__(self, assignment: Assignment) -> None:
+        quiet_threads()
+        self._assignment = assignment
+        self._randomness = Randomness(assignment.source)
+        counted = assignment.counted
+        self.classifier = RandomisedClassifier(counted.model, counted.noise)
+
+    def centres(self, block: Block) -> Tensor:
+        """float32 (B, ...): the block's inputs."""
+        return torch.from_numpy(self._assignment.inputs[block.low : block.high].copy())
+
+    def points(self, block: Block, targets: Tensor) -> Tensor:
+        """float32 (B, ...), within the block's sizes; raises RuntimeError if they were not."""
+        centres = self.centres(block)
+        if block.attack == "none":
+            return centres
+        settings = self._assignment.settings
+        found = attack(
+            block.attack,  # type: ignore[arg-type]
+            self.classifier,
+            Ball(centres, torch.tensor(block.sizes), settings.norm, box_of(centres)),
+            targets,
+            self._assignment.indices[block.low : block.high].tolist(),
+            self._randomness,
+            steps=settings.steps,
+            draws=settings.draws,
+            restarts=settings.restarts,
+            step_scale=settings.step_scale,
+        )
+        if not (distance(found.numpy(), centres.numpy(), settings.norm) <= block.sizes).all():
+            raise RuntimeError(f"{block.attack} left its ball")
+        return found
+
+
+def box_of(inputs: Tensor) -> tuple[float, float] | None:
+    """Images (B, C, H, W) stay in [0, 1]; other features have no bounds."""
+    return PIXELS if inputs.dim() == 4 else None
+
+
+class Worker:
+    """Called with a block; returns a JSON row for each of its inputs."""
+
+    def __init__(self, assignment: Assignment) -> None:
+        self._attacker = Attacker(assignment)
+        self._assignment, self._settings = assignment, assignment.settings
+        self._counts = None
+        if assignment.counted.noise is not None:
+            spec = assignment.counted.spec
+            self._batch = spec.batch if spec else COUNT_BATCH
+            self._counts = counter(assignment.counted, assignment.source, ())
+
+    def __call__(self, block: Block) -> list[dict[str, Any]]:
+        centres = self._attacker.centres(block)
+        indices, labels = (
+            values[block.low : block.high].tolist()
+            for values in (self._assignment.indices, self._assignment.targets)
+        )
+        targets = torch.tensor(labels)
+        if self._settings.labels == "predicted" and block.attack != "none":
+            targets = self._answers(centres, indices, "targets")[0]
+        points = self._attacker.points(block, targets)
+        stage = f"predict/{block.attack}/{float(block.sizes[0]).hex()}"
+        predictions, hits = self._answers(points, indices, stage)
+        moved = distance(points.numpy(), centres.numpy(), self._settings.norm)
+        return [
+            {
+                "index": index,
+                "label": labels[i],
+                "attack": block.attack,
+                "size": float(block.sizes[i]),
+                "distance": float(moved[i]),
+                "prediction": int(predictions[i]),
+                "hits": int(hits[i]),
+                "n": 1 if self._counts is None else self._settings.n,
+            }
+            for i, index in enumerate(indices)
+        ]
+
+    def _answers(self, points: Tensor, indices: list[int], stage: str) -> tuple[Tensor, Tensor]:
+        """Classes and how many draws returned them, int64 (B,) each.
+
+        Deterministic: argmax. Randomised: PREDICT (Cohen et al., ICML 2019) with fresh noise, -1
+        where it abstains; for the attack's own targets the class seen most.
+        """
+        if self._counts is None:
+            with torch.inference_mode():
+                found = self._attacker.classifier.logits(points, None).argmax(1)
+            return found, torch.ones_like(found)
+        settings = self._settings
+        alpha = 1.0 if stage == "targets" else settings.alpha
+        labels, hits = [], []
+        for x, index in zip(points, indices, strict=True):
+            histogram = count(self._counts, x, index, stage, settings.n, self._batch)
+            labels.append(label_from_counts(histogram, alpha))
+            hits.append(int(histogram.max()))
+        return torch.tensor(labels), torch.tensor(hits)

@@ -1,0 +1,250 @@
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dpdist.attacks.balls import Ball, distance
+from dpdist.attacks.evasion import ATTACKS, attack, mim
+from dpdist.attacks.randomised import (
+    HiddenNoise,
+    InputNoise,
+    RandomisedClassifier,
+    Randomness,
+    loss_gradient,
+    success_score,
+)
+from dpdist.certification.units import UnitSource
+
+
+def randomness(seed: str = "1") -> Randomness:
+    return Randomness(UnitSource("test", seed, "m", "d", "n", 0.0))
+
+
+def linear(numbers: int = 50, seed: int = 0, scale: float = 1.0) -> nn.Sequential:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(numbers, 2))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        model[1].weight.copy_(torch.randn(2, numbers, generator=generator) * scale)  # type: ignore[operator]
+        model[1].bias.copy_(torch.randn(2, generator=generator))  # type: ignore[operator]
+    return model
+
+
+def inputs(count: int, numbers: int, seed: int = 3) -> Tensor:
+    # Away from the box, so that closed forms need no clipping.
+    return torch.rand(count, numbers, generator=torch.Generator().manual_seed(seed)) * 0.2 + 0.4
+
+
+def run(name, model, x, size, targets, norm, *, noise=None, seed="1", box=(0.0, 1.0), **options):
+    ball = Ball(x, torch.as_tensor(size, dtype=torch.float64).expand(len(x)), norm, box)
+    classifier = RandomisedClassifier(model, noise)
+    return attack(name, classifier, ball, targets, range(len(x)), randomness(seed), **options)
+
+
+def margin(model: nn.Sequential, x: Tensor, targets: Tensor) -> Tensor:
+    """Logit of the target minus the other one's, in float64."""
+    w, b = model[1].weight.double(), model[1].bias.double()  # type: ignore[operator, union-attr]
+    logits = x.double().flatten(1) @ w.T + b
+    return logits.gather(1, targets[:, None])[:, 0] - logits.gather(1, 1 - targets[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+@pytest.mark.parametrize("norm", ["linf", "l2"])
+def test_linear_models_are_attacked_optimally(name: str, norm: str) -> None:
+    # The least distance to the boundary is margin / dual norm of the weights' difference.
+    model, x = linear(), inputs(40, 50)
+    targets = model(x).argmax(1)
+    w = (model[1].weight[0] - model[1].weight[1]).detach().double()  # type: ignore[index, union-attr]
+    dual = w.abs().sum() if norm == "linf" else w.norm()
+    least = (margin(model, x, targets) / dual).detach()
+    for factor, fooled in ((1 - 1e-3, False), (1 + 1e-3, True)):
+        # Large steps, because projected ascent turns towards the best point of a sphere slowly.
+        found = run(
+            name, model, x, least * factor, targets, norm, box=None, steps=40, step_scale=20
+        )
+        left = margin(model, found, targets)
+        assert ((left < 0) == fooled).all(), (factor, left)
+        assert (distance(found.numpy(), x.numpy(), norm) <= (least * factor).numpy()).all()
+    # The whole margin that the size is worth is gone, up to float32 rounding.
+    gone = (margin(model, x, targets) - margin(model, found, targets)) / dual
+    assert gone.detach().numpy() == pytest.approx(least.numpy() * 1.001, abs=2.0**-22)
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_linf_with_the_pixel_box_is_optimal_too(name: str) -> None:
+    # Separable: each coordinate goes to the nearer of the ball's and the box's end.
+    model = linear()
+    x = torch.rand(30, 50, generator=torch.Generator().manual_seed(5))
+    targets = model(x).argmax(1)
+    w = (model[1].weight[0] - model[1].weight[1]).detach().double()  # type: ignore[index, union-attr]
+    sign = torch.where(targets == 0, 1.0, -1.0)[:, None] * w.sign()
+    best = (x.double() - 0.3 * sign).clamp(0, 1)
+    found = run(name, model, x, 0.3, targets, "linf", steps=20)
+    assert found.double().numpy() == pytest.approx(best.numpy(), abs=1e-6)
+
+
+def test_momentum_is_dongs_recurrence() -> None:
+    # Gradients that depend on the step only, so that the velocity can be written out.
+    g = [torch.tensor([[1.0, -3.0]]), torch.tensor([[-2.0, 6.0]]), torch.tensor([[0.5, 0.1]])]
+    x = torch.full((1, 2), 0.5)
+    ball = Ball(x, torch.tensor([0.3], dtype=torch.float64), "l2", None)
+    found = mim(lambda point, step: g[step], ball, 3, decay=0.5)
+    velocity, point = np.zeros(2), np.full(2, 0.5)
+    for raw in g:
+        velocity = 0.5 * velocity + raw[0].numpy() / np.abs(raw[0].numpy()).sum()
+        point = point + 0.1 * velocity / np.linalg.norm(velocity)
+    assert found[0].numpy() == pytest.approx(point, abs=1e-6)
+
+
+def test_confident_networks_are_not_safe_by_underflow() -> None:
+    # A logit gap above 104 makes the float32 gradient of the cross-entropy exactly zero.
+    model, x = linear(scale=200.0), inputs(20, 50)
+    targets = model(x).argmax(1)
+    keep = margin(model, x, targets) > 150
+    x, targets = x[keep], targets[keep]
+    naive = x.clone().requires_grad_(True)
+    nn.functional.cross_entropy(model(naive), targets, reduction="sum").backward()
+    assert len(x) > 5 and not naive.grad.any()  # type: ignore[union-attr]
+    found = run("fgsm", model, x, 0.4, targets, "linf")
+    assert (model(found).argmax(1) != targets).all()
+
+
+class Curved(nn.Module):
+    """Two inputs, two hidden units; the noise-free gradient points elsewhere than the mean one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(2, 2)
+        self.rest = nn.Linear(2, 2)
+        with torch.no_grad():
+            self.first.weight.copy_(torch.tensor([[2.5, 0.0], [0.7, 1.1]]))
+            self.first.bias.copy_(torch.tensor([-2.5, 0.1]))
+            self.rest.weight.copy_(torch.tensor([[2.0, -1.0], [-1.5, 2.0]]))
+            self.rest.bias.zero_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rest(torch.tanh(self.first(x)) ** 3)
+
+
+def expected_gradient(x: np.ndarray, target: int, where: str, std: np.ndarray) -> np.ndarray:
+    """E[gradient of the cross-entropy by x], by Gauss-Hermite quadrature and finite differences."""
+    model = Curved().double()
+    nodes, weights = np.polynomial.hermite_e.hermegauss(60)
+    z = torch.from_numpy(np.array(list(itertools.product(nodes, nodes))) * std)
+    w = torch.from_numpy(np.outer(weights, weights).ravel() / (2 * np.pi))
+
+    def mean_loss(point: np.ndarray) -> float:
+        at = torch.from_numpy(point)[None].expand(len(z), 2)
+        with torch.no_grad():
+            if where == "input":
+                logits = model(at + z)
+            else:
+                logits = model.rest(torch.tanh(model.first(at) + z) ** 3)
+            labels = torch.full((len(z),), target)
+            return float((w * nn.functional.cross_entropy(logits, labels, reduction="none")).sum())
+
+    steps = np.eye(2) * 1e-5
+    return np.array([(mean_loss(x + h) - mean_loss(x - h)) / 2e-5 for h in steps])
+
+
+@pytest.mark.parametrize("where", ["input", "hidden"])
+def test_eot_gradient_is_the_numerical_expectation(where: str) -> None:
+    # 40,000 draws: the angle's standard error is below 0.01; 0.05 is five of them (false failure
+    # below 1e-5). The gradient without noise is off by more than 0.1 and must not pass.
+    x = torch.tensor([[0.6, 0.3], [0.2, 0.8]])
+    targets = torch.tensor([0, 1])
+    std = np.array([0.8, 0.4]) if where == "hidden" else np.array([0.5, 0.5])
+    noise = InputNoise(0.5) if where == "input" else HiddenNoise("first", torch.tensor([0.8, 0.4]))
+    classifier = RandomisedClassifier(Curved(), noise)
+    normals = randomness().normals((0, 1), "eot", 0, 40_000, (2,))
+    found = loss_gradient(classifier, x, targets, normals).double().numpy()
+    plain = loss_gradient(RandomisedClassifier(Curved()), x, targets, None).double().numpy()
+
+    def angle(gradient: np.ndarray) -> float:
+        return float(np.arctan2(gradient[1], gradient[0]))
+
+    for row in range(2):
+        want = angle(expected_gradient(x[row].double().numpy(), int(targets[row]), where, std))
+        assert angle(found[row]) == pytest.approx(want, abs=0.05)
+        assert abs(angle(plain[row]) - want) > 0.1
+
+
+def test_hidden_noise_leaves_no_hook_behind() -> None:
+    model = Curved()
+    classifier = RandomisedClassifier(model, HiddenNoise("first", 1.0))
+    x = torch.rand(4, 2)
+    before = model(x)
+    classifier.logits(x, torch.randn(4, 2))
+    assert classifier.noise_shape((2,)) == (2,)
+    assert torch.equal(model(x), before)
+
+
+def test_eot_beats_the_noise_free_gradient_on_a_randomised_model() -> None:
+    # A narrow bump of the opposite slope at the input: without noise the gradient points the wrong
+    # way, under the noise it hardly counts.
+    class Bump(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            score = x[:, :1] - 0.5 - 0.1 * torch.tanh(60 * (x[:, :1] - 0.6))
+            return torch.cat([-score, score], 1) * 5
+
+    x, targets = torch.tensor([[0.6]]), torch.tensor([1])
+    with_noise = run("pgd", Bump(), x, 0.2, targets, "linf", noise=InputNoise(0.1), draws=200)
+    plain = run("fgsm", Bump(), x, 0.2, targets, "linf")
+    assert float(with_noise) < 0.45 and float(plain) > 0.7
+
+
+def test_restarts_keep_the_best_of_each_input() -> None:
+    # sin(8 pi x) has several valleys inside the ball; one start finds its own.
+    class Waves(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            score = 0.3 + torch.sin(25 * x[:, :1]) * (x[:, :1] - 0.2)
+            return torch.cat([-score, score], 1)
+
+    x, targets = torch.full((60, 1), 0.5), torch.ones(60, dtype=torch.int64)
+    rates = []
+    for restarts in (1, 16):
+        found = run("pgd", Waves(), x, 0.5, targets, "linf", restarts=restarts, step_scale=0.5)
+        rates.append(float((Waves()(found).argmax(1) != targets).double().mean()))
+    assert rates[1] > 0.95 > rates[0]
+
+
+def test_scores_put_success_before_loss() -> None:
+    model = linear()
+    x = inputs(10, 50)
+    classifier = RandomisedClassifier(model)
+    answers = model(x).argmax(1)
+    kept = success_score(classifier, x, answers, None)
+    fooled = success_score(classifier, x, 1 - answers, None)
+    assert kept.max() < 1 <= fooled.min()
+
+
+@pytest.mark.parametrize("noise", [None, InputNoise(0.3)])
+@pytest.mark.parametrize("name", ATTACKS)
+def test_an_input_is_attacked_alike_in_any_company(name: str, noise) -> None:
+    # In two dimensions, on a curved model: a linear one has the same gradient under any noise.
+    model, x = Curved(), inputs(8, 2)
+    targets = model(x).argmax(1)
+    options = {"noise": noise, "draws": 4, "restarts": 2}
+    whole = run(name, model, x, 0.1, targets, "l2", **options)
+    part = attack(
+        name,  # type: ignore[arg-type]
+        RandomisedClassifier(model, noise),
+        Ball(x[5:], torch.full((3,), 0.1, dtype=torch.float64), "l2"),
+        targets[5:],
+        (5, 6, 7),
+        randomness(),
+        draws=4,
+        restarts=2,
+    )
+    assert part.numpy() == pytest.approx(whole[5:].numpy(), abs=1e-6)
+    other = run(name, model, x, 0.1, targets, "l2", seed="2", **options)
+    random = noise is not None or name == "pgd"
+    assert torch.equal(other, whole) != random
+
+
+def test_unknown_attacks_are_refused() -> None:
+    with pytest.raises(ValueError, match="must be one of fgsm"):
+        run("cw", linear(), inputs(1, 50), 0.1, torch.tensor([0]), "l2")
