@@ -32,7 +32,6 @@ from dpdist.attacks import table as tables
 from dpdist.attacks.bulk import Progress, Rows, run_blocks
 from dpdist.attacks.counting import counter
 from dpdist.attacks.job import Data, assign, patience
-from dpdist.attacks.randomised import InputNoise
 from dpdist.attacks.settings import AttackSettings
 from dpdist.attacks.worker import Assignment, Attacker, Block
 from dpdist.certification import table as certificates
@@ -215,7 +214,6 @@ def check_certificates(
         dataset,
         settings,
         output,
-        InputNoise(first["sigma"]),
         indices,
         targets,
         trusted_factory,

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from dpdist.attacks.randomised import (
-    HiddenNoise,
     InferenceNoise,
     InputNoise,
     RandomisedClassifier,
@@ -25,6 +24,7 @@ from dpdist.certification.noises import Gaussian
 from dpdist.certification.sampling import Counter, Sampler
 from dpdist.certification.units import CHECK, UnitSource
 from dpdist.errors import UserError
+from dpdist.models import HiddenNoise
 
 _ROWS = 500
 
@@ -44,21 +44,29 @@ class Counted:
 
 
 def fix_form(counted: Counted, source: UnitSource, like: ClassifierSpec | None) -> ClassifierSpec:
-    """The executed classifier, chosen by a short probe, or of the form and batch of ``like``.
-
-    Raises ValueError when the model does not give finite logits for each class.
-    """
+    """The executed classifier, chosen by a short probe, or of the form and batch of ``like``."""
     batch = _check_batch(counted, source, like.batch if like else _ROWS)
-    with torch.inference_mode():
-        logits = counted.model.eval()(batch)
-    if tuple(logits.shape) != (len(batch), counted.classes):
-        expected = (len(batch), counted.classes)
-        raise ValueError(f"it returns {tuple(logits.shape)} for a batch, not {expected}")
-    if not bool(torch.isfinite(logits).all()):
-        # The argmax of NaN is a constant, which no attack would change.
-        raise ValueError("its outputs are not finite numbers (did the training diverge?)")
     spec, _ = choose(counted.model, batch, (like.form,) if like else ())
     return replace(spec, form=like.form) if like else spec
+
+
+def require_logits(counted: Counted) -> None:
+    """Raise UserError unless the model gives finite logits for each class."""
+    batch = torch.from_numpy(counted.inputs)
+    with torch.inference_mode():
+        logits = counted.model.eval()(batch)
+    expected = (len(batch), counted.classes)
+    if tuple(logits.shape) != expected:
+        raise UserError(
+            f"the model cannot be attacked: it returns {tuple(logits.shape)} for a batch, not "
+            f"{expected}"
+        )
+    if not bool(torch.isfinite(logits).all()):
+        # The argmax of NaN is a constant, which no attack would change.
+        raise UserError(
+            "the model cannot be attacked: its outputs are not finite numbers (did the training "
+            "diverge?)"
+        )
 
 
 def counter(counted: Counted, source: UnitSource, blocks: tuple[int, ...]) -> Counter:

@@ -11,20 +11,19 @@ from typing import Any, Protocol
 import numpy as np
 import pyarrow as pa
 import ray
-from ray.exceptions import RayTaskError
 
 from dpdist import models
 from dpdist.attacks import table as tables
 from dpdist.attacks.bulk import Progress, Rows, pin, run_blocks
-from dpdist.attacks.counting import Counted, fix_form
-from dpdist.attacks.randomised import HiddenNoise, InferenceNoise, InputNoise
+from dpdist.attacks.counting import Counted, fix_form, require_logits
+from dpdist.attacks.randomised import InferenceNoise, InputNoise
 from dpdist.attacks.settings import AttackSettings
 from dpdist.attacks.worker import Assignment, Block, Worker
 from dpdist.certification.classifier import ClassifierSpec
 from dpdist.certification.units import UnitSource
 from dpdist.errors import UserError
 
-_USUAL_RATE = 2000.0  # forward passes per second, when nothing was measured: only for patience
+_SLOW = 1000.0  # forward passes per second of an honest worker
 
 
 class Data(Protocol):
@@ -51,7 +50,6 @@ def attack_model(
     settings: AttackSettings,
     output: Path,
     *,
-    hidden: HiddenNoise | None = None,
     actors: int | None = None,
     progress: Progress | None = None,
     trusted_factory: str | None = None,
@@ -60,21 +58,17 @@ def attack_model(
 
     ``output`` receives attacks.parquet (written last), settings.json (what was executed, with the
     seed) and journal.jsonl. Called again it computes what is missing: after an interruption, or
-    when more attacks or sizes are asked for; the table holds all that the folder has. hidden: the
-    noise of a model that is randomised in a hidden layer.
+    when more attacks or sizes are asked for; the table holds all that the folder has.
 
     Ray must be initialised. Raises UserError when ``output`` holds an attack on another model, data
     set or setting, ClusterError when the cluster cannot do it.
     """
-    if hidden is not None and settings.sigma is not None:
-        raise UserError("attack.sigma: must be left out, this model has noise of its own")
-    noise = hidden if settings.sigma is None else InputNoise(settings.sigma)
     labels = np.asarray(dataset.labels)
     indices = np.asarray(settings.indices(len(labels)), dtype=np.int64)
     if not len(indices):
         raise UserError(f"attack: no inputs chosen out of {len(labels)}")
     assignment, about = assign(
-        model_folder, dataset, settings, output, noise, indices, labels[indices], trusted_factory
+        model_folder, dataset, settings, output, indices, labels[indices], trusted_factory
     )
     rows = settings.block(assignment.inputs[0].size)
     starts = range(0, len(indices), rows)
@@ -84,7 +78,7 @@ def attack_model(
             high = min(low + rows, len(indices))
             key = f"{attack} {size!r} rows {low}"
             blocks[key] = Block(attack, low, high, np.full(high - low, size))
-    silence = patience(assignment, rows, settings.n if noise else 1)
+    silence = patience(assignment, rows, settings.n)
     found = run_blocks(
         output, Worker, assignment, blocks, actors=actors, silence=silence, progress=progress
     )
@@ -97,7 +91,6 @@ def assign(
     dataset: Data,
     settings: AttackSettings,
     output: Path,
-    noise: InferenceNoise,
     indices: np.ndarray,
     targets: np.ndarray,
     trusted_factory: str | None,
@@ -107,8 +100,12 @@ def assign(
 ) -> tuple[Assignment, dict[str, Any]]:
     """What workers share, pinned in ``output``; more: what else results depend on."""
     model = models.load(model_folder, trusted_factory=trusted_factory)
+    noise: InferenceNoise = models.hidden_noise(model)
+    if settings.sigma is not None:
+        noise = InputNoise(settings.sigma)
     inputs = np.ascontiguousarray(dataset.batch(indices).numpy())
     counted = Counted(model, noise, dataset.classes, inputs[:64])
+    require_logits(counted)
     model_hash = models.model_hash(model_folder)
     wanted = {
         "model": model_hash,
@@ -128,12 +125,15 @@ def assign(
 
     def begin() -> dict[str, Any]:
         seed = settings.seed or secrets.token_hex(16)
-        spec = _form(counted, source(seed), like) if isinstance(noise, InputNoise) else None
-        return {"seed": seed, "classifier": asdict(spec) if spec else None}
+        if not isinstance(noise, InputNoise):
+            return {"seed": seed, "classifier": None}
+        form = asdict(_form(counted, source(seed), like))
+        del form["rate"]  # a measured time, different each time
+        return {"seed": seed, "classifier": form}
 
     about = pin(output, wanted, settings.seed, begin)
     form = about["classifier"]
-    spec = ClassifierSpec(**{**form, "notes": tuple(form["notes"])}) if form else None
+    spec = ClassifierSpec(**{**form, "notes": (*form["notes"],)}, rate=0.0) if form else None
     assignment = Assignment(
         replace(counted, spec=spec),
         settings,
@@ -146,33 +146,27 @@ def assign(
 
 
 def describe(noise: InferenceNoise) -> dict[str, Any]:
-    """The noise as JSON; a tensor of deviations by its digest."""
+    """The noise as JSON; a tensor of deviations by its scale and digest."""
     if noise is None:
         return {"kind": "none"}
     if isinstance(noise, InputNoise):
         return {"kind": "input", "sigma": noise.sigma}
-    if isinstance(noise.std, float):
-        return {"kind": "hidden", "module": noise.module, "std": noise.std}
     raw = noise.std.detach().float().contiguous().numpy().tobytes()
     digest = hashlib.blake2b(raw, digest_size=8).hexdigest()
-    mean = float(noise.std.double().square().mean().sqrt())
-    return {"kind": "hidden", "module": noise.module, "std": mean, "digest": digest}
+    return {"kind": "hidden", "module": noise.module, "std": noise.scale, "digest": digest}
 
 
 def patience(assignment: Assignment, rows: int, answers: int) -> float:
     """Seconds after which a silent worker must be hanging: ten times the longest honest block."""
-    settings, spec = assignment.settings, assignment.counted.spec
+    settings = assignment.settings
     draws = 1 if assignment.counted.noise is None else settings.draws
     passes = 3 * settings.steps * settings.restarts * draws + answers
-    return max(120.0, 10 * rows * passes / (spec.rate if spec else _USUAL_RATE))
+    return max(120.0, 10 * rows * passes / _SLOW)
 
 
 def _form(counted: Counted, source: UnitSource, like: ClassifierSpec | None) -> ClassifierSpec:
     """Chosen on the kind of machine that will execute it."""
-    try:
-        return ray.get(ray.remote(fix_form).options(num_cpus=1).remote(counted, source, like))
-    except RayTaskError as error:
-        raise UserError(f"the model cannot be attacked: {error.cause}") from error.cause
+    return ray.get(ray.remote(fix_form).options(num_cpus=1).remote(counted, source, like))
 
 
 def _complete(found: dict[str, Rows], blocks: int) -> Rows:

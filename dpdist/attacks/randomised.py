@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from dpdist.certification.noises import Gaussian
 from dpdist.certification.units import RandomWords, UnitSource
+from dpdist.models import HiddenNoise
 
 
 @dataclass(frozen=True)
@@ -25,18 +26,7 @@ class InputNoise:
     sigma: float
 
 
-@dataclass(frozen=True)
-class HiddenNoise:
-    """N(0, std^2) on the output of one module (PixelDP, HGM-PixelDP, Secure-SGD).
-
-    module: its name in ``model.named_modules()``. std: a number, or a tensor that broadcasts
-    against one example's output (heterogeneous noise).
-    """
-
-    module: str
-    std: float | Tensor
-
-
+# HiddenNoise: N(0, std^2) on the output of one module (PixelDP, HGM-PixelDP, Secure-SGD).
 InferenceNoise = InputNoise | HiddenNoise | None
 
 

@@ -26,9 +26,10 @@ class AttackSettings:
     norm, sizes: "linf" or "l2", sizes in input units; None: ``DEFAULT_SIZES``. attacks: names out
     of "fgsm", "i-fgsm", "mim", "pgd". steps: of the last three. restarts, step_scale: of PGD
     (``evasion.attack``).
-    sigma: attack the classifier smoothed by N(0, sigma^2) input noise instead of the network
-    itself. draws: of its noise for each gradient (EOT). n, alpha: draws of each answer of a
-    randomised classifier and the error of its two-sided test; ABSTAIN where it does not decide.
+    sigma: attack the network smoothed by N(0, sigma^2) input noise; None: the model as it is,
+    with the noise of its hidden layer if it has one. draws: of the noise for each gradient (EOT).
+    n, alpha: draws of each answer of a randomised classifier and the error of its two-sided test;
+    ABSTAIN where it does not decide.
     labels: what the attack leads away from: the "true" label, or the class "predicted" without an
     attack.
     start, every, max_inputs: as in a certification. batch: inputs attacked at once, which is also
@@ -115,8 +116,7 @@ class AttackSettings:
         """Inputs attacked at once."""
         if self.batch is not None:
             return self.batch
-        rows = self.draws if self.sigma is not None else 1
-        return max(1, min(_BLOCK, _MAX_BLOCK_NUMBERS // (numbers_per_input * rows)))
+        return max(1, min(_BLOCK, _MAX_BLOCK_NUMBERS // (numbers_per_input * self.draws)))
 
     def indices(self, count: int) -> range:
         """Which inputs of a data set of ``count`` are attacked."""

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from dpdist.attacks.balls import Ball, distance
 from dpdist.attacks.evasion import ATTACKS, attack, mim
 from dpdist.attacks.randomised import (
-    HiddenNoise,
     InputNoise,
     RandomisedClassifier,
     Randomness,
@@ -18,6 +17,7 @@ from dpdist.attacks.randomised import (
     success_score,
 )
 from dpdist.certification.units import UnitSource
+from dpdist.models import HiddenNoise
 
 
 def randomness(seed: str = "1") -> Randomness:
@@ -174,7 +174,7 @@ def test_eot_gradient_is_the_numerical_expectation(where: str) -> None:
 
 def test_hidden_noise_leaves_no_hook_behind() -> None:
     model = Curved()
-    classifier = RandomisedClassifier(model, HiddenNoise("first", 1.0))
+    classifier = RandomisedClassifier(model, HiddenNoise("first", torch.ones(2)))
     x = torch.rand(4, 2)
     before = model(x)
     classifier.logits(x, torch.randn(4, 2))

@@ -1,0 +1,244 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from dpdist import models
+from dpdist.attacks import job
+from dpdist.attacks.settings import AttackSettings
+from dpdist.attacks.table import TABLE
+from dpdist.errors import UserError
+
+os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+
+@dataclass(frozen=True)
+class FakeData:
+    count: int = 12
+    classes: int = 3
+    fingerprint: str = "fake"
+    name: str = "fake/test"
+
+    @property
+    def labels(self) -> np.ndarray:
+        return np.arange(self.count) % self.classes
+
+    def batch(self, indices: np.ndarray | slice) -> torch.Tensor:
+        rng = np.random.default_rng(0)
+        images = rng.random((self.count, 1, 6, 6), dtype=np.float32)
+        return torch.from_numpy(images[indices])
+
+
+@pytest.fixture(scope="module")
+def ray_session() -> Iterator[None]:
+    import ray
+
+    ray.init(
+        "local", num_cpus=4, include_dashboard=False, configure_logging=False, log_to_driver=False
+    )
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    spec = models.ModelSpec("small-cnn", (1, 6, 6), 3, {"width": 4})
+    models.save(models.initialise(spec, 3), spec, folder)
+    return folder
+
+
+SETTINGS = AttackSettings(
+    norm="l2", sizes=(0.2, 1.0), attacks=("fgsm", "pgd"), steps=3, batch=5, seed="5", n=200,
+    draws=4, restarts=2,
+)  # fmt: skip
+KINDS = {"deterministic": SETTINGS, "smoothed": replace(SETTINGS, sigma=0.25)}
+
+
+def raw(output: Path) -> bytes:
+    return (output / TABLE).read_bytes()
+
+
+def rows(output: Path) -> list[dict]:
+    return pq.read_table(output / TABLE).to_pylist()
+
+
+@pytest.fixture(scope="module", params=sorted(KINDS))
+def reference(
+    request, ray_session: None, model_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[AttackSettings, Path]:
+    output = tmp_path_factory.mktemp("reference")
+    settings = KINDS[request.param]
+    job.attack_model(model_folder, FakeData(), settings, output, actors=1)
+    return settings, output
+
+
+def test_every_attack_size_and_input_is_there(reference, model_folder: Path) -> None:
+    settings, output = reference
+    found = rows(output)
+    assert len(found) == 12 * (1 + 2 * 2)
+    assert {(row["attack"], row["size"]) for row in found} == set(settings.pairs)
+    for row in found:
+        assert row["distance"] <= row["size"]
+        assert row["label"] == row["index"] % 3
+        assert 1 <= row["hits"] <= row["n"] == (1 if settings.sigma is None else 200)
+        if row["attack"] == "pgd":
+            assert row["distance"] > 0.9 * row["size"]
+    with torch.no_grad():
+        answers = models.load(model_folder)(FakeData().batch(slice(None))).argmax(1)
+    clean = {row["index"]: row["prediction"] for row in found if row["attack"] == "none"}
+    if settings.sigma is None:
+        assert [clean[i] for i in range(12)] == answers.tolist()
+    else:
+        # A two-sided test at 0.001 abstains or answers; at small noise mostly as the network.
+        assert sum(clean[i] == int(answers[i]) for i in range(12)) >= 8
+    accuracy = {
+        pair: np.mean([r["prediction"] == r["label"] for r in found if (r["attack"], r["size"]) == pair])
+        for pair in settings.pairs
+    }  # fmt: skip
+    assert accuracy["pgd", 1.0] <= accuracy["pgd", 0.2] <= accuracy["none", 0.0]
+
+
+def test_actors_change_no_byte(reference, model_folder: Path, tmp_path: Path) -> None:
+    settings, output = reference
+    job.attack_model(model_folder, FakeData(), settings, tmp_path, actors=3)
+    assert raw(tmp_path) == raw(output)
+
+
+def test_an_interrupted_attack_computes_only_what_is_missing(
+    reference, model_folder: Path, tmp_path: Path
+) -> None:
+    settings, output = reference
+
+    class Interrupted(Exception):
+        pass
+
+    def stop_midway(done: int, total: int, rate: float) -> None:
+        assert total == 60
+        if done >= 20:
+            raise Interrupted
+
+    with pytest.raises(Interrupted):
+        job.attack_model(
+            model_folder, FakeData(), settings, tmp_path, actors=1, progress=stop_midway
+        )
+    journal = tmp_path / "journal.jsonl"
+    before = journal.read_bytes()
+    assert before and not (tmp_path / TABLE).exists()
+    job.attack_model(model_folder, FakeData(), settings, tmp_path, actors=2)
+    assert journal.read_bytes().startswith(before)
+    assert len(journal.read_bytes().splitlines()) == 15
+    assert raw(tmp_path) == raw(output)
+
+
+def test_sizes_and_attacks_can_be_added_and_change_nothing(
+    reference, model_folder: Path, tmp_path: Path
+) -> None:
+    settings, output = reference
+    one = replace(settings, sizes=(1.0,), attacks=("pgd",))
+    job.attack_model(model_folder, FakeData(), one, tmp_path, actors=1)
+    alone = rows(tmp_path)
+    assert len(alone) == 24
+    assert [row for row in rows(output) if row in alone] == alone
+    job.attack_model(model_folder, FakeData(), settings, tmp_path, actors=1)
+    assert raw(tmp_path) == raw(output)
+    # What was computed once stays, whatever is asked for later.
+    job.attack_model(model_folder, FakeData(), one, tmp_path, actors=1)
+    assert raw(tmp_path) == raw(output)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"steps": 4}, "steps was 3, now 4"),
+        ({"norm": "linf"}, "norm was 'l2', now 'linf'"),
+        ({"seed": "6"}, "seed was '5', now '6'"),
+        ({"sigma": 0.5}, "noise was"),
+    ],
+)
+def test_results_of_other_settings_are_not_mixed(
+    reference, model_folder: Path, change: dict, message: str
+) -> None:
+    settings, output = reference
+    with pytest.raises(UserError, match=message):
+        job.attack_model(model_folder, FakeData(), replace(settings, **change), output)
+
+
+def test_other_models_and_data_are_refused(reference, model_folder: Path, tmp_path: Path) -> None:
+    settings, output = reference
+    with pytest.raises(UserError, match="data was 'fake', now 'other'"):
+        job.attack_model(model_folder, FakeData(fingerprint="other"), settings, output)
+    spec = models.ModelSpec("small-cnn", (1, 6, 6), 3, {"width": 4})
+    models.save(models.initialise(spec, 4), spec, tmp_path)
+    with pytest.raises(UserError, match="model was"):
+        job.attack_model(tmp_path, FakeData(), settings, output)
+
+
+def test_a_model_with_hidden_noise_is_attacked_with_it(ray_session: None, tmp_path: Path) -> None:
+    spec = models.ModelSpec("small-cnn", (1, 6, 6), 3, {"width": 4}, hidden_noise=True)
+    model = models.initialise(spec, 3)
+    shape = models.require_split(model).hidden_shape((1, 6, 6))
+    models.attach_noise(model, torch.full(shape, 0.5))
+    models.save(model, spec, tmp_path / "model")
+    for folder, actors in (("1", 1), ("2", 2)):
+        job.attack_model(tmp_path / "model", FakeData(), SETTINGS, tmp_path / folder, actors=actors)
+    assert raw(tmp_path / "1") == raw(tmp_path / "2")
+    found = rows(tmp_path / "1")
+    assert {row["n"] for row in found} == {200}
+    # Random answers: not all draws agree everywhere.
+    assert any(row["hits"] < 200 for row in found)
+
+
+def test_predicted_labels_are_those_of_the_clean_input(
+    ray_session: None, model_folder: Path, tmp_path: Path
+) -> None:
+    settings = replace(SETTINGS, labels="predicted", attacks=("pgd",), sizes=(1.0,))
+    job.attack_model(model_folder, FakeData(), settings, tmp_path, actors=1)
+    found = rows(tmp_path)
+    clean = {r["index"]: r["prediction"] for r in found if r["attack"] == "none"}
+    attacked = {r["index"]: r["prediction"] for r in found if r["attack"] == "pgd"}
+    assert np.mean([attacked[i] != clean[i] for i in clean]) > 0.7
+
+
+@pytest.mark.parametrize(("weight", "message"), [(float("nan"), "not finite"), (1.0, r"\(12, 4\)")])
+def test_models_without_usable_logits_are_refused(
+    ray_session: None, tmp_path: Path, weight: float, message: str
+) -> None:
+    # The argmax of NaN is a constant: no attack would ever succeed.
+    spec = models.ModelSpec("linear", (1, 6, 6), 3)
+    model = models.initialise(spec, 0)
+    with torch.no_grad():
+        model[1].bias.mul_(weight)  # type: ignore[index, operator]
+    models.save(model, spec, tmp_path / "model")
+    data = FakeData(classes=4) if weight == 1.0 else FakeData()
+    with pytest.raises(UserError, match=message):
+        job.attack_model(tmp_path / "model", data, SETTINGS, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"norm": "l1"}, "attack.norm: must be one of linf, l2, got 'l1'"),
+        ({"sizes": ()}, "attack.sizes: must be positive numbers"),
+        ({"sizes": (0.1, -1.0)}, "attack.sizes"),
+        ({"sizes": (float("nan"),)}, "attack.sizes"),
+        ({"attacks": ("pgd", "cw")}, "attack.attacks: must be out of fgsm, i-fgsm, mim, pgd"),
+        ({"steps": 0}, "attack.steps: must be at least 1"),
+        ({"sigma": 0.0}, "attack.sigma: must be a positive number"),
+        ({"alpha": 1.0}, "attack.alpha"),
+        ({"max_inputs": 0}, "attack.max_inputs"),
+        ({"labels": "none"}, "attack.labels"),
+    ],
+)
+def test_settings_that_cannot_be_used(options: dict, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        AttackSettings(**options)

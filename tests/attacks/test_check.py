@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from dpdist import models
+from dpdist.attacks.check import check_certificates, plausibility
+from dpdist.attacks.settings import AttackSettings
+from dpdist.certification import job
+from dpdist.certification import table as certificates
+from dpdist.certification.settings import CertifySettings
+from dpdist.errors import UserError
+
+os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+CERTIFY = CertifySettings(sigma=0.25, n0=50, n=1000, batch=200, seed="1")
+ATTACK = AttackSettings(attacks=("pgd",), steps=5, draws=4, seed="2", batch=20)
+
+
+@dataclass(frozen=True)
+class Points:
+    """Inputs on both sides of a plane; features, so that no pixel box helps them."""
+
+    count: int = 40
+    classes: int = 2
+    fingerprint: str = "points"
+    name: str = "points/test"
+
+    @property
+    def labels(self) -> np.ndarray:
+        return np.arange(self.count) % 2
+
+    def batch(self, indices: np.ndarray | slice) -> torch.Tensor:
+        rng = np.random.default_rng(0)
+        x = rng.normal(size=(self.count, 8)).astype(np.float32)
+        x[:, 0] = np.where(self.labels == 1, 1, -1) * rng.uniform(0.05, 0.6, self.count)
+        return torch.from_numpy(x[indices])
+
+
+@pytest.fixture(scope="module")
+def ray_session() -> Iterator[None]:
+    import ray
+
+    ray.init(
+        "local", num_cpus=2, include_dashboard=False, configure_logging=False, log_to_driver=False
+    )
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A plane: the true certified radius is the distance to it."""
+    folder = tmp_path_factory.mktemp("model")
+    spec = models.ModelSpec("linear", (8,), 2)
+    model = models.initialise(spec, 0)
+    layer = next(m for m in model.modules() if isinstance(m, torch.nn.Linear))
+    with torch.no_grad():
+        layer.weight.zero_()
+        layer.weight[1, 0], layer.weight[0, 0] = 5.0, -5.0
+        layer.bias.zero_()
+    models.save(model, spec, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def certified(
+    ray_session: None, model_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    output = tmp_path_factory.mktemp("certificates")
+    job.certify(model_folder, Points(), CERTIFY, output, actors=1)
+    return output / job.TABLE
+
+
+def test_valid_certificates_are_not_contradicted(certified, model_folder, tmp_path) -> None:
+    # The radii are below the distance to the plane but for a probability of 0.001 each; more
+    # than the allowed count has probability below 0.001.
+    table, verdict = check_certificates(
+        model_folder, Points(), certified, ATTACK, tmp_path, actors=1
+    )
+    rows = table.to_pylist()
+    sound = certificates.read(certified).to_pylist()
+    assert len(rows) == sum(row["prediction"] >= 0 for row in sound) >= 30
+    assert verdict.contradictions == 0 and verdict.plausible and verdict.p_value == 1.0
+    assert verdict.error == pytest.approx(0.002) and verdict.inputs == 40
+    assert all(row["distance"] <= row["radius"] for row in rows)
+    assert max(row["distance"] / row["radius"] for row in rows) > 0.99
+    stored = json.loads((tmp_path / "check.json").read_text())
+    assert stored["plausible"] and stored["certified"] == len(rows)
+
+
+@pytest.mark.parametrize("factor", [1.3, 3.0])
+def test_inflated_radii_are_caught(certified, model_folder, tmp_path, factor: float) -> None:
+    table = certificates.read(certified)
+    rows = [{**row, "radius": factor * row["radius"]} for row in table.to_pylist()]
+    path = tmp_path / "inflated" / "certificates.parquet"
+    certificates.write(certificates.build(rows, certificates.about(table)), path)
+    strong = replace(ATTACK, step_scale=10.0)
+    found, verdict = check_certificates(
+        model_folder, Points(), path, strong, tmp_path / "check", actors=2
+    )
+    assert not verdict.plausible and verdict.contradictions > verdict.allowed
+    for row in found.to_pylist():
+        if row["contradiction"]:
+            assert row["prediction"] == 1 - row["certified"] and row["p_lower"] > 0.5
+    assert not json.loads((tmp_path / "check" / "check.json").read_text())["plausible"]
+
+
+def test_wrong_predictions_are_caught(certified, model_folder, tmp_path) -> None:
+    table = certificates.read(certified)
+    rows = [
+        {**row, "prediction": 1 - row["prediction"]} if row["prediction"] >= 0 else row
+        for row in table.to_pylist()
+    ]
+    path = tmp_path / "wrong" / "certificates.parquet"
+    certificates.write(certificates.build(rows, certificates.about(table)), path)
+    _, verdict = check_certificates(
+        model_folder, Points(), path, ATTACK, tmp_path / "check", actors=1
+    )
+    assert not verdict.plausible
+
+
+def test_the_check_is_the_same_on_any_number_of_actors(certified, model_folder, tmp_path) -> None:
+    for name, actors in (("1", 1), ("2", 2)):
+        check_certificates(
+            model_folder, Points(), certified, ATTACK, tmp_path / name, actors=actors
+        )
+    one, two = ((tmp_path / name / "check.parquet").read_bytes() for name in ("1", "2"))
+    assert one == two
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"data": "other"}, "certificates of other data"),
+        ({"model": "other"}, "certificates of another model"),
+    ],
+)
+def test_other_certificates_are_refused(
+    certified, model_folder, tmp_path, change: dict, message: str
+) -> None:
+    table = certificates.read(certified)
+    about = {**certificates.about(table), **change}
+    path = tmp_path / "other.parquet"
+    certificates.write(certificates.build(table.to_pylist(), about), path)
+    with pytest.raises(UserError, match=message):
+        check_certificates(model_folder, Points(), path, ATTACK, tmp_path / "check")
+
+
+def test_l1_certificates_are_refused(certified, model_folder, tmp_path) -> None:
+    table = certificates.read(certified)
+    rows = [{**row, "norm": "l1"} for row in table.to_pylist()]
+    path = tmp_path / "l1.parquet"
+    certificates.write(certificates.build(rows, certificates.about(table)), path)
+    with pytest.raises(UserError, match="only L2 certificates"):
+        check_certificates(model_folder, Points(), path, ATTACK, tmp_path / "check")
+
+
+@pytest.mark.parametrize(
+    ("inputs", "alpha", "points"), [(500, 0.001, 1), (2000, 0.01, 3), (7, 0.3, 2)]
+)
+def test_plausibility_is_the_binomial_tail(inputs: int, alpha: float, points: int) -> None:
+    error = (1 + points) * alpha
+    for count in {0, 1, 5, inputs // 50, 7}:
+        found = plausibility(min(count, inputs), inputs, alpha, points)
+        expected = sum(stats.binom.pmf(range(min(count, inputs), inputs + 1), inputs, error))
+        assert found.p_value == pytest.approx(expected, rel=1e-9)
+    limit = found.allowed
+    assert plausibility(limit, inputs, alpha, points).plausible
+    if limit < inputs:
+        assert not plausibility(limit + 1, inputs, alpha, points).plausible
+
+
+def test_plausibility_holds_its_level_in_the_worst_case() -> None:
+    # Certificates that are contradicted as often as the union bound allows: "implausible" must
+    # come out with probability at most 0.001 (200,000 simulated sets; 5 standard errors).
+    rng = np.random.default_rng(0)
+    limit = plausibility(0, 300, 0.01, 1).allowed
+    counts = rng.binomial(300, 0.02, 200_000)
+    assert np.mean(counts > limit) <= 0.001 + 5 * (0.001 / 200_000) ** 0.5
+    # Comparing with alpha alone, as if only the first certificate could err, would not hold it.
+    assert np.mean(counts > plausibility(0, 300, 0.01, 0).allowed) > 0.01
+
+
+def test_a_shared_noise_bank_allows_errors_to_coincide() -> None:
+    # All 500 wrong together has probability 0.002 then: not yet implausible at 0.001.
+    assert plausibility(500, 500, 0.001, 1, independent=False).plausible
+    assert plausibility(500, 500, 1e-5, 1, independent=False).p_value == pytest.approx(2e-5)
+    assert not plausibility(500, 500, 0.001, 1).plausible
