@@ -73,7 +73,7 @@ def connect(
         local = {**_LOCAL_ENVIRONMENT, "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         added = [name for name in local if name not in os.environ]
         os.environ.update({name: local[name] for name in added})
-        _read_environment_again()
+        read_environment_again()
     else:
         _check_reachable(address)
     handler = _log_to(log_file)
@@ -100,13 +100,13 @@ def connect(
         ray.shutdown()
         for name in added:
             os.environ.pop(name, None)
-        _read_environment_again()
+        read_environment_again()
         if handler is not None:
             logging.getLogger("ray").removeHandler(handler)
             handler.close()
 
 
-def _read_environment_again() -> None:
+def read_environment_again() -> None:
     """Ray reads its mode, token and interfaces when it is imported, maybe long ago."""
     from ray._private import ray_constants
     from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]

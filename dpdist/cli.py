@@ -13,6 +13,7 @@ from dpdist.commands import (
     account,
     budget,
     certify,
+    cluster,
     data,
     landscape,
     predict,
@@ -47,6 +48,7 @@ app.add_typer(budget.app, name="budget")
 app.command("radius")(radius.command)
 app.add_typer(recipes.app, name="recipes")
 app.add_typer(data.app, name="data")
+app.add_typer(cluster.app, name="cluster")
 
 
 @app.callback(invoke_without_command=True)

@@ -23,6 +23,7 @@ ALLOWED = {
     "dpdist.methods": {"dpdist.errors", "dpdist.privacy", "dpdist.gradients", "dpdist.models"},
     "dpdist.recipe": {"dpdist.errors", "dpdist.methods"},
     "dpdist.runfolder": {"dpdist.errors", "dpdist.recipe", "dpdist.__init__", "cluster"},
+    "dpdist.exporting": {"dpdist.errors", "dpdist.runfolder"},
     "dpdist.certification": {
         "dpdist.errors",
         "dpdist.privacy",

@@ -14,7 +14,10 @@ RecipeArgument = Annotated[
 RunArgument = Annotated[
     str, typer.Argument(metavar="RUN", help="A run folder, or its name under --runs.")
 ]
-Runs = Annotated[Path, typer.Option("--runs", help="The folder that holds the run folders.")]
+Runs = Annotated[
+    Path,
+    typer.Option("--runs", envvar="DPDIST_RUNS", help="The folder that holds the run folders."),
+]
 Name = Annotated[
     str | None, typer.Option("--name", help="Name of the run (default: the recipe's).")
 ]

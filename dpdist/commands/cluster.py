@@ -1,0 +1,244 @@
+"""dpdist cluster: check a cluster file, submit a recipe, follow it, fetch its report."""
+
+from __future__ import annotations
+
+import secrets
+import shlex
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dpdist.commands.options import RUNS, RecipeArgument
+from dpdist.commands.options import Runs as LocalRuns
+
+if TYPE_CHECKING:
+    from cluster.jobs import Jobs
+
+app = typer.Typer(
+    help="Run on a Ray cluster: check its file, submit recipes, follow, fetch.",
+    no_args_is_help=True,
+)
+Address = Annotated[
+    str | None,
+    typer.Option(
+        "--address",
+        help="The cluster's job server (default: $RAY_API_SERVER_ADDRESS, or "
+        "http://127.0.0.1:8265, where `ray dashboard cluster.yaml` brings it).",
+    ),
+]
+JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="The job's name.")]
+Into = Annotated[Path, typer.Option("--into", help="Where fetched runs go, each in its folder.")]
+ClusterRuns = Annotated[
+    str | None,
+    typer.Option("--runs", help="The folder of runs on the cluster (default: $DPDIST_RUNS there)."),
+]
+INTO = Path("fetched")
+
+
+@app.command("check")
+def check(
+    file: Annotated[Path, typer.Argument(help="cluster.yaml, or KubeRay manifests.")],
+    recipe: Annotated[
+        str | None, typer.Option("--recipe", help="A recipe that must fit on it.")
+    ] = None,
+) -> None:
+    """Check a cluster file without touching a cloud: Ray's schema, and what dpdist needs.
+
+    Every complaint names file, key and what would be right; exit code 2 when there is one.
+    """
+    from cluster.clusterfile import Needs, check_file
+    from dpdist import __version__
+    from dpdist.errors import UserError
+    from dpdist.recipe import find, load
+
+    needs = None
+    if recipe is not None:
+        resources = load(find(recipe)).resources
+        needs = Needs(resources.workers, resources.cpus_per_worker, resources.gpus_per_worker)
+    complaints, notes = check_file(file, __version__, needs)
+    for note in notes:
+        typer.echo(f"{file}: note: {note}")
+    if complaints:
+        raise UserError("\n".join(f"{file}: {complaint}" for complaint in complaints))
+    typer.echo(f"{file}: good")
+
+
+@app.command("template")
+def template(
+    name: Annotated[str, typer.Argument(help="aws, gcp, local, kuberay or rayjob")],
+) -> None:
+    """Print a cluster file to fill in: dpdist cluster template local > local.yaml"""
+    from cluster.clusterfile import templates
+    from dpdist.errors import UserError
+
+    known = templates()
+    if name not in known:
+        raise UserError(f"{name}: no such template; there are {', '.join(sorted(known))}")
+    typer.echo(known[name].read_text(), nl=False)
+
+
+@app.command("submit")
+def submit(
+    recipe: RecipeArgument,
+    address: Address = None,
+    name: Annotated[str | None, typer.Option("--name", help="Name of the run.")] = None,
+    runs: ClusterRuns = None,
+    data_root: Annotated[
+        str | None, typer.Option("--data-root", help="Folder of the data sets on the cluster.")
+    ] = None,
+    workers: Annotated[int | None, typer.Option("--workers", min=1)] = None,
+    into: Into = INTO,
+    follow: Annotated[
+        bool, typer.Option("--follow/--no-follow", help="Show progress and fetch the report.")
+    ] = True,
+) -> None:
+    """Send the current directory and run a recipe on the cluster; fetch the report at the end.
+
+    Data, runs, private folders, hidden files and keys are never sent. Ctrl-C leaves the job
+    running.
+    """
+    from cluster.jobs import Jobs
+    from cluster.packing import pack
+    from dpdist import console
+    from dpdist.errors import UserError
+    from dpdist.recipe import find, load
+
+    path = find(recipe)
+    run = name or load(path).name
+    here = Path.cwd()
+    by_name = Path(recipe).suffix == ""  # one that comes along is installed on the cluster too
+    if not by_name and not path.resolve().is_relative_to(here):
+        raise UserError(f"{recipe}: must lie in the current directory, which is sent: {here}")
+    command = ["dpdist", "run", recipe if by_name else str(path.resolve().relative_to(here))]
+    for option, value in (
+        ("--name", name), ("--runs", runs), ("--data-root", data_root), ("--workers", workers),
+    ):  # fmt: skip
+        if value is not None:
+            command += [option, str(value)]
+    jobs = Jobs(address)
+    job = f"{run}-{secrets.token_hex(4)}"
+    with tempfile.TemporaryDirectory(prefix="dpdist-submit-") as scratch:
+        folder = None
+        if not by_name:
+            packed = pack(here, Path(scratch) / "package")
+            folder = packed.folder
+            console.say(f"sending {len(packed.files)} files, {packed.size / 1024:,.0f} KiB")
+            if not (folder / command[2]).exists():
+                raise UserError(f"{recipe}: lies in a folder that is never sent; move it")
+        about = {"run": run, "runs": runs or ""}
+        jobs.submit(job, shlex.join(command), working_dir=folder, metadata=about)
+    console.say(f"job {job} is submitted to {jobs.address}")
+    if follow:
+        _follow_and_fetch(jobs, job, into)
+    else:
+        console.say(f"follow it: dpdist cluster status {job} --follow")
+
+
+@app.command("status")
+def status(
+    job: Annotated[str | None, typer.Argument(metavar="[JOB]", help="Default: all jobs.")] = None,
+    address: Address = None,
+    into: Into = INTO,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Show progress to the end, then fetch the report.")
+    ] = False,
+) -> None:
+    """The state of one job and the end of its log, or of all jobs."""
+    from cluster.jobs import Jobs
+    from dpdist.errors import UserError
+
+    jobs = Jobs(address)
+    if job is None:
+        if follow:
+            raise UserError("--follow: name the job; `dpdist cluster status` lists them")
+        for each in jobs.jobs():
+            begun = time.strftime("%Y-%m-%d %H:%M", time.localtime(each.begun))
+            typer.echo(f"{each.name}\t{each.state}\t{begun}\t{each.entrypoint}")
+        return
+    if follow:
+        _follow_and_fetch(jobs, job, into)
+        return
+    found = jobs.job(job)
+    typer.echo(f"{found.name}\t{found.state}\t{found.entrypoint}")
+    for line in jobs.log(job).splitlines()[-5:]:
+        typer.echo(f"  {line}")
+    if found.state == "FAILED":
+        typer.echo(f"  {found.message.strip()}")
+
+
+@app.command("stop")
+def stop(job: JobArgument, address: Address = None) -> None:
+    """Stop a job; submitting the same recipe continues its run."""
+    from cluster.jobs import Jobs
+
+    stopped = Jobs(address).stop(job)
+    typer.echo(f"{job}: {'stopping' if stopped else 'had ended'}")
+
+
+@app.command("fetch")
+def fetch(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The run's name on the cluster.")],
+    address: Address = None,
+    runs: ClusterRuns = None,
+    into: Into = INTO,
+) -> None:
+    """Fetch the report, certificates and released files of a run; private files stay."""
+    from cluster.jobs import Jobs
+
+    _fetch(Jobs(address), run, runs, into)
+
+
+@app.command("export", hidden=True)
+def export(run: str, runs: LocalRuns = RUNS) -> None:
+    """On the cluster: print a run's publishable files, for `fetch`."""
+    from dpdist.exporting import export as text_of
+    from dpdist.runfolder import open_run
+
+    typer.echo(text_of(open_run(run, runs)))
+
+
+def _follow_and_fetch(jobs: Jobs, job: str, into: Path) -> None:
+    from cluster.errors import ClusterError
+    from dpdist.errors import Interrupted
+
+    def write(text: str) -> None:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+
+    try:
+        ended = jobs.follow(job, write)
+    except KeyboardInterrupt:
+        raise Interrupted(
+            f"the job goes on; follow it: dpdist cluster status {job} --follow; "
+            f"end it: dpdist cluster stop {job}"
+        ) from None
+    if ended.state != "SUCCEEDED":
+        reason = (ended.message.strip().splitlines() or [""])[0]
+        raise ClusterError(f"job {job} {ended.state.lower()}: {reason}")
+    run = ended.metadata.get("run")
+    if run:
+        _fetch(jobs, run, ended.metadata.get("runs") or None, into)
+
+
+def _fetch(jobs: Jobs, run: str, runs: str | None, into: Path) -> None:
+    from cluster.errors import ClusterError
+    from dpdist import console
+    from dpdist.exporting import unpack
+
+    job = f"fetch-{run}-{secrets.token_hex(4)}"
+    command = ["dpdist", "cluster", "export", run, *(["--runs", runs] if runs else [])]
+    jobs.submit(job, shlex.join(command))
+    ended = jobs.follow(job, lambda text: None)
+    log = jobs.log(job)
+    if ended.state != "SUCCEEDED":
+        said = [line for line in log.splitlines() if line.startswith("dpdist: ")]
+        raise ClusterError(f"{run}: could not be fetched: {said[-1] if said else ended.message}")
+    files = unpack(log, into / run)
+    console.say(f"fetched {len(files)} files into {into / run}")
+    page = into / run / "report" / "index.html"
+    if page.exists():
+        typer.echo(str(page))
