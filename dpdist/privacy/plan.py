@@ -70,6 +70,31 @@ class LaplaceReleases:
 
 
 @dataclass(frozen=True)
+class GaussianReleases:
+    """`count` sums over a Poisson sample, released beside the training with Gaussian noise.
+
+    Each record's part is clipped to some L2 norm c of its own; the noise is noise_multiplier * c.
+    """
+
+    noise_multiplier: float
+    count: int = 1
+    sample_rate: float = 1.0
+
+    def __post_init__(self) -> None:
+        _positive_integer("count", self.count)
+        _noise(self.noise_multiplier)
+        if not 0 < self.sample_rate <= 1:
+            raise ValueError(f"sample_rate must be in (0, 1], got {self.sample_rate}")
+
+
+@dataclass(frozen=True)
+class NonPrivate:
+    """Something computed from the records that no theorem covers: epsilon is infinite."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class ParallelParts:
     """Mechanisms on disjoint parts of the data: a record pays only for the part it lies in.
 
@@ -89,7 +114,7 @@ class RepeatAndSelect:
     """Run `phases` K times, release only the best run; K is secret and random.
 
     mean: E[K]. shape: of K's law, infinity for Poisson, otherwise truncated negative binomial
-    (1 geometric, 0 logarithmic). Papernot and Steinke 2022, Theorems 2 and 6.
+    (1 geometric, 0 logarithmic, any above -1). Papernot and Steinke 2022, Theorems 2 and 6.
     """
 
     phases: tuple[Phase, ...]
@@ -97,13 +122,39 @@ class RepeatAndSelect:
     shape: float
 
     def __post_init__(self) -> None:
-        if math.isnan(self.shape) or self.shape < 0:
-            raise ValueError(f"shape must be >= 0 (infinity: Poisson), got {self.shape}")
+        if math.isnan(self.shape) or self.shape <= -1:
+            raise ValueError(f"shape must be > -1 (infinity: Poisson), got {self.shape}")
         if not (math.isfinite(self.mean) and self.mean >= 1):
             raise ValueError(f"mean number of runs must be >= 1 and finite, got {self.mean}")
 
 
-Phase = GaussianSteps | LaplaceReleases | ParallelParts | RepeatAndSelect
+@dataclass(frozen=True)
+class WorstOf:
+    """One of several mechanisms, chosen without looking at the data; the choice may be public.
+
+    Costs the pointwise maximum of the Renyi curves of `choices`, which covers every mechanism whose
+    curve lies below it. max_order: the curves count up to this order only (None: everywhere).
+    """
+
+    choices: tuple[tuple[Phase, ...], ...]
+    max_order: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.choices:
+            raise ValueError("WorstOf needs at least one choice")
+        if self.max_order is not None and not self.max_order > 1:
+            raise ValueError(f"max_order must be > 1, got {self.max_order}")
+
+
+Phase = (
+    GaussianSteps
+    | LaplaceReleases
+    | GaussianReleases
+    | NonPrivate
+    | ParallelParts
+    | RepeatAndSelect
+    | WorstOf
+)
 
 
 @dataclass(frozen=True)
@@ -115,6 +166,11 @@ class StepPlan:
     expected_batch: float
     clip_norm: float
     batch_cap: int | None
+
+    @property
+    def noise_std(self) -> float:
+        """Standard deviation of the noise on the sum; without noise the clip may be infinite."""
+        return self.noise_multiplier * self.clip_norm if self.noise_multiplier else 0.0
 
 
 # --- phases <-> plain data and events ---------------------------------------------------------
@@ -137,9 +193,21 @@ def phase_to_dict(phase: Phase) -> dict[str, Any]:
             "count": phase.count,
             "sample_rate": phase.sample_rate,
         }
+    if isinstance(phase, GaussianReleases):
+        return {
+            "kind": "gaussian-releases",
+            "noise_multiplier": phase.noise_multiplier,
+            "count": phase.count,
+            "sample_rate": phase.sample_rate,
+        }
+    if isinstance(phase, NonPrivate):
+        return {"kind": "non-private", "reason": phase.reason}
     if isinstance(phase, ParallelParts):
         parts = [[phase_to_dict(inner) for inner in part] for part in phase.parts]
         return {"kind": "parallel-parts", "parts": parts}
+    if isinstance(phase, WorstOf):
+        choices = [[phase_to_dict(inner) for inner in choice] for choice in phase.choices]
+        return {"kind": "worst-of", "choices": choices, "max_order": phase.max_order}
     return {
         "kind": "repeat-and-select",
         "phases": [phase_to_dict(inner) for inner in phase.phases],
@@ -157,8 +225,15 @@ def phase_from_dict(record: dict[str, Any]) -> Phase:
             return GaussianSteps(**fields)
         if kind == "laplace-releases":
             return LaplaceReleases(**fields)
+        if kind == "gaussian-releases":
+            return GaussianReleases(**fields)
+        if kind == "non-private":
+            return NonPrivate(**fields)
         if kind == "parallel-parts":
             return ParallelParts(tuple(tuple(map(phase_from_dict, p)) for p in fields["parts"]))
+        if kind == "worst-of":
+            choices = tuple(tuple(map(phase_from_dict, c)) for c in fields["choices"])
+            return WorstOf(choices, fields["max_order"])
         if kind == "repeat-and-select":
             phases = tuple(map(phase_from_dict, fields["phases"]))
             return RepeatAndSelect(phases, float(fields["mean"]), float(fields["shape"]))
@@ -167,7 +242,9 @@ def phase_from_dict(record: dict[str, Any]) -> Phase:
     raise ValueError(f"unknown kind of phase: {kind!r}")
 
 
-def _leaf_event(phase: GaussianSteps | LaplaceReleases, records: int) -> dpa.DpEvent:
+def _leaf_event(
+    phase: GaussianSteps | LaplaceReleases | GaussianReleases, records: int
+) -> dpa.DpEvent:
     import dp_accounting as dpa
 
     # A cap above the number of records never acts, whichever neighbour is larger by one.
@@ -182,9 +259,9 @@ def _leaf_event(phase: GaussianSteps | LaplaceReleases, records: int) -> dpa.DpE
             noise_multiplier=phase.noise_multiplier,
         )
     inner = (
-        dpa.GaussianDpEvent(phase.noise_multiplier)
-        if isinstance(phase, GaussianSteps)
-        else dpa.LaplaceDpEvent(phase.noise_multiplier)
+        dpa.LaplaceDpEvent(phase.noise_multiplier)
+        if isinstance(phase, LaplaceReleases)
+        else dpa.GaussianDpEvent(phase.noise_multiplier)
     )
     if phase.sample_rate == 1.0:
         return inner
@@ -198,11 +275,18 @@ def phase_alternatives(phase: Phase, records: int) -> list[dpa.DpEvent]:
 
     if isinstance(phase, GaussianSteps):
         return [dpa.SelfComposedDpEvent(_leaf_event(phase, records), phase.steps)]
-    if isinstance(phase, LaplaceReleases):
+    if isinstance(phase, LaplaceReleases | GaussianReleases):
         return [dpa.SelfComposedDpEvent(_leaf_event(phase, records), phase.count)]
+    if isinstance(phase, NonPrivate):
+        return [dpa.NonPrivateDpEvent()]
     if isinstance(phase, ParallelParts):
         paths = [sequence_alternatives(part, records) for part in phase.parts]
         return list(itertools.chain.from_iterable(paths))
+    if isinstance(phase, WorstOf):
+        from dpdist.privacy.events import WorstOfDpEvent
+
+        choices = [sequence_alternatives(choice, records) for choice in phase.choices]
+        return [WorstOfDpEvent(list(path), phase.max_order) for path in itertools.product(*choices)]
     return [
         RepeatAndSelectDpEvent(path, phase.mean, phase.shape)
         for path in sequence_alternatives(phase.phases, records)
@@ -247,7 +331,8 @@ class PrivacyPlan:
 
     records: number of training records N, treated as public. phases: run in order; the training
     loop executes the GaussianSteps, other phases are charged in full from the beginning.
-    clip_norm: L2 bound C on a record's contribution; noise is noise_multiplier * clip_norm.
+    clip_norm: L2 bound C on a record's contribution; noise is noise_multiplier * clip_norm. It is
+    infinite (no clip) only where no step has noise: nothing is then proved.
     delta: the delta at which `guarantee` is stated.
     """
 
@@ -261,7 +346,8 @@ class PrivacyPlan:
         _positive_integer("records", self.records)
         if not 0 < self.delta < 1:
             raise ValueError(f"delta must lie strictly between 0 and 1, got {self.delta}")
-        if not (math.isfinite(self.clip_norm) and self.clip_norm > 0):
+        noisy = any(phase.noise_multiplier for phase in self._gaussians)
+        if not self.clip_norm > 0 or (math.isinf(self.clip_norm) and noisy):
             raise ValueError(f"clip_norm must be > 0 and finite, got {self.clip_norm}")
         if self.neighbours not in ("add-or-remove-one", "replace-one"):
             raise ValueError(f"unknown neighbouring relation {self.neighbours!r}")
@@ -283,14 +369,18 @@ class PrivacyPlan:
         clip_norm: float = 1.0,
         neighbours: Neighbours = "add-or-remove-one",
         batch_cap: int | None = None,
+        besides: tuple[Phase, ...] = (),
     ) -> PrivacyPlan:
-        """One phase of Poisson-sampled steps; batch_size is the EXPECTED batch L, rate L / N."""
+        """One phase of Poisson-sampled steps; batch_size is the EXPECTED batch L, rate L / N.
+
+        besides: what else reads the records; charged as well.
+        """
         _positive_integer("records", records)
         _positive_integer("batch_size", batch_size)
         if batch_size > records:
             raise ValueError(f"batch_size {batch_size} is larger than the {records} records")
         phase = GaussianSteps(steps, noise_multiplier, batch_size / records, batch_cap)
-        return cls(records, (phase,), delta, clip_norm, neighbours)
+        return cls(records, (*besides, phase), delta, clip_norm, neighbours)
 
     @property
     def _gaussians(self) -> list[GaussianSteps]:
@@ -392,7 +482,12 @@ class PrivacyPlan:
     @property
     def assumptions(self) -> tuple[str, ...]:
         """What must hold for the guarantee to be true; the training loop sees to each."""
-        lines = [f"every record's contribution is clipped to L2 norm {self.clip_norm:g}"]
+        lines = []
+        if math.isfinite(self.clip_norm):
+            lines.append(f"every record's contribution is clipped to L2 norm {self.clip_norm:g}")
+        if any(isinstance(phase, GaussianReleases) for phase in self.phases):
+            lines.append("what is released beside the steps is clipped per record as well")
+        lines += [f"NOT PRIVATE: {p.reason}" for p in self.phases if isinstance(p, NonPrivate)]
         if _any_phase(self.phases, _is_sampled):
             lines.append("every record joins a step independently (Poisson), never by shuffling")
         if _any_phase(self.phases, _is_capped):
@@ -403,6 +498,8 @@ class PrivacyPlan:
             lines.append("every record lies in one part only, whatever the other records are")
         if any(isinstance(phase, RepeatAndSelect) for phase in self.phases):
             lines.append("the number of runs and all unselected runs stay secret")
+        if _any_phase(self.phases, lambda phase: isinstance(phase, WorstOf)):
+            lines.append("every setting that was tried costs at most as much as the one described")
         lines.append(f"the number of records ({self.records}) is public")
         return tuple(lines)
 
@@ -438,7 +535,7 @@ class PrivacyPlan:
             "records": self.records,
             "phases": [phase_to_dict(phase) for phase in self.phases],
             "delta": self.delta,
-            "clip_norm": self.clip_norm,
+            "clip_norm": "inf" if math.isinf(self.clip_norm) else self.clip_norm,
             "neighbours": self.neighbours,
         }
 
@@ -448,7 +545,8 @@ class PrivacyPlan:
         fields = dict(record)
         try:
             phases = tuple(phase_from_dict(phase) for phase in fields.pop("phases"))
-            return cls(phases=phases, **fields)
+            clip_norm = float(fields.pop("clip_norm"))  # "inf" when nothing is clipped
+            return cls(phases=phases, clip_norm=clip_norm, **fields)
         except (TypeError, KeyError) as error:
             raise ValueError(f"not a privacy plan: {error}") from error
 
@@ -463,7 +561,8 @@ def _is_capped(phase: Phase) -> bool:
 
 
 def _is_sampled(phase: Phase) -> bool:
-    return isinstance(phase, GaussianSteps | LaplaceReleases) and phase.sample_rate < 1
+    leaves = GaussianSteps | LaplaceReleases | GaussianReleases
+    return isinstance(phase, leaves) and phase.sample_rate < 1
 
 
 def _is_parallel(phase: Phase) -> bool:
@@ -478,6 +577,8 @@ def _any_phase(phases: Sequence[Phase], holds: Callable[[Phase], bool]) -> bool:
             inner = phase.phases
         elif isinstance(phase, ParallelParts):
             inner = [nested for part in phase.parts for nested in part]
+        elif isinstance(phase, WorstOf):
+            inner = [nested for choice in phase.choices for nested in choice]
         if holds(phase) or _any_phase(inner, holds):
             return True
     return False

@@ -2,7 +2,7 @@
 
 A search runs the base mechanism K times with K secret and random, and releases the best run only. A
 law is named by its mean and its shape, as in `dpdist.privacy.plan.RepeatAndSelect`: shape infinity
-is Poisson (K may be 0), every finite shape eta >= 0 a truncated negative binomial (K >= 1; 1 is
+is Poisson (K may be 0), every finite shape eta > -1 a truncated negative binomial (K >= 1; 1 is
 geometric, 0 logarithmic).
 """
 
@@ -27,11 +27,7 @@ def mean_of(shape: float, gamma: float) -> float:
 
 @dataclass(frozen=True)
 class SelectionLaw:
-    """The law of K. mean: E[K] >= 1. shape: infinity for Poisson, else eta >= 0.
-
-    Negative shapes (allowed by the theorem down to -1) are refused: the accounting library has no
-    bound for them.
-    """
+    """The law of K. mean: E[K] >= 1. shape: infinity for Poisson, else eta > -1."""
 
     mean: float
     shape: float
@@ -51,7 +47,7 @@ class SelectionLaw:
         from scipy.optimize import brentq
 
         # E[K] falls from infinity to 1 as gamma rises from 0 to 1.
-        low = math.log(1e-300)
+        low = math.log(1e-300) if self.shape >= 0 else math.log(1e-100)
         root = brentq(lambda u: math.log(mean_of(self.shape, math.exp(u)) / self.mean), low, -1e-15)
         return math.exp(root)
 
@@ -70,9 +66,10 @@ class SelectionLaw:
         log_rest = runs * math.log1p(-self.gamma)
         if self.shape == 0:
             return log_rest - math.log(runs) - math.log(-math.log(self.gamma))
+        # For a negative shape both gamma(shape) and gamma^-shape - 1 are negative: gammaln and abs
+        # take the sign out of both.
         ways = gammaln(runs + self.shape) - gammaln(self.shape) - gammaln(runs + 1)
-        norm = -self.shape * math.log(self.gamma)
-        log_norm = norm + math.log(-math.expm1(-norm))  # ln(gamma^-eta - 1)
+        log_norm = math.log(abs(math.expm1(-self.shape * math.log(self.gamma))))
         return float(log_rest + ways - log_norm)
 
     def at_least(self, runs: int) -> float:
@@ -85,6 +82,8 @@ class SelectionLaw:
             return 1.0
         if self.gamma == 1:
             return 0.0
+        if self.shape < 0:  # tails so long that only the head can be added up
+            return max(0.0, 1 - self._head(runs))
         if self.shape == 0:
             horizon = runs + math.ceil(45 / self.gamma)
             return math.fsum(math.exp(self.log_pmf(k)) for k in range(runs, horizon))
@@ -96,6 +95,14 @@ class SelectionLaw:
         from scipy.special import betainc
 
         return float(betainc(runs, self.shape, 1 - self.gamma)) / untruncated
+
+    def _head(self, runs: int) -> float:
+        """P(1 <= K < runs) for a negative shape, from the ratio of neighbouring probabilities."""
+        import numpy as np
+
+        k = np.arange(1, runs - 1)
+        ratios = (1 - self.gamma) * (k + self.shape) / (k + 1)
+        return float(math.exp(self.log_pmf(1)) * (1 + np.cumprod(ratios).sum()))
 
     def quantile(self, probability: float) -> int:
         """The smallest k with P(K <= k) >= probability, 0 <= probability < 1.

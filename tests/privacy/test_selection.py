@@ -10,7 +10,7 @@ from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
 from dp_accounting.rdp import RdpAccountant
 from scipy import stats
 
-from dpdist.privacy.plan import GaussianSteps
+from dpdist.privacy.plan import GaussianSteps, PrivacyPlan, WorstOf
 from dpdist.privacy.selection import (
     SelectionLaw,
     fixed_runs_guarantee,
@@ -19,7 +19,7 @@ from dpdist.privacy.selection import (
 )
 
 STEPS = (GaussianSteps(4680, 1.23, 512 / 60_000),)
-SHAPES = [math.inf, 3.0, 1.0, 0.5, 0.1, 0.0]
+SHAPES = [math.inf, 3.0, 1.0, 0.5, 0.1, 0.0, -0.1]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -97,6 +97,7 @@ def independent_epsilon(law: SelectionLaw, delta: float) -> float:
     ("mean", "shape", "published"),
     [
         (5, 0.0, 3.95),
+        (10, -0.5, 3.79),
         (10, 0.0, 4.26),
         (50, 0.0, 4.86),
         (5, 1.0, 4.51),
@@ -115,6 +116,48 @@ def test_cost_of_a_search(mean, shape, published):
     assert cost.source.startswith("RDP")
 
 
+def test_the_accountants_agree_where_both_have_a_bound():
+    """Our Theorem 2 (needed for negative shapes) against the library's, on the same curve."""
+    from dp_accounting import SelfComposedDpEvent
+    from dp_accounting.dp_event import RepeatAndSelectDpEvent
+
+    from dpdist.privacy.accounting import best_of_runs
+
+    base = SelfComposedDpEvent(PoissonSampledDpEvent(0.05, GaussianDpEvent(2.0)), 100)
+    one = RdpAccountant()
+    one.compose(base)
+    for shape in (0.0, 0.7, 1.0, 4.0):
+        best = RdpAccountant()
+        best.compose(RepeatAndSelectDpEvent(base, 12.0, shape))
+        ours = best_of_runs(one.orders, one.rdp, 12.0, shape)
+        np.testing.assert_allclose(ours, best.rdp, rtol=1e-9)
+
+
+def test_worst_of_is_the_pointwise_maximum():
+    """Two curves that cross: neither alone is the bound, and the order cap only loosens it."""
+    many, few = GaussianSteps(200, 0.7, 0.01), GaussianSteps(1, 1.4, 1.0)
+    law = SelectionLaw(5.0, 1.0)
+
+    def cost(*phases) -> float:
+        return search_guarantee(phases, law, records=1000, delta=1e-5).epsilon
+
+    both = cost(WorstOf(((many,), (few,))))
+    assert both > max(cost(many), cost(few)) * 1.1
+    assert both == pytest.approx(cost(WorstOf(((few,), (many,)))), rel=1e-12)
+    curves = []
+    for phase in (many, few):
+        accountant = RdpAccountant()
+        event = PoissonSampledDpEvent(phase.sample_rate, GaussianDpEvent(phase.noise_multiplier))
+        accountant.compose(event, phase.steps)
+        curves.append(accountant.rdp)
+    assert (curves[0] > curves[1]).any() and (curves[1] > curves[0]).any()
+    assert cost(WorstOf(((many,), (few,)), max_order=4.0)) >= both
+    assert cost(WorstOf(((many,),))) == pytest.approx(cost(many), rel=1e-12)
+    plan = PrivacyPlan(1000, (WorstOf(((many,), (few,)), 12.0),), 1e-5)
+    assert PrivacyPlan.from_dict(plan.to_dict()) == plan
+    assert plan.guarantee().source.startswith("RDP")
+
+
 def test_fixed_runs_by_composition():
     cost = fixed_runs_guarantee(STEPS, 3, records=60_000, delta=1e-5)
     assert cost.epsilon == pytest.approx(4.34, abs=0.01)
@@ -124,7 +167,7 @@ def test_fixed_runs_by_composition():
 
 
 @pytest.mark.parametrize(
-    ("mean", "shape"), [(0.5, 1.0), (10, -0.5), (math.inf, 1.0), (3, math.nan)]
+    ("mean", "shape"), [(0.5, 1.0), (10, -1.0), (math.inf, 1.0), (3, math.nan)]
 )
 def test_bad_laws_are_refused(mean, shape):
     with pytest.raises(ValueError):
