@@ -26,7 +26,7 @@ from dpdist.gradients.screening import refuse_mixing_layers, self_check
 
 # Working set of one physical micro-batch, in bytes. Constant, so that a replayed step runs with the
 # same micro-batches and gives the same bits whatever else the machine is doing.
-_MICRO_BATCH_BYTES = 256 << 20
+_MICRO_BATCH_BYTES = 1 << 30
 # A step's perturbed parameters are kept between micro-batches up to this size, else drawn again.
 _PERTURBED_CACHE_BYTES = 64 << 20
 
