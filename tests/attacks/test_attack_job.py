@@ -71,18 +71,19 @@ def rows(output: Path) -> list[dict]:
     return pq.read_table(output / TABLE).to_pylist()
 
 
-@pytest.fixture(scope="module", params=sorted(KINDS))
-def reference(
-    request, ray_session: None, model_folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[AttackSettings, Path]:
-    output = tmp_path_factory.mktemp("reference")
-    settings = KINDS[request.param]
-    job.attack_model(model_folder, FakeData(), settings, output, actors=1)
-    return settings, output
+@pytest.fixture(scope="module")
+def references(
+    ray_session: None, model_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
+    outputs = {kind: tmp_path_factory.mktemp(kind) for kind in KINDS}
+    for kind, output in outputs.items():
+        job.attack_model(model_folder, FakeData(), KINDS[kind], output, actors=1)
+    return outputs
 
 
-def test_every_attack_size_and_input_is_there(reference, model_folder: Path) -> None:
-    settings, output = reference
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_attack_size_and_input_is_there(references, kind: str, model_folder: Path) -> None:
+    settings, output = KINDS[kind], references[kind]
     found = rows(output)
     assert len(found) == 12 * (1 + 2 * 2)
     assert {(row["attack"], row["size"]) for row in found} == set(settings.pairs)
@@ -91,7 +92,7 @@ def test_every_attack_size_and_input_is_there(reference, model_folder: Path) -> 
         assert row["label"] == row["index"] % 3
         assert 1 <= row["hits"] <= row["n"] == (1 if settings.sigma is None else 200)
         if row["attack"] == "pgd":
-            assert row["distance"] > 0.9 * row["size"]
+            assert row["distance"] > 0.7 * row["size"]  # the box takes some of it
     with torch.no_grad():
         answers = models.load(model_folder)(FakeData().batch(slice(None))).argmax(1)
     clean = {row["index"]: row["prediction"] for row in found if row["attack"] == "none"}
@@ -100,23 +101,24 @@ def test_every_attack_size_and_input_is_there(reference, model_folder: Path) -> 
     else:
         # A two-sided test at 0.001 abstains or answers; at small noise mostly as the network.
         assert sum(clean[i] == int(answers[i]) for i in range(12)) >= 8
-    accuracy = {
-        pair: np.mean([r["prediction"] == r["label"] for r in found if (r["attack"], r["size"]) == pair])
-        for pair in settings.pairs
-    }  # fmt: skip
+    right: dict[tuple[str, float], list[bool]] = {}
+    for row in found:
+        right.setdefault((row["attack"], row["size"]), []).append(row["prediction"] == row["label"])
+    accuracy = {pair: np.mean(values) for pair, values in right.items()}
     assert accuracy["pgd", 1.0] <= accuracy["pgd", 0.2] <= accuracy["none", 0.0]
 
 
-def test_actors_change_no_byte(reference, model_folder: Path, tmp_path: Path) -> None:
-    settings, output = reference
+@pytest.mark.parametrize("kind", KINDS)
+def test_actors_change_no_byte(references, kind: str, model_folder: Path, tmp_path: Path) -> None:
+    settings, output = KINDS[kind], references[kind]
     job.attack_model(model_folder, FakeData(), settings, tmp_path, actors=3)
     assert raw(tmp_path) == raw(output)
 
 
 def test_an_interrupted_attack_computes_only_what_is_missing(
-    reference, model_folder: Path, tmp_path: Path
+    references, model_folder: Path, tmp_path: Path
 ) -> None:
-    settings, output = reference
+    settings, output = KINDS["smoothed"], references["smoothed"]
 
     class Interrupted(Exception):
         pass
@@ -140,9 +142,9 @@ def test_an_interrupted_attack_computes_only_what_is_missing(
 
 
 def test_sizes_and_attacks_can_be_added_and_change_nothing(
-    reference, model_folder: Path, tmp_path: Path
+    references, model_folder: Path, tmp_path: Path
 ) -> None:
-    settings, output = reference
+    settings, output = KINDS["deterministic"], references["deterministic"]
     one = replace(settings, sizes=(1.0,), attacks=("pgd",))
     job.attack_model(model_folder, FakeData(), one, tmp_path, actors=1)
     alone = rows(tmp_path)
@@ -165,15 +167,15 @@ def test_sizes_and_attacks_can_be_added_and_change_nothing(
     ],
 )
 def test_results_of_other_settings_are_not_mixed(
-    reference, model_folder: Path, change: dict, message: str
+    references, model_folder: Path, change: dict, message: str
 ) -> None:
-    settings, output = reference
+    settings, output = KINDS["deterministic"], references["deterministic"]
     with pytest.raises(UserError, match=message):
         job.attack_model(model_folder, FakeData(), replace(settings, **change), output)
 
 
-def test_other_models_and_data_are_refused(reference, model_folder: Path, tmp_path: Path) -> None:
-    settings, output = reference
+def test_other_models_and_data_are_refused(references, model_folder: Path, tmp_path: Path) -> None:
+    settings, output = KINDS["deterministic"], references["deterministic"]
     with pytest.raises(UserError, match="data was 'fake', now 'other'"):
         job.attack_model(model_folder, FakeData(fingerprint="other"), settings, output)
     spec = models.ModelSpec("small-cnn", (1, 6, 6), 3, {"width": 4})
