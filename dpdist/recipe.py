@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from dpdist.errors import UserError
 from dpdist.methods.options import Method
+from dpdist.search_options import TuneRecipe
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
@@ -53,6 +54,12 @@ class DataRecipe(_Section):
     columns: ColumnNames = ColumnNames()
     max_train: Count | None = Field(
         default=None, description="use only the first records; for smoke runs"
+    )
+    hold_out: Annotated[float, Field(ge=0, lt=1)] = Field(
+        default=0.0, description="keep this fraction of the training records (by hash) out"
+    )
+    fraction: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=1.0, description="train on this fraction (by hash) of the others"
     )
 
 
@@ -191,6 +198,7 @@ class Recipe(_Section):
     privacy: PrivacyRecipe
     training: TrainingRecipe
     certify: CertifyRecipe | None = None
+    tune: TuneRecipe | None = None
     resources: ResourcesRecipe = ResourcesRecipe()
 
     @field_validator("name")

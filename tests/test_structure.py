@@ -21,7 +21,8 @@ ALLOWED = {
     "dpdist.data": {"dpdist.errors", "dpdist.vision"},
     "dpdist.gradients": {"dpdist.errors", "dpdist.privacy"},
     "dpdist.methods": {"dpdist.errors", "dpdist.privacy", "dpdist.gradients", "dpdist.models"},
-    "dpdist.recipe": {"dpdist.errors", "dpdist.methods"},
+    "dpdist.search_options": set(),
+    "dpdist.recipe": {"dpdist.errors", "dpdist.methods", "dpdist.search_options"},
     "dpdist.runfolder": {"dpdist.errors", "dpdist.recipe", "dpdist.__init__", "cluster"},
     "dpdist.exporting": {"dpdist.errors", "dpdist.runfolder"},
     "dpdist.certification": {

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +22,8 @@ class Dataset:
 
     name: "mnist/train". inputs: (N, C, H, W) uint8 images, or (N, features) float32.
     labels: (N,) int64 in 0..classes-1. fingerprint: hex digest of the records, in order. limit: use
-    the first records only. largest_group: most records of one group, when a group column is named.
+    the first records only; share: of these, the records whose hash lies in [low, high).
+    largest_group: most records of one group, when a group column is named.
     """
 
     folder: Path
@@ -29,6 +32,7 @@ class Dataset:
     fingerprint: str
     limit: int | None = None
     largest_group: int | None = None
+    share: tuple[float, float] | None = None
 
     @staticmethod
     def open(folder: Path) -> Dataset:
@@ -47,13 +51,39 @@ class Dataset:
             return self
         return replace(self, limit=limit, fingerprint=f"{self.fingerprint}-first-{limit}")
 
+    def part(self, low: float, high: float) -> Dataset:
+        """The records whose hash lies in [low, high), 0 <= low < high <= 1: about that share.
+
+        A record's hash depends on its own content alone: adding or removing one record moves no
+        other one between parts (equal records lie in the same part).
+        """
+        if (low, high) == (0.0, 1.0):
+            return self
+        fingerprint = f"{self.fingerprint}-part-{low:.17g}-{high:.17g}"
+        return replace(self, share=(low, high), fingerprint=fingerprint)
+
     @cached_property
-    def inputs(self) -> np.ndarray:
+    def _stored(self) -> np.ndarray:
         return np.load(self.folder / "inputs.npy", mmap_mode="r", allow_pickle=False)[: self.limit]
 
     @cached_property
+    def _rows(self) -> np.ndarray | None:
+        """Positions of this part's records among those stored; None for all of them."""
+        if self.share is None:
+            return None
+        hashes = _hashes(self.folder)[: self.limit]
+        return np.flatnonzero((hashes >= self.share[0]) & (hashes < self.share[1]))
+
+    @property
+    def inputs(self) -> np.ndarray:
+        """The inputs as stored; a copy for a part by hash."""
+        return self._stored if self._rows is None else self._stored[self._rows]
+
+    @cached_property
     def labels(self) -> np.ndarray:
-        return np.load(self.folder / "labels.npy", mmap_mode="r", allow_pickle=False)[: self.limit]
+        path = self.folder / "labels.npy"
+        stored = np.load(path, mmap_mode="r", allow_pickle=False)[: self.limit]
+        return stored if self._rows is None else stored[self._rows]
 
     def __getstate__(self) -> dict:
         return {field.name: getattr(self, field.name) for field in fields(self)}
@@ -63,11 +93,12 @@ class Dataset:
 
     @property
     def input_shape(self) -> tuple[int, ...]:
-        return tuple(self.inputs.shape[1:])
+        return tuple(self._stored.shape[1:])
 
     def batch(self, indices: np.ndarray | slice) -> Tensor:
         """Inputs as float32 (B, *input_shape); images are divided by 255 into [0, 1]."""
-        rows = np.ascontiguousarray(self.inputs[indices])
+        chosen = indices if self._rows is None else self._rows[indices]
+        rows = np.ascontiguousarray(self._stored[chosen])
         tensor = torch.from_numpy(rows if rows.flags.writeable else rows.copy())
         return tensor.float().div_(255) if rows.dtype == np.uint8 else tensor
 
@@ -76,12 +107,35 @@ class Dataset:
         return torch.from_numpy(np.array(self.labels[indices]))
 
 
+def base_fingerprint(fingerprint: str) -> str:
+    """The fingerprint of the whole stored split that a data set is a part of."""
+    return fingerprint.partition("-first-")[0].partition("-part-")[0]
+
+
+def _hashes(folder: Path) -> np.ndarray:
+    """A number in [0, 1) for each stored record, from its content alone; kept beside the data."""
+    path = folder / "hashes.npy"
+    if not path.exists():
+        inputs = np.load(folder / "inputs.npy", mmap_mode="r", allow_pickle=False)
+        labels = np.load(folder / "labels.npy", mmap_mode="r", allow_pickle=False)
+        found = np.empty(len(labels), dtype=np.uint64)
+        for record, label in enumerate(labels):
+            digest = hashlib.blake2b(digest_size=8, person=b"dpdist.part")
+            digest.update(np.ascontiguousarray(inputs[record]).tobytes())
+            digest.update(int(label).to_bytes(8, "little"))
+            found[record] = int.from_bytes(digest.digest(), "little")
+        partial = folder / f".hashes.{os.getpid()}.npy"
+        np.save(partial, (found >> np.uint64(11)) * 2.0**-53)
+        os.replace(partial, path)
+    return np.load(path, allow_pickle=False)
+
+
 def check_same_kind(train: Dataset, test: Dataset) -> None:
     """Raise UserError unless the two splits can be used with one model, and are two.
 
     Scores on the test split are published, so it must not be the protected one.
     """
-    if train.fingerprint.partition("-first-")[0] == test.fingerprint:
+    if base_fingerprint(train.fingerprint) == test.fingerprint:
         raise UserError(
             f"{train.name} and {test.name} hold the same records: scores on private records would "
             "be published"

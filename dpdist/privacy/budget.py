@@ -62,8 +62,8 @@ class Charge:
 
 
 def base_fingerprint(fingerprint: str) -> str:
-    """The whole data set's fingerprint: its first n records are charged to the same budget."""
-    return re.sub(r"-first-\d+$", "", fingerprint)
+    """The whole data set's fingerprint: parts of it are charged to the same budget."""
+    return re.sub(r"-(first|part)-.*$", "", fingerprint)
 
 
 def composed_guarantee(

@@ -51,7 +51,18 @@ def source_of(recipe: Recipe) -> data.Source:
 
 
 def training_data(recipe: Recipe, source: data.Source) -> data.Dataset:
-    """The training split, cut to data.max_train."""
+    """The training records: the split cut to data.max_train, without what is held out."""
+    section = recipe.data
+    end = section.hold_out + section.fraction * (1 - section.hold_out)
+    return _records(recipe, source).part(section.hold_out, end)
+
+
+def held_out_data(recipe: Recipe, source: data.Source) -> data.Dataset:
+    """The training split's records that data.hold_out keeps out of training; private as well."""
+    return _records(recipe, source).part(0.0, recipe.data.hold_out)
+
+
+def _records(recipe: Recipe, source: data.Source) -> data.Dataset:
     return data.load(source, "train").first(recipe.data.max_train)
 
 

@@ -1,0 +1,187 @@
+"""What a recipe may say about a private search: the `tune` section."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Count = Annotated[int, Field(ge=1)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+OBJECTIVES = ("accuracy", "certified-accuracy", "average-radius")
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Domain(_Section):
+    """The values of one field: exactly one of a range (both ends included) and a list.
+
+    also: further fields that take the same value, such as method.sigma beside certify.sigma.
+    """
+
+    log_uniform: tuple[float, float] | None = None
+    uniform: tuple[float, float] | None = None
+    integer: tuple[int, int] | None = None
+    choice: tuple[Any, ...] | None = None
+    also: tuple[str, ...] = ()
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> Domain:
+        kinds = ("log_uniform", "uniform", "integer", "choice")
+        given = [kind for kind in kinds if getattr(self, kind) is not None]
+        if len(given) != 1:
+            raise ValueError(f"give exactly one of {', '.join(kinds)}")
+        if self.choice is not None:
+            if not self.choice:
+                raise ValueError("choice must not be empty")
+            return self
+        low, high = self.ends
+        if not (math.isfinite(low) and math.isfinite(high) and low <= high):
+            raise ValueError(f"{given[0]} must be [low, high], finite and ascending")
+        if self.log_uniform is not None and low <= 0:
+            raise ValueError("log_uniform needs a low end above 0")
+        return self
+
+    @property
+    def ends(self) -> tuple[Any, ...]:
+        """Every listed value, or the two ends of the range."""
+        found = self.choice or self.integer or self.uniform or self.log_uniform
+        assert found is not None
+        return found
+
+
+class LawRecipe(_Section):
+    """The law of the number of trials K.
+
+    logarithmic, geometric, negative-binomial (shape > -1) and poisson draw a secret K with this
+    mean; only the best trial is ever released (Papernot and Steinke 2022). fixed: K = runs, public,
+    paid by plain composition; every trial may be shown, and the searcher may adapt.
+    """
+
+    name: Literal["logarithmic", "geometric", "negative-binomial", "poisson", "fixed"]
+    mean: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None
+    shape: Annotated[float, Field(gt=-1, allow_inf_nan=False)] | None = None
+    runs: Count | None = None
+
+    @model_validator(mode="after")
+    def _what_belongs(self) -> LawRecipe:
+        fixed = self.name == "fixed"
+        if fixed != (self.runs is not None):
+            raise ValueError("runs belongs to law fixed, and law fixed needs it")
+        if fixed == (self.mean is not None):
+            raise ValueError("mean (of the number of trials) belongs to every law but fixed")
+        if (self.name == "negative-binomial") != (self.shape is not None):
+            raise ValueError("shape belongs to law negative-binomial, which needs it")
+        return self
+
+    @property
+    def shape_number(self) -> float:
+        """The shape of the law as `dpdist.privacy.selection` counts it. Not for law fixed."""
+        if self.shape is not None:
+            return self.shape
+        return {"logarithmic": 0.0, "geometric": 1.0, "poisson": math.inf}[self.name]
+
+
+class PublicData(_Section):
+    """Named public records to score on, free of charge: a built-in name or a folder of Parquet
+    files."""
+
+    name: str
+    root: Path | None = Field(default=None, description="default: data.root")
+    split: str = "test"
+    max_records: Count | None = None
+
+
+class ScoreRecipe(_Section):
+    """How a trial is scored: by public records, or by a noisy count over held-out private ones.
+
+    objectives: weights of accuracy, certified-accuracy (at L2 `radius`) and average-radius (cut at
+    `radius_cap`); the certified ones use certify.sigma and `draws` noisy copies of each record.
+    hold_out: the fraction of the training records (by hash) kept for scoring. noise: standard
+    deviation of the noise on the count of records; default: as much as costs no more than training.
+    """
+
+    public: PublicData | None = None
+    hold_out: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    noise: Positive | None = None
+    objectives: dict[Literal["accuracy", "certified-accuracy", "average-radius"], Positive] = Field(
+        default={"accuracy": 1.0}, min_length=1
+    )
+    radius: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    radius_cap: Positive | None = None
+    draws: Count = 100
+    alpha: Annotated[float, Field(gt=0, lt=1)] = 0.01
+
+    @model_validator(mode="after")
+    def _what_objectives_need(self) -> ScoreRecipe:
+        if ("certified-accuracy" in self.objectives) != (self.radius is not None):
+            raise ValueError("radius belongs to objective certified-accuracy, which needs it")
+        if ("average-radius" in self.objectives) != (self.radius_cap is not None):
+            raise ValueError("radius_cap belongs to objective average-radius, which needs it")
+        if self.public is not None and self.noise is not None:
+            raise ValueError("noise belongs to private scoring; public records need none")
+        return self
+
+    @property
+    def certifies(self) -> bool:
+        return set(self.objectives) != {"accuracy"}
+
+    def describe(self) -> str:
+        """The objective in words."""
+        names = {
+            "accuracy": "accuracy",
+            "certified-accuracy": f"certified accuracy at radius {self.radius or 0:g}",
+            "average-radius": f"average certified radius (cut at {self.radius_cap or 0:g})",
+        }
+        total = sum(self.objectives.values())
+        if len(self.objectives) == 1:
+            return names[next(iter(self.objectives))]
+        return " + ".join(f"{w / total:.3g} x {names[o]}" for o, w in self.objectives.items())
+
+
+class AshaRecipe(_Section):
+    """Early stopping (ASHA): scored at `rungs` points of training, each reduction_factor times the
+    last; every rung of every trial is charged beforehand."""
+
+    rungs: Annotated[int, Field(ge=2)] = 3
+    reduction_factor: Annotated[int, Field(ge=2)] = 3
+
+
+class TuneRecipe(_Section):
+    """A private search over fields of the recipe; epsilon then covers training and search.
+
+    space: dotted field to domain. concurrent: most trials at once (default: as many as fit).
+    searcher and asha adapt to earlier scores, which only law fixed allows.
+    """
+
+    space: dict[str, Domain] = Field(min_length=1)
+    law: LawRecipe
+    score: ScoreRecipe = ScoreRecipe()
+    searcher: Literal["random", "optuna"] = "random"
+    asha: AshaRecipe | None = None
+    concurrent: Count | None = None
+
+    @model_validator(mode="after")
+    def _adaptive_is_paid(self) -> TuneRecipe:
+        if self.law.name == "fixed":
+            return self
+        reason = (
+            "sees the scores of other trials, which the best of a secret number of independent "
+            f"trials (law {self.law.name}) does not cover: take law {{name: fixed, runs: ...}}, "
+            "whose composition pays for every score"
+        )
+        if self.searcher != "random":
+            raise ValueError(f"searcher {self.searcher} {reason}")
+        if self.asha is not None:
+            raise ValueError(f"asha {reason}")
+        return self
+
+    @property
+    def rungs(self) -> int:
+        """How often each trial is scored."""
+        return 1 if self.asha is None else self.asha.rungs
