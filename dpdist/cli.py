@@ -11,6 +11,7 @@ from cluster.errors import ClusterError
 from dpdist import __version__
 from dpdist.commands import (
     account,
+    attack,
     budget,
     certify,
     cluster,
@@ -39,6 +40,7 @@ app = typer.Typer(
 app.command("run")(run.command)
 app.command("train")(train.command)
 app.command("certify")(certify.command)
+app.command("attack")(attack.command)
 app.command("predict")(predict.command)
 app.command("report")(report.command)
 app.command("release")(release.command)

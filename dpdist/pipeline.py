@@ -18,6 +18,10 @@ from cluster.packages import check_nodes
 from cluster.session import Session, connect
 from cluster.storage import write_json
 from dpdist import console, models, vision
+from dpdist.attacks.check import Plausibility, check_certificates
+from dpdist.attacks.job import attack_model
+from dpdist.attacks.settings import AttackSettings
+from dpdist.attacks.table import TABLE as ATTACK_TABLE
 from dpdist.certification.job import TABLE, CertifySettings, certify
 from dpdist.errors import Interrupted, UserError
 from dpdist.methods.compose import cross_entropy
@@ -207,6 +211,59 @@ def certify_stage(
     for note in json.loads((output / "settings.json").read_text())["classifier"]["notes"]:
         console.say(f"certifying: {note}")
     return output / TABLE
+
+
+def attack_stage(
+    recipe: Recipe,
+    folder: RunFolder,
+    settings: AttackSettings,
+    output: Path | None = None,
+    actors: int | None = None,
+) -> Path:
+    """Attacks on the test split on Ray actors; returns the table's path.
+
+    output: its folder; by default one in the run folder, named by the settings.
+    """
+    folder.require_trained()
+    check_nodes(PACKAGES, folder.private.resolve())
+    output = output or folder.path / "attacks" / settings.folder_name
+    with console.progress(f"attacking, {settings.norm}", "inputs") as show:
+        attack_model(
+            folder.model,
+            test_data(recipe),
+            settings,
+            output,
+            actors=actors or recipe.resources.certify_actors,
+            progress=show,
+            trusted_factory=recipe.model.name,
+        )
+    return output / ATTACK_TABLE
+
+
+def check_stage(
+    recipe: Recipe,
+    folder: RunFolder,
+    settings: AttackSettings,
+    certificates: Path,
+    output: Path | None = None,
+    actors: int | None = None,
+) -> Plausibility:
+    """Attacks on the certificates of a table, each within its radius, on Ray actors."""
+    folder.require_trained()
+    check_nodes(PACKAGES, folder.private.resolve())
+    output = output or folder.path / "attacks" / f"check-{certificates.parent.name}"
+    with console.progress(f"attacking certificates, {certificates.parent.name}", "inputs") as show:
+        _, verdict = check_certificates(
+            folder.model,
+            test_data(recipe),
+            certificates,
+            settings,
+            output,
+            actors=actors or recipe.resources.certify_actors,
+            progress=show,
+            trusted_factory=recipe.model.name,
+        )
+    return verdict
 
 
 def report_stage(folder: RunFolder) -> None:

@@ -20,6 +20,7 @@ from dpdist.privacy.guarantee import Guarantee, format_epsilon
 from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.recipe import Recipe
+from dpdist.reports.attacks import AttackTable, read_attacks, read_checks, summary_rows
 from dpdist.runfolder import RunFolder, read_json
 
 
@@ -82,6 +83,8 @@ class Facts:
     trained: dict[str, Any]
     evaluation: dict[str, Any] | None
     tables: list[CertificateTable]
+    attacks: list[AttackTable]
+    checks: list[dict[str, Any]]
 
     @property
     def fixed_key(self) -> bool:
@@ -155,6 +158,7 @@ class Facts:
                     f"{at} ({table.norm}, {len(table.index):,} inputs, alpha {table.alpha:g} each)",
                 )
             )
+        rows += summary_rows(self.attacks, self.checks)
         if self.folder.report.exists():
             rows.append(("report", str(self.folder.report)))
         return rows
@@ -178,6 +182,8 @@ def read_facts(folder: RunFolder) -> Facts:
         trained=trained,
         evaluation=evaluation,
         tables=[read_table(path) for path in sorted(folder.certificates.glob("*/*.parquet"))],
+        attacks=read_attacks(folder.path / "attacks"),
+        checks=read_checks(folder.path / "attacks"),
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import matplotlib
 import numpy as np
 
+from dpdist.reports.attacks import AttackTable, grid
 from dpdist.reports.facts import CertificateTable
 
 matplotlib.use("Agg")
@@ -39,6 +40,36 @@ def certified_accuracy(tables: Sequence[CertificateTable], clean: float | None) 
     axes.set_ylim(0, 100)
     axes.set_xlabel("L2 radius (input units)")
     axes.set_ylabel("certified accuracy, %")
+    axes.legend(frameon=False)
+    return _png(figure)
+
+
+def attacked_accuracy(table: AttackTable, certificates: Sequence[CertificateTable]) -> bytes:
+    """Accuracy against attack size, a line for each attack; certified accuracy dashed."""
+    shown = grid(table, certificates)
+    sizes = [float(row[0]) for row in shown.rows]
+    figure, axes = _axes()
+    columns = [name for name in shown.header[1:] if name not in ("worst", "abstained")]
+    for name, colour in zip(columns, _COLOURS * len(columns), strict=False):
+        place = shown.header.index(name)
+        points = [
+            (size, float(row[place]))
+            for size, row in zip(sizes, shown.rows, strict=True)
+            if row[place]
+        ]
+        certified = name not in table.attacks
+        axes.plot(
+            *zip(*points, strict=True),
+            "--" if certified else "o-",
+            color="#777777" if certified else colour,
+            linewidth=1 if certified else 1.5,
+            markersize=3,
+            label=name,
+        )
+    axes.set_xlim(0, max(sizes) * 1.05)
+    axes.set_ylim(0, 100)
+    axes.set_xlabel(f"{table.norm} size (input units)")
+    axes.set_ylabel("accuracy, %")
     axes.legend(frameon=False)
     return _png(figure)
 

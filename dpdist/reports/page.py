@@ -10,8 +10,9 @@ import jinja2
 from cluster.storage import write_atomic
 from dpdist import __version__
 from dpdist.privacy.guarantee import format_epsilon
+from dpdist.reports.attacks import check_line, grid
 from dpdist.reports.facts import CertificateTable, read_facts
-from dpdist.reports.figures import certified_accuracy, privacy_spent
+from dpdist.reports.figures import attacked_accuracy, certified_accuracy, privacy_spent
 from dpdist.runfolder import RunFolder
 
 
@@ -24,6 +25,10 @@ def write_report(folder: RunFolder) -> None:
         curve = certified_accuracy(facts.tables, clean)
         pictures.insert(0, ("Certified accuracy", curve))
         write_atomic(folder.report.parent / "certified_accuracy.png", curve)
+    for table in facts.attacks:
+        curve = attacked_accuracy(table, facts.tables)
+        pictures.append((f"Accuracy under attack, {table.name}", curve))
+        write_atomic(folder.report.parent / f"attacked_{table.name}.png", curve)
     template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(
         (files("dpdist.reports") / "page.html").read_text()
     )
@@ -34,6 +39,11 @@ def write_report(folder: RunFolder) -> None:
         format_epsilon=format_epsilon,
         pictures=[(title, base64.b64encode(png).decode()) for title, png in pictures],
         tables=[_table(table, folder) for table in facts.tables],
+        attacks=[
+            (table, grid(table, facts.tables), table.path.relative_to(folder.path))
+            for table in facts.attacks
+        ],
+        checks=[(check, check_line(check)) for check in facts.checks],
     )
     write_atomic(folder.report, page)
 

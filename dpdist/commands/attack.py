@@ -1,0 +1,204 @@
+"""dpdist attack: accuracy of a run's model under attack; its certificates attacked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dpdist.commands.options import RUNS, DataRoot, RunArgument, Runs
+from dpdist.errors import UserError
+
+if TYPE_CHECKING:
+    from dpdist.recipe import Recipe
+    from dpdist.runfolder import RunFolder
+
+
+def command(
+    run: RunArgument,
+    runs: Runs = RUNS,
+    data_root: DataRoot = None,
+    norm: Annotated[str | None, typer.Option(help="linf (default) or l2.")] = None,
+    sizes: Annotated[
+        str | None, typer.Option(help="Sizes in input units: 0.05,0.1 (default: by the norm).")
+    ] = None,
+    attacks: Annotated[
+        str | None, typer.Option(help="Out of fgsm,i-fgsm,mim,pgd (default: all; a check: pgd).")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Steps of i-fgsm, mim and pgd (10).")] = None,
+    restarts: Annotated[int | None, typer.Option(help="Random starts of pgd (1).")] = None,
+    step_scale: Annotated[
+        float | None, typer.Option(help="pgd steps by this times size / steps (2.5).")
+    ] = None,
+    sigma: Annotated[
+        float | None, typer.Option(help="Attack the classifier smoothed by this noise.")
+    ] = None,
+    smoothed: Annotated[
+        bool, typer.Option("--smoothed", help="As --sigma with the recipe's certify.sigma.")
+    ] = False,
+    draws: Annotated[
+        int | None, typer.Option(help="Draws of the noise for each gradient (16).")
+    ] = None,
+    n: Annotated[
+        int | None, typer.Option(help="Draws per answer of a randomised classifier (1000).")
+    ] = None,
+    alpha: Annotated[float | None, typer.Option(help="Error of each such answer (0.001).")] = None,
+    labels: Annotated[
+        str | None, typer.Option(help="Lead away from the true (default) or predicted class.")
+    ] = None,
+    start: Annotated[int | None, typer.Option(help="First input.")] = None,
+    every: Annotated[int | None, typer.Option(help="Each how-manieth input.")] = None,
+    max_inputs: Annotated[int | None, typer.Option(help="At most this many inputs.")] = None,
+    seed: Annotated[
+        str | None, typer.Option(help="Of all random numbers (default: a secret one, stored).")
+    ] = None,
+    actors: Annotated[int | None, typer.Option(help="Workers (default: all CPUs).")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Folder of the table (default: in the run folder).")
+    ] = None,
+    check_certificates: Annotated[
+        bool,
+        typer.Option(
+            "--check-certificates",
+            help="Attack the run's L2 certificates within their radii instead; exit code 1 when "
+            "more are contradicted than alpha allows.",
+        ),
+    ] = False,
+    certificates: Annotated[
+        str | None, typer.Option(help="The table to check, by name or path (default: each).")
+    ] = None,
+) -> None:
+    """Attack the test split on all CPUs, white-box; continues what was interrupted.
+
+    Shows the accuracy at each size under each attack, and beside it what is certified.
+    """
+    from dpdist import pipeline
+    from dpdist.runfolder import open_run
+
+    folder = open_run(run, runs)
+    folder.require_trained()
+    recipe = pipeline.resolve(folder.read_recipe(), data_root=data_root)
+    given: dict[str, Any] = {
+        "steps": steps, "restarts": restarts, "step_scale": step_scale, "draws": draws,
+        "start": start, "every": every, "max_inputs": max_inputs, "seed": seed,
+        "attacks": tuple(attacks.split(",")) if attacks is not None else None,
+    }  # fmt: skip
+    evaluation = {
+        "norm": norm, "sizes": _numbers(sizes), "sigma": _sigma(recipe, folder, sigma, smoothed),
+        "n": n, "alpha": alpha, "labels": labels,
+    }  # fmt: skip
+    if check_certificates:
+        useless = [f"--{name}" for name, value in evaluation.items() if value is not None]
+        if useless:
+            raise UserError(
+                f"{', '.join(useless)}: not with --check-certificates, which takes norm, sizes, "
+                "noise and draws from the certificates"
+            )
+        held = _check(recipe, folder, given, certificates, output, actors)
+        pipeline.report_stage(folder)
+        if not held:
+            raise typer.Exit(1)
+        return
+    if certificates is not None:
+        raise UserError("--certificates: only with --check-certificates")
+    _attack(recipe, folder, given | evaluation, output, actors)
+    pipeline.report_stage(folder)
+
+
+def _attack(
+    recipe: Recipe,
+    folder: RunFolder,
+    given: dict[str, Any],
+    output: Path | None,
+    actors: int | None,
+) -> None:
+    from dpdist import console, pipeline
+    from dpdist.attacks.settings import AttackSettings
+    from dpdist.reports.attacks import grid, read_attack
+    from dpdist.reports.facts import read_facts
+
+    settings = AttackSettings(**{name: value for name, value in given.items() if value is not None})
+    with pipeline.session(folder):
+        path = pipeline.attack_stage(recipe, folder, settings, output, actors)
+    table = read_attack(path)
+    shown = grid(table, read_facts(folder).tables)
+    widths = [
+        max(len(row[place]) for row in (shown.header, *shown.rows))
+        for place in range(len(shown.header))
+    ]
+    lines = [
+        (
+            row[0],
+            "  ".join(value.rjust(width) for value, width in zip(row[1:], widths[1:], strict=True)),
+        )
+        for row in (shown.header, *shown.rows)
+    ]
+    title = f"accuracy under attack, % of {table.inputs:,} inputs ({table.classifier})"
+    typer.echo(console.table(lines, title=title))
+    for note in shown.notes:
+        typer.echo(note)
+    typer.echo(f"table: {path}")
+
+
+def _check(
+    recipe: Recipe,
+    folder: RunFolder,
+    given: dict[str, Any],
+    certificates: str | None,
+    output: Path | None,
+    actors: int | None,
+) -> bool:
+    from dpdist import console, pipeline
+    from dpdist.attacks.settings import AttackSettings
+    from dpdist.reports.attacks import check_line, read_check
+
+    if given["attacks"] is None:
+        given["attacks"] = ("pgd",)
+    settings = AttackSettings(**{name: value for name, value in given.items() if value is not None})
+    tables = _tables(folder, certificates)
+    if output is not None and len(tables) > 1:
+        names = ", ".join(path.parent.name for path in tables)
+        raise UserError(f"--output: holds one check; name one with --certificates: {names}")
+    rows, held = [], True
+    with pipeline.session(folder):
+        for path in tables:
+            place = output or folder.path / "attacks" / f"check-{path.parent.name}"
+            verdict = pipeline.check_stage(recipe, folder, settings, path, place, actors)
+            held = held and verdict.plausible
+            rows.append((path.parent.name, check_line(read_check(place / "check.json"))))
+    typer.echo(console.table(rows, title="certificates under attack"))
+    return held
+
+
+def _tables(folder: RunFolder, name: str | None) -> list[Path]:
+    if name is None:
+        found = sorted(folder.certificates.glob("*/certificates.parquet"))
+        if not found:
+            raise UserError(f"{folder.path}: no certificates yet; `dpdist certify` makes them")
+        return found
+    for path in (folder.certificates / name / "certificates.parquet", Path(name)):
+        if path.is_file():
+            return [path]
+    raise UserError(f"--certificates: {name}: no such table in {folder.certificates}")
+
+
+def _sigma(recipe: Recipe, folder: RunFolder, sigma: float | None, smoothed: bool) -> float | None:
+    if not smoothed:
+        return sigma
+    if sigma is not None:
+        raise UserError("give --sigma or --smoothed, not both")
+    if recipe.certify is None or recipe.certify.sigma is None:
+        raise UserError(
+            f"{folder.path}: the recipe does not certify with input noise; give --sigma"
+        )
+    return recipe.certify.sigma
+
+
+def _numbers(text: str | None) -> tuple[float, ...] | None:
+    if text is None:
+        return None
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise UserError(f"--sizes: give numbers separated by commas, got {text!r}") from None
