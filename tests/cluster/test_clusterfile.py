@@ -1,0 +1,373 @@
+"""Cluster files are refused offline for each fault that would cost money, time or privacy."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import yaml
+
+from cluster.clusterfile import Needs, check_file, strings, templates
+from cluster.errors import ClusterError
+
+VERSION = "0.1.0"
+RAY_UP = ("aws", "gcp", "local")
+KUBERAY = ("kuberay", "rayjob")
+
+
+def filled(name: str) -> list[dict]:
+    """A template with every blank filled in."""
+    text = templates()[name].read_text()
+    for blank, value in (
+        ("FILL-IN-AMI", "ami-0123456789abcdef0"),
+        ("FILL-IN-SECURITY-GROUP", "sg-0123456789abcdef0"),
+        ("FILL-IN-EFS", "fs-0123456789abcdef0"),
+        ("FILL-IN-SUBNETWORK", "projects/p/regions/us-west1/subnetworks/mine"),
+        ("FILL-IN-FILESTORE", "10.0.0.9"),
+        ("FILL-IN-HEAD", "10.0.0.1"),
+        ("FILL-IN-HOST-1", "10.0.0.2"),
+        ("FILL-IN-HOST-2", "10.0.0.3"),
+        ("FILL-IN-USER", "ubuntu"),
+        ("FILL-IN-REGISTRY", "registry.example.org/me"),
+        ("FILL-IN-SHARED-CLASS", "nfs-client"),
+        ("FILL-IN-PROJECT", "my-project"),
+        ("FILL-IN-IMAGE", "projects/p/global/images/gpu-docker"),
+    ):
+        text = text.replace(blank, value)
+    return list(yaml.safe_load_all(text))
+
+
+def complaints(documents: list[dict], tmp_path: Path, needs: Needs | None = None) -> list[str]:
+    path = tmp_path / "c.yaml"
+    path.write_text(yaml.safe_dump_all(documents))
+    return check_file(path, VERSION, needs)[0]
+
+
+def change(document, key: str, value) -> None:
+    """Set a dotted key (numbers index lists); DELETE removes it."""
+    *outer, last = [int(part) if part.isdigit() else part for part in key.split("/")]
+    for part in outer:
+        document = document[part]
+    if value is DELETE:
+        del document[last]
+    else:
+        document[last] = value
+
+
+DELETE = object()
+
+
+def test_all_templates_come_along():
+    assert set(templates()) == {*RAY_UP, *KUBERAY}
+
+
+@pytest.mark.parametrize("name", [*RAY_UP, *KUBERAY])
+def test_a_template_lacks_nothing_but_what_is_to_be_filled_in(name, tmp_path):
+    found, _ = check_file(templates()[name], VERSION)
+    assert found and all(": fill in " in text for text in found)
+    assert complaints(filled(name), tmp_path) == []
+
+
+START = {"head": "head_start_ray_commands/1", "worker": "worker_start_ray_commands/1"}
+
+
+def edited(name: str, key: str, old: str, new: str) -> tuple[str, str, object]:
+    """A change of part of a string."""
+    value = filled(name)[0]
+    for part in key.split("/"):
+        value = value[int(part) if part.isdigit() else part]
+    assert old in value
+    return name, key, value.replace(old, new)
+
+
+BAD_RAY_UP = {
+    "no provider": (("aws", "provider", DELETE), "provider.type: is missing"),
+    "unknown provider": (("aws", "provider/type", "moon"), "the file: Ray refuses it"),
+    "unknown key": (("aws", "max_worker", 3), "'max_worker' was unexpected"),
+    "wrong type": (("aws", "max_workers", "many"), "max_workers: 'many' is not of type"),
+    "unknown head type": (("aws", "head_node_type", "x"), "Ray refuses it: `head_node_type`"),
+    "ray's own group": (
+        ("aws", "available_node_types/gpu/node_config/SecurityGroupIds", DELETE),
+        "available_node_types.gpu.node_config.SecurityGroupIds: is missing: Ray then makes",
+    ),
+    "open rule": (
+        ("aws", "provider/security_group",
+         {"IpPermissions": [{"FromPort": 22, "ToPort": 22, "IpProtocol": "tcp",
+                             "IpRanges": [{"CidrIp": "0.0.0.0/0"}]}]}),
+        "provider.security_group.IpPermissions[0].IpRanges[0].CidrIp: opens the cluster",
+    ),
+    "open IPv6 rule": (
+        ("aws", "provider/security_group",
+         {"IpPermissions": [{"Ipv6Ranges": [{"CidrIpv6": "::/0"}]}]}),
+        "CidrIpv6: opens the cluster to the world",
+    ),
+    "default network": (
+        ("gcp", "available_node_types/gpu/node_config/networkInterfaces", DELETE),
+        "available_node_types.gpu.node_config.networkInterfaces: is missing or names the default",
+    ),
+    "named default network": (
+        ("gcp", "available_node_types/gpu/node_config/networkInterfaces",
+         [{"subnetwork": "projects/p/regions/r/subnetworks/default"}]),
+        "networkInterfaces: is missing or names the default network",
+    ),
+    "open dashboard": (
+        edited("aws", START["head"], "--dashboard-host=127.0.0.1", "--dashboard-host=0.0.0.0"),
+        "head_start_ray_commands[1]: --dashboard-host=0.0.0.0 shows",
+    ),
+    "unsaid dashboard": (
+        edited("local", START["head"], "--dashboard-host=127.0.0.1", ""),
+        "head_start_ray_commands[1]: give --dashboard-host=127.0.0.1",
+    ),
+    "Ray's own start commands": (
+        ("aws", "head_start_ray_commands", DELETE), "--dashboard-host=0.0.0.0 shows",
+    ),
+    "no start": (("local", "worker_start_ray_commands", ["ray stop"]), "no `ray start` among"),
+    "no token on head": (
+        edited("local", START["head"], "RAY_AUTH_MODE=token ", ""),
+        "head_start_ray_commands[1]: RAY_AUTH_MODE is not set",
+    ),
+    "no token on workers": (
+        edited("aws", START["worker"], "RAY_AUTH_MODE=token", "RAY_AUTH_MODE=disabled"),
+        "worker_start_ray_commands[1]: RAY_AUTH_MODE is disabled",
+    ),
+    "token set too late": (
+        ("local", START["worker"],
+         "DPDIST_RUNS=/mnt/dpdist/runs ray start --address=x; RAY_AUTH_MODE=token"),
+        "worker_start_ray_commands[1]: RAY_AUTH_MODE is not set",
+    ),
+    "no token file": (("local", "file_mounts", {}), "file_mounts: no token reaches the hosts"),
+    "another Ray image": (
+        ("aws", "docker/image", "rayproject/ray:2.59.0-py311-gpu"),
+        "docker.image: rayproject/ray:2.59.0-py311-gpu is Ray 2.59.0 on py311; here it is",
+    ),
+    "another Python": (
+        ("aws", "docker/image", "rayproject/ray:2.60.0-py310-gpu"), "on py310; here it is",
+    ),
+    "floating image": (
+        ("aws", "docker/image", "rayproject/ray:latest"), "docker.image: rayproject/ray:latest",
+    ),
+    "images differ": (
+        ("gcp", "docker/worker_image", "registry.example.org/me/ray:2.60.0-py311"),
+        None,
+    ),
+    "really different images": (
+        ("gcp", "docker/worker_image", "registry.example.org/other:7"), "head and workers differ",
+    ),
+    "another Ray by pip": (
+        ("local", "head_setup_commands", ["pip install 'ray[default]==2.9.0'"]),
+        "head_setup_commands: installs Ray 2.9.0, here it is",
+    ),
+    "no dpdist": (("gcp", "setup_commands", []), "worker_setup_commands: (with setup_commands)"),
+    "dpdist on the head only": (
+        ("gcp", "setup_commands", []), "head_setup_commands: (with setup_commands) installs no",
+    ),
+    "another dpdist": (
+        edited("aws", "setup_commands/0", "dpdist-0.1.0-py3", "dpdist-0.0.9-py3"),
+        "installs dpdist 0.0.9, here it is 0.1.0",
+    ),
+    "a branch": (
+        ("aws", "setup_commands/0",
+         "pip install -c ~/dpdist/constraints.txt git+https://forge.example.org/me/dpdist.git"),
+        "follows a branch; pin @v0.1.0",
+    ),
+    "a named branch": (
+        ("aws", "setup_commands/0",
+         "pip install -c ~/constraints.txt git+https://forge.example.org/me/dpdist.git@main"),
+        "installs dpdist main, here it is 0.1.0",
+    ),
+    "a pinned tag": (
+        ("aws", "setup_commands/0",
+         "pip install -c ~/constraints.txt git+https://forge.example.org/me/dpdist.git@v0.1.0"),
+        None,
+    ),
+    "no constraints": (
+        edited("aws", "setup_commands/0", "-c ~/dpdist/constraints.txt ", ""),
+        "installs dpdist without -c constraints.txt",
+    ),
+    "head and workers install different things": (
+        ("local", "worker_setup_commands",
+         ["pip install -c constraints.txt dpdist==0.1.0"]),
+        "setup_commands: the head installs",
+    ),
+    "no runs folder": (
+        edited("local", START["worker"], "DPDIST_RUNS=/mnt/dpdist/runs ", ""),
+        "worker_start_ray_commands[1]: put DPDIST_RUNS=",
+    ),
+    "runs in two places": (
+        edited("local", START["worker"], "=/mnt/dpdist/runs", "=/mnt/dpdist/x"),
+        "worker_start_ray_commands[1]: DPDIST_RUNS differs",
+    ),
+    "nothing mounted": (
+        ("aws", "initialization_commands", []),
+        "head_setup_commands: nothing mounts or checks the shared storage of DPDIST_RUNS=/mnt",
+    ),
+    "mounted elsewhere": (
+        edited("local", "setup_commands/0", "/mnt/dpdist", "/mnt/other"),
+        "nothing mounts or checks the shared storage",
+    ),
+    "container without it": (
+        ("aws", "docker/run_options", []),
+        "docker.run_options: the container of the head does not see /mnt/dpdist/runs",
+    ),
+    "more GPUs than the machine has": (
+        ("aws", "available_node_types/gpu/resources", {"CPU": 4, "GPU": 8}),
+        "available_node_types.gpu.resources.GPU: g5.xlarge has 1 GPUs, not 8",
+    ),
+    "an old GPU": (
+        ("aws", "available_node_types/gpu/node_config/InstanceType", "p3.2xlarge"),
+        "no longer supports its GPU",
+    ),
+    "a key": (
+        ("aws", "setup_commands/0", "export AWS_ACCESS_KEY_ID=AKIAABCDEFGHIJKLMNOP"),
+        "setup_commands[0]: holds an AWS access key",
+    ),
+    "a token": (
+        edited(
+            "local", START["head"], "RAY_AUTH_MODE=token",
+            "RAY_AUTH_TOKEN=0123 RAY_AUTH_MODE=token",
+        ),
+        "head_start_ray_commands[1]: holds a Ray token",
+    ),
+    "a password in an address": (
+        ("local", "setup_commands/0", "pip install --index-url https://me:secret@pypi.example.org/"),
+        "setup_commands[0]: holds credentials in an address",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD_RAY_UP)
+def test_each_fault_of_a_cluster_file_is_named(case, tmp_path):
+    (name, key, value), expected = BAD_RAY_UP[case]
+    documents = copy.deepcopy(filled(name))
+    change(documents[0], key, value)
+    found = complaints(documents, tmp_path)
+    if expected is None:
+        assert found == []
+    else:
+        assert any(expected in text for text in found), found
+
+
+HEAD = "1/spec/headGroupSpec/"
+WORKER = "1/spec/workerGroupSpecs/0/"
+CONTAINER = "template/spec/containers/0/"
+BAD_KUBERAY = {
+    "another Ray": (("1/spec/rayVersion", "2.59.0"), "[1].RayCluster.spec.rayVersion: is 2.59.0"),
+    "wrong API": (("1/apiVersion", "ray.io/v1alpha1"), "[1].apiVersion: must be ray.io/v1"),
+    "no token": (("1/spec/authOptions", DELETE), "token authentication is off"),
+    "token off": (("1/spec/authOptions", {"mode": "disabled"}), "token authentication is off"),
+    "open service": ((HEAD + "serviceType", "LoadBalancer"), "LoadBalancer opens the dashboard"),
+    "no workers": (("1/spec/workerGroupSpecs", []), "needs headGroupSpec and workerGroupSpecs"),
+    "plain image": (
+        (HEAD + CONTAINER + "image", "rayproject/ray:2.60.0-py311"), "has no dpdist in it",
+    ),
+    "images differ": (
+        (WORKER + CONTAINER + "image", "registry.example.org/me/dpdist:0.2.0"), "differ",
+    ),
+    "floating image": (
+        (WORKER + CONTAINER + "image", "registry.example.org/me/dpdist"), "names no version",
+    ),
+    "no runs": ((WORKER + CONTAINER + "env", []), "give DPDIST_RUNS, a folder on the shared"),
+    "runs beside the volume": (
+        (WORKER + CONTAINER + "env", [{"name": "DPDIST_RUNS", "value": "/tmp/runs"}]),
+        "DPDIST_RUNS=/tmp/runs is on no volume that all pods share",
+    ),
+    "a volume of one pod": (
+        (HEAD + "template/spec/volumes", [{"name": "runs", "emptyDir": {}}]),
+        "is on no volume that all pods share",
+    ),
+    "a claim of one host": (
+        ("0/spec/accessModes", ["ReadWriteOnce"]),
+        "[0].PersistentVolumeClaim.spec.accessModes: must hold ReadWriteMany",
+    ),
+    "no cluster": (("1/kind", "Pod"), "there is no RayCluster and no RayJob"),
+    "a secret": (
+        ("0", {"apiVersion": "v1", "kind": "Secret", "stringData": {"auth_token": "x"}}),
+        "[0].Secret: holds a secret",
+    ),
+    "an ingress": (
+        ("0", {"apiVersion": "networking.k8s.io/v1", "kind": "Ingress"}), "leads the world",
+    ),
+    "an open service beside it": (
+        ("0", {"apiVersion": "v1", "kind": "Service", "spec": {"type": "NodePort"}}),
+        "[0].Service.spec.type: NodePort opens the cluster",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD_KUBERAY)
+def test_each_fault_of_a_manifest_is_named(case, tmp_path):
+    (key, value), expected = BAD_KUBERAY[case]
+    documents = copy.deepcopy(filled("kuberay"))
+    change(documents, key, value)
+    found = complaints(documents, tmp_path)
+    assert any(expected in text for text in found), found
+
+
+def test_a_token_from_a_secret_is_good_and_a_literal_one_is_not(tmp_path):
+    documents = filled("kuberay")
+    del documents[1]["spec"]["authOptions"]
+    groups = [documents[1]["spec"]["headGroupSpec"], *documents[1]["spec"]["workerGroupSpecs"]]
+    for group in groups:
+        reference = {"secretKeyRef": {"name": "dpdist", "key": "auth_token"}}
+        group["template"]["spec"]["containers"][0]["env"] += [
+            {"name": "RAY_AUTH_MODE", "value": "token"},
+            {"name": "RAY_AUTH_TOKEN", "valueFrom": reference},
+        ]
+    assert complaints(documents, tmp_path) == []
+    groups[1]["template"]["spec"]["containers"][0]["env"][-1] = {
+        "name": "RAY_AUTH_TOKEN",
+        "value": "abc",
+    }
+    assert any("must come from a secret" in text for text in complaints(documents, tmp_path))
+
+
+def test_a_job_must_run_dpdist(tmp_path):
+    documents = filled("rayjob")
+    documents[1]["spec"]["entrypoint"] = "python x.py"
+    assert any("spec.entrypoint: must run dpdist" in t for t in complaints(documents, tmp_path))
+
+
+@pytest.mark.parametrize("name", ["aws", "gcp", "kuberay"])
+def test_a_recipe_must_fit(name, tmp_path):
+    """Eight hosts with one GPU each: eight one-GPU workers fit, nine or two GPUs each do not."""
+    fits, many = Needs(8, 4, 1), Needs(9, 4, 1)
+    assert complaints(filled(name), tmp_path, fits) == []
+    found = complaints(filled(name), tmp_path, many)
+    assert any("has room for 8 training workers, the recipe asks for 9" in t for t in found)
+    assert any("has room for 0" in t for t in complaints(filled(name), tmp_path, Needs(1, 4, 2)))
+    assert any("has room for 0" in t for t in complaints(filled(name), tmp_path, Needs(1, 64, 0)))
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [("a: [", "cannot be read as YAML"), ("", "holds no mapping"), ("- 1", "holds no mapping"),
+     ("a: 1\n---\nb: 2\n", "is one document")],
+)  # fmt: skip
+def test_what_is_no_cluster_file_is_refused(content, expected, tmp_path):
+    path = tmp_path / "x.yaml"
+    path.write_text(content)
+    with pytest.raises(ClusterError, match=expected):
+        check_file(path, VERSION)
+    with pytest.raises(ClusterError, match="no such file"):
+        check_file(tmp_path / "none.yaml", VERSION)
+
+
+def test_versions_in_the_files_are_the_pinned_ones():
+    """The shipped files name what constraints.txt and pyproject.toml pin."""
+    root = Path(__file__).resolve().parents[2]
+    pins = dict(
+        line.split("==") for line in (root / "constraints.txt").read_text().split() if "==" in line
+    )
+    for name in [*RAY_UP, *KUBERAY]:
+        text = templates()[name].read_text()
+        assert f":{pins['ray']}" in text or f": {pins['ray']}" in text or name == "local"
+    assert f'version = "{VERSION}"' in (root / "pyproject.toml").read_text()
+
+
+def test_every_string_is_found_with_its_key():
+    assert dict(strings({"a": [{"b": "x"}, "y"], "c": {"d": "z"}, "n": 1})) == {
+        "a[0].b": "x",
+        "a[1]": "y",
+        "c.d": "z",
+    }
