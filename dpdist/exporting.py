@@ -25,13 +25,15 @@ _LINE = 4096
 
 
 def publishable(folder: RunFolder) -> list[Path]:
-    """The files that may leave, relative to the run folder, sorted. Links are left out."""
-    found = []
+    """The files that may leave, relative to the run folder, sorted. What a link leads to is left
+    out."""
+    found, root = [], folder.path.resolve()
     for name in PUBLISHABLE:
         place = folder.path / name
         for path in sorted(place.rglob("*")) if place.is_dir() else [place]:
-            if path.is_file() and not path.is_symlink():
-                found.append(path.relative_to(folder.path))
+            inside = path.relative_to(folder.path)
+            if path.is_file() and path.resolve() == root / inside:
+                found.append(inside)
     return found
 
 
