@@ -22,7 +22,9 @@ from dpdist.attacks.check import Plausibility, check_certificates
 from dpdist.attacks.job import attack_model
 from dpdist.attacks.settings import AttackSettings
 from dpdist.attacks.table import TABLE as ATTACK_TABLE
-from dpdist.certification.job import TABLE, CertifySettings, certify
+from dpdist.certification.choose import settings_of
+from dpdist.certification.expected import expected_log_scores
+from dpdist.certification.job import TABLE, Settings, certify
 from dpdist.errors import Interrupted, UserError
 from dpdist.methods.compose import cross_entropy
 from dpdist.methods.sharpness import loss_picture, sharpness
@@ -32,6 +34,7 @@ from dpdist.training.job import PACKAGES, TrainJob, prepare, source_of
 from dpdist.training.trainer import train
 
 _EVALUATION_BATCH = 1000
+_EVALUATION_DRAWS = 16
 
 
 def run(
@@ -55,7 +58,7 @@ def run(
         train_stage(job, ray_session)
         evaluate_stage(recipe, folder)
         if recipe.certify is not None:
-            certify_stage(recipe, folder, CertifySettings(**recipe.certify.model_dump()))
+            certify_stage(recipe, folder, settings_of(recipe.certify.model_dump()))
     report_stage(folder)
     return folder
 
@@ -90,7 +93,7 @@ def resolve(
         found, where = load(find(str(recipe)), overrides), str(recipe)
     if found.certify is not None:
         try:
-            CertifySettings(**found.certify.model_dump())
+            settings_of(found.certify.model_dump())
         except UserError as error:
             raise UserError(f"{where}: {error}") from None
     return _with_absolute_paths(found)
@@ -158,16 +161,24 @@ def load_model(recipe: Recipe, folder: RunFolder) -> torch.nn.Module:
 
 
 def evaluate_stage(recipe: Recipe, folder: RunFolder) -> None:
-    """Clean accuracy on the test split, into evaluation.json."""
+    """Clean accuracy on the test split, into evaluation.json.
+
+    A model with noise of its own answers by its mean scores over a few fresh draws of it.
+    """
     if folder.evaluation.exists():
         return
     dataset = test_data(recipe)
     model = load_model(recipe, folder)
+    noisy = models.hidden_noise(model) is not None
     correct, loss = 0, 0.0
     with torch.inference_mode():
         for start in range(0, len(dataset), _EVALUATION_BATCH):
             rows = slice(start, start + _EVALUATION_BATCH)
-            outputs, targets = model(dataset.batch(rows)), dataset.targets(rows)
+            inputs, targets = dataset.batch(rows), dataset.targets(rows)
+            if noisy:
+                outputs = expected_log_scores(model, inputs, _EVALUATION_DRAWS)
+            else:
+                outputs = model(inputs)
             correct += int((outputs.argmax(1) == targets).sum())
             loss += float(torch.nn.functional.cross_entropy(outputs, targets, reduction="sum"))
     write_json(
@@ -178,6 +189,7 @@ def evaluate_stage(recipe: Recipe, folder: RunFolder) -> None:
             "correct": correct,
             "accuracy": correct / len(dataset),
             "cross_entropy": loss / len(dataset),
+            "noise_draws": _EVALUATION_DRAWS if noisy else None,
             "perplexity": math.exp(min(700.0, loss / len(dataset))),
             "model": models.model_hash(folder.model),
         },
@@ -187,7 +199,7 @@ def evaluate_stage(recipe: Recipe, folder: RunFolder) -> None:
 def certify_stage(
     recipe: Recipe,
     folder: RunFolder,
-    settings: CertifySettings,
+    settings: Settings,
     output: Path | None = None,
     actors: int | None = None,
 ) -> Path:
@@ -198,7 +210,7 @@ def certify_stage(
     folder.require_trained()
     check_nodes(PACKAGES, folder.private.resolve())
     output = output or folder.certificates / settings.folder_name
-    with console.progress(f"certifying, sigma {settings.sigma:g}", "inputs", "draws") as show:
+    with console.progress(f"certifying, {settings.folder_name}", "inputs", "draws") as show:
         certify(
             folder.model,
             test_data(recipe),

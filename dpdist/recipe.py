@@ -16,7 +16,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from dpdist.errors import UserError
-from dpdist.methods.options import Method
+from dpdist.methods.options import HiddenNoiseMethod, Method
 from dpdist.search_options import TuneRecipe
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -82,7 +82,9 @@ class PrivacyRecipe(_Section):
     noise_multiplier: Annotated[float, Field(ge=0)] | None = None
     delta: Probability
     clip_norm: Positive = 1.0
-    clipping: Literal["flat", "automatic", "per-layer"] = "flat"
+    clipping: Literal["flat", "automatic", "per-layer", "none"] = Field(
+        default="flat", description="none: gradients as they are, without privacy"
+    )
     neighbours: Literal["add-or-remove-one", "replace-one"] = "add-or-remove-one"
     batch_cap: Count | None = Field(
         default=None, description="hard cap on the batch: truncated Poisson"
@@ -115,7 +117,14 @@ class PrivacyRecipe(_Section):
             raise ValueError("give exactly one of epsilon and noise_multiplier")
         if self.budget_ceiling is not None and self.budget is None:
             raise ValueError("budget_ceiling needs budget, the folder where runs are recorded")
+        if self.clipping == "none" and self.noise_multiplier != 0:
+            raise ValueError("clipping: none is training without privacy: noise_multiplier: 0")
         return self
+
+    @property
+    def sensitivity(self) -> float:
+        """The most that one record adds to a sum: the clip norm, infinite without clipping."""
+        return math.inf if self.clipping == "none" else self.clip_norm
 
 
 class TrainingRecipe(_Section):
@@ -147,10 +156,14 @@ class TrainingRecipe(_Section):
 
 
 class CertifyRecipe(_Section):
-    """Monte Carlo certification (Cohen et al. 2019). sigma and radii in input units ([0, 1]
-    pixels)."""
+    """Monte Carlo certification. sigma and radii in input units ([0, 1] pixels).
 
-    sigma: Positive
+    With sigma: randomised smoothing of the inputs (Cohen et al. 2019). Without, for methods with
+    noise in the first hidden layer: bounds of expected scores under the model's own noise; bound
+    and norm then say how bounds are made and which certificate is the table's radius.
+    """
+
+    sigma: Positive | None = None
     n0: Count = 100
     n: Count = 100_000
     alpha: Probability = 0.001
@@ -159,6 +172,8 @@ class CertifyRecipe(_Section):
     noise_bank: bool = Field(
         default=False, description="one noise stream for all inputs; errors can then coincide"
     )
+    bound: Literal["hoeffding", "bernstein", "counts"] = "hoeffding"
+    norm: Literal["l2", "linf"] = "l2"
     start: Annotated[int, Field(ge=0)] = 0
     radii: list[Annotated[float, Field(ge=0)]] = Field(
         default=[], description="decided radii in target mode; shown ones otherwise"
@@ -200,6 +215,20 @@ class Recipe(_Section):
     certify: CertifyRecipe | None = None
     tune: TuneRecipe | None = None
     resources: ResourcesRecipe = ResourcesRecipe()
+
+    @model_validator(mode="after")
+    def _method_fits(self) -> Recipe:
+        if self.method.name in ("pixeldp", "hgm-pixeldp") and self.privacy.noise_multiplier != 0:
+            raise ValueError(
+                f"method {self.method.name} trains without gradient privacy: give "
+                "privacy.noise_multiplier: 0 and clipping: none, or take method secure-sgd"
+            )
+        has_noise = isinstance(self.method, HiddenNoiseMethod)
+        if self.certify is not None and self.certify.sigma is None and not has_noise:
+            raise ValueError(
+                "certify.sigma is required: the model of this method has no noise of its own"
+            )
+        return self
 
     @field_validator("name")
     @classmethod

@@ -62,6 +62,11 @@ class RunFolder:
         return self.private / "fixed-key"
 
     @property
+    def hidden_noise(self) -> Path:
+        """Deviations of the noise in the first hidden layer, of methods that have it."""
+        return self.private / "hidden-noise.safetensors"
+
+    @property
     def plan(self) -> Path:
         return self.private / "plan.json"
 

@@ -50,8 +50,12 @@ class ExecutedClassifier:
 
     def __call__(self, batch: Tensor) -> Tensor:
         """Class of each row, int64 (B,)."""
+        return self.logits(batch).argmax(1)
+
+    def logits(self, batch: Tensor) -> Tensor:
+        """(B, classes)."""
         with torch.inference_mode():
-            return self._run(batch).argmax(1)
+            return self._run(batch)
 
 
 def choose(

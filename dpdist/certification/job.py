@@ -21,17 +21,19 @@ from ray.exceptions import RayTaskError
 from cluster.journal import Journal
 from cluster.pool import Chunk, PoolSettings, run_chunks
 from dpdist import models
+from dpdist.certification import scores, units
 from dpdist.certification import table as tables
-from dpdist.certification import units
 from dpdist.certification.bank import BLOCKS_PER_PIECE
 from dpdist.certification.classifier import ClassifierSpec
 from dpdist.certification.procedures import Procedure
+from dpdist.certification.score_settings import ScoreSettings
 from dpdist.certification.settings import CertifySettings
 from dpdist.certification.worker import Assignment, Piece, Worker, probe, procedure
 from dpdist.errors import UserError
 
 FORMAT = 1
 TABLE = "certificates.parquet"
+Settings = CertifySettings | ScoreSettings
 _CHUNK_SECONDS = 1.0
 _PART_SECONDS = 60.0
 
@@ -56,7 +58,7 @@ class Data(Protocol):
 def certify(
     model_folder: Path,
     dataset: Data,
-    settings: CertifySettings,
+    settings: Settings,
     output: Path,
     *,
     actors: int | None = None,
@@ -65,6 +67,9 @@ def certify(
     chunk_seconds: float = _CHUNK_SECONDS,
 ) -> pa.Table:
     """Certify the inputs that ``settings`` names; return the table, sorted by index.
+
+    settings: smoothing of the inputs, or, for a model with noise in its first hidden layer,
+    expected scores under that noise.
 
     ``output`` receives certificates.parquet (written last), timings.csv, settings.json (what was
     executed, with the seed) and, while it runs, journal.jsonl and parts/. Called again after any
@@ -84,9 +89,9 @@ def certify(
     if finished.exists():
         return tables.read(finished)
     assert assignment.spec is not None
-    steps = procedure(assignment.settings, assignment.spec.batch)
+    steps = procedure(assignment)
     with Journal(output / "journal.jsonl") as journal:
-        book = _Book(steps, assignment.settings, labels, indices)
+        book = _Book(steps, assignment, labels, indices)
         for entry in journal.entries:
             book.add(entry)
         parts = _Parts(output / "parts", about, book)
@@ -103,7 +108,7 @@ def certify(
         silence = _longest_silence(chunks, book, assignment.spec)
         pool = PoolSettings(actors=actors, stall_after=silence)
         run_chunks(Worker, assignment, chunks, on_result, pool)
-    table = tables.build(list(book.rows.values()), about)
+    table = tables.build(list(book.rows.values()), about, book.schema)
     _write_timings(output / "timings.csv", book)
     tables.write(table, finished)
     parts.remove()
@@ -122,23 +127,33 @@ def timings(output: Path) -> dict[int, float]:
 def _assignment(
     model_folder: Path,
     dataset: Data,
-    settings: CertifySettings,
+    settings: Settings,
     trusted_factory: str | None,
     indices: range,
 ) -> Assignment:
     model = models.load(model_folder, trusted_factory=trusted_factory)
     some = np.asarray(indices[: min(len(indices), 64)])
     check_inputs = dataset.batch(some).numpy()
+    shape = tuple(check_inputs.shape[1:])
+    norms = None
+    if isinstance(settings, ScoreSettings):
+        noise = models.hidden_noise(model)
+        if noise is None:
+            raise UserError(
+                f"{model_folder}: the model has no noise of its own; give the sigma of input noise"
+            )
+        norms, sigma = scores.sensitivity(models.require_split(model), noise, shape), noise.scale
+    else:
+        sigma = settings.sigma
     source = units.UnitSource(
         "certify",
         settings.seed or secrets.token_hex(16),
         models.model_hash(model_folder),
         dataset.fingerprint,
         settings.noise,
-        settings.sigma,
+        sigma,
     )
-    shape = tuple(check_inputs.shape[1:])
-    return Assignment(model, settings, source, dataset.classes, shape, check_inputs)
+    return Assignment(model, settings, source, dataset.classes, shape, check_inputs, norms=norms)
 
 
 def _pin(output: Path, assignment: Assignment) -> tuple[Assignment, dict[str, Any]]:
@@ -151,7 +166,13 @@ def _pin(output: Path, assignment: Assignment) -> tuple[Assignment, dict[str, An
         classifier = {**about["classifier"], "notes": tuple(about["classifier"]["notes"])}
         spec = ClassifierSpec(**classifier, rate=_stored_rate(output))
         source = replace(assignment.source, seed=about["seed"])
-        return replace(assignment, source=source, spec=spec), about
+        norms = about.get("sensitivity")
+        return replace(
+            assignment,
+            source=source,
+            spec=spec,
+            norms=None if norms is None else scores.Sensitivity(**norms),
+        ), about
     try:
         spec = ray.get(ray.remote(probe).options(num_cpus=1).remote(assignment))
     except RayTaskError as error:
@@ -171,13 +192,17 @@ def _identity(assignment: Assignment) -> dict[str, Any]:
     settings = asdict(assignment.settings)
     settings.pop("seed")
     settings["radii"] = list(settings["radii"])
-    return {
+    settings["mode"] = assignment.settings.mode
+    identity = {
         "format": FORMAT,
         "settings": settings,
         "model": assignment.source.model_hash,
         "data": assignment.source.data_hash,
         "classes": assignment.classes,
     }
+    if assignment.norms is not None:
+        identity["sensitivity"] = scores.describe(assignment.norms)
+    return identity
 
 
 def _read_pinned(path: Path) -> dict[str, Any]:
@@ -211,7 +236,7 @@ def _refuse_difference(
 def _flat(about: dict[str, Any]) -> dict[str, Any]:
     """What results depend on; with fixed n the radii are only what is to be shown of them."""
     flat = {k: about.get(k) for k in ("model", "data", "classes")} | about.get("settings", {})
-    if flat.get("mode") == "fixed":
+    if flat.get("mode") in ("fixed", "scores"):
         flat.pop("radii", None)
     return flat
 
@@ -225,10 +250,13 @@ class _Book:
     """What is done of each input, and the finished rows. Overlapping records count once."""
 
     def __init__(
-        self, steps: Procedure, settings: CertifySettings, labels: np.ndarray, indices: range
+        self, steps: Procedure, assignment: Assignment, labels: np.ndarray, indices: range
     ) -> None:
         self.steps = steps
-        self.settings = settings
+        self.settings = settings = assignment.settings
+        self.sigma = assignment.source.sigma
+        by_scores = isinstance(settings, ScoreSettings)
+        self.schema = scores.SCHEMA if by_scores else tables.SCHEMA
         self.labels = labels
         self.indices = indices
         self.rows: dict[int, dict[str, Any]] = {}
@@ -249,10 +277,14 @@ class _Book:
         self.draws += partial["n"] if "n" in partial else sum(partial["histogram"])
         if sum(h - l for l, h, _ in pieces) == self.steps.units:  # noqa: E741
             verdict = self.steps.verdict([partial for _, _, partial in _sorted(pieces)])
-            self.rows[index] = tables.row(
-                index, int(self.labels[index]), verdict, self.settings, self.steps.spending
-            )
+            self.rows[index] = self._row(index, verdict)
             del self._done[index]
+
+    def _row(self, index: int, verdict: Any) -> dict[str, Any]:
+        label = int(self.labels[index])
+        if isinstance(self.settings, ScoreSettings):
+            return scores.row(index, label, verdict, self.settings, self.sigma)
+        return tables.row(index, label, verdict, self.settings, self.steps.spending)
 
     def missing(self, index: int) -> list[tuple[int, int]]:
         """Intervals of units that are not done."""
@@ -340,7 +372,10 @@ class _Parts:
         self._last = now
         self._written |= {row["index"] for row in fresh}
         number = len(list(self._folder.glob("*.parquet"))) if self._folder.exists() else 0
-        tables.write(tables.build(fresh, self._about), self._folder / f"part-{number:05d}.parquet")
+        tables.write(
+            tables.build(fresh, self._about, self._book.schema),
+            self._folder / f"part-{number:05d}.parquet",
+        )
 
     def remove(self) -> None:
         if self._folder.exists():

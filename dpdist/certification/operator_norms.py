@@ -16,6 +16,7 @@ from torch import Tensor, nn
 # Above this many inputs the exact spectral norm costs minutes; a weaker bound is used.
 _LARGEST_GRAM = 4096
 _ROUNDING = 1 + 1e-9
+_BASIS_ROWS = 32
 
 
 def l2_to_l2(
@@ -28,21 +29,28 @@ def l2_to_l2(
     """
     if math.prod(input_shape) > _LARGEST_GRAM:
         return _schur(layer, input_shape, weights)
-    matrix = _matrix(layer, input_shape) / _root(weights).reshape(-1, 1)
-    gram = matrix.T @ matrix
+    gram, outputs = _gram(layer, input_shape, weights)
     largest = float(torch.linalg.eigvalsh(gram)[-1])
     # Rounding of the product and of the eigenvalue, generously: n u ||W||_F^2.
-    slack = matrix.shape[0] * 2.3e-16 * float(gram.trace())
+    slack = outputs * 2.3e-16 * float(gram.trace())
     return math.sqrt(max(largest, 0.0) + slack) * _ROUNDING
 
 
 def linf_to_l2(
-    layer: nn.Linear | nn.Conv2d, input_shape: tuple[int, ...], weights: Tensor | None = None
+    layer: nn.Linear | nn.Conv2d,
+    input_shape: tuple[int, ...],
+    weights: Tensor | None = None,
+    *,
+    l2: float | None = None,
 ) -> float:
-    """The smaller of two bounds: sqrt(sum_k ||w_k||_1^2 / (K r_k)) and sqrt(inputs) * l2_to_l2."""
+    """The smaller of two bounds: sqrt(sum_k ||w_k||_1^2 / (K r_k)) and sqrt(inputs) * l2_to_l2.
+
+    l2: that norm, where it is known already.
+    """
     rows = _row_sums(layer, input_shape) / _root(weights)
     by_rows = float(torch.linalg.vector_norm(rows)) * _ROUNDING
-    return min(by_rows, math.sqrt(math.prod(input_shape)) * l2_to_l2(layer, input_shape, weights))
+    l2 = l2_to_l2(layer, input_shape, weights) if l2 is None else l2
+    return min(by_rows, math.sqrt(math.prod(input_shape)) * l2)
 
 
 def l1_to_l2(
@@ -105,11 +113,28 @@ def _row_sums(layer: nn.Linear | nn.Conv2d, input_shape: tuple[int, ...]) -> Ten
     return _apply(layer, ones, layer.weight.detach().double().abs())[0]
 
 
-def _matrix(layer: nn.Linear | nn.Conv2d, input_shape: tuple[int, ...]) -> Tensor:
-    """The layer as a matrix (outputs, inputs), float64."""
+def _gram(
+    layer: nn.Linear | nn.Conv2d, input_shape: tuple[int, ...], weights: Tensor | None
+) -> tuple[Tensor, int]:
+    """(W^T diag(1 / weights) W, number of outputs), float64, a few rows at a time.
+
+    Applying layer and transposed layer to basis vectors needs no matrix of all outputs, which for a
+    wide convolution would fill the memory.
+    """
     size = math.prod(input_shape)
-    basis = torch.eye(size, dtype=torch.float64).reshape(size, *input_shape)
-    return _apply(layer, basis, None).reshape(size, -1).T
+    squares = _root(weights).square()
+    rows = []
+    outputs = 0
+    for start in range(0, size, _BASIS_ROWS):
+        count = min(_BASIS_ROWS, size - start)
+        basis = torch.zeros(count, size, dtype=torch.float64)
+        basis[torch.arange(count), start + torch.arange(count)] = 1
+        x = basis.view(count, *input_shape).requires_grad_()
+        y = _apply(layer, x, None)
+        outputs = y[0].numel()
+        (gradient,) = torch.autograd.grad(y, x, y.detach() / squares)
+        rows.append(gradient.view(count, size))
+    return torch.cat(rows), outputs
 
 
 def _apply(layer: nn.Linear | nn.Conv2d, x: Tensor, weight: Tensor | None) -> Tensor:

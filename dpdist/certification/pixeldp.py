@@ -18,7 +18,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import optimize
 
 from dpdist.certification.bounds import (
     Bound,
@@ -29,8 +28,8 @@ from dpdist.certification.bounds import (
 from dpdist.certification.radii import gaussian_l2_radius_two_class
 from dpdist.privacy import mechanisms
 
-# Noise scale for (epsilon, delta) at sensitivity 1.
-Scale = Callable[[float, float], float]
+# Noise scales for (epsilon, delta) at sensitivity 1: arrays to an array.
+Scale = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -160,21 +159,27 @@ def _largest_size(
     if limit <= 0:
         return 0.0
 
-    def size(log_epsilon: float) -> float:
-        epsilon = float(np.exp(log_epsilon))
+    def sizes(log_epsilons: np.ndarray) -> np.ndarray:
+        epsilons = np.exp(log_epsilons)
         # A hair below equality: the condition is strict.
-        left = bounds.p_a - np.exp(2 * epsilon) * bounds.p_b
-        delta = left / (1 + np.exp(epsilon)) * (1 - 1e-12)
-        if not 1e-300 < delta < 1:
-            return 0.0
-        return std / (sensitivity * float(scale(epsilon, delta)))
+        left = bounds.p_a - np.exp(2 * epsilons) * bounds.p_b
+        deltas = left / (1 + np.exp(epsilons)) * (1 - 1e-12)
+        found = np.zeros_like(epsilons)
+        usable = (deltas > 1e-300) & (deltas < 1)
+        if usable.any():
+            scales = scale(epsilons[usable], deltas[usable])
+            found[usable] = std / (sensitivity * scales)
+        return found
 
     grid = np.linspace(np.log(limit) - 12, np.log(limit), 121)
-    sizes = [size(point) for point in grid]
-    best = int(np.argmax(sizes))
-    around = (grid[max(best - 1, 0)], grid[min(best + 1, len(grid) - 1)])
-    refined = optimize.minimize_scalar(lambda point: -size(point), bounds=around, method="bounded")
-    return max(sizes[best], size(float(refined.x)))
+    largest_size = 0.0
+    for _ in range(3):  # the grid, then twice a finer one around its best point
+        found = sizes(grid)
+        best = int(np.argmax(found))
+        largest_size = max(largest_size, float(found[best]))
+        around = (grid[max(best - 1, 0)], grid[min(best + 1, len(grid) - 1)])
+        grid = np.linspace(*around, 41)
+    return largest_size
 
 
 def _bounds(interval: tuple[Bound, Bound]) -> ScoreBounds:
@@ -182,7 +187,7 @@ def _bounds(interval: tuple[Bound, Bound]) -> ScoreBounds:
 
 
 def _scale(mechanism: Callable[..., np.ndarray]) -> Scale:
-    return lambda epsilon, delta: float(mechanism(epsilon, delta))
+    return lambda epsilons, deltas: mechanism(epsilons, deltas)
 
 
 def _error(confidence: float) -> float:

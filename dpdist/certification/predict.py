@@ -14,45 +14,64 @@ from scipy import special
 from torch import Tensor, nn
 
 from dpdist.certification.procedures import ABSTAIN, Verdict
+from dpdist.certification.score_settings import ScoreSettings
+from dpdist.certification.scores import ScoreVerdict, sensitivity
 from dpdist.certification.settings import CertifySettings
 from dpdist.certification.units import UnitSource
 from dpdist.certification.worker import Assignment, Piece, Worker, probe, procedure
+from dpdist.models import hidden_noise, require_split
 
 
 class Predictor:
-    """The smoothed classifier of a model: ``certify`` and ``label`` for one input at a time."""
+    """The randomised classifier of a model: ``certify`` and ``label`` for one input at a time.
+
+    settings: smoothing of the inputs, or expected scores under the model's own hidden noise. Raises
+    ValueError for a model that cannot be executed so.
+    """
 
     def __init__(
         self,
         model: nn.Module,
-        settings: CertifySettings,
+        settings: CertifySettings | ScoreSettings,
         classes: int,
         input_shape: tuple[int, ...],
     ) -> None:
-        settings = replace(settings, seed=secrets.token_hex(32), noise_bank=False)
-        assert settings.seed is not None
-        source = UnitSource("predict", settings.seed, "", "", settings.noise, settings.sigma)
+        seed = secrets.token_hex(32)
+        if isinstance(settings, ScoreSettings):
+            settings = replace(settings, seed=seed)
+            noise = hidden_noise(model)
+            if noise is None:
+                raise ValueError("it has no noise of its own")
+            norms, sigma = sensitivity(require_split(model), noise, input_shape), noise.scale
+        else:
+            settings = replace(settings, seed=seed, noise_bank=False)
+            norms, sigma = None, settings.sigma
+        source = UnitSource("predict", seed, "", "", settings.noise, sigma)
         grey = np.full((1, *input_shape), 0.5, dtype=np.float32)
-        assignment = Assignment(model, settings, source, classes, input_shape, grey)
+        assignment = Assignment(model, settings, source, classes, input_shape, grey, norms=norms)
+        assignment = replace(assignment, spec=probe(assignment))
         assignment = replace(assignment, spec=probe(assignment))
         assert assignment.spec is not None
         self._settings = settings
-        self._steps = procedure(settings, assignment.spec.batch)
+        self._steps = procedure(assignment)
         self._worker = Worker(assignment)
         self._asked = 0
 
-    def certify(self, x: Tensor) -> Verdict:
+    def certify(self, x: Tensor) -> Verdict | ScoreVerdict:
         """The certificate of one input: float32 of the input shape, in [0, 1]."""
         piece = Piece(self._next(), 0, self._steps.units, x.numpy())
         (row,) = self._worker([piece])
         return self._steps.verdict([row["partial"]])
 
     def label(self, x: Tensor) -> int:
-        """The smoothed classifier's label from n draws, or -1 when two classes are too close.
+        """The classifier's label from n draws, or -1 when two classes are too close.
 
-        Wrong with probability at most alpha: two-sided test of the two largest counts.
+        Expected scores: the class whose bounds exclude all others. Votes: wrong with probability at
+        most alpha, by a two-sided test of the two largest counts.
         Source: Cohen et al., ICML 2019, PREDICT and Proposition 1.
         """
+        if isinstance(self._settings, ScoreSettings):
+            return self.certify(x).prediction
         histogram = self._worker.histogram(x, self._next(), self._settings.n)
         return label_from_counts(histogram, self._settings.alpha)
 

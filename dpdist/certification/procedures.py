@@ -60,16 +60,23 @@ class Procedure(Protocol):
         """Into how many pieces the work on one input can be cut."""
         ...
 
-    def work(self, sampler: Counter, x: Tensor, index: int, low: int, high: int) -> Partial:
+    def work(self, sampler: Any, x: Tensor, index: int, low: int, high: int) -> Partial:
         """Units low..high-1 of one input."""
         ...
 
-    def verdict(self, partials: Sequence[Partial]) -> Verdict:
+    def verdict(self, partials: Sequence[Partial]) -> Any:
         """The certificate, from partial results that together cover every unit once."""
         ...
 
 
-def select(sampler: Counter, settings: CertifySettings, x: Tensor, index: int) -> int:
+class Selecting(Protocol):
+    """Settings with a number of draws that choose the class."""
+
+    @property
+    def n0(self) -> int: ...
+
+
+def select(sampler: Counter, settings: Selecting, x: Tensor, index: int) -> int:
     """The class whose probability will be estimated, from n0 draws used for nothing else."""
     n0 = settings.n0
     return int(sampler.histogram(x, index, units.SELECT, 0, n0, n0).argmax())

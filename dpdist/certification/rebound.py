@@ -15,6 +15,7 @@ from dpdist.certification import table as tables
 from dpdist.certification.bounds import clopper_pearson_lower, clopper_pearson_upper
 from dpdist.certification.noises import NOISES, Noise
 from dpdist.certification.procedures import ABSTAIN
+from dpdist.certification.scores import rebound_scores
 from dpdist.certification.sequential import anytime_lower
 from dpdist.errors import UserError
 
@@ -22,13 +23,15 @@ from dpdist.errors import UserError
 def rebound(table: pa.Table, alpha: float) -> pa.Table:
     """The same counts, certified at another error probability (chosen without seeing the counts).
 
-    Fixed-n counts get a new Clopper-Pearson bound, anytime counts a new confidence sequence.
-    Raises UserError for results of early stopping: their stopping rule was built for one alpha and
-    one radius, and says nothing else.
+    Fixed-n counts get a new Clopper-Pearson bound, anytime counts a new confidence sequence, sums
+    of scores a new bound of their kind. Raises UserError for results of early stopping: their
+    stopping rule was built for one alpha and one radius, and says nothing else.
     """
     if not 0 < alpha < 1:
         raise UserError(f"alpha: must be between 0 and 1, got {alpha}")
     modes = set(table["mode"].to_pylist())
+    if "scores" in modes:
+        return rebound_scores(table, alpha)
     if "target" in modes:
         raise UserError(
             "results of early stopping (mode target) certify their radius at their alpha and "
@@ -72,7 +75,7 @@ def merge(parts: Sequence[pa.Table]) -> pa.Table:
     seeds = sorted({note["seed"] for note in notes})
     settings = {k: v for k, v in notes[0]["settings"].items() if k not in _SHARE}
     about = {**notes[0], "settings": settings, "seed": seeds[0], "seeds": seeds}
-    return tables.build(list(rows.values()), about)
+    return tables.build(list(rows.values()), about, parts[0].schema.remove_metadata())
 
 
 def _common(note: dict[str, Any]) -> dict[str, Any]:
@@ -116,6 +119,8 @@ def certified_accuracy_band(
     count = table.num_rows
     if not count:
         raise UserError("no certificates in the table")
+    if "scores" in set(table["mode"].to_pylist()):
+        raise UserError("a band is made of counts; these certificates are of expected scores")
     bank = bool(tables.about(table).get("settings", {}).get("noise_bank"))
     if bank and not bonferroni:
         raise UserError(

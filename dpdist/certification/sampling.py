@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -70,9 +71,16 @@ class Sampler:
         return torch.add(noise, x, out=noisy)
 
 
+# Scores are counted in these units: whole numbers, whose sums do not depend on their order.
+SCORE_UNIT = 2**20
+
+
 @dataclass(frozen=True)
 class Scores:
-    """Softmax scores under noise: sums and sums of squares per class (float64), argmax counts."""
+    """Softmax scores under noise, in units of 1 / SCORE_UNIT, rounded down.
+
+    sums, squares: of the scores per class, int64 (K,); histogram: argmax counts; draws: how many.
+    """
 
     sums: np.ndarray
     squares: np.ndarray
@@ -81,44 +89,67 @@ class Scores:
 
 
 class HiddenNoiseSampler:
-    """Expected scores with fresh noise after the first layers (certificates: ``pixeldp``).
+    """Scores with fresh noise after the first layers (certificates: ``scores``, ``pixeldp``).
 
-    first, rest: the network before and after the noise. scale: standard deviation (Gaussian) or b
-    (Laplace) of every component, a number or a tensor of the hidden shape (heterogeneous noise).
+    first: the network before the noise. rest: what executes the network behind it. scale: standard
+    deviation (Gaussian) or b (Laplace) of every component, a number or a tensor of the hidden shape
+    (heterogeneous noise). Blocks are canonical, as in ``Sampler``.
     """
 
     def __init__(
         self,
         first: nn.Module,
-        rest: nn.Module,
+        rest: Callable[[Tensor], Tensor],
         scale: float | Tensor,
         units: UnitSource,
         *,
         laplace: bool = False,
-        rows: int = 500,
     ) -> None:
-        self._first, self._rest = first.eval(), rest.eval()
+        self._first, self._rest = first.eval(), rest
         self._scale = torch.as_tensor(scale, dtype=torch.float32)
         if not bool((self._scale > 0).all()):
             raise ValueError("every hidden component needs noise: scales must be positive")
         self._noise: Noise = Laplace(math.sqrt(2)) if laplace else Gaussian(1.0)
         self._units = units
-        self._rows = rows
+        self._hidden: tuple[Tensor, Tensor] | None = None
+        self._buffers: dict[int, tuple[RandomWords, Tensor]] = {}
 
-    def scores(self, x: Tensor, index: int, draws: int) -> Scores:
-        """Scores of one input (float32, the network's input shape) over ``draws`` fresh noises."""
+    def noisy(self, x: Tensor, index: int | None, stage: str, block: int, rows: int) -> Tensor:
+        """The hidden layer of one input under the noises of one block: (rows, *hidden)."""
+        hidden = self._behind_first(x)
+        if rows not in self._buffers:
+            noise = torch.empty(rows, *hidden.shape)
+            self._buffers[rows] = (RandomWords(noise.numel() + noise.numel() % 2), noise)
+        words, noise = self._buffers[rows]
+        key = self._units.key(index, stage, block)
+        self._noise.draw(words.fill(key), noise.numpy().reshape(-1))
+        return noise.mul_(self._scale).add_(hidden)
+
+    def histogram(
+        self, x: Tensor, index: int, stage: str, block: int, rows: int, draws: int
+    ) -> np.ndarray:
+        """Argmax counts of the first ``draws`` of a block's ``rows``, as ``Sampler`` gives them."""
+        return self._scores(x, index, stage, block, rows, draws).histogram
+
+    def block(self, x: Tensor, index: int, block: int, rows: int, draws: int) -> Scores:
+        """Scores of the first ``draws`` of one canonical block's ``rows``.
+
+        x: float32 of the network's input shape. index names the input in the noise's key.
+        """
+        return self._scores(x, index, ESTIMATE, block, rows, draws)
+
+    def _scores(
+        self, x: Tensor, index: int, stage: str, block: int, rows: int, draws: int
+    ) -> Scores:
         with torch.inference_mode():
-            hidden = self._first(x[None])[0]
-            noise = torch.empty(self._rows, *hidden.shape)
-            words = RandomWords(noise.numel() + noise.numel() % 2)
-            total: list[np.ndarray] = []
-            for block in range(-(-draws // self._rows)):
-                key = self._units.key(index, ESTIMATE, block)
-                self._noise.draw(words.fill(key), noise.numpy().reshape(-1))
-                kept = min(self._rows, draws - block * self._rows)
-                logits = self._rest(noise * self._scale + hidden)[:kept].double()
-                p = torch.softmax(logits, 1)
-                votes = torch.bincount(logits.argmax(1), minlength=p.shape[1])
-                total.append(torch.stack([p.sum(0), p.square().sum(0), votes.double()]).numpy())
-        sums, squares, histogram = np.sum(total, axis=0)
-        return Scores(sums, squares, histogram.astype(np.int64), draws)
+            logits = self._rest(self.noisy(x, index, stage, block, rows))[:draws].double()
+            p = (torch.softmax(logits, 1) * SCORE_UNIT).long()
+            votes = torch.bincount(logits.argmax(1), minlength=p.shape[1])
+            return Scores(p.sum(0).numpy(), p.square().sum(0).numpy(), votes.numpy(), draws)
+
+    def _behind_first(self, x: Tensor) -> Tensor:
+        """The first layer's answer, kept for the blocks of one input."""
+        if self._hidden is None or self._hidden[0] is not x:
+            with torch.inference_mode():
+                self._hidden = (x, self._first(x[None])[0])
+        return self._hidden[1]

@@ -71,11 +71,13 @@ def row(
     }
 
 
-def build(rows: list[dict[str, Any]], about: Mapping[str, Any]) -> pa.Table:
+def build(
+    rows: list[dict[str, Any]], about: Mapping[str, Any], schema: pa.Schema = SCHEMA
+) -> pa.Table:
     """The rows sorted by index; ``about`` (what was executed) goes into the file's metadata."""
     ordered = sorted(rows, key=lambda entry: entry["index"])
     note = json.dumps(about, sort_keys=True, separators=(",", ":")).encode()
-    return pa.Table.from_pylist(ordered, schema=SCHEMA.with_metadata({_META: note}))
+    return pa.Table.from_pylist(ordered, schema=schema.with_metadata({_META: note}))
 
 
 def about(table: pa.Table) -> dict[str, Any]:

@@ -20,9 +20,12 @@ from dpdist.certification.classifier import (
 )
 from dpdist.certification.noises import Noise
 from dpdist.certification.procedures import PROCEDURES, Procedure
-from dpdist.certification.sampling import Counter, Sampler
+from dpdist.certification.sampling import Counter, HiddenNoiseSampler, Sampler
+from dpdist.certification.score_settings import ScoreSettings
+from dpdist.certification.scores import ExpectedScores, Sensitivity
 from dpdist.certification.settings import CertifySettings
 from dpdist.errors import UserError
+from dpdist.models import hidden_noise, require_split
 
 
 @dataclass(frozen=True)
@@ -37,20 +40,32 @@ class Piece:
 
 @dataclass(frozen=True)
 class Assignment:
-    """All that workers share; put into the object store once."""
+    """All that workers share; put into the object store once.
+
+    norms: of the first layer, for certificates by a model's own hidden noise.
+    """
 
     model: nn.Module
-    settings: CertifySettings
+    settings: CertifySettings | ScoreSettings
     source: units.UnitSource
     classes: int
     input_shape: tuple[int, ...]
     check_inputs: np.ndarray
     spec: ClassifierSpec | None = None
+    norms: Sensitivity | None = None
 
 
-def procedure(settings: CertifySettings, batch: int) -> Procedure:
-    """The steps of the mode that the settings name, for executed batches of that many rows."""
-    return PROCEDURES[settings.mode](settings, batch)
+def procedure(assignment: Assignment) -> Procedure:
+    """The steps of the mode that the settings name, for the executed batch."""
+    settings, spec = assignment.settings, assignment.spec
+    if spec is None:
+        raise ValueError("the executed classifier must be chosen before counting")
+    if isinstance(settings, ScoreSettings):
+        noise = hidden_noise(assignment.model)
+        if noise is None or assignment.norms is None:
+            raise ValueError("the model has no noise of its own")
+        return ExpectedScores(settings, spec.batch, noise.scale, assignment.norms)
+    return PROCEDURES[settings.mode](settings, spec.batch)
 
 
 def probe(assignment: Assignment) -> ClassifierSpec:
@@ -58,10 +73,9 @@ def probe(assignment: Assignment) -> ClassifierSpec:
 
     Raises ValueError when the model does not give finite logits for each class.
     """
-    noise, inputs = _check_parts(assignment)
-    batch = noise + inputs
+    network, batch = _check_batch(assignment)
     with torch.inference_mode():
-        logits = assignment.model.eval()(batch)
+        logits = network.eval()(batch)
     expected = (len(batch), assignment.classes)
     if tuple(logits.shape) != expected:
         raise ValueError(f"it returns {tuple(logits.shape)} for a batch, not {expected}")
@@ -69,7 +83,7 @@ def probe(assignment: Assignment) -> ClassifierSpec:
         # The argmax of NaN is a constant, which would be certified with the largest radius.
         raise ValueError("its outputs are not finite numbers (did the training diverge?)")
     form = assignment.settings.form
-    spec, _ = choose(assignment.model, batch, (form,) if form else ())
+    spec, _ = choose(network, batch, (form,) if form else ())
     return spec
 
 
@@ -80,9 +94,8 @@ class Worker:
         spec = assignment.spec
         if spec is None:
             raise ValueError("the executed classifier must be chosen before counting")
-        settings = assignment.settings
         self._sampler = _sampler(assignment, spec)
-        self._procedure = procedure(settings, spec.batch)
+        self._procedure = procedure(assignment)
         self._classes, self._batch = assignment.classes, spec.batch
 
     def __call__(self, pieces: list[Piece]) -> list[dict[str, Any]]:
@@ -108,23 +121,25 @@ class Worker:
 def _sampler(assignment: Assignment, spec: ClassifierSpec) -> Counter:
     """The sampler on the executed classifier. Raises UserError when it fails the check here."""
     settings, source = assignment.settings, assignment.source
-    noise, inputs = _check_parts(assignment)
-    shapes = [(rows, *assignment.input_shape) for rows in (spec.batch, settings.n0)]
-    parts = split_first_layer(assignment.model) if settings.noise_bank else None
+    network, batch = _check_batch(assignment)
+    shapes = [(rows, *batch.shape[1:]) for rows in (spec.batch, settings.n0)]
     sampler: Counter
-    if parts is not None:
+    if isinstance(settings, ScoreSettings):
+        executed = ExecutedClassifier(network, spec.form, shapes)
+        sampler, answer = _hidden_sampler(assignment, executed), executed(batch)
+    elif settings.noise_bank and (parts := split_first_layer(assignment.model)) is not None:
         bank = BankSampler(
             *parts, spec.form, settings.smoothing, source, assignment.classes, shapes,
             evict=settings.mode == "fixed",
         )  # fmt: skip
-        sampler, answer = bank, bank.classes_of(noise, inputs)
+        sampler, answer = bank, bank.classes_of(*_check_parts(assignment, settings))
     else:
-        classify = ExecutedClassifier(assignment.model, spec.form, shapes)
+        classify = ExecutedClassifier(network, spec.form, shapes)
         sampler = Sampler(
             classify, settings.smoothing, source, assignment.classes, assignment.input_shape,
             bank=settings.noise_bank,
         )  # fmt: skip
-        answer = classify(noise + inputs)
+        answer = classify(batch)
     if check_digest(answer) != spec.check:
         raise UserError(
             "this worker computes other classes on the check batch than the model did when the "
@@ -134,9 +149,37 @@ def _sampler(assignment: Assignment, spec: ClassifierSpec) -> Counter:
     return sampler
 
 
-def _check_parts(assignment: Assignment) -> tuple[torch.Tensor, torch.Tensor]:
-    """Noise and inputs of the check batch, under a random unit used for nothing else."""
+def _hidden_sampler(
+    assignment: Assignment, executed: ExecutedClassifier | None
+) -> HiddenNoiseSampler:
+    split, noise = require_split(assignment.model), hidden_noise(assignment.model)
+    if noise is None:
+        raise ValueError("the model has no noise of its own")
+    logits = split.rest if executed is None else executed.logits
+    return HiddenNoiseSampler(split.first, logits, noise.std, assignment.source)
+
+
+def _check_batch(assignment: Assignment) -> tuple[nn.Module, torch.Tensor]:
+    """The executed network, and a batch for it under a random unit used for nothing else."""
     settings = assignment.settings
+    if not isinstance(settings, ScoreSettings):
+        noise, inputs = _check_parts(assignment, settings)
+        return assignment.model, noise + inputs
+    split = require_split(assignment.model)
+    rows = settings.executed_batch(int(np.prod(split.hidden_shape(assignment.input_shape))))
+    inputs = torch.from_numpy(assignment.check_inputs)
+    sampler = _hidden_sampler(assignment, None)
+    with torch.inference_mode():
+        hidden = split.first(inputs[torch.arange(rows) % len(inputs)])
+        noise = sampler.noisy(torch.zeros_like(inputs[0]), None, units.CHECK, 0, rows)
+        at_zero = split.first(torch.zeros_like(inputs[:1]))
+        return split.rest, hidden + (noise - at_zero)
+
+
+def _check_parts(
+    assignment: Assignment, settings: CertifySettings
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Noise and inputs of the check batch, under a random unit used for nothing else."""
     rows = settings.executed_batch(int(np.prod(assignment.input_shape)))
     inputs = torch.from_numpy(assignment.check_inputs)
     noise: Noise = settings.smoothing

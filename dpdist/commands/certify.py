@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -31,6 +32,12 @@ def command(
         str | None, typer.Option(help="Radii to decide, ascending: 0.25,0.5,0.75.")
     ] = None,
     noise: Annotated[str | None, typer.Option(help="gaussian, laplace or uniform.")] = None,
+    bound: Annotated[
+        str | None, typer.Option(help="Of expected scores: hoeffding, bernstein or counts.")
+    ] = None,
+    norm: Annotated[
+        str | None, typer.Option(help="Of expected scores' radius: l2 or linf.")
+    ] = None,
     start: Annotated[int | None, typer.Option(help="First input.")] = None,
     every: Annotated[int | None, typer.Option(help="Each how-manieth input.")] = None,
     max_inputs: Annotated[int | None, typer.Option(help="At most this many inputs.")] = None,
@@ -50,6 +57,9 @@ def command(
 ) -> None:
     """Certify the test split on all CPUs; continues what was interrupted.
 
+    A model with noise in its first hidden layer is certified under that noise, by expected scores;
+    with --sigma, the network without it is smoothed at its inputs, like any other.
+
     Settings not given are the recipe's. --rebound and --merge work on stored counts, without the
     model: on the table in --output, or on all tables of the run.
     """
@@ -64,7 +74,8 @@ def command(
     else:
         given = {
             "sigma": sigma, "n": n, "n0": n0, "alpha": alpha, "mode": mode, "noise": noise,
-            "radii": _numbers(radii), "start": start, "every": every, "max_inputs": max_inputs,
+            "bound": bound, "norm": norm, "radii": _numbers(radii),
+            "start": start, "every": every, "max_inputs": max_inputs,
         }  # fmt: skip
         table, path = _certified(folder, output, given, data_root, actors)
     if tsv is not None:
@@ -83,9 +94,9 @@ def _certified(
     data_root: Path | None,
     actors: int | None,
 ) -> tuple[pa.Table, Path]:
-    from dpdist import pipeline
+    from dpdist import models, pipeline
     from dpdist.certification import table as tables
-    from dpdist.certification.settings import CertifySettings
+    from dpdist.certification.choose import settings_of
 
     folder.require_trained()
     recipe = pipeline.resolve(folder.read_recipe(), data_root=data_root)
@@ -93,9 +104,10 @@ def _certified(
     if recipe.certify is not None:
         settings = recipe.certify.model_dump()
     settings |= {key: value for key, value in given.items() if value is not None}
-    if "sigma" not in settings:
+    own_noise = models.read_spec(folder.model).hidden_noise
+    if settings.get("sigma") is None and not own_noise:
         raise UserError(f"{folder.path}: the recipe has no certify section; give --sigma")
-    chosen = CertifySettings(**settings)
+    chosen = settings_of(settings)
     with pipeline.session(folder):
         path = pipeline.certify_stage(recipe, folder, chosen, output, actors)
     return tables.read(path), path
@@ -160,6 +172,9 @@ def _print(table: pa.Table, path: Path) -> None:
     shown = tables.about(table).get("settings", {}).get("radii") or DEFAULT_RADII
     abstained = sum(value == -1 for value in table["prediction"].to_pylist())
     rows = [("inputs", f"{table.num_rows:,}"), ("abstained", f"{abstained:,}")]
+    if table["mode"][0].as_py() == "scores":
+        rows += _score_rows(table, shown)
+        shown = ()
     norm = table["norm"][0].as_py().upper()
     for radius in shown:
         share = tables.certified_accuracy(table, radius)
@@ -171,3 +186,20 @@ def _print(table: pa.Table, path: Path) -> None:
         rows.append(("executed", "; ".join([executed, *classifier["notes"]])))
     rows.append(("table", str(path)))
     typer.echo(console.table(rows, title=f"certificates, sigma {table['sigma'][0].as_py():g}"))
+
+
+def _score_rows(table: pa.Table, sizes: Sequence[float]) -> list[tuple[str, str]]:
+    """One row for each certificate and norm of a table of expected scores."""
+    from dpdist.certification.scores import CERTIFICATES, NORMS, certified_accuracy
+
+    names = [(name, norm) for norm in NORMS for name in CERTIFICATES]
+    names.append(("as_printed", "linf"))
+    rows = []
+    for name, norm in names:
+        at = ", ".join(
+            f"{100 * certified_accuracy(table, name, norm, size):.2f} % at {size:g}"
+            for size in sizes
+        )
+        label = "as printed (claimed, does not hold)" if name == "as_printed" else name
+        rows.append((f"{norm} {label}", at))
+    return rows

@@ -34,21 +34,25 @@ def command(
     """Predict with fresh secret noise, on this machine."""
     from dpdist import models, pipeline
     from dpdist.certification.predict import Predictor
+    from dpdist.certification.score_settings import ScoreSettings
     from dpdist.certification.settings import CertifySettings
     from dpdist.runfolder import open_run
 
     folder = open_run(run, runs)
     folder.require_trained()
     recipe = folder.read_recipe()
-    if sigma is None and recipe.certify is None:
-        raise UserError(f"{folder.path}: the recipe has no certify section; give --sigma")
-    if sigma is None:
-        assert recipe.certify is not None
-        sigma = recipe.certify.sigma
     spec = models.read_spec(folder.model)
     inputs = [_read(path, spec.input_shape) for path in images]
-    settings = CertifySettings(sigma=sigma, n=n, alpha=alpha)
     model = pipeline.load_model(recipe, folder)
+    settings: CertifySettings | ScoreSettings
+    if sigma is None and recipe.certify is not None:
+        sigma = recipe.certify.sigma
+    if sigma is not None:
+        settings = CertifySettings(sigma=sigma, n=n, alpha=alpha)
+    elif models.hidden_noise(model) is not None:
+        settings = ScoreSettings(n=n, alpha=alpha)
+    else:
+        raise UserError(f"{folder.path}: the recipe has no certify section; give --sigma")
     try:
         predictor = Predictor(model, settings, spec.classes, spec.input_shape)
     except ValueError as error:
@@ -63,7 +67,12 @@ def command(
 
 
 def _print(
-    path: Path, label: int, radius: float | None, sigma: float, alpha: float, as_json: bool
+    path: Path,
+    label: int,
+    radius: float | None,
+    sigma: float | None,
+    alpha: float,
+    as_json: bool,
 ) -> None:
     from dpdist.certification.radii import format_radius
 

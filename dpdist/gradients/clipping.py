@@ -94,6 +94,18 @@ class AutomaticClipping(Clipping):
 
 
 @dataclass(frozen=True)
+class NoClipping(Clipping):
+    """Gradients as they are, for training without privacy: one example can add anything."""
+
+    @property
+    def sensitivity(self) -> float:
+        return math.inf
+
+    def factors(self, squared_norms: Tensor, slack: float) -> Tensor:
+        return torch.ones_like(squared_norms[:1])
+
+
+@dataclass(frozen=True)
 class PerLayerClipping(Clipping):
     """Each layer l clipped to its own C_l; the total sensitivity is sqrt(sum_l C_l^2).
 

@@ -219,3 +219,21 @@ class HiddenDraws(Draws):
         return output + self.std * _per_record_noise(
             output, record_ids, draw_key, "draws/hidden", draw
         )
+
+
+class OneHiddenDraw(Draws):
+    """h + one fixed noise, the same for every record and in every step (Secure-SGD, Algorithm 1).
+
+    run_key: 32 bytes that choose it; the same for the whole run.
+    """
+
+    def __init__(self, module: str, std: Tensor, run_key: bytes) -> None:
+        super().__init__()
+        self.hidden_module = module
+        normals = standard_normal(run_key, "draws/one-hidden", 0, std.numel())
+        self.noise = std * normals.view_as(std)
+
+    def hidden(
+        self, output: Tensor, record_ids: Tensor | None, draw_key: bytes, draw: int
+    ) -> Tensor:
+        return output + self.noise.to(output)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(gt=0, le=1)]
 
 
 class _Options(BaseModel):
@@ -27,13 +31,15 @@ class DPlis(_Options):
 
     Smoothing noise per weight: radius * (learning_rate / batch_size) * noise_multiplier *
     clip_norm. aggregate "sum" is the authors' released code: the draws are summed, not averaged,
-    before the clip.
+    before the clip. per_example: a draw of its own for every record, as the paper writes it; False
+    shares the draws over the batch, as the authors' code does.
     """
 
     name: Literal["dplis"] = "dplis"
     radius: Annotated[float, Field(gt=0)] = 10.0
     draws: Annotated[int, Field(ge=1)] = 10
     aggregate: Literal["mean", "sum"] = "mean"
+    per_example: bool = False
 
 
 class InputNoise(_Options):
@@ -45,4 +51,98 @@ class InputNoise(_Options):
     draws: Annotated[int, Field(ge=1)] = 4
 
 
-Method = Annotated[DPSGD | DPlis | InputNoise, Field(discriminator="name")]
+class Redistribution(_Options):
+    """Where the shares r of heterogeneous noise come from (HGM, IJCAI 2019, Equation 7).
+
+    r_k is the mean over records of |dL/dh_k|^beta, normalised, and at least `floor` of the uniform
+    share. source:
+
+    * "public": records of the public data set `data` (under `root`, with `classes` classes; images
+      are resized to the model's), and the network trained on them for `steps` steps;
+    * "paid": the private records, in one clipped and noised sum that the plan pays for; the network
+      at its initial weights;
+    * "private": the private records, for nothing, as the paper does it, and the network trained on
+      them for `steps` steps. Needs paper_faithful: true; nothing is then proved.
+    """
+
+    source: Literal["public", "paid", "private"] = "public"
+    data: str = "digits"
+    root: Path | None = None
+    classes: Annotated[int, Field(ge=1)] = 10
+    steps: Annotated[int, Field(ge=0)] = 200
+    beta: Positive = 1.0
+    floor: Share = 0.1
+    max_records: Annotated[int, Field(ge=1)] = 2000
+    noise_multiplier: Positive = 20.0
+    clip_norm: Positive = 1.0
+    sample_rate: Share = 1.0
+
+
+class HiddenNoiseMethod(_Options):
+    """Gaussian noise behind the first layer, in training and at every prediction.
+
+    Its scale sigma_r is `sigma`, or what `mechanism` needs for (epsilon_r, delta_r) against changes
+    of the input of size `attack_size` in `norm`, for a first layer of L2 norm `sensitivity`; the
+    layer is scaled back to that norm after every update. These are parameters of robustness and
+    say nothing about training records. draws: independent noises per record and step, averaged
+    before the clip. paper_faithful: one noise for the whole training, as Algorithm 1 of Secure-SGD
+    has it, instead of a fresh one for every record and step.
+    """
+
+    name: str
+    sigma: Positive | None = None
+    epsilon_r: Positive = 1.0
+    delta_r: Annotated[float, Field(gt=0, lt=0.5)] = 0.05
+    attack_size: Positive = 0.1
+    norm: Literal["l2", "linf"] = "l2"
+    mechanism: Literal["classical", "analytic", "extended"] = "extended"
+    sensitivity: Positive = 1.0
+    redistribution: Redistribution | None = None
+    draws: Annotated[int, Field(ge=1)] = 1
+    paper_faithful: bool = False
+
+    @model_validator(mode="after")
+    def _consistent(self) -> HiddenNoiseMethod:
+        if self.mechanism == "classical" and self.epsilon_r > 1 and self.sigma is None:
+            raise ValueError("the classical mechanism needs epsilon_r <= 1; use extended")
+        unpaid = self.redistribution is not None and self.redistribution.source == "private"
+        if unpaid and not self.paper_faithful:
+            raise ValueError(
+                "redistribution.source private reads private records for nothing, which voids the "
+                "guarantee: use public or paid, or set paper_faithful: true to see that"
+            )
+        return self
+
+
+class PixelDP(HiddenNoiseMethod):
+    """Certified robustness by equal noise behind the first layer (Lecuyer et al., IEEE S&P 2019).
+
+    Trained without gradient privacy: nothing is proved about training records.
+    """
+
+    name: Literal["pixeldp"] = "pixeldp"
+    mechanism: Literal["classical", "analytic", "extended"] = "classical"
+    redistribution: None = None
+
+
+class HGMPixelDP(HiddenNoiseMethod):
+    """PixelDP with heterogeneous noise and any epsilon_r (HGM, IJCAI 2019). Not private either."""
+
+    name: Literal["hgm-pixeldp"] = "hgm-pixeldp"
+    redistribution: Redistribution = Redistribution()
+
+
+class SecureSGD(HiddenNoiseMethod):
+    """DP-SGD on a network with noise behind its first layer (HGM, IJCAI 2019, Algorithm 1).
+
+    redistribution: null gives every component the same noise; with mechanism: analytic that is the
+    paper's AGM variant.
+    """
+
+    name: Literal["secure-sgd"] = "secure-sgd"
+    redistribution: Redistribution | None = Redistribution()
+
+
+Method = Annotated[
+    DPSGD | DPlis | InputNoise | PixelDP | HGMPixelDP | SecureSGD, Field(discriminator="name")
+]

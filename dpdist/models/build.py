@@ -20,7 +20,7 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor, nn
 
 from dpdist.errors import UserError
-from dpdist.models.hidden import attach_silence
+from dpdist.models.hidden import attach_silence, hidden_noise
 from dpdist.models.normalised import Normalised
 from dpdist.models.zoo import ZOO
 
@@ -116,7 +116,10 @@ def load_weights(module: nn.Module, folder: Path) -> None:
     """
     path = Path(folder) / "model.safetensors"
     try:
-        module.load_state_dict(load_tensors(path.read_bytes()))
+        tensors = load_tensors(path.read_bytes())
+        if hidden_noise(module) is None:  # a model with noise may give its weights to one without
+            tensors.pop("hidden_std", None)
+        module.load_state_dict(tensors)
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         raise UserError(f"{path}: does not fit the model: {_first_line(error)}") from error
 

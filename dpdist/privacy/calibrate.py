@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import cache
 
 from dpdist.privacy.guarantee import Neighbours
-from dpdist.privacy.plan import PrivacyPlan
+from dpdist.privacy.plan import Phase, PrivacyPlan
 
 _TOLERANCE = 1e-3  # relative, on epsilon; an integer answer may be further off by one unit
 _NOISE_LIMITS = (1e-2, 1e6)
@@ -163,10 +163,12 @@ def noise_multiplier_for(
     delta: float,
     neighbours: Neighbours = "add-or-remove-one",
     batch_cap: int | None = None,
+    besides: tuple[Phase, ...] = (),
 ) -> float:
     """The smallest noise multiplier at which these DP-SGD steps cost at most `epsilon`.
 
-    Raises Unreachable, or ValueError for arguments `PrivacyPlan.dp_sgd` refuses.
+    besides: what else reads the records and is paid out of the same epsilon. Raises Unreachable, or
+    ValueError for arguments `PrivacyPlan.dp_sgd` refuses.
     """
     _check_target(epsilon)
 
@@ -179,6 +181,7 @@ def noise_multiplier_for(
             delta=delta,
             neighbours=neighbours,
             batch_cap=cap,
+            besides=besides,
         )
 
     low, high = 0.1, 1e4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import torch
@@ -9,6 +10,9 @@ import torch
 from dpdist import data
 from dpdist.gradients.engine import GradientEngine
 from dpdist.methods.compose import draws_for
+from dpdist.methods.options import HiddenNoiseMethod
+from dpdist.methods.pixeldp import equal_noise, noise_scale
+from dpdist.models import HiddenNoise, require_split
 from dpdist.recipe import Recipe
 from dpdist.training.job import (
     build_engine,
@@ -36,7 +40,8 @@ def describe(recipe: Recipe, where: str) -> list[tuple[str, str]]:
     check_model(recipe, dataset)
     module = initial_model(recipe, model_spec(recipe, dataset))
     engine = build_engine(recipe, module)
-    engine.draws = draws_for(recipe.method, step, recipe.training.learning_rate)
+    rate, hidden = recipe.training.learning_rate, _likely_noise(recipe, module, dataset)
+    engine.draws = draws_for(recipe.method, step, rate, hidden, _PROBE_KEY)
     torch.set_num_threads(max(1, int(resources.cpus_per_worker)))
     rate = _examples_per_second(engine, dataset)
     seconds = plan.steps * step.expected_batch / (rate * resources.workers)
@@ -58,6 +63,17 @@ def describe(recipe: Recipe, where: str) -> list[tuple[str, str]]:
         ("memory per worker", f"about {(state + activations) / 2**20 + 400:,.0f} MiB"),
         ("training time", f"about {seconds:,.0f} s at {rate:,.0f} examples/s per worker"),
     ]
+
+
+def _likely_noise(
+    recipe: Recipe, module: torch.nn.Module, dataset: data.Dataset
+) -> HiddenNoise | None:
+    """Hidden noise of the run's power; its redistribution, which takes time, changes no speed."""
+    if not isinstance(recipe.method, HiddenNoiseMethod):
+        return None
+    split, shape = require_split(module), dataset.input_shape
+    scale = noise_scale(recipe.method, math.prod(shape))
+    return HiddenNoise(split.name, equal_noise(scale, split.hidden_shape(shape)))
 
 
 def _examples_per_second(engine: GradientEngine, dataset: data.Dataset) -> float:

@@ -16,6 +16,8 @@ from dpdist.errors import UserError
 from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.keys import new_run_key
 from dpdist.methods.compose import clipping_for, cross_entropy
+from dpdist.methods.options import HiddenNoiseMethod
+from dpdist.methods.secure_sgd import redistribution_cost
 from dpdist.models import ModelSpec
 from dpdist.privacy.calibrate import noise_multiplier_for
 from dpdist.privacy.plan import PrivacyPlan
@@ -96,6 +98,7 @@ def make_plan(recipe: Recipe, records: int, where: str) -> PrivacyPlan:
     privacy, training = recipe.privacy, recipe.training
     steps = step_count(recipe, records)
     noise_multiplier = privacy.noise_multiplier
+    besides = redistribution_cost(recipe.method)
     if noise_multiplier is None:
         assert privacy.epsilon is not None
         try:
@@ -107,6 +110,7 @@ def make_plan(recipe: Recipe, records: int, where: str) -> PrivacyPlan:
                 delta=privacy.delta,
                 neighbours=privacy.neighbours,
                 batch_cap=privacy.batch_cap,
+                besides=besides,
             )
         except ValueError as error:
             raise field_error(where, "privacy.epsilon", str(error), privacy.epsilon) from error
@@ -117,9 +121,10 @@ def make_plan(recipe: Recipe, records: int, where: str) -> PrivacyPlan:
             noise_multiplier=noise_multiplier,
             steps=steps,
             delta=privacy.delta,
-            clip_norm=privacy.clip_norm,
+            clip_norm=privacy.sensitivity,
             neighbours=privacy.neighbours,
             batch_cap=privacy.batch_cap,
+            besides=besides,
         )
     except ValueError as error:
         raise UserError(f"{where}: privacy: {error}") from error
@@ -171,6 +176,8 @@ def check_model(recipe: Recipe, dataset: data.Dataset) -> None:
     module = initial_model(recipe, spec)
     build_engine(recipe, module)
     models.check_outputs(module, spec)
+    if isinstance(recipe.method, HiddenNoiseMethod):
+        models.require_split(module)
 
 
 def initial_model(recipe: Recipe, spec: ModelSpec) -> torch.nn.Module:

@@ -12,6 +12,7 @@ import dataclasses
 import hashlib
 import platform
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -27,11 +28,16 @@ from dpdist.errors import UserError
 from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.keys import derive_key, key_id
 from dpdist.gradients.noise import add_noise
+from dpdist.gradients.perturbations import Draws
 from dpdist.gradients.sampling import poisson_sample, share
 from dpdist.methods.compose import draws_for
+from dpdist.methods.options import HiddenNoiseMethod
+from dpdist.methods.sensitivity import keep_within
 from dpdist.privacy.journal import JournalBusy
 from dpdist.privacy.ledger import Ledger, LedgerError, ReplayConflict
+from dpdist.privacy.plan import StepPlan
 from dpdist.training import checkpoint
+from dpdist.training.hidden import digest, ensure_hidden_noise, read_hidden_noise
 from dpdist.training.job import (
     CANONICAL_SHARDS,
     PACKAGES,
@@ -89,12 +95,18 @@ def run(job: TrainJob, reducer: Reducer) -> None:
         raise UserError("the clipping's sensitivity exceeds the plan's clip norm")
     flat = torch.cat([p.detach().reshape(-1) for p in engine.parameters])
     _point_into(engine, flat)
+    if first:
+        ensure_hidden_noise(job, spec, dataset)
+    reducer.gather("")  # the others wait for it
+    hidden = read_hidden_noise(job, model)
+    constrain = _constraint(job, model)
+    constrain()
     optimizer = FlatOptimizer(recipe.training, plan.steps, flat)
 
     with ExitStack() as stack:
         ledger = None
         attempt = ""
-        identity = _identity(job, reducer)
+        identity = {**_identity(job, reducer), "hidden noise": digest(hidden)}
         if first:
             ledger = stack.enter_context(Ledger.open(folder.ledger, plan.fingerprint()))
             epoch = ledger.begin_attempt(identity)
@@ -127,13 +139,17 @@ def run(job: TrainJob, reducer: Reducer) -> None:
         )
         monitor = Monitor(job, plan.steps, start) if first else None
         shards = _shards(plan.records, reducer, recipe.training.reproducible)
-        engine.draws = draws_for(recipe.method, plan.step(0), optimizer.learning_rate(0))
+
+        def draws(todo: StepPlan, rate: float) -> Draws:
+            return draws_for(recipe.method, todo, rate, hidden, derive_key(key, "hidden"))
+
+        engine.draws = draws(plan.step(0), optimizer.learning_rate(0))
         saved = time.monotonic()
         for step in range(start, plan.steps):
             todo = plan.step(step)
             rate = optimizer.learning_rate(step)
             if recipe.training.schedule != "constant":
-                engine.draws = draws_for(recipe.method, todo, rate)
+                engine.draws = draws(todo, rate)
             sample_key = derive_key(key, "sample", attempt, step)
             draw_key = derive_key(key, "draw", attempt, step)
             rows = torch.zeros(shards.rows, engine.size, dtype=torch.float64, device=reducer.device)
@@ -161,9 +177,10 @@ def run(job: TrainJob, reducer: Reducer) -> None:
             if ledger is not None:
                 _announce(ledger, step, key, attempt, summed)
             noise_key = derive_key(key, "noise", attempt, step)
-            noisy = add_noise(summed, noise_key, todo.noise_multiplier * todo.clip_norm)
+            noisy = add_noise(summed, noise_key, todo.noise_std)
             gradient = torch.from_numpy(noisy / todo.expected_batch).to(flat)
             optimizer.update(flat, gradient, step)
+            constrain()
 
             if monitor is not None:
                 monitor.step(step, examples, nonfinite, loss_sum)
@@ -178,6 +195,9 @@ def run(job: TrainJob, reducer: Reducer) -> None:
         if first:
             assert monitor is not None and ledger is not None
             flat.copy_(optimizer.result(flat))
+            if hidden is not None:
+                models.attach_noise(model, hidden.std)
+                spec = dataclasses.replace(spec, hidden_noise=True)
             models.save(model, spec, folder.model)
             monitor.finish(engine.fallback_layers, ledger)
 
@@ -187,6 +207,15 @@ def _point_into(engine: GradientEngine, flat: Tensor) -> None:
     pieces = flat.split([parameter.numel() for parameter in engine.parameters])
     for parameter, piece in zip(engine.parameters, pieces, strict=True):
         parameter.data = piece.view(parameter.shape)
+
+
+def _constraint(job: TrainJob, model: torch.nn.Module) -> Callable[[], None]:
+    """What is done to the parameters after every update, in place: post-processing."""
+    method = job.recipe.method
+    if not isinstance(method, HiddenNoiseMethod):
+        return lambda: None
+    split = models.require_split(model)
+    return lambda: keep_within(split, method.sensitivity)
 
 
 @dataclasses.dataclass(frozen=True)
