@@ -102,6 +102,30 @@ def test_conv2d(
 
 @EXAMPLES
 @given(
+    batch=st.integers(2, 4), groups=st.integers(1, 3), per_in=st.integers(1, 2),
+    per_out=st.integers(1, 2), size=st.tuples(st.integers(3, 6), st.integers(3, 6)),
+    kernel=st.tuples(st.integers(3, 4), st.integers(3, 4)),
+    stride=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    dilation=st.tuples(st.integers(1, 2), st.integers(1, 2)),
+    padding=st.tuples(st.integers(0, 2), st.integers(0, 2)),
+    extra=st.tuples(st.integers(0, 1), st.integers(0, 1)),
+    bias=st.booleans(), seed=st.integers(0, 10**6),
+)  # fmt: skip
+def test_conv_transpose2d(
+    batch, groups, per_in, per_out, size, kernel, stride, dilation, padding, extra, bias, seed
+):
+    torch.manual_seed(seed)
+    pairs = zip(extra, stride, dilation, strict=True)  # must stay below one of them
+    extra = tuple(min(e, max(s, d) - 1) for e, s, d in pairs)
+    conv = nn.ConvTranspose2d(
+        groups * per_in, groups * per_out, kernel, stride, padding, extra, groups, bias, dilation
+    )
+    head = nn.Conv2d(groups * per_out, 2, 1)
+    check(nn.Sequential(conv, nn.Tanh(), head), torch.randn(batch, groups * per_in, *size))
+
+
+@EXAMPLES
+@given(
     batch=st.integers(2, 4), groups=st.integers(1, 2), channels=st.integers(1, 2),
     length=st.integers(6, 10), kernel=st.integers(1, 4), stride=st.integers(1, 2),
     dilation=st.integers(1, 2),
@@ -197,12 +221,19 @@ class _Tied(nn.Module):
         return self.head(torch.tanh(self.inner(hidden)))
 
 
+class _FlippedKernel(nn.ConvTranspose2d):
+    """Its own forward pass, so no rule applies."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return F.conv_transpose2d(inputs, self.weight.flip(2, 3), self.bias)
+
+
 class _TiedConvolutions(nn.Module):
-    """One weight used by a convolution and, as a matrix, by a layer the rules do not know."""
+    """One weight used by a convolution and, differently, by a layer the rules do not know."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Conv2d(2, 2, 3, padding=1), nn.ConvTranspose2d(2, 2, 3)
+        self.first, self.second = nn.Conv2d(2, 2, 3, padding=1), _FlippedKernel(2, 2, 3)
         self.second.weight = self.first.weight
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -256,8 +287,8 @@ def test_other_layers_fall_back_to_torch_func_and_are_named():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), _OwnScale(), nn.PReLU())
     check(model, torch.randn(5, 2, 4), fallback=["1", "2"])
-    model = nn.Sequential(nn.ConvTranspose2d(2, 3, 3), nn.Conv2d(3, 1, 2))
-    check(model, torch.randn(3, 2, 4, 4), fallback=["0"])
+    model = nn.Sequential(nn.ConvTranspose1d(2, 3, 3), nn.Conv1d(3, 1, 2))
+    check(model, torch.randn(3, 2, 4), fallback=["0"])
 
 
 def test_attention_falls_back_with_its_submodules():

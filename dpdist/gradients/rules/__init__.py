@@ -22,6 +22,7 @@ _RULES: dict[type[nn.Module], Rule] = {
     nn.Embedding: dense.embedding,
     nn.Conv1d: convolution.convolution,
     nn.Conv2d: convolution.convolution,
+    nn.ConvTranspose2d: convolution.transposed,
     nn.GroupNorm: normalisation.group_norm,
     nn.LayerNorm: normalisation.layer_norm,
     nn.InstanceNorm1d: normalisation.instance_norm,

@@ -1,4 +1,4 @@
-"""Conv1d and Conv2d with any stride, padding (and padding mode), dilation and groups."""
+"""Conv1d, Conv2d, ConvTranspose2d: any stride, padding (and its mode), dilation and groups."""
 
 from __future__ import annotations
 
@@ -31,24 +31,51 @@ def convolution(call: LayerCall) -> Iterator[tuple[str, Contribution]]:
         yield "bias", Dense(left.sum(1))
 
 
+def transposed(call: LayerCall) -> Iterator[tuple[str, Contribution]]:
+    """A transposed convolution is a convolution with input and output gradient exchanged.
+
+    One position per input pixel, and the patches are those of the output gradient.
+    """
+    module = call.module
+    assert isinstance(module, nn.ConvTranspose2d)
+    inputs, signal = call.input, call.backsignal
+    if "weight" in call.trainable:
+        rows, columns = (int(side) for side in module.padding)
+        padded = F.pad(signal, (columns, columns, rows, rows))
+        windows = _windows(module, padded, (inputs.shape[2], inputs.shape[3]))
+        left = inputs.permute(0, 2, 3, 1).flatten(1, 2)  # (B, positions, in)
+        yield "weight", _product(left, windows, module.groups, _FROM_CHANNELS_LAST)
+    if "bias" in call.trainable:
+        yield "bias", Dense(signal.sum((2, 3)))
+
+
 def _weight(
     module: nn.Conv1d | nn.Conv2d, inputs: Tensor, left: Tensor, size: tuple[int, int]
 ) -> Contribution:
     one_dimensional = isinstance(module, nn.Conv1d)
     order = _FROM_CHANNELS_LAST_1D if one_dimensional else _FROM_CHANNELS_LAST
-    groups = module.groups
-    windows = _windows(module, inputs, size)
+    windows = _windows(module, _padded(module, inputs), size)
+    return _product(left, windows, module.groups, order)
+
+
+def _product(left: Tensor, windows: Tensor, groups: int, order: tuple[int, ...]) -> Contribution:
+    """Sum over positions of left (B, positions, channels) ⊗ windows, within each group."""
     if groups == 1:
         return Outer(left, windows[:, 0], order)
-    batch, positions, out_channels = left.shape
+    batch, positions, channels = left.shape
     left = left.reshape(batch, positions, groups, -1).permute(0, 2, 3, 1).flatten(0, 1)
     patches = windows.reshape(batch * groups, positions, -1)
-    return Dense(torch.bmm(left, patches).view(batch, out_channels, -1), order)
+    return Dense(torch.bmm(left, patches).view(batch, channels, -1), order)
 
 
-def _windows(module: nn.Conv1d | nn.Conv2d, inputs: Tensor, size: tuple[int, int]) -> Tensor:
-    """Overlapping view (B, groups, h, w, kh, kw, in / groups); size is the output's (h, w)."""
-    pixels = _padded(module, inputs).permute(0, 2, 3, 1).contiguous()
+def _windows(
+    module: nn.Conv1d | nn.Conv2d | nn.ConvTranspose2d, padded: Tensor, size: tuple[int, int]
+) -> Tensor:
+    """Overlapping view (B, groups, h, w, kh, kw, channels / groups) of padded (B, C, H, W).
+
+    size: (h, w), how often the kernel is laid on the image.
+    """
+    pixels = padded.permute(0, 2, 3, 1).contiguous()
     # A Conv1d is a Conv2d of height 1.
     kernel, stride, dilation = (
         (1, *value) if len(value) == 1 else value
