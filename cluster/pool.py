@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,8 @@ from cluster.errors import ClusterError
 _MAX_ATTEMPTS = 5  # of one chunk: a chunk that fails or kills its actor this often is the culprit
 _MAX_DEATHS_WITHOUT_RESULT = 6
 _GROW_EVERY = 2.0  # seconds between looks at the size of the cluster
+_STALL_EVERY = 1.0  # seconds between looks for stalled actors
+_AHEAD = 1000  # chunks taken from the caller before they are needed, at least
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,8 @@ def run_chunks(
 
     factory: called once in each actor as factory(shared); returns the function applied to payloads.
     shared: put into Ray's object store once (weights, settings).
+    chunks: a sequence is worked off by priority; any other iterable in its own order, and it is
+    read only a little ahead, so that a million chunks need no memory.
 
     Ray must be initialised. Raises ClusterError when no actor can start, when actors keep dying, or
     when a chunk keeps failing; an exception of the caller's own kinds raised by ``factory`` or by a
@@ -102,11 +106,39 @@ class _Slot:
     refs: list[Any] = field(default_factory=list)
 
 
+@dataclass(eq=False)
+class _Todo:
+    chunk: Chunk
+    order: int
+    attempts: int = 0
+    copies: int = 0  # calls in flight
+
+
 @dataclass
 class _Call:
     slot: _Slot
     chunk: Chunk
     since: float
+
+
+@dataclass(frozen=True, eq=False)
+class _Failed:
+    error: RayError
+
+
+def _values(refs: list[Any]) -> dict[Any, Any]:
+    """What arrived; fetched together, which is several times faster, unless one of them failed."""
+    try:
+        return dict(zip(refs, ray.get(refs), strict=True))
+    except RayError:
+        pass
+    values: dict[Any, Any] = {}
+    for ref in refs:
+        try:
+            values[ref] = ray.get(ref)
+        except RayError as error:
+            values[ref] = _Failed(error)
+    return values
 
 
 class _Pool:
@@ -120,29 +152,31 @@ class _Pool:
     ) -> None:
         self.settings = settings
         self.on_result = on_result
-        self.chunks = {chunk.key: chunk for chunk in chunks}
-        self.queue = [
-            (chunk.priority, i, key) for i, (key, chunk) in enumerate(self.chunks.items())
-        ]
-        heapq.heapify(self.queue)
-        self.order = {key: i for _, i, key in self.queue}
-        self.missing = set(self.chunks)
-        self.attempts = dict.fromkeys(self.chunks, 0)
-        self.copies = dict.fromkeys(self.chunks, 0)
+        ordered = (
+            sorted(chunks, key=lambda chunk: chunk.priority)
+            if isinstance(chunks, Sequence)
+            else chunks
+        )
+        self.source = iter(ordered)
+        self.exhausted = False
+        self.taken = 0
+        self.todo: dict[str, _Todo] = {}  # taken from the source, no result yet
+        self.queue: list[tuple[float, int, str]] = []
         self.calls: dict[Any, _Call] = {}
         self.slots: list[_Slot] = []
         self.durations: list[float] = []
         self.deaths = 0
-        self.grown = 0.0
+        self.grown = self.looked = 0.0
         self.begun = time.monotonic()
-        if not self.missing:
+        self._read_ahead()
+        if not self.todo:
             return
         self.factory = factory
         self.shared = ray.put(shared)
         self.runner: Any = ray.remote(_Runner)
 
     def run(self) -> None:
-        while self.missing:
+        while self.todo:
             self._grow()
             self._fill()
             waiting = [*self.calls, *(slot.ready for slot in self.slots if not slot.live)]
@@ -153,9 +187,24 @@ class _Pool:
             if done:
                 # Whatever else has arrived by now is taken in the same round.
                 done, _ = ray.wait(waiting, num_returns=len(waiting), timeout=0)
+            values = _values([ref for ref in done if ref in self.calls])
             for ref in done:
-                self._take(ref)
+                self._take(ref, values)
             self._replace_stalled()
+            self._read_ahead()
+
+    def _read_ahead(self) -> None:
+        """Keep the queue long enough for every actor, and no longer."""
+        while not self.exhausted and len(self.queue) < max(_AHEAD, 4 * len(self.slots)):
+            chunk = next(self.source, None)
+            if chunk is None:
+                self.exhausted = True
+                return
+            if chunk.key in self.todo:
+                raise ClusterError(f"two chunks are called {chunk.key!r}")
+            self.todo[chunk.key] = _Todo(chunk, self.taken)
+            heapq.heappush(self.queue, (chunk.priority, self.taken, chunk.key))
+            self.taken += 1
 
     def stop(self) -> None:
         for slot in self.slots:
@@ -172,7 +221,7 @@ class _Pool:
             )
             if self.settings.num_gpus:
                 limit = int(have.get("GPU", 0) / self.settings.num_gpus)
-        return min(max(limit, 1), len(self.missing))
+        return min(max(limit, 1), len(self.todo))
 
     def _grow(self) -> None:
         now = time.monotonic()
@@ -193,36 +242,42 @@ class _Pool:
             )
 
     def _fill(self) -> None:
+        late: list[Chunk] | None = None
         # One each, then the next: no actor hoards chunks while another is idle.
         for depth in range(1, self.settings.in_flight + 1):
             for slot in self.slots:
                 while slot.live and len(slot.refs) < depth:
-                    chunk = self._next(slot)
+                    chunk = self._next()
                     if chunk is None:
-                        break
+                        if late is None:
+                            late = self._late()
+                        if slot.refs or not late:
+                            break
+                        # Never from the slot itself: it has no calls.
+                        chunk = late.pop()
                     self._send(slot, chunk)
 
-    def _next(self, slot: _Slot) -> Chunk | None:
+    def _next(self) -> Chunk | None:
         while self.queue:
             _, _, key = heapq.heappop(self.queue)
-            if key in self.missing and not self.copies[key]:
-                return self.chunks[key]
-        if slot.refs or not self.durations:
-            return None
-        return self._straggler(slot)
+            if key in self.todo and not self.todo[key].copies:
+                return self.todo[key].chunk
+        return None
 
-    def _straggler(self, slot: _Slot) -> Chunk | None:
-        """The oldest chunk that another actor has had for much longer than chunks usually take."""
+    def _late(self) -> list[Chunk]:
+        """Chunks that an actor has had for much longer than chunks usually take, the latest
+        first."""
+        if not self.durations:
+            return []
         limit = time.monotonic() - max(3 * statistics.median(self.durations), 1.0)
         late = [
             call
             for call in self.calls.values()
             if call.since < limit
-            and call.slot is not slot
-            and call.chunk.key in self.missing
-            and self.copies[call.chunk.key] == 1
+            and call.chunk.key in self.todo
+            and self.todo[call.chunk.key].copies == 1
         ]
-        return min(late, key=lambda call: call.since).chunk if late else None
+        return [call.chunk for call in sorted(late, key=lambda call: -call.since)]
 
     def _send(self, slot: _Slot, chunk: Chunk) -> None:
         ref = slot.actor.run.remote(chunk.payload)
@@ -231,22 +286,21 @@ class _Pool:
             slot.last_answer = now
         slot.refs.append(ref)
         self.calls[ref] = _Call(slot, chunk, now)
-        self.copies[chunk.key] += 1
+        self.todo[chunk.key].copies += 1
 
-    def _take(self, ref: Any) -> None:
+    def _take(self, ref: Any, values: dict[Any, Any]) -> None:
         if ref not in self.calls:
             self._take_ready(ref)
             return
         call = self.calls[ref]
         key = call.chunk.key
-        try:
-            result = ray.get(ref)
-        except RayTaskError as error:
-            self._forget(ref)
-            self._again(key, error)
-            return
-        except RayError as error:
-            self._bury(call.slot, error)
+        result = values[ref]
+        if isinstance(result, _Failed):
+            if isinstance(result.error, RayTaskError):
+                self._forget(ref)
+                self._again(key, result.error)
+            else:
+                self._bury(call.slot, result.error)
             return
         now = time.monotonic()
         self.durations.append(now - max(call.since, call.slot.last_answer))
@@ -254,8 +308,8 @@ class _Pool:
         call.slot.last_answer = now
         self._forget(ref)
         self.deaths = 0
-        if key in self.missing:
-            self.missing.remove(key)
+        if key in self.todo:
+            del self.todo[key]
             self.on_result(key, result)
 
     def _take_ready(self, ref: Any) -> None:
@@ -272,17 +326,23 @@ class _Pool:
     def _forget(self, ref: Any) -> None:
         call = self.calls.pop(ref)
         call.slot.refs.remove(ref)
-        self.copies[call.chunk.key] -= 1
+        if call.chunk.key in self.todo:
+            self.todo[call.chunk.key].copies -= 1
 
     def _again(self, key: str, error: Exception) -> None:
-        if key not in self.missing:
+        if key not in self.todo:
             return
-        self.attempts[key] += 1
-        if self.attempts[key] >= _MAX_ATTEMPTS:
+        todo = self.todo[key]
+        todo.attempts += 1
+        if todo.attempts >= _MAX_ATTEMPTS:
             cause = error.cause if isinstance(error, RayTaskError) else error
             raise ClusterError(f"{key} failed {_MAX_ATTEMPTS} times: {cause}") from cause
-        if not self.copies[key]:
-            heapq.heappush(self.queue, (self.chunks[key].priority, self.order[key], key))
+        self._requeue(key)
+
+    def _requeue(self, key: str) -> None:
+        todo = self.todo.get(key)
+        if todo is not None and not todo.copies:
+            heapq.heappush(self.queue, (todo.chunk.priority, todo.order, key))
 
     def _bury(self, slot: _Slot, error: Exception) -> None:
         if slot not in self.slots:
@@ -302,14 +362,15 @@ class _Pool:
             self._forget(ref)
             if place == 0:  # only the chunk it was working on can be to blame
                 self._again(key, error)
-            elif key in self.missing and not self.copies[key]:
-                heapq.heappush(self.queue, (self.chunks[key].priority, self.order[key], key))
+            else:
+                self._requeue(key)
 
     def _replace_stalled(self) -> None:
-        if not self.durations:
-            return
-        limit = max(self.settings.stall_after, 20 * statistics.median(self.durations))
         now = time.monotonic()
+        if not self.durations or now - self.looked < _STALL_EVERY:
+            return
+        self.looked = now
+        limit = max(self.settings.stall_after, 20 * statistics.median(self.durations))
         for slot in list(self.slots):
             if slot.refs and now - slot.last_answer > limit:
                 self._bury(slot, ClusterError(f"no answer for {limit:.0f} s"))

@@ -67,6 +67,36 @@ def test_lower_priority_goes_first(tmp_path: Path) -> None:
     assert (tmp_path / "log").read_text().split() == [str(i) for i in reversed(range(20))]
 
 
+def test_a_stream_of_chunks_is_read_only_a_little_ahead() -> None:
+    """A million chunks would not fit in memory with their inputs."""
+
+    def factory(_: None) -> Any:
+        return lambda payload: payload
+
+    made, delivered, ahead = 0, 0, 0
+
+    def stream() -> Iterator[Chunk]:
+        nonlocal made, ahead
+        for i in range(3000):
+            made += 1
+            ahead = max(ahead, made - delivered)
+            yield Chunk(f"c{i}", i, -i)
+
+    def on_result(key: str, result: int) -> None:
+        nonlocal delivered
+        assert key == f"c{result}"
+        delivered += 1
+
+    run_chunks(factory, None, stream(), on_result, PoolSettings(actors=2))
+    assert delivered == made == 3000
+    assert ahead <= 1000 + 2 * 2 + 1
+
+
+def test_two_chunks_of_one_name_are_refused() -> None:
+    with pytest.raises(ClusterError, match="two chunks are called 'c1'"):
+        collect(None, None, [Chunk("c1", 1), Chunk("c1", 2)])
+
+
 def test_killed_actors_lose_nothing(tmp_path: Path) -> None:
     def factory(folder: Path) -> Any:
         def work(payload: int) -> int:
