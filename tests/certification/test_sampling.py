@@ -9,7 +9,7 @@ from torch import nn
 from dpdist.certification import units
 from dpdist.certification.classifier import ExecutedClassifier, choose
 from dpdist.certification.noises import NOISES, Noise
-from dpdist.certification.sampling import HiddenNoiseSampler, Sampler
+from dpdist.certification.sampling import SCORE_UNIT, HiddenNoiseSampler, Sampler
 from dpdist.certification.units import RandomWords, UnitSource
 
 SOURCE = UnitSource("test", "seed", "model", "data", "gaussian", 0.5)
@@ -160,16 +160,19 @@ class Soft(nn.Module):
 def test_hidden_noise_has_its_scale_per_component(laplace: bool) -> None:
     scale = torch.tensor([0.5, 7.0])
     it = HiddenNoiseSampler(nn.Identity(), Soft(), scale, SOURCE, laplace=laplace)
-    got = it.scores(torch.tensor([1.4, 0.0]), 0, 20_050)
+    x = torch.tensor([1.4, 0.0])
+    got = it.block(x, 0, 0, 21_000, 20_050)
     law = stats.laplace if laplace else stats.norm
     assert got.histogram.sum() == got.draws == 20_050
     # Two-sided exact test, false failure 1e-4; scales wrong by 10 % are rejected.
     assert stats.binomtest(int(got.histogram[1]), 20_050, law.cdf(0.4 / 0.5)).pvalue > 1e-4
     for wrong in (0.45, 0.55):
         assert stats.binomtest(int(got.histogram[1]), 20_050, law.cdf(0.4 / wrong)).pvalue < 1e-4
-    assert got.sums == pytest.approx(got.histogram, abs=25)
-    assert got.squares == pytest.approx(got.histogram, abs=25)
-    again = it.scores(torch.tensor([1.4, 0.0]), 0, 20_050)
-    assert (again.histogram == got.histogram).all()
+    assert got.sums / SCORE_UNIT == pytest.approx(got.histogram, abs=25)
+    assert got.squares / SCORE_UNIT**2 == pytest.approx(got.histogram, abs=25)
+    again = it.block(x, 0, 0, 21_000, 20_050)
+    assert (again.sums == got.sums).all() and (again.squares == got.squares).all()
+    assert (it.block(x, 1, 0, 21_000, 20_050).sums != got.sums).any()
+    assert (it.block(x, 0, 1, 21_000, 20_050).sums != got.sums).any()
     with pytest.raises(ValueError):
         HiddenNoiseSampler(nn.Identity(), Soft(), torch.tensor([0.0, 1.0]), SOURCE)
