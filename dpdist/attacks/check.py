@@ -29,18 +29,22 @@ from torch import Tensor
 from cluster.storage import write_json
 from dpdist import models
 from dpdist.attacks import table as tables
+from dpdist.attacks.balls import NORMS, distance
 from dpdist.attacks.bulk import Progress, Rows, run_blocks
-from dpdist.attacks.counting import counter
+from dpdist.attacks.counting import Counters
 from dpdist.attacks.job import Data, assign, patience
 from dpdist.attacks.settings import AttackSettings
 from dpdist.attacks.worker import Assignment, Attacker, Block
 from dpdist.certification import table as certificates
 from dpdist.certification.classifier import ClassifierSpec
-from dpdist.certification.procedures import ABSTAIN, FixedDraws, Verdict
+from dpdist.certification.procedures import ABSTAIN, FixedDraws, Procedure, Verdict
 from dpdist.certification.sampling import Counter
+from dpdist.certification.score_settings import ScoreSettings
+from dpdist.certification.scores import ExpectedScores, ScoreVerdict, Sensitivity
 from dpdist.certification.settings import CertifySettings
 from dpdist.certification.units import SELECT
 from dpdist.errors import UserError
+from dpdist.models import HiddenNoise
 
 LEVEL = 0.001
 VERDICT = "check.json"
@@ -99,72 +103,63 @@ def plausibility(
 
 @dataclass(frozen=True)
 class _Shared:
+    """again: how points are certified. norms: of the first layer, with noise behind it."""
+
     assignment: Assignment
-    again: CertifySettings
+    again: CertifySettings | ScoreSettings
+    norms: Sensitivity | None = None
 
 
 class Checker:
     """Called with a block of certified inputs; returns a JSON row for each attacked point."""
 
     def __init__(self, shared: _Shared) -> None:
-        assignment = shared.assignment
-        spec = assignment.counted.spec
-        assert spec is not None
+        assignment, again = shared.assignment, shared.again
         self._attacker = Attacker(assignment)
-        self._assignment, self._again = assignment, shared.again
-        self._counts = counter(assignment.counted, assignment.source, (shared.again.n0,))
-        self._steps = FixedDraws(shared.again, spec.batch)
+        self._assignment, self._n0 = assignment, again.n0
+        self._counters = Counters(assignment.counted, assignment.source, (again.n0,))
+        self._steps: Procedure
+        if isinstance(again, CertifySettings):
+            self._steps = FixedDraws(again, self._counters.batch)
+        else:
+            noise = assignment.counted.noise
+            assert isinstance(noise, HiddenNoise) and shared.norms is not None
+            self._steps = ExpectedScores(again, self._counters.batch, noise.scale, shared.norms)
 
     def __call__(self, block: Block) -> Rows:
         certified = torch.from_numpy(self._assignment.targets[block.low : block.high].copy())
         indices = self._assignment.indices[block.low : block.high].tolist()
-        points = self._attacker.points(block, certified)
-        moved = (points - self._attacker.centres(block)).double().flatten(1).norm(dim=1)
-        return [
-            self._row(block.attack, index, int(target), float(radius), float(length), x)
-            for index, target, radius, length, x in zip(
-                indices, certified, block.sizes, moved, points, strict=True
+        points, centres = self._attacker.points(block, certified), self._attacker.centres(block)
+        moved = distance(points.numpy(), centres.numpy(), self._assignment.settings.norm)
+        counter = self._counters.named(f"certify/{block.attack}")
+        rows = []
+        for i, (index, target) in enumerate(zip(indices, certified.tolist(), strict=True)):
+            verdict = self._certify(counter, points[i], index, target)
+            rows.append(
+                {
+                    "attack": block.attack,
+                    "index": index,
+                    "certified": target,
+                    "radius": float(block.sizes[i]),
+                    "distance": float(moved[i]),
+                    "selected": verdict.selected,
+                    "prediction": verdict.prediction,
+                    "k": verdict.k,
+                    "n": verdict.n,
+                    "p_lower": verdict.p_lower,
+                    "contradiction": verdict.prediction not in (ABSTAIN, target),
+                }
             )
-        ]
+        return rows
 
-    def _row(
-        self, attack: str, index: int, target: int, radius: float, length: float, x: Tensor
-    ) -> dict[str, Any]:
-        counts = _Staged(self._counts, attack)
-        n0 = self._again.n0
-        selected = int(counts.histogram(x, index, SELECT, 0, n0, n0).argmax())
-        # Only the selected class can be certified, so the same one needs no estimate.
-        verdict = Verdict(ABSTAIN, selected, 0, 0, 0.0, 0.0)
-        if selected != target:
-            verdict = self._steps.verdict(
-                [self._steps.work(counts, x, index, 0, self._steps.units)]
-            )
-        return {
-            "attack": attack,
-            "index": index,
-            "certified": target,
-            "radius": radius,
-            "distance": length,
-            "selected": selected,
-            "prediction": verdict.prediction,
-            "k": verdict.k,
-            "n": verdict.n,
-            "p_lower": verdict.p_lower,
-            "contradiction": verdict.prediction not in (ABSTAIN, target),
-        }
-
-
-@dataclass(frozen=True)
-class _Staged:
-    """The counter with noise of its own for each attack."""
-
-    counts: Counter
-    attack: str
-
-    def histogram(
-        self, x: Tensor, index: int, stage: str, block: int, rows: int, draws: int
-    ) -> np.ndarray:
-        return self.counts.histogram(x, index, f"{self.attack}/{stage}", block, rows, draws)
+    def _certify(
+        self, counter: Counter, x: Tensor, index: int, target: int
+    ) -> Verdict | ScoreVerdict:
+        if isinstance(self._steps, FixedDraws):
+            selected = int(counter.histogram(x, index, SELECT, 0, self._n0, self._n0).argmax())
+            if selected == target:  # only the selected class can be certified: none other is
+                return Verdict(ABSTAIN, selected, 0, 0, 0.0, 0.0)
+        return self._steps.verdict([self._steps.work(counter, x, index, 0, self._steps.units)])
 
 
 def check_certificates(
@@ -185,7 +180,7 @@ def check_certificates(
     check.parquet, check.json (the verdict), settings.json and journal.jsonl; called again it
     continues.
 
-    Raises UserError for certificates of another model, other data, or another norm than L2.
+    Raises UserError for certificates of another model, of other data, or in L1.
     """
     found = certificates.read(path)
     about = certificates.about(found)
@@ -199,11 +194,21 @@ def check_certificates(
     like = ClassifierSpec(
         **{**about["classifier"], "notes": (), "rate": 0.0, "check": ""}  # our own probe fills them
     )
-    settings = replace(settings, norm="l2", sizes=None, sigma=first["sigma"], n=first["cap"])
+    settings = replace(settings, norm=first["norm"], sizes=None, n=first["cap"])
     alpha = max(row["alpha"] for row in rows)
-    again = CertifySettings(
-        sigma=first["sigma"], n0=first["n0"], n=first["cap"], alpha=alpha, batch=like.batch
-    )
+    again: CertifySettings | ScoreSettings
+    norms = None
+    if first["mode"] == ScoreSettings.mode:
+        again = ScoreSettings(
+            n=first["cap"], n0=first["n0"], alpha=alpha, bound=first["bound"], norm=first["norm"],
+            batch=like.batch,
+        )  # fmt: skip
+        norms = Sensitivity(**about["sensitivity"])
+    else:
+        settings = replace(settings, sigma=first["sigma"])
+        again = CertifySettings(
+            sigma=first["sigma"], n0=first["n0"], n=first["cap"], alpha=alpha, batch=like.batch
+        )
     indices, targets = (
         np.array([row[name] for row in certified], dtype=np.int64)
         for name in ("index", "prediction")
@@ -231,7 +236,7 @@ def check_certificates(
     results = run_blocks(
         output,
         Checker,
-        _Shared(assignment, again),
+        _Shared(assignment, again, norms),
         blocks,
         actors=actors,
         silence=patience(assignment, size, again.n0 + again.n),
@@ -282,10 +287,10 @@ def _refuse_others(
         raise UserError(f"{path}: certificates of another model than {model_folder}")
     if about["data"] != dataset.fingerprint:
         raise UserError(f"{path}: certificates of other data than {dataset.name}")
-    norms = {row["norm"] for row in rows}
-    if norms != {"l2"}:
+    norms = {row["norm"] for row in rows} - set(NORMS)
+    if norms:
         raise UserError(
-            f"{path}: only L2 certificates (Gaussian noise) can be attacked, these are "
+            f"{path}: only L2 and L-infinity certificates can be attacked, these are "
             f"{', '.join(sorted(norms)).upper()}"
         )
 

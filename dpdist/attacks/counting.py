@@ -8,12 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dpdist.attacks.randomised import (
-    InferenceNoise,
-    InputNoise,
-    RandomisedClassifier,
-    Randomness,
-)
+from dpdist.attacks.randomised import InferenceNoise, InputNoise, Randomness
 from dpdist.certification.classifier import (
     ClassifierSpec,
     ExecutedClassifier,
@@ -21,19 +16,21 @@ from dpdist.certification.classifier import (
     choose,
 )
 from dpdist.certification.noises import Gaussian
-from dpdist.certification.sampling import Counter, Sampler
+from dpdist.certification.sampling import Counter, HiddenNoiseSampler, Sampler
 from dpdist.certification.units import CHECK, UnitSource
 from dpdist.errors import UserError
-from dpdist.models import HiddenNoise
+from dpdist.models import require_split
 
 _ROWS = 500
+_MAX_NUMBERS = 16 * 2**20
 
 
 @dataclass(frozen=True)
 class Counted:
-    """The classifier whose answers are counted. spec: executed form, needed with input noise.
+    """The classifier whose answers are counted, and its noise.
 
-    inputs: float32 (N, ...), some inputs on which every worker must answer alike.
+    inputs: float32 (N, ...), some inputs on which every worker must answer alike. spec: the
+    executed form, fixed before counting; of the network behind the noise when that is hidden.
     """
 
     model: nn.Module
@@ -45,8 +42,8 @@ class Counted:
 
 def fix_form(counted: Counted, source: UnitSource, like: ClassifierSpec | None) -> ClassifierSpec:
     """The executed classifier, chosen by a short probe, or of the form and batch of ``like``."""
-    batch = _check_batch(counted, source, like.batch if like else _ROWS)
-    spec, _ = choose(counted.model, batch, (like.form,) if like else ())
+    network, batch = _executed(counted, source, like.batch if like else None)
+    spec, _ = choose(network, batch, (like.form,) if like else ())
     return replace(spec, form=like.form) if like else spec
 
 
@@ -69,68 +66,64 @@ def require_logits(counted: Counted) -> None:
         )
 
 
-def counter(counted: Counted, source: UnitSource, blocks: tuple[int, ...]) -> Counter:
-    """Counts classes under keyed noise; ``blocks`` are the block sizes that will be asked for.
+class Counters:
+    """Counters of the executed classifier, each with noise of its own.
 
-    Raises UserError when this machine answers otherwise than the one that fixed the form,
-    ValueError without noise.
+    blocks: block sizes that will be asked for beside the executed batch. Raises UserError when this
+    machine answers otherwise than the one that fixed the form, ValueError without noise or form.
     """
-    shape = tuple(counted.inputs.shape[1:])
-    if isinstance(counted.noise, HiddenNoise):
-        return HiddenCounter(RandomisedClassifier(counted.model, counted.noise), source, counted)
-    if counted.noise is None or counted.spec is None:
-        raise ValueError("nothing is random, or the executed form is not fixed")
-    spec = counted.spec
-    classify = ExecutedClassifier(
-        counted.model, spec.form, [(rows, *shape) for rows in dict.fromkeys((spec.batch, *blocks))]
-    )
-    if check_digest(classify(_check_batch(counted, source, spec.batch))) != spec.check:
-        raise UserError(
-            "this worker computes other classes on the check batch than the model did when the "
-            f"attack began ({spec.machine}, torch {spec.torch_version}): use workers of one kind"
-        )
-    return Sampler(classify, Gaussian(counted.noise.sigma), source, counted.classes, shape)
+
+    def __init__(self, counted: Counted, source: UnitSource, blocks: tuple[int, ...] = ()) -> None:
+        if counted.noise is None or counted.spec is None:
+            raise ValueError("nothing is random, or the executed form is not fixed")
+        self._counted, self._source, spec = counted, source, counted.spec
+        network, batch = _executed(counted, source, spec.batch)
+        shapes = [(rows, *batch.shape[1:]) for rows in dict.fromkeys((spec.batch, *blocks))]
+        self._executed = ExecutedClassifier(network, spec.form, shapes)
+        if check_digest(self._executed(batch)) != spec.check:
+            raise UserError(
+                "this worker computes other classes on the check batch than the model did when "
+                f"the attack began ({spec.machine}, torch {spec.torch_version}): use workers of "
+                "one kind"
+            )
+        self.batch = spec.batch
+
+    def named(self, purpose: str) -> Counter:
+        """The counter whose noise belongs to ``purpose``; HiddenNoiseSampler if that is hidden."""
+        counted, noise = self._counted, self._counted.noise
+        source = replace(self._source, purpose=f"{self._source.purpose}/{purpose}")
+        if isinstance(noise, InputNoise):
+            shape = tuple(counted.inputs.shape[1:])
+            return Sampler(self._executed, Gaussian(noise.sigma), source, counted.classes, shape)
+        assert noise is not None
+        first = require_split(counted.model).first
+        return HiddenNoiseSampler(first, self._executed.logits, noise.std, source)
 
 
-class HiddenCounter:
-    """As ``certification.sampling.Sampler``, with the noise after one module of the network."""
-
-    def __init__(
-        self, classifier: RandomisedClassifier, source: UnitSource, counted: Counted
-    ) -> None:
-        self._classifier = classifier
-        self._classes = counted.classes
-        shape = classifier.noise_shape(counted.inputs.shape[1:])
-        assert shape is not None
-        self._shape = shape
-        self._randomness = Randomness(source)
-
-    def histogram(
-        self, x: Tensor, index: int, stage: str, block: int, rows: int, draws: int
-    ) -> np.ndarray:
-        """int64 (classes,): classes of the first ``draws`` of the block's ``rows`` answers."""
-        normals = self._randomness.normals((index,), stage, block, rows, self._shape)
-        with torch.inference_mode():
-            logits = self._classifier.logits(x.expand(rows, *x.shape), normals)
-        return torch.bincount(logits.argmax(1)[:draws], minlength=self._classes).numpy()
-
-
-def count(counts: Counter, x: Tensor, index: int, stage: str, draws: int, batch: int) -> np.ndarray:
+def count(
+    counter: Counter, x: Tensor, index: int, stage: str, draws: int, batch: int
+) -> np.ndarray:
     """Classes of ``draws`` fresh answers at one input (float32, no batch dimension)."""
     return np.sum(
         [
-            counts.histogram(x, index, stage, block, batch, min(batch, draws - block * batch))
+            counter.histogram(x, index, stage, block, batch, min(batch, draws - block * batch))
             for block in range(-(-draws // batch))
         ],
         axis=0,
     )
 
 
-def _check_batch(counted: Counted, source: UnitSource, rows: int) -> Tensor:
-    """Noisy copies of some inputs, under a random unit used for nothing else."""
-    inputs = torch.from_numpy(counted.inputs)
-    inputs = inputs[torch.arange(rows) % len(inputs)]
-    if not isinstance(counted.noise, InputNoise):
-        return inputs
-    normals = Randomness(source).normals((0,), CHECK, 0, rows, tuple(inputs.shape[1:]))
-    return inputs + counted.noise.sigma * normals
+def _executed(counted: Counted, source: UnitSource, rows: int | None) -> tuple[nn.Module, Tensor]:
+    """The executed network and a check batch for it, under a random unit used for nothing else."""
+    network, at, std = counted.model, torch.from_numpy(counted.inputs), torch.tensor(0.0)
+    if isinstance(counted.noise, InputNoise):
+        std = torch.tensor(counted.noise.sigma)
+    elif counted.noise is not None:
+        split = require_split(counted.model)
+        with torch.inference_mode():
+            at = split.first.eval()(at)
+        network, std = split.rest, counted.noise.std
+    shape = tuple(at.shape[1:])
+    rows = rows or max(1, min(_ROWS, _MAX_NUMBERS // int(np.prod(shape))))
+    normals = Randomness(source).normals((0,), CHECK, 0, rows, shape)
+    return network, at[torch.arange(rows) % len(at)] + std * normals

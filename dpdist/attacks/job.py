@@ -125,7 +125,7 @@ def assign(
 
     def begin() -> dict[str, Any]:
         seed = settings.seed or secrets.token_hex(16)
-        if not isinstance(noise, InputNoise):
+        if noise is None:
             return {"seed": seed, "classifier": None}
         form = asdict(_form(counted, source(seed), like))
         del form["rate"]  # a measured time, different each time

@@ -10,15 +10,14 @@ import torch
 from torch import Tensor
 
 from dpdist.attacks.balls import PIXELS, Ball, distance
-from dpdist.attacks.counting import Counted, count, counter
+from dpdist.attacks.counting import Counted, Counters, count
 from dpdist.attacks.evasion import attack
 from dpdist.attacks.randomised import RandomisedClassifier, Randomness
 from dpdist.attacks.settings import AttackSettings
 from dpdist.certification.classifier import quiet_threads
 from dpdist.certification.predict import label_from_counts
+from dpdist.certification.sampling import Counter
 from dpdist.certification.units import UnitSource
-
-COUNT_BATCH = 500
 
 
 @dataclass(frozen=True)
@@ -98,11 +97,10 @@ class Worker:
     def __init__(self, assignment: Assignment) -> None:
         self._attacker = Attacker(assignment)
         self._assignment, self._settings = assignment, assignment.settings
-        self._counts = None
+        self._counts: Counter | None = None
         if assignment.counted.noise is not None:
-            spec = assignment.counted.spec
-            self._batch = spec.batch if spec else COUNT_BATCH
-            self._counts = counter(assignment.counted, assignment.source, ())
+            counters = Counters(assignment.counted, assignment.source)
+            self._counts, self._batch = counters.named("answers"), counters.batch
 
     def __call__(self, block: Block) -> list[dict[str, Any]]:
         centres = self._attacker.centres(block)

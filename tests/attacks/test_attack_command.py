@@ -1,0 +1,200 @@
+"""`dpdist attack` on a run folder made by hand, and what the report makes of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner, Result
+
+import dpdist.data
+from dpdist import models
+from dpdist.certification import table as certificates
+from dpdist.commands import attack, certify
+from dpdist.errors import UserError
+from dpdist.recipe import parse
+from dpdist.reports.attacks import ball_factor, check_line, grid, read_attack, read_attacks
+from dpdist.reports.facts import read_facts
+from dpdist.runfolder import RunFolder
+from dpdist.training.job import prepare
+
+app = typer.Typer()
+app.command("attack")(attack.command)
+app.command("certify")(certify.command)
+
+RECIPE = {
+    "name": "small",
+    "data": {"name": "digits"},
+    "model": {"name": "linear"},
+    "privacy": {"noise_multiplier": 1.0, "delta": 1e-5},
+    "training": {"batch_size": 100, "steps": 1, "learning_rate": 0.1},
+    "certify": {"sigma": 0.3, "n": 1000, "n0": 50, "max_inputs": 20, "radii": [0.1, 0.2]},
+    "resources": {"certify_actors": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """One Ray session for all commands, as one command has for all its stages."""
+    from cluster.session import connect
+
+    with connect(tmp_path_factory.mktemp("ray") / "ray.log", cpus=2):
+        yield
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that finished training: the nearest mean as a linear model (digits are easy)."""
+    base = tmp_path_factory.mktemp("runs")
+    train = dpdist.data.load(dpdist.data.Source("digits", 10), "train")
+    recipe = parse(RECIPE, "recipe")
+    folder = RunFolder(base / "small")
+    prepare(recipe, folder, "recipe")
+    spec = models.ModelSpec("linear", train.input_shape, 10)
+    model = models.build(spec)
+    x, y = train.batch(slice(None)).flatten(1), torch.from_numpy(np.array(train.labels))
+    means = torch.stack([x[y == c].mean(0) for c in range(10)])
+    with torch.no_grad():
+        model[1].weight.copy_(means)  # type: ignore[index, operator, union-attr]
+        model[1].bias.copy_(-means.square().sum(1) / 2)  # type: ignore[index, operator, union-attr]
+    models.save(model, spec, folder.model)
+    folder.ledger.touch()
+    folder.trained.write_text(json.dumps({"seconds": 1.0, "fallback_layers": []}))
+    return base
+
+
+def call(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def good(*arguments: object) -> str:
+    result = call(*arguments)
+    assert result.exit_code == 0, (result.output, result.exception)
+    return result.output
+
+
+@pytest.fixture(scope="module")
+def attacked(session: None, runs: Path) -> tuple[Path, str]:
+    good("certify", "small", "--runs", runs)
+    output = good(
+        "attack", "small", "--runs", runs, "--norm", "l2", "--sizes", "0.2,1.0", "--steps", 4,
+        "--attacks", "fgsm,pgd", "--smoothed", "--max-inputs", 20, "--n", 300, "--draws", 4,
+    )  # fmt: skip
+    return runs / "small", output
+
+
+def test_accuracy_is_shown_beside_the_certified_one(attacked: tuple[Path, str]) -> None:
+    folder, output = attacked
+    path = folder / "attacks/l2-sigma-0.3-steps-4-first-20/attacks.parquet"
+    assert str(path) in output and "smoothed, sigma 0.3" in output
+    table = read_attack(path)
+    shown = grid(table, read_facts(RunFolder(folder)).tables)
+    assert shown.header == [
+        "l2 size", "fgsm", "pgd", "worst", "abstained", "certified sigma-0.3-fixed-n-1000"
+    ]  # fmt: skip
+    assert [row[0] for row in shown.rows] == ["0", "0.2", "1"]
+    for row in shown.rows:
+        assert all(value in output for value in row)
+        # What is certified holds under attack; two errors of 0.001 in each of 20 inputs: below
+        # 0.04 that any of them happens at a size, were they as large as allowed.
+        assert float(row[5]) <= float(row[3]) <= min(float(row[1]), float(row[2]))
+    assert shown.notes == ["certified sigma-0.3-fixed-n-1000: 20 of these inputs"]
+
+
+def test_shares_are_of_all_inputs_and_worst_is_over_the_attacks(attacked) -> None:
+    table = read_attack(next((attacked[0] / "attacks").glob("l2-*/attacks.parquet")))
+    for size in table.sizes:
+        right = {}
+        for name in table.attacks:
+            here = (table.attack == name) & (table.size == size)
+            assert here.sum() == table.inputs == 20
+            good_ones = table.index[here & (table.prediction == table.label)]
+            right[name] = set(good_ones.tolist())
+            assert table.accuracy(name, size) == len(right[name]) / 20
+        assert table.worst(size) == pytest.approx(len(right["fgsm"] & right["pgd"]) / 20)
+
+
+def test_the_network_itself_by_default(attacked, runs: Path) -> None:
+    output = good(
+        "attack", "small", "--runs", runs, "--sizes", "0.05", "--attacks", "fgsm",
+        "--max-inputs", 10,
+    )  # fmt: skip
+    assert "the network itself" in output and "another classifier than the attacked" in output
+    assert (runs / "small/attacks/linf-steps-10-first-10/attacks.parquet").exists()
+    facts = read_facts(RunFolder(runs / "small"))
+    assert len(facts.attacks) == len(read_attacks(runs / "small/attacks")) == 2
+    page = (runs / "small/report/index.html").read_text()
+    assert "Under attack, linf-steps-10-first-10" in page
+    assert "Accuracy under attack, l2-sigma-0.3-steps-4-first-20" in page
+
+
+def test_certificates_are_checked_and_false_ones_fail(attacked, runs: Path) -> None:
+    output = good(
+        "attack", "small", "--runs", runs, "--check-certificates", "--steps", 4, "--draws", 4
+    )
+    assert "0 of " in output and "plausible" in output and "IMPLAUSIBLE" not in output
+    # The same table with radii six times as large.
+    source = runs / "small/certificates/sigma-0.3-fixed-n-1000/certificates.parquet"
+    table = certificates.read(source)
+    rows = [{**row, "radius": 6 * row["radius"]} for row in table.to_pylist()]
+    false = source.parent.with_name("false") / source.name
+    certificates.write(certificates.build(rows, certificates.about(table)), false)
+    result = call(
+        "attack", "small", "--runs", runs, "--check-certificates", "--certificates", "false",
+        "--step-scale", 5,
+    )  # fmt: skip
+    assert result.exit_code == 1 and "IMPLAUSIBLE" in result.output
+    facts = read_facts(RunFolder(runs / "small"))
+    assert [check["plausible"] for check in facts.checks] == [False, True]
+    assert "IMPLAUSIBLE" in check_line(facts.checks[0])
+    page = (runs / "small/report/index.html").read_text()
+    assert "IMPLAUSIBLE: these certificates do not hold" in page
+    assert 'class="warning">' in page
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--norm", "l1"], "attack.norm: must be one of linf, l2"),
+        (["--sizes", "a"], "--sizes: give numbers"),
+        (["--attacks", "cw"], "attack.attacks: must be out of"),
+        (["--sigma", "0.1", "--smoothed"], "give --sigma or --smoothed"),
+        (["--check-certificates", "--norm", "l2", "--n", "5"], "--norm, --n: not with"),
+        (["--certificates", "x"], "only with --check-certificates"),
+        (["--check-certificates", "--certificates", "x"], "x: no such table in"),
+        (["--start", "5000"], "no inputs chosen out of"),
+    ],
+)
+def test_what_cannot_be_attacked_is_refused(
+    session: None, runs: Path, arguments: list[str], message: str
+) -> None:
+    result = call("attack", "small", "--runs", runs, *arguments)
+    assert isinstance(result.exception, UserError) and message in str(result.exception)
+
+
+def test_a_run_that_never_finished_is_refused(tmp_path: Path) -> None:
+    RunFolder(tmp_path / "begun").begin(parse({**RECIPE, "name": "begun"}, "recipe"))
+    result = call("attack", "begun", "--runs", tmp_path)
+    assert "never finished training" in str(result.exception)
+
+
+@pytest.mark.parametrize("certified", ["l1", "l2", "linf"])
+@pytest.mark.parametrize("attacked_norm", ["l2", "linf"])
+def test_balls_fit_into_certified_balls(certified: str, attacked_norm: str) -> None:
+    order = {"l1": 1, "l2": 2, "linf": np.inf}
+    rng = np.random.default_rng(0)
+    factor = ball_factor(certified, attacked_norm, 30)
+    # The corners and axes are extreme; random points are in between.
+    points = [np.ones(30), np.eye(30)[0], *rng.normal(size=(200, 30))]
+    worst = max(
+        np.linalg.norm(p, order[certified]) / np.linalg.norm(p, order[attacked_norm])
+        for p in points
+    )
+    assert worst == pytest.approx(factor)
+    with pytest.raises(ValueError, match="norms must be"):
+        ball_factor("l3", "l2", 4)
