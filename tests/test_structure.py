@@ -16,7 +16,7 @@ ALLOWED = {
     "cluster": set(),
     "dpdist.errors": set(),
     "dpdist.privacy": {"dpdist.errors"},
-    "dpdist.models": {"dpdist.errors"},
+    "dpdist.models": {"dpdist.errors", "dpdist.vision"},
     "dpdist.vision": set(),
     "dpdist.data": {"dpdist.errors", "dpdist.vision"},
     "dpdist.gradients": {"dpdist.errors", "dpdist.privacy"},

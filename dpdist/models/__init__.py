@@ -1,6 +1,8 @@
 """Architectures: inputs in [0, 1], no layer that mixes examples; saved as safetensors + JSON."""
 
 from dpdist.models.build import (
+    CLASSIFIER,
+    DENOISER,
     ModelSpec,
     build,
     check_outputs,
@@ -15,6 +17,8 @@ from dpdist.models.hidden import HiddenNoise, attach_noise, hidden_noise
 from dpdist.models.split import Split, require_split, split_first
 
 __all__ = [
+    "CLASSIFIER",
+    "DENOISER",
     "HiddenNoise",
     "ModelSpec",
     "Split",

@@ -8,6 +8,7 @@ import importlib
 import json
 import os
 import threading
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -25,6 +26,7 @@ from dpdist.models.normalised import Normalised
 from dpdist.models.zoo import ZOO
 
 FORMAT = 1
+DENOISER, CLASSIFIER = "denoiser", "classifier"  # the parts of a model with a classifier
 _GLOBAL_GENERATOR = threading.Lock()
 
 
@@ -35,7 +37,8 @@ class ModelSpec:
     name: a key of the zoo, or "package.module:factory" called as factory(input_shape, classes,
     **options). mean, std: public normalisation constants per channel (or one for all), never
     computed from private data. hidden_noise: the model has noise of its own in its first hidden
-    layer; its deviations are among the saved tensors (`dpdist.models.hidden`).
+    layer; its deviations are among the saved tensors (`dpdist.models.hidden`). classifier: a frozen
+    network behind this one, which then is a denoiser: images to images of the same shape.
     """
 
     name: str
@@ -45,14 +48,53 @@ class ModelSpec:
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
     hidden_noise: bool = False
+    classifier: ModelSpec | None = None
+
+    @property
+    def factories(self) -> tuple[str, ...]:
+        """Names of all factories that building this model calls."""
+        return (self.name, *(self.classifier.factories if self.classifier else ()))
 
 
 def build(spec: ModelSpec) -> nn.Module:
     """The freshly initialised module: float32 inputs (B, *input_shape) in [0, 1] to logits (B,
     classes).
 
+    With a classifier it is Sequential(denoiser, classifier), the classifier without gradients.
     Raises UserError when the factory is unknown, fails, or does not give such a module.
     """
+    if spec.classifier is not None:
+        network = _composed(spec, spec.classifier)
+    else:
+        network = _network(spec)
+    if spec.hidden_noise:
+        attach_silence(network, tuple(spec.input_shape))
+    return network
+
+
+def _composed(spec: ModelSpec, classifier: ModelSpec) -> nn.Module:
+    if spec.mean or spec.std:
+        raise UserError(
+            "model.mean, model.std: a denoiser works on [0, 1]; normalisation belongs to its "
+            "classifier"
+        )
+    behind = build(classifier)
+    denoiser = _network(spec)
+    try:
+        with torch.no_grad():
+            shape = tuple(denoiser(torch.zeros(1, *spec.input_shape)).shape[1:])
+    except Exception as error:  # whatever a user's module does
+        raise UserError(f"denoiser {spec.name!r} fails: {_first_line(error)}") from error
+    if shape != tuple(spec.input_shape):
+        raise UserError(
+            f"denoiser {spec.name!r} gives {shape} for inputs of shape {tuple(spec.input_shape)}: "
+            "before a classifier it must keep the shape"
+        )
+    parts = {DENOISER: denoiser, CLASSIFIER: behind.requires_grad_(False)}
+    return nn.Sequential(OrderedDict(parts))
+
+
+def _network(spec: ModelSpec) -> nn.Module:
     factory = _factory(spec.name)
     try:
         network = factory(tuple(spec.input_shape), spec.classes, **spec.options)
@@ -65,8 +107,6 @@ def build(spec: ModelSpec) -> nn.Module:
         )
     if spec.mean or spec.std:
         network = Normalised(network, _constant(spec, "mean", 0.0), _constant(spec, "std", 1.0))
-    if spec.hidden_noise:
-        attach_silence(network, tuple(spec.input_shape))
     return network
 
 
@@ -174,13 +214,19 @@ def read_spec(folder: Path) -> ModelSpec:
         version = description.pop("format")
         if version > FORMAT:
             raise UserError(f"{path}: written by a newer version of dpdist (format {version})")
-        for name in ("input_shape", "mean", "std"):
-            description[name] = tuple(description[name])
-        return ModelSpec(**description)
+        return _spec(description)
     except FileNotFoundError:
         raise UserError(f"{path}: no model there; was the training finished?") from None
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(f"{path}: damaged: {error}") from error
+
+
+def _spec(description: dict[str, Any]) -> ModelSpec:
+    for name in ("input_shape", "mean", "std"):
+        description[name] = tuple(description[name])
+    if description.get(CLASSIFIER) is not None:
+        description[CLASSIFIER] = _spec(description[CLASSIFIER])
+    return ModelSpec(**description)
 
 
 def load(folder: Path, *, trusted_factory: str | None = None) -> nn.Module:
@@ -190,12 +236,12 @@ def load(folder: Path, *, trusted_factory: str | None = None) -> nn.Module:
     caller names that same factory (from the own recipe) as trusted. Raises UserError otherwise.
     """
     spec = read_spec(folder)
-    if spec.name not in ZOO and spec.name != trusted_factory:
-        raise UserError(
-            f"{folder}: the model is built by {spec.name!r}, which is not ours; importing it runs "
-            "its code. "
-            f"If you trust it, name it (--trust-factory {spec.name})"
-        )
+    for name in spec.factories:
+        if name not in ZOO and name != trusted_factory:
+            raise UserError(
+                f"{folder}: the model is built by {name!r}, which is not ours; importing it runs "
+                f"its code. If you trust it, name it (--trust-factory {name})"
+            )
     module = build(spec)
     load_weights(module, folder)
     return module.eval()

@@ -12,33 +12,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
-    "relu": nn.ReLU,
-    "tanh": nn.Tanh,
-    "elu": nn.ELU,
-    "silu": nn.SiLU,
-    "gelu": nn.GELU,
-}
-
-
-class TemperedSigmoid(nn.Module):
-    """scale * sigmoid(temperature * x) - offset (Papernot et al. 2021); the defaults are tanh."""
-
-    def __init__(self, scale: float = 2.0, temperature: float = 2.0, offset: float = 1.0) -> None:
-        super().__init__()
-        self.scale, self.temperature, self.offset = scale, temperature, offset
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.scale * torch.sigmoid(self.temperature * x) - self.offset
-
-
-ACTIVATIONS["tempered-sigmoid"] = TemperedSigmoid
-
-
-def _activation(name: str) -> nn.Module:
-    if name not in ACTIVATIONS:
-        raise ValueError(f"activation: unknown {name!r}; one of {', '.join(sorted(ACTIVATIONS))}")
-    return ACTIVATIONS[name]()
+from dpdist.models.activations import activation_layer
+from dpdist.models.denoiser import conv_autoencoder, dncnn
+from dpdist.models.torchvision_zoo import torchvision_classifier
 
 
 def _flat_size(features: nn.Module, input_shape: Sequence[int]) -> int:
@@ -61,7 +37,7 @@ def mlp(
     sizes = [math.prod(input_shape), *hidden]
     layers: list[nn.Module] = [nn.Flatten()]
     for width_in, width_out in itertools.pairwise(sizes):
-        layers += [nn.Linear(width_in, width_out), _activation(activation)]
+        layers += [nn.Linear(width_in, width_out), activation_layer(activation)]
     return nn.Sequential(*layers, nn.Linear(sizes[-1], classes))
 
 
@@ -69,16 +45,16 @@ def tf_cnn(input_shape: Sequence[int], classes: int, activation: str = "relu") -
     """The CNN of the TF-Privacy tutorial, as DPlis uses it: 26,010 parameters on 1x28x28."""
     features = nn.Sequential(
         nn.Conv2d(input_shape[0], 16, 8, stride=2, padding=2),
-        _activation(activation),
+        activation_layer(activation),
         nn.MaxPool2d(2, stride=1),
         nn.Conv2d(16, 32, 4, stride=2),
-        _activation(activation),
+        activation_layer(activation),
         nn.MaxPool2d(2, stride=1),
         nn.Flatten(),
     )
     flat = _flat_size(features, input_shape)
     return nn.Sequential(
-        *features, nn.Linear(flat, 32), _activation(activation), nn.Linear(32, classes)
+        *features, nn.Linear(flat, 32), activation_layer(activation), nn.Linear(32, classes)
     )
 
 
@@ -103,13 +79,13 @@ def hgm_cnn(
     for width, kernel, stride in zip(filters, kernels, strides, strict=True):
         layers += [
             nn.Conv2d(width_in, width, kernel, stride=stride, padding=kernel // 2),
-            _activation(activation),
+            activation_layer(activation),
         ]
         width_in = width
     features = nn.Sequential(*layers, nn.Flatten())
     flat = _flat_size(features, input_shape)
     return nn.Sequential(
-        *features, nn.Linear(flat, dense), _activation(activation), nn.Linear(dense, classes)
+        *features, nn.Linear(flat, dense), activation_layer(activation), nn.Linear(dense, classes)
     )
 
 
@@ -119,9 +95,9 @@ def small_cnn(
     """Two 3x3 convolutions and one dense layer, for images of 8x8 and up."""
     return nn.Sequential(
         nn.Conv2d(input_shape[0], width, 3, padding=1),
-        _activation(activation),
+        activation_layer(activation),
         nn.Conv2d(width, 2 * width, 3, stride=2, padding=1),
-        _activation(activation),
+        activation_layer(activation),
         nn.Flatten(),
         nn.Linear(2 * width * math.prod(math.ceil(side / 2) for side in input_shape[1:]), classes),
     )
@@ -228,4 +204,7 @@ ZOO: dict[str, Callable[..., nn.Module]] = {
     "resnet-gn": resnet_gn,
     "next-word-mlp": next_word_mlp,
     "next-word-lstm": next_word_lstm,
+    "conv-autoencoder": conv_autoencoder,
+    "dncnn": dncnn,
+    "torchvision": torchvision_classifier,
 }

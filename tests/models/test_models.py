@@ -62,7 +62,7 @@ def test_initial_weights_depend_on_the_seed_only():
 
 
 def test_tempered_sigmoid_defaults_to_tanh():
-    from dpdist.models.zoo import TemperedSigmoid
+    from dpdist.models.activations import TemperedSigmoid
 
     x = torch.linspace(-3, 3, 50)
     assert torch.allclose(TemperedSigmoid()(x), torch.tanh(x), atol=1e-6)

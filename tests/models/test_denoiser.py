@@ -1,0 +1,122 @@
+"""A denoiser before a frozen classifier, as one model; torchvision classifiers made fit for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from dpdist import models
+from dpdist.errors import UserError
+from dpdist.models import ModelSpec
+from dpdist.models.torchvision_zoo import FixedBatchNorm, estimating, fixed, torchvision_classifier
+from dpdist.vision import torchvision
+
+CLASSIFIER = ModelSpec("small-cnn", (1, 8, 8), 10, {"width": 4}, mean=(0.5,), std=(0.25,))
+SPEC = ModelSpec("conv-autoencoder", (1, 8, 8), 10, {"channels": [4]}, classifier=CLASSIFIER)
+
+
+def test_the_whole_is_the_classifier_of_the_denoised_image(tmp_path):
+    model = models.initialise(SPEC, 0)
+    x = torch.rand(5, 1, 8, 8)
+    denoiser = model.get_submodule(models.DENOISER)
+    classifier = model.get_submodule(models.CLASSIFIER)
+    assert torch.equal(model(x), classifier(denoiser(x)))
+    assert all(p.requires_grad for p in denoiser.parameters())
+    assert not any(p.requires_grad for p in classifier.parameters())
+    models.check_outputs(model, SPEC)
+    models.save(model, SPEC, tmp_path)
+    assert models.read_spec(tmp_path) == SPEC
+    assert torch.equal(models.load(tmp_path)(x), model.eval()(x))
+
+
+def test_noise_can_be_put_behind_the_denoisers_first_layer():
+    """The pre-trained variant of Secure-SGD: a private denoiser before a frozen classifier."""
+    model = models.initialise(SPEC, 0)
+    split = models.require_split(model)
+    assert split.name == "denoiser.0"
+    x = torch.rand(5, 1, 8, 8)
+    assert torch.equal(split.rest(split.first(x)), model(x))
+
+
+@pytest.mark.parametrize(
+    "name, options", [("conv-autoencoder", {"residual": True}), ("dncnn", {"depth": 4, "width": 8})]
+)
+def test_residual_denoisers_begin_at_the_identity(name, options):
+    denoiser = models.build(ModelSpec(name, (3, 8, 8), 10, options))
+    x = torch.rand(2, 3, 8, 8)
+    assert torch.equal(denoiser(x), x)
+    nn.init.ones_(list(denoiser.parameters())[-1])  # the last bias: predicts noise of one
+    assert torch.allclose(denoiser(x), x - 1)
+
+
+@pytest.mark.parametrize(
+    "changed, message",
+    [
+        ({"name": "small-cnn", "options": {}}, "must keep the shape"),
+        ({"input_shape": (1, 9, 9)}, "sides divisible by 2"),
+        ({"name": "linear", "options": {}}, "must keep the shape"),
+        ({"mean": (0.5,)}, "normalisation belongs to its classifier"),
+        ({"options": {"channels": []}}, "channels must be numbers"),
+        ({"options": {"activation": "step"}}, "activation: unknown"),
+    ],
+)
+def test_what_does_not_fit_is_explained(changed, message):
+    with pytest.raises(UserError, match=message):
+        models.build(dataclasses.replace(SPEC, **changed))
+
+
+def test_a_strangers_classifier_is_not_imported_either(tmp_path):
+    model = models.initialise(SPEC, 0)
+    models.save(model, SPEC, tmp_path)
+    path = tmp_path / "model.json"
+    described = json.loads(path.read_text())
+    described["classifier"]["name"] = "evil:factory"
+    path.write_text(json.dumps(described))
+    with pytest.raises(UserError, match="'evil:factory', which is not ours"):
+        models.load(tmp_path)
+
+
+def test_torchvision_networks_equal_their_originals_in_eval_mode():
+    torch.manual_seed(0)
+    original = torchvision("models").get_model("mobilenet_v3_small", weights=None, num_classes=7)
+    with torch.no_grad():  # statistics that are not the initial ones
+        original.train()(torch.rand(8, 3, 32, 32))
+    ours = torchvision_classifier((3, 32, 32), 7, architecture="mobilenet_v3_small")
+    state = {k: v for k, v in original.state_dict().items() if "num_batches" not in k}
+    ours.load_state_dict(state)
+    x = torch.rand(4, 3, 32, 32)
+    with torch.no_grad():
+        expected = original.eval()(x)
+        # In both modes: nothing in it draws or mixes examples.
+        for mode in (True, False):
+            assert torch.allclose(ours.train(mode)(x), expected, atol=1e-5)
+        assert torch.allclose(ours(x[:1]), expected[:1], atol=1e-5)
+    assert any(isinstance(m, FixedBatchNorm) for m in ours.modules())
+    assert not any(isinstance(m, nn.Dropout | nn.BatchNorm2d) for m in ours.modules())
+
+
+def test_statistics_are_estimated_only_when_asked():
+    torch.manual_seed(0)
+    theirs = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+    ours = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+    ours.load_state_dict(theirs.state_dict())
+    fixed(ours)
+    x = 3 + torch.randn(16, 3, 6, 6)
+    before = ours[1].running_mean.clone()
+    ours(x)
+    assert torch.equal(ours[1].running_mean, before)
+    with estimating(ours):
+        assert torch.allclose(ours(x), theirs.train()(x), atol=1e-5)
+    assert torch.allclose(ours[1].running_var, theirs[1].running_var)
+    assert torch.allclose(ours(x), theirs.eval()(x), atol=1e-5)
+
+
+def test_unknown_architectures_and_shapes_are_explained():
+    with pytest.raises(UserError, match="architecture: unknown 'resnet7'"):
+        models.build(ModelSpec("torchvision", (3, 32, 32), 10, {"architecture": "resnet7"}))
+    with pytest.raises(UserError, match=r"take \(3, H, W\)"):
+        models.build(ModelSpec("torchvision", (1, 32, 32), 10))
