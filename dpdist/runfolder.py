@@ -1,6 +1,7 @@
 """The folder of one run: where everything lies, and whether it may be continued.
 
 recipe.yaml    what was asked for, complete with defaults
+search.yaml    of a private search: what was asked for; recipe.yaml then has the chosen values
 run.json       format and version
 release/       SAFE to publish; only `dpdist release` writes there
 private/       NEVER publish: key, ledger, checkpoints, training metrics, the unreleased model
@@ -69,6 +70,16 @@ class RunFolder:
     @property
     def plan(self) -> Path:
         return self.private / "plan.json"
+
+    @property
+    def asked(self) -> Path:
+        """The recipe with its search; recipe.yaml then has the values that the search chose."""
+        return self.path / "search.yaml"
+
+    @property
+    def search(self) -> Path:
+        """Of a run that a private search chose: the plan of training and search, and its terms."""
+        return self.private / "search.json"
 
     @property
     def data(self) -> Path:
@@ -183,9 +194,10 @@ class RunFolder:
         """The summary of the finished training. Raises UserError when it never finished."""
         self.check_format()
         if not self.trained.exists():
+            command = f"tune {self.asked}" if self.asked.exists() else f"train {self.recipe_file}"
             raise UserError(
                 f"{self.path}: this run never finished training; continue it with "
-                f"`dpdist train {self.recipe_file}` first"
+                f"`dpdist {command}` first"
             )
         return read_json(self.trained)
 

@@ -136,6 +136,8 @@ def prepare(recipe: Recipe, folder: RunFolder, where: str) -> TrainJob:
     A continued run reads its plan back, so that it executes the same one. `where` begins the
     complaints. Raises UserError, and then nothing was written.
     """
+    if folder.asked.exists():
+        raise UserError(f"{folder.path}: holds a private search; continue it with `dpdist tune`")
     continued = folder.check_same_recipe(recipe)
     source = source_of(recipe)
     dataset = training_data(recipe, source)

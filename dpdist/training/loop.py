@@ -55,7 +55,7 @@ from dpdist.training.reducer import MissingRank, Reducer
 
 def train_worker(config: dict[str, Any]) -> None:
     """Entry point for Ray Train: rank and world size from its context, the rest from
-    config["job"]."""
+    config["job"] and config["until"], a step to pause at."""
     import ray.train
     import ray.train.torch
 
@@ -71,7 +71,7 @@ def train_worker(config: dict[str, Any]) -> None:
         torch.set_num_threads(max(1, int(job.recipe.resources.cpus_per_worker)))
         device = ray.train.torch.get_device()
         join(rank, world_size, device)
-        run(job, Reducer(rank, world_size, device))
+        run(job, Reducer(rank, world_size, device), config.get("until"))
     except (ReplayConflict, JournalBusy):
         raise  # mended by a restart: it takes the new epoch, or finds the old attempt gone
     except (UserError, ClusterError, LedgerError) as error:
@@ -81,8 +81,11 @@ def train_worker(config: dict[str, Any]) -> None:
         leave()
 
 
-def run(job: TrainJob, reducer: Reducer) -> None:
-    """Train to the end of the plan, from the newest checkpoint if there is one."""
+def run(job: TrainJob, reducer: Reducer, until: int | None = None) -> None:
+    """Train to the end of the plan, from the newest checkpoint if there is one.
+
+    until: pause after so many steps; the model so far is saved, and the next call goes on.
+    """
     recipe, plan, folder = job.recipe, job.plan, job.folder
     first = reducer.rank == 0
     dataset = training_data(recipe, job.source)
@@ -145,7 +148,8 @@ def run(job: TrainJob, reducer: Reducer) -> None:
 
         engine.draws = draws(plan.step(0), optimizer.learning_rate(0))
         saved = time.monotonic()
-        for step in range(start, plan.steps):
+        end = plan.steps if until is None else min(until, plan.steps)
+        for step in range(start, end):
             todo = plan.step(step)
             rate = optimizer.learning_rate(step)
             if recipe.training.schedule != "constant":
@@ -184,7 +188,7 @@ def run(job: TrainJob, reducer: Reducer) -> None:
 
             if monitor is not None:
                 monitor.step(step, examples, nonfinite, loss_sum)
-            if save_now or step + 1 == plan.steps:
+            if save_now or step + 1 == end:
                 if not reducer.same_everywhere(checkpoint.digest(flat)):
                     raise MissingRank(f"the workers' parameters differ after step {step}")
                 if first:
@@ -199,7 +203,10 @@ def run(job: TrainJob, reducer: Reducer) -> None:
                 models.attach_noise(model, hidden.std)
                 spec = dataclasses.replace(spec, hidden_noise=True)
             models.save(model, spec, folder.model)
-            monitor.finish(engine.fallback_layers, ledger)
+            if end == plan.steps:
+                monitor.finish(engine.fallback_layers, ledger)
+            else:
+                monitor.pause(end)
 
 
 def _point_into(engine: GradientEngine, flat: Tensor) -> None:

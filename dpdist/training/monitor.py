@@ -35,6 +35,10 @@ class Monitor:
             {"done": done, "steps": self.steps, "rate": (done - self.start) / max(seconds, 1e-9)},
         )
 
+    def pause(self, done: int) -> None:
+        self.metrics.close()
+        self._progress(done)
+
     def finish(self, fallback_layers: list[str], ledger: Ledger) -> None:
         self.metrics.close()
         self._progress(self.steps)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -94,7 +94,18 @@ def _charged(job: TrainJob) -> Iterator[None]:
                 reserve(opened, None)
 
 
-def _fit(job: TrainJob) -> None:
+def fit(
+    job: TrainJob,
+    *,
+    max_failures: int | None = None,
+    until: int | None = None,
+    callbacks: Sequence[Any] = (),
+) -> None:
+    """Train a prepared job on Ray Train, from its newest checkpoint if there is one.
+
+    max_failures: restarts by Ray (default: resources.max_failures). until: pause after so many
+    steps. callbacks: for Ray's run configuration. Raises UserError, ClusterError.
+    """
     import ray.train
     from ray.train.torch import TorchTrainer
     from ray.train.v2.api.exceptions import TrainingFailedError
@@ -103,12 +114,13 @@ def _fit(job: TrainJob) -> None:
     from dpdist.training.rendezvous import OwnRendezvous
 
     resources = job.recipe.resources
+    restarts = resources.max_failures if max_failures is None else max_failures
     per_worker: dict[str, float] = {"CPU": resources.cpus_per_worker}
     if resources.gpus_per_worker:
         per_worker["GPU"] = resources.gpus_per_worker
     trainer = TorchTrainer(
         train_worker,
-        train_loop_config={"job": job},
+        train_loop_config={"job": job, "until": until},
         torch_config=OwnRendezvous(),
         scaling_config=ray.train.ScalingConfig(
             num_workers=resources.workers,
@@ -119,7 +131,8 @@ def _fit(job: TrainJob) -> None:
             # Checkpoints are ours (private/checkpoints); Ray's own folder holds no state we read.
             name=f"train-{time.time_ns()}",
             storage_path=str(private_folder(job.folder.private / "ray")),
-            failure_config=ray.train.FailureConfig(max_failures=resources.max_failures),
+            failure_config=ray.train.FailureConfig(max_failures=restarts),
+            callbacks=list(callbacks),
         ),
     )
     job.folder.failure.unlink(missing_ok=True)
@@ -128,7 +141,7 @@ def _fit(job: TrainJob) -> None:
     except TrainingFailedError as error:
         write_atomic(job.folder.errors, str(error))
         raise ClusterError(
-            f"training failed {resources.max_failures + 1} times; the same command continues it "
+            f"training failed {restarts + 1} times; the same command continues it "
             f"from its last checkpoint. Details, which may be private: {job.folder.errors}"
         ) from error
     finally:
@@ -153,13 +166,13 @@ def _wait(job: TrainJob, progress: Progress) -> None:
     """Fit in a thread and show progress meanwhile. Ray would take Ctrl-C from the main thread."""
     errors: list[BaseException] = []
 
-    def fit() -> None:
+    def fit_and_keep_errors() -> None:
         try:
-            _fit(job)
+            fit(job)
         except BaseException as error:
             errors.append(error)
 
-    thread = threading.Thread(target=fit, daemon=True)
+    thread = threading.Thread(target=fit_and_keep_errors, daemon=True)
     thread.start()
     while thread.is_alive():
         thread.join(0.5)
