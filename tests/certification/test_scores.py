@@ -1,0 +1,331 @@
+"""Certificates of expected scores: against known truths, in bulk, re-bounded, and refusing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from torch import nn
+
+from dpdist import models
+from dpdist.certification import job, scores, table, units
+from dpdist.certification.choose import settings_of
+from dpdist.certification.expected import expected_log_scores
+from dpdist.certification.predict import Predictor
+from dpdist.certification.rebound import certified_accuracy_band, rebound
+from dpdist.certification.sampling import SCORE_UNIT, HiddenNoiseSampler
+from dpdist.certification.score_settings import ScoreSettings
+from dpdist.certification.scores import Sensitivity, decide, sensitivity
+from dpdist.certification.settings import CertifySettings
+from dpdist.errors import UserError
+from dpdist.models import HiddenNoise, ModelSpec
+
+os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+SPEC = ModelSpec(
+    "hgm-cnn",
+    (1, 6, 6),
+    3,
+    {"filters": [4], "kernels": [3], "strides": [2], "dense": 8},
+    hidden_noise=True,
+)
+SETTINGS = ScoreSettings(n=1130, n0=50, batch=100, seed="5", radii=(0.01, 0.1))
+SIZES = [name for name in scores.SIZE_COLUMNS if name != scores.AS_PRINTED]
+
+
+@dataclass(frozen=True)
+class FakeData:
+    count: int = 9
+    classes: int = 3
+    fingerprint: str = "fake"
+
+    @property
+    def labels(self) -> np.ndarray:
+        return np.arange(self.count) % self.classes
+
+    def batch(self, indices: np.ndarray | slice) -> torch.Tensor:
+        rng = np.random.default_rng(0)
+        images = rng.random((self.count, 1, 6, 6), dtype=np.float32)
+        return torch.from_numpy(images[indices])
+
+
+def noisy_model() -> nn.Module:
+    model = models.initialise(replace(SPEC, hidden_noise=False), 3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)  # so that the scores say something
+    torch.manual_seed(0)
+    models.attach_noise(model, 0.2 * (0.2 + torch.rand(4, 3, 3)))
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("noisy")
+    models.save(noisy_model(), SPEC, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ray_session() -> Iterator[None]:
+    import ray
+
+    ray.init(
+        "local", num_cpus=3, include_dashboard=False, configure_logging=False, log_to_driver=False
+    )
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def reference(
+    ray_session: None, model_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    output = tmp_path_factory.mktemp("reference")
+    job.certify(model_folder, FakeData(), SETTINGS, output, actors=1)
+    return output
+
+
+# ---- the truth, where it is known
+
+
+class Vote(nn.Module):
+    """Class 1 where the first hidden number is positive: its probability is known exactly."""
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        score = 1e4 * h.flatten(1)[:, :1]
+        return torch.cat([-score, score], 1)
+
+
+def threshold_model(weight: float, std: float) -> nn.Module:
+    """Robust exactly up to |w . x| / ||w||, whatever the noise."""
+    layer = nn.Linear(2, 1)
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor([[weight, 2 * weight]]))
+        layer.bias.zero_()
+    model = nn.Sequential(layer, Vote()).eval()
+    models.attach_noise(model, torch.tensor([std]))
+    return model
+
+
+@pytest.mark.parametrize(("weight", "std"), [(1.0, 0.3), (0.1, 0.05), (20.0, 9.0)])
+def test_no_sound_size_exceeds_the_distance_to_the_boundary(weight: float, std: float) -> None:
+    # At alpha 1e-6 each of the 3 x 2 seeded cases fails by chance with probability below 1e-5.
+    model, x = threshold_model(weight, std), torch.tensor([0.3, 0.1])
+    truth = {"l2": 0.5 / np.sqrt(5), "linf": 0.5 / 3}  # |w . x| / dual norm of w
+    split, noise = models.require_split(model), models.hidden_noise(model)
+    assert noise is not None
+    norms = sensitivity(split, noise, (2,))
+    assert norms.l2 == pytest.approx(weight * np.sqrt(5), rel=1e-6)
+    assert norms.linf == pytest.approx(3 * weight, rel=1e-6)
+    source = units.UnitSource("test", "s", "m", "d", "hidden", 1.0)
+    sampler = HiddenNoiseSampler(split.first, split.rest, noise.std, source)
+    got = sampler.block(x, 0, 0, 20_000, 20_000)
+    # 20,000 draws agree with the exact probability: false failure 1e-4.
+    p = stats.norm.cdf(0.5 * weight / std)
+    assert stats.binomtest(int(got.histogram[1]), 20_000, p).pvalue > 1e-4
+    settings = ScoreSettings(n=20_000, alpha=1e-6, bound="counts")
+    verdict = decide(got.sums, got.squares, got.histogram, 1, settings, noise.scale, norms)
+    assert verdict.prediction == 1
+    for norm, most in truth.items():
+        sizes = [verdict.sizes[f"{name}_{norm}"] for name in scores.CERTIFICATES]
+        assert all(0 < size <= most for size in sizes)
+        classical, extended, analytic, exact, cohen = sizes
+        assert classical < analytic <= exact and extended < analytic
+        assert cohen == pytest.approx(exact, rel=0.02)
+        assert cohen > 0.6 * most  # not vacuous
+    # Twice the noise that was drawn certifies what is not true: the test can fail.
+    wrong = decide(got.sums, got.squares, got.histogram, 1, settings, 2 * noise.scale, norms)
+    assert wrong.sizes["cohen_l2"] > truth["l2"]
+
+
+def test_as_printed_exceeds_the_truth() -> None:
+    # Many equal hidden numbers read the same pixel; the printed norm of one of them is far too
+    # small, and epsilon is divided by twice.
+    maps = 16
+    layer = nn.Conv2d(1, maps, 1)
+    with torch.no_grad():
+        layer.weight.fill_(1.0)
+        layer.bias.zero_()  # type: ignore[union-attr]
+
+    class Mean(nn.Module):
+        def forward(self, h: torch.Tensor) -> torch.Tensor:
+            score = 1e4 * h.flatten(1).mean(1, keepdim=True)
+            return torch.cat([-score, score], 1)
+
+    model = nn.Sequential(layer, Mean()).eval()
+    models.attach_noise(model, torch.full((maps, 1, 1), 0.5))
+    split, noise = models.require_split(model), models.hidden_noise(model)
+    assert noise is not None
+    norms = sensitivity(split, noise, (1, 1, 1))
+    x = torch.full((1, 1, 1), 0.3)
+    source = units.UnitSource("test", "s", "m", "d", "hidden", 1.0)
+    got = HiddenNoiseSampler(split.first, split.rest, noise.std, source).block(x, 0, 0, 5000, 5000)
+    verdict = decide(
+        got.sums, got.squares, got.histogram, 1, ScoreSettings(n=5000), noise.scale, norms
+    )
+    assert verdict.sizes[scores.AS_PRINTED] > 0.3  # the boundary is 0.3 away
+    assert all(verdict.sizes[name] <= 0.3 for name in SIZES)
+
+
+def test_the_sums_of_an_input_are_the_softmax_of_its_draws() -> None:
+    model = noisy_model()
+    split, noise = models.require_split(model), models.hidden_noise(model)
+    assert noise is not None
+    source = units.UnitSource("test", "s", "m", "d", "hidden", 1.0)
+    sampler = HiddenNoiseSampler(split.first, split.rest, noise.std, source)
+    x = torch.rand(1, 6, 6)
+    hidden = sampler.noisy(x, 4, units.ESTIMATE, 2, 50).clone()
+    p = torch.softmax(split.rest(hidden)[:40].double(), 1).detach().numpy()
+    got = sampler.block(x, 4, 2, 50, 40)
+    assert np.abs(got.sums / SCORE_UNIT - p.sum(0)).max() < 40 / SCORE_UNIT
+    assert (got.sums <= p.sum(0) * SCORE_UNIT).all()
+    assert np.abs(got.squares / SCORE_UNIT**2 - (p**2).sum(0)).max() < 80 / SCORE_UNIT
+    assert (got.histogram == np.bincount(p.argmax(1), minlength=3)).all()
+    # The evaluation's mean scores are the same expectation: 3,000 draws, 5 standard errors.
+    mean = expected_log_scores(model, x[None], 3000, seed="x").exp()[0].numpy()
+    many = sampler.block(x, 4, 0, 3000, 3000)
+    assert np.abs(mean - many.sums / SCORE_UNIT / 3000).max() < 5 * 0.5 * np.sqrt(2 / 3000)
+
+
+# ---- in bulk
+
+
+def test_table_is_reproducible_from_its_sums_and_holds_what_was_executed(
+    reference: Path, model_folder: Path
+) -> None:
+    got = table.read(reference / job.TABLE)
+    about = table.about(got)
+    model = models.load(model_folder)
+    noise = models.hidden_noise(model)
+    assert noise is not None
+    norms = sensitivity(models.require_split(model), noise, (1, 6, 6))
+    assert about["sensitivity"] == scores.describe(norms)
+    assert about["settings"]["mode"] == "scores"
+    for row in got.to_pylist():
+        assert sum(row["histogram"]) == row["n"] == 1130
+        assert abs(sum(row["sums"]) - 1130 * SCORE_UNIT) <= 3 * 1130
+        assert row["sigma"] == noise.scale and row["norm"] == "l2"
+        assert row["radius"] == row["exact_l2"]
+        # Hoeffding by hand.
+        half = np.sqrt(np.log(2 * 3 / 0.05) / (2 * 1130))
+        means = np.asarray(row["sums"]) / SCORE_UNIT / 1130
+        label = int(np.argmax(means))
+        assert row["p_lower"] == pytest.approx(max(means[label] - half, 0), abs=1e-9)
+        p_b = min(np.delete(means, label).max() + half, 1)
+        assert row["p_upper"] == pytest.approx(p_b, abs=1e-9)
+        exact = (
+            noise.scale
+            / norms.l2
+            / 2
+            * (stats.norm.ppf(row["p_lower"]) - stats.norm.ppf(row["p_upper"]))
+        )
+        assert row["exact_l2"] == pytest.approx(max(exact, 0), rel=1e-6, abs=1e-12)
+        assert row["prediction"] == (label if exact > 0 else -1)
+        assert row["exact_linf"] * norms.linf == pytest.approx(row["exact_l2"] * norms.l2)
+    assert (np.asarray(got["radius"]) > 0).any()
+    assert scores.certified_accuracy(got, "exact", "l2", 1e9) == 0
+    with pytest.raises(UserError, match="no column"):
+        scores.certified_accuracy(got, "magic", "l2", 0.1)
+
+
+def test_any_number_of_actors_and_any_interruption_give_the_same_bytes(
+    reference: Path, model_folder: Path, tmp_path: Path
+) -> None:
+    raw = (reference / job.TABLE).read_bytes()
+    job.certify(model_folder, FakeData(), SETTINGS, tmp_path / "two", actors=2, chunk_seconds=1e-9)
+    assert (tmp_path / "two" / job.TABLE).read_bytes() == raw
+    # Interrupted: what the journal holds is kept, in pieces of another size.
+    again = tmp_path / "again"
+    again.mkdir()
+    for name in ("settings.json", "rate.json"):
+        (again / name).write_bytes((reference / name).read_bytes())
+    lines = (tmp_path / "two" / "journal.jsonl").read_text().splitlines()
+    assert len(lines) > 20
+    (again / "journal.jsonl").write_text("\n".join(lines[: len(lines) // 2]) + "\n")
+    job.certify(model_folder, FakeData(), SETTINGS, again, actors=1)
+    assert (again / job.TABLE).read_bytes() == raw
+    other = job.certify(
+        model_folder, FakeData(), replace(SETTINGS, seed="6"), tmp_path / "other", actors=1
+    )
+    assert other["sums"] != table.read(reference / job.TABLE)["sums"]
+
+
+def test_another_certification_in_the_folder_is_refused(
+    reference: Path, model_folder: Path
+) -> None:
+    with pytest.raises(UserError, match="bound was 'hoeffding', now 'counts'"):
+        job.certify(model_folder, FakeData(), replace(SETTINGS, bound="counts"), reference)
+    with pytest.raises(UserError, match="holds another certification"):
+        job.certify(model_folder, FakeData(), CertifySettings(sigma=0.5, n=100), reference)
+
+
+def test_a_model_without_noise_has_no_such_certificate(tmp_path: Path) -> None:
+    spec = replace(SPEC, hidden_noise=False)
+    models.save(models.initialise(spec, 0), spec, tmp_path)
+    with pytest.raises(UserError, match="no noise of its own; give the sigma"):
+        job.certify(tmp_path, FakeData(), SETTINGS, tmp_path / "out")
+
+
+def test_rebound_is_what_a_certification_would_have_given(reference: Path) -> None:
+    got = table.read(reference / job.TABLE)
+    again = rebound(got, 0.05)
+    assert again.drop_columns([]).to_pylist() == got.to_pylist()
+    stricter = rebound(got, 0.001)
+    for name in SIZES:
+        old, new = np.asarray(got[name]), np.asarray(stricter[name])
+        assert (new <= old).all()
+    tighter = scores.rebound_scores(got, 0.05, "bernstein")
+    counts = scores.rebound_scores(got, 0.05, "counts")
+    assert np.asarray(counts["exact_l2"]).sum() > np.asarray(got["exact_l2"]).sum()
+    assert set(tighter["bound"].to_pylist()) == {"bernstein"}
+    with pytest.raises(UserError, match="expected scores"):
+        certified_accuracy_band(got, [0.1])
+
+
+def test_prediction_of_single_inputs_certifies_with_fresh_noise() -> None:
+    model = noisy_model()
+    predictor = Predictor(model, ScoreSettings(n=500), 3, (1, 6, 6))
+    x = FakeData().batch(slice(0, 1))[0]
+    first, second = predictor.certify(x), predictor.certify(x)
+    assert first.sums != second.sums  # type: ignore[union-attr]
+    assert first.prediction == second.prediction == predictor.label(x)
+    with pytest.raises(ValueError, match="no noise of its own"):
+        Predictor(nn.Linear(4, 3), ScoreSettings(), 3, (4,))
+
+
+def test_settings_are_chosen_by_sigma_and_foreign_ones_refused() -> None:
+    assert isinstance(settings_of({"sigma": 0.5, "bound": "hoeffding"}), CertifySettings)
+    assert isinstance(settings_of({"sigma": None, "n": 10, "mode": "fixed"}), ScoreSettings)
+    with pytest.raises(UserError, match=r"certify\.mode: must be left out without sigma"):
+        settings_of({"mode": "target", "radii": (0.1,)})
+    with pytest.raises(UserError, match=r"certify\.norm: must be left out with sigma"):
+        settings_of({"sigma": 1.0, "norm": "linf"})
+    with pytest.raises(UserError, match=r"certify\.bound"):
+        ScoreSettings(bound="magic")  # type: ignore[arg-type]
+
+
+def test_a_component_without_noise_certifies_nothing() -> None:
+    split = models.require_split(noisy_model())
+    std = torch.ones(4, 3, 3)
+    std[0, 0, 0] = 0
+    with pytest.raises(UserError, match="every hidden component needs noise"):
+        sensitivity(split, HiddenNoise("0", std), (1, 6, 6))
+
+
+def test_sizes_scale_with_noise_over_norm() -> None:
+    sums = np.array([900, 60, 40]) * SCORE_UNIT
+    counts, settings = np.array([1000, 0, 0]), ScoreSettings(n=1000)
+    one = decide(sums, sums * 0, counts, 0, settings, 1.0, Sensitivity(1.0, 10.0, 1.0)).sizes
+    two = decide(sums, sums * 0, counts, 0, settings, 3.0, Sensitivity(0.5, 5.0, 1.0)).sizes
+    for name in SIZES:
+        assert two[name] == pytest.approx(6 * one[name])
+        if name.endswith("_l2"):
+            assert one[name] == pytest.approx(10 * one[name.replace("_l2", "_linf")])
