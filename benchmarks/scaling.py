@@ -1,0 +1,304 @@
+"""How training and certification scale with workers, and whether the driver keeps up.
+
+Three parts, each by its own flag (all without one):
+
+* --train: TF-Privacy CNN, one thread per worker, 1, 2, 4 ... workers up to the cores here. Strong
+  scaling: the same expected batch shared out. Weak scaling: the same expected batch per worker.
+  Then the model  step(W) = sampling + batch/(W rate) + reduce(W)  is fitted to what was measured
+  and says what 8 to 512 workers would do, with the ring all-reduce's 2(W-1)/W of the gradient's
+  bytes over a link plus a latency per hop.
+* --certify: draws per second of 1, 2, 4 ... actors.
+* --driver: a million chunks without models through the actor pool: chunks per second, the
+  driver's CPU time per chunk, its memory.
+
+    python benchmarks/scaling.py [--train] [--certify] [--driver] [--quick]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+_COMMAND = [sys.executable, "-c", "from dpdist.cli import main; main()"]
+_BATCH = 512
+
+
+def worker_counts(limit: int | None) -> list[int]:
+    """1, 2, 4 ... up to the cores of this machine."""
+    cores = limit or len(os.sched_getaffinity(0))
+    return [2**k for k in range(cores.bit_length()) if 2**k <= cores]
+
+
+# --- training
+
+
+def train_rate(folder: Path, batch: int, workers: int, steps: int) -> float:
+    """Steps per second over the last two thirds of a run on Ray Train."""
+    from training_ray import recipe
+
+    path = recipe(folder, "random", batch, workers, steps)
+    runs = folder / f"runs-{time.monotonic_ns()}"
+    metrics = runs / path.stem / "private" / "metrics.jsonl"
+    process = subprocess.Popen(
+        [*_COMMAND, "train", str(path), "--runs", str(runs)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+    seen: list[tuple[float, int]] = []
+    while process.poll() is None:
+        time.sleep(0.02)
+        done = len(metrics.read_bytes().splitlines()) if metrics.exists() else 0
+        if done and (not seen or done != seen[-1][1]):
+            seen.append((time.perf_counter(), done))
+    if process.returncode:
+        raise SystemExit(process.stderr.read().decode() if process.stderr else "failed")
+    late = [entry for entry in seen if entry[1] >= steps // 3]
+    return (late[-1][1] - late[0][1]) / (late[-1][0] - late[0][0])
+
+
+def sampling_seconds(records: int) -> float:
+    """Seconds to draw one step's members out of `records`."""
+    from dpdist.gradients.sampling import poisson_sample
+
+    took = []
+    for key in range(20):
+        began = time.perf_counter()
+        poisson_sample(key.to_bytes(32, "big"), 0, records, 0.01)
+        took.append(time.perf_counter() - began)
+    return statistics.median(took)
+
+
+class StepModel:
+    """step(W) = sample/W + batch/(W rate) + [W > 1] (2 (W-1) latency + 2 (W-1)/W bytes/bandwidth)
+    + fixed. Every worker samples its own share of the records. Times in seconds."""
+
+    def __init__(
+        self, sample: float, rate: float, fixed: float, size: int, latency: float, bandwidth: float
+    ) -> None:
+        self.sample, self.rate, self.fixed = sample, rate, fixed
+        self.bytes, self.latency, self.bandwidth = 8 * size, latency, bandwidth
+
+    def reduce(self, workers: int) -> float:
+        """A ring all-reduce of the float64 sum."""
+        if workers == 1:
+            return 0.0
+        hops = 2 * (workers - 1)
+        return hops * self.latency + hops / workers * self.bytes / self.bandwidth
+
+    def step(self, workers: int, batch: float) -> float:
+        compute = batch / (workers * self.rate)
+        return self.sample / workers + compute + self.reduce(workers) + self.fixed
+
+    def efficiency(self, workers: int, batch: float) -> float:
+        """Of strong scaling: speed-up over workers."""
+        return self.step(1, batch) / (workers * self.step(workers, batch))
+
+    def pays_until(self, batch: float, least: float = 0.5) -> int:
+        """The most workers (a power of two up to 4,096) with at least this efficiency."""
+        good = [2**k for k in range(13) if self.efficiency(2**k, batch) >= least]
+        return max(good)
+
+
+def fit(steps: dict[tuple[int, float], float], sample: float, size: int) -> StepModel:
+    """From measured seconds per step, (workers, batch) -> seconds, by least squares in rate, fixed
+    cost and latency (relative errors, non-negative); bandwidth is taken as 10 Gbit/s: the local
+    gradients here are too small to show it."""
+    import numpy as np
+    from scipy.optimize import lsq_linear
+
+    bandwidth = 10e9 / 8
+    rows, wanted = [], []
+    for (workers, batch), seconds in steps.items():
+        hops = 2 * (workers - 1)
+        known = sample / workers + hops / workers * 8 * size / bandwidth
+        rows.append(np.array([batch / workers, 1.0, hops]) / seconds)
+        wanted.append((seconds - known) / seconds)
+    solved = lsq_linear(np.array(rows), np.array(wanted), bounds=(1e-12, np.inf)).x
+    return StepModel(sample, 1 / solved[0], solved[1], size, solved[2], bandwidth)
+
+
+def training(quick: bool, limit: int | None) -> None:
+    from training_ray import RECORDS, make_images
+
+    steps = 30 if quick else 150
+    measured: dict[tuple[int, float], float] = {}
+    size = 26_010
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        make_images(folder / "data", "random", RECORDS)
+        print(f"training: TF-Privacy CNN, {size:,} parameters, {RECORDS:,} records")
+        print(f"{'workers':>8} {'batch':>6} {'steps/s':>8} {'examples/s':>11} {'efficiency':>11}")
+        for kind in ("strong", "weak"):
+            base = 0.0
+            for workers in worker_counts(limit):
+                batch = _BATCH if kind == "strong" else _BATCH * workers
+                if (workers, batch) not in measured:
+                    measured[workers, batch] = 1 / train_rate(folder, batch, workers, steps)
+                rate = 1 / measured[workers, batch]
+                base = base or rate
+                ideal = workers if kind == "strong" else 1
+                print(
+                    f"{workers:8} {batch:6} {rate:8.2f} {rate * batch:11,.0f} "
+                    f"{rate / base / ideal:10.0%}  {kind}"
+                )
+        model = fit(measured, sampling_seconds(RECORDS), size)
+    worst = max(abs(model.step(w, b) / s - 1) for (w, b), s in measured.items())
+    print(
+        f"\nmodel: {model.rate:,.0f} examples/s per worker, {1e3 * model.fixed:.2f} ms fixed, "
+        f"{1e6 * model.latency:.0f} us per hop (this machine, CPU); worst error {worst:.0%}"
+    )
+    predict("this CPU worker", model, 60_000)
+    # A GPU worker: a hundred times the examples, and the same kind of link; stated, not measured.
+    gpu = StepModel(model.sample, 100 * model.rate, model.fixed, size, 20e-6, 100e9 / 8)
+    predict("a worker 100 times as fast, 20 us per hop, 100 Gbit/s (assumed)", gpu, 60_000)
+    large = StepModel(model.sample, 5 * model.rate, model.fixed, 11_000_000, 20e-6, 100e9 / 8)
+    predict("the same links, 11 M parameters, 5 times the rate here (assumed)", large, 60_000)
+
+
+def predict(title: str, model: StepModel, largest: int) -> None:
+    """The table of strong-scaling efficiency for 8 to 512 workers."""
+    print(f"\npredicted strong-scaling efficiency, {title}")
+    counts = [8, 16, 32, 64, 128, 256, 512]
+    print(f"{'batch':>8} " + " ".join(f"{w:>6}" for w in counts) + "   50 % up to")
+    for batch in (512, 4096, 16_384, largest):
+        cells = " ".join(f"{model.efficiency(w, batch):6.0%}" for w in counts)
+        print(f"{batch:8,} {cells}   {model.pays_until(batch):,} workers")
+
+
+# --- certification
+
+
+def certification(quick: bool, limit: int | None) -> None:
+    """Draws per second over a run's second half, actors 1, 2, 4 ..."""
+    raw = {
+        "name": "scaling",
+        "data": {"name": "digits"},
+        "model": {"name": "small-cnn", "options": {"width": 8}},
+        "privacy": {"noise_multiplier": 1.0, "delta": 1e-4},
+        "training": {"batch_size": 100, "steps": 20, "learning_rate": 0.5},
+    }
+    n, inputs = (5_000, 60) if quick else (50_000, 200)
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch) / "scaling.yaml"
+        path.write_text(json.dumps(raw))
+        runs = ["--runs", str(Path(scratch) / "runs")]
+        subprocess.run([*_COMMAND, "train", str(path), *runs], check=True, capture_output=True)
+        print(f"\ncertification: small CNN, {inputs} inputs, {n:,} draws each")
+        print(f"{'actors':>8} {'draws/s':>10} {'efficiency':>11}")
+        base = 0.0
+        for actors in worker_counts(limit):
+            output = Path(scratch) / f"table-{actors}"
+            process = subprocess.Popen(
+                [*_COMMAND, "certify", "scaling", *runs, "--sigma", "0.25", "--n", str(n),
+                 "--max-inputs", str(inputs), "--actors", str(actors), "--output", str(output)],
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )  # fmt: skip
+            rate = _draw_rate(process, output / "journal.jsonl", n * inputs)
+            base = base or rate
+            print(f"{actors:8} {rate:10,.0f} {rate / base / actors:10.0%}")
+
+
+def _draw_rate(process: subprocess.Popen, journal: Path, total: int) -> float:
+    """Draws per second between the first answer and the last, from the journal's growth."""
+    seen: list[tuple[float, int]] = []
+    while process.poll() is None:
+        time.sleep(0.1)
+        if journal.exists():
+            size = journal.stat().st_size
+            if size and (not seen or size != seen[-1][1]):
+                seen.append((time.perf_counter(), size))
+    if process.returncode or len(seen) < 3:
+        raise SystemExit("certification failed, or was too short to time")
+    (begun, first), (ended, last) = seen[0], seen[-1]
+    return total * (last - first) / last / (ended - begun)
+
+
+# --- the driver
+
+
+def driver(chunks: int, actors: int) -> dict[str, float]:
+    """Chunks without work through the pool: chunks/s, driver CPU us per chunk, and by how many MiB
+    its memory grew from the first tenth to the end."""
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    import ray
+
+    from cluster.pool import Chunk, PoolSettings, run_chunks
+
+    ray.init(
+        "local", num_cpus=actors, include_dashboard=False, configure_logging=False,
+        log_to_driver=False,
+    )  # fmt: skip
+    begun = cpu = 0.0
+    done, early = 0, 0
+
+    def factory(shared: object) -> object:
+        return lambda payload: payload
+
+    def stream() -> Iterator[Chunk]:
+        return (Chunk(f"inputs {i}..", i, float(i)) for i in range(chunks))
+
+    def on_result(key: str, result: int) -> None:
+        nonlocal begun, cpu, done, early
+        if not done:
+            begun, cpu = time.perf_counter(), time.process_time()
+        done += 1
+        if done == max(1, chunks // 10):
+            early = resident()
+
+    run_chunks(factory, None, stream(), on_result, PoolSettings(actors=actors, in_flight=8))
+    seconds, used = time.perf_counter() - begun, time.process_time() - cpu
+    result = {
+        "chunks": done,
+        "per_second": done / seconds,
+        "cpu_us": 1e6 * used / done,
+        "grew_mib": (resident() - early) / 2**20,
+        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    }
+    ray.shutdown()
+    return result
+
+
+def resident() -> int:
+    """Bytes of this process in memory now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    for part in ("train", "certify", "driver"):
+        parser.add_argument(f"--{part}", action="store_true")
+    parser.add_argument("--quick", action="store_true", help="a minute; to see that it works")
+    parser.add_argument("--workers", type=int, help="go up to so many (default: the cores here)")
+    parser.add_argument("--chunks", type=int, help="of --driver (default: 1,000,000)")
+    options = parser.parse_args()
+    everything = not (options.train or options.certify or options.driver)
+    if options.train or everything:
+        training(options.quick, options.workers)
+    if options.certify or everything:
+        certification(options.quick, options.workers)
+    if options.driver or everything:
+        chunks = options.chunks or (5_000 if options.quick else 1_000_000)
+        found = driver(chunks, 2)
+        print(
+            f"\ndriver: {found['chunks']:,} chunks, {found['per_second']:,.0f}/s, "
+            f"{found['cpu_us']:.0f} us of its CPU each; memory peaked at {found['peak_mib']:.0f} "
+            f"MiB and grew by {found['grew_mib']:.0f} MiB after the first tenth"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""The scaling benchmark's model recovers what it was fed, and its driver loop runs."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "scaling.py"
+
+
+@pytest.fixture(scope="module")
+def scaling():
+    spec = importlib.util.spec_from_file_location("scaling_benchmark", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_fit_recovers_planted_times(scaling):
+    true = scaling.StepModel(2e-3, 1500.0, 4e-3, 26_010, 3e-4, 10e9 / 8)
+    measured = {(w, b): true.step(w, b) for w in (1, 2, 4, 8) for b in (256.0, 512.0, 2048.0)}
+    found = scaling.fit(measured, 2e-3, 26_010)
+    for ours, planted in (
+        (found.rate, true.rate),
+        (found.fixed, true.fixed),
+        (found.latency, true.latency),
+    ):
+        assert ours == pytest.approx(planted, rel=1e-4)
+    slower = {key: 2 * seconds for key, seconds in measured.items()}
+    assert scaling.fit(slower, 2e-3, 26_010).rate < 0.6 * true.rate
+
+
+def test_efficiency_falls_with_workers_and_rises_with_the_batch(scaling):
+    model = scaling.StepModel(2e-3, 1500.0, 1e-3, 26_010, 1e-4, 10e9 / 8)
+    counts = [2**k for k in range(10)]
+    falling = [model.efficiency(w, 1024) for w in counts]
+    assert falling[0] == 1 and falling == sorted(falling, reverse=True)
+    assert model.efficiency(64, 16_384) > model.efficiency(64, 512)
+    limit = model.pays_until(1024)
+    assert model.efficiency(limit, 1024) >= 0.5 > model.efficiency(2 * limit, 1024)
+
+
+def test_the_ring_moves_twice_the_gradient(scaling):
+    """2 (W-1)/W of the bytes, in 2 (W-1) hops (Patarasuk and Yuan, 2009)."""
+    model = scaling.StepModel(0, 1, 0, 1000, 0.0, 8000.0)
+    assert model.reduce(1) == 0
+    assert model.reduce(2) == pytest.approx(1.0)
+    assert model.reduce(1000) == pytest.approx(2 * 999 / 1000)
+    assert scaling.StepModel(0, 1, 0, 0, 1.0, 1.0).reduce(5) == 8
+
+
+def test_the_driver_part_runs():
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "--driver", "--chunks", "300"],
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "driver: 300 chunks" in done.stdout
