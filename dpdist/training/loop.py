@@ -148,8 +148,8 @@ def run(job: TrainJob, reducer: Reducer, until: int | None = None) -> None:
 
         engine.draws = draws(plan.step(0), optimizer.learning_rate(0))
         saved = time.monotonic()
-        end = plan.steps if until is None else min(until, plan.steps)
-        for step in range(start, end):
+        last = plan.steps if until is None else min(until, plan.steps)
+        for step in range(start, last):
             todo = plan.step(step)
             rate = optimizer.learning_rate(step)
             if recipe.training.schedule != "constant":
@@ -188,7 +188,7 @@ def run(job: TrainJob, reducer: Reducer, until: int | None = None) -> None:
 
             if monitor is not None:
                 monitor.step(step, examples, nonfinite, loss_sum)
-            if save_now or step + 1 == end:
+            if save_now or step + 1 == last:
                 if not reducer.same_everywhere(checkpoint.digest(flat)):
                     raise MissingRank(f"the workers' parameters differ after step {step}")
                 if first:
@@ -203,10 +203,10 @@ def run(job: TrainJob, reducer: Reducer, until: int | None = None) -> None:
                 models.attach_noise(model, hidden.std)
                 spec = dataclasses.replace(spec, hidden_noise=True)
             models.save(model, spec, folder.model)
-            if end == plan.steps:
+            if last == plan.steps:
                 monitor.finish(engine.fallback_layers, ledger)
             else:
-                monitor.pause(end)
+                monitor.pause(last)
 
 
 def _point_into(engine: GradientEngine, flat: Tensor) -> None:
