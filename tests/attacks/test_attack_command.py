@@ -17,6 +17,7 @@ from dpdist import models
 from dpdist.certification import table as certificates
 from dpdist.commands import attack, certify
 from dpdist.errors import UserError
+from dpdist.privacy.ledger import Ledger
 from dpdist.recipe import parse
 from dpdist.reports.attacks import ball_factor, check_line, grid, read_attack, read_attacks
 from dpdist.reports.facts import read_facts
@@ -54,7 +55,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     train = dpdist.data.load(dpdist.data.Source("digits", 10), "train")
     recipe = parse(RECIPE, "recipe")
     folder = RunFolder(base / "small")
-    prepare(recipe, folder, "recipe")
+    plan = prepare(recipe, folder, "recipe").plan
+    with Ledger.open(folder.ledger, plan.fingerprint()) as ledger:
+        ledger.begin_attempt({"by": "hand"})
+        ledger.record(0, "0" * 64)
     spec = models.ModelSpec("linear", train.input_shape, 10)
     model = models.build(spec)
     x, y = train.batch(slice(None)).flatten(1), torch.from_numpy(np.array(train.labels))
@@ -63,7 +67,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         model[1].weight.copy_(means)  # type: ignore[index, operator, union-attr]
         model[1].bias.copy_(-means.square().sum(1) / 2)  # type: ignore[index, operator, union-attr]
     models.save(model, spec, folder.model)
-    folder.ledger.touch()
     folder.trained.write_text(json.dumps({"seconds": 1.0, "fallback_layers": []}))
     return base
 

@@ -16,6 +16,7 @@ from dpdist.attacks.check import check_certificates, plausibility
 from dpdist.attacks.settings import AttackSettings
 from dpdist.certification import job
 from dpdist.certification import table as certificates
+from dpdist.certification.score_settings import ScoreSettings
 from dpdist.certification.settings import CertifySettings
 from dpdist.errors import UserError
 
@@ -136,6 +137,34 @@ def test_the_check_is_the_same_on_any_number_of_actors(certified, model_folder, 
         )
     one, two = ((tmp_path / name / "check.parquet").read_bytes() for name in ("1", "2"))
     assert one == two
+
+
+@pytest.mark.parametrize(("norm", "factor"), [("l2", 1.0), ("linf", 3.0)])
+def test_certificates_of_expected_scores_are_checked_too(
+    ray_session: None, tmp_path: Path, norm: str, factor: float
+) -> None:
+    # The same plane, with noise behind its linear layer; certified with it and attacked with it.
+    spec = models.ModelSpec("linear", (8,), 2, hidden_noise=True)
+    model = models.initialise(spec, 0)
+    layer = models.require_split(model).layer
+    with torch.no_grad():
+        layer.weight.zero_()
+        layer.weight[1, 0], layer.weight[0, 0] = 2.0, -2.0
+        layer.bias.zero_()  # type: ignore[union-attr]
+    models.attach_noise(model, torch.full((2,), 0.5))
+    models.save(model, spec, tmp_path / "model")
+    settings = ScoreSettings(n=1000, alpha=0.01, norm=norm, seed="1", batch=250)  # type: ignore[arg-type]
+    job.certify(tmp_path / "model", Points(), settings, tmp_path / "certificates", actors=1)
+    table = certificates.read(tmp_path / "certificates" / job.TABLE)
+    rows = [{**row, "radius": factor * row["radius"]} for row in table.to_pylist()]
+    path = tmp_path / "inflated" / "certificates.parquet"
+    certificates.write(certificates.build(rows, certificates.about(table), table.schema), path)
+    found, verdict = check_certificates(
+        tmp_path / "model", Points(), path, ATTACK, tmp_path / "check", actors=1
+    )
+    assert found.num_rows >= 15 and verdict.error == pytest.approx(0.02)
+    assert verdict.plausible == (factor == 1.0)
+    assert (verdict.contradictions == 0) == (factor == 1.0)
 
 
 @pytest.mark.parametrize(
