@@ -19,16 +19,19 @@ from dpdist.training.loop import run
 from dpdist.training.reducer import Reducer
 
 RECORDS = 48
-SIDES = {"mnist": (28, 28), "cifar10": (32, 32, 3)}
+SIDES = {"mnist": (28, 28), "cifar10": (32, 32, 3), "cifar100": (32, 32, 3)}
 FEATURES = {"cifar100-features": 1280, "pubfig83-features": 2048, "celeba1000-features": 2048}
 TOKENS = {"reddit-next-word": 20}
 
 
 def make_up(root, section) -> None:
     """Parquet files that look like the recipe's data."""
+    write(root, section.name, section.classes, section.columns)
+
+
+def write(root, name, classes, columns) -> None:
     rng = np.random.default_rng(0)
-    name = section.name
-    labels = rng.integers(0, section.classes, RECORDS)
+    labels = rng.integers(0, classes, RECORDS)
     if name in SIDES:
         rows = []
         for _ in range(RECORDS):
@@ -37,11 +40,10 @@ def make_up(root, section) -> None:
             Image.fromarray(picture).save(buffer, format="PNG")
             rows.append({"bytes": buffer.getvalue(), "path": ""})
     elif name in TOKENS:
-        tokens = rng.integers(0, section.classes, (RECORDS, TOKENS[name]))
+        tokens = rng.integers(0, classes, (RECORDS, TOKENS[name]))
         rows = tokens.astype(np.float32).tolist()
     else:
         rows = rng.random((RECORDS, FEATURES[name]), dtype=np.float32).tolist()
-    columns = section.columns
     column = columns.features[0] if columns.features else columns.image
     (root / name).mkdir(parents=True)
     for split, order in (("train", 1), ("test", -1)):
@@ -60,8 +62,16 @@ def test_recipe_trains(path, tmp_path):
         "privacy.epsilon": None,
         "privacy.delta": 1e-4,
     }
+    if recipe.privacy.clipping == "none":
+        small["privacy.noise_multiplier"] = 0
     if hasattr(recipe.method, "draws"):
         small["method.draws"] = min(2, recipe.method.draws)
+    public = getattr(recipe.method, "redistribution", None)
+    if public is not None:
+        small["method.redistribution.steps"] = 1
+        small["method.redistribution.max_records"] = 16
+        if public.data != "digits":
+            write(tmp_path / "data", public.data, public.classes, recipe.data.columns)
     if recipe.data.name != "digits":
         make_up(tmp_path / "data", recipe.data)
         small["data.root"] = str(tmp_path / "data")

@@ -27,7 +27,7 @@ from dpdist.methods.options import HiddenNoiseMethod, Redistribution
 from dpdist.methods.pixeldp import equal_noise, noise_scale
 from dpdist.methods.sensitivity import keep_within
 from dpdist.models import HiddenNoise, ModelSpec
-from dpdist.training.job import TrainJob, initial_model, read_run_key
+from dpdist.training.job import TrainJob, initial_model, public_data, read_run_key
 
 _TENSOR = "std"
 
@@ -70,16 +70,12 @@ def deviations(
     if section.source == "paid":
         powers = _paid(job, method, section, spec, dataset)
     elif section.source == "public":
-        powers = _open(method, section, spec, public_data(section), job.recipe.training.init_seed)
+        public = public_data(job.recipe)
+        assert public is not None
+        powers = _open(method, section, spec, public, job.recipe.training.init_seed)
     else:
         powers = _open(method, section, spec, dataset, job.recipe.training.init_seed)
     return hgm.heterogeneous_noise(scale, hgm.shares(powers, section.floor))
-
-
-def public_data(section: Redistribution) -> data.Dataset:
-    """The named public records (their training split). Raises UserError when they are missing."""
-    root = None if section.root is None else section.root.expanduser().resolve()
-    return data.load(data.Source(section.data, section.classes, root), "train")
 
 
 def _open(

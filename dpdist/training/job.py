@@ -68,6 +68,25 @@ def _records(recipe: Recipe, source: data.Source) -> data.Dataset:
     return data.load(source, "train").first(recipe.data.max_train)
 
 
+def public_data(recipe: Recipe) -> data.Dataset | None:
+    """The public records a method reads (their training split), or None when it reads none.
+
+    Without a root of their own they lie beside the recipe's data. Raises UserError when missing.
+    """
+    method = recipe.method
+    section = method.redistribution if isinstance(method, HiddenNoiseMethod) else None
+    if section is None or section.source != "public":
+        return None
+    root = None
+    if section.data not in data.BUILT_IN or section.root is not None:
+        root = section.root or recipe.data.root
+    root = None if root is None else Path(root).expanduser().resolve()
+    try:
+        return data.load(data.Source(section.data, section.classes, root), "train")
+    except UserError as error:
+        raise UserError(f"method.redistribution.data: {error}") from None
+
+
 def model_spec(recipe: Recipe, dataset: data.Dataset) -> ModelSpec:
     """The description of the model for these inputs."""
     section = recipe.model
@@ -147,6 +166,7 @@ def prepare(recipe: Recipe, folder: RunFolder, where: str) -> TrainJob:
         rule = f"must be <= {CANONICAL_SHARDS} when training.reproducible is set"
         raise field_error(where, "resources.workers", rule, recipe.resources.workers)
     check_model(recipe, dataset)
+    public_data(recipe)
     _check_same_data(folder, dataset)
     if continued and folder.plan.exists():
         plan = PrivacyPlan.from_dict(read_json(folder.plan))

@@ -1,0 +1,287 @@
+"""Runs with noise behind the first layer: what is executed, what it costs, what is carried."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from dpdist import models
+from dpdist.errors import UserError
+from dpdist.gradients.engine import GradientEngine
+from dpdist.gradients.perturbations import HiddenDraws
+from dpdist.methods import hgm
+from dpdist.methods.sensitivity import keep_within, layer_bound
+from dpdist.privacy.plan import GaussianReleases, GaussianSteps, NonPrivate, PrivacyPlan
+from dpdist.recipe import Recipe, parse
+from dpdist.reports.facts import read_facts
+from dpdist.runfolder import RunFolder
+from dpdist.training import hidden, loop
+from dpdist.training.job import prepare
+from dpdist.training.reducer import Reducer
+
+NO_PRIVACY = {"noise_multiplier": 0, "clipping": "none", "delta": 1e-4}
+PRIVATE = {"noise_multiplier": 1.0, "delta": 1e-4}
+QUICK = {"data": "digits", "steps": 3, "max_records": 50}
+METHODS = {
+    "pixeldp": ({"name": "pixeldp"}, NO_PRIVACY),
+    "hgm-pixeldp": ({"name": "hgm-pixeldp", "redistribution": QUICK}, NO_PRIVACY),
+    "secure-sgd": ({"name": "secure-sgd", "redistribution": QUICK}, PRIVATE),
+    "agm": ({"name": "secure-sgd", "redistribution": None, "mechanism": "analytic"}, PRIVATE),
+    "paid": ({"name": "secure-sgd", "redistribution": {"source": "paid"}}, PRIVATE),
+    "unpaid": (
+        {
+            "name": "secure-sgd",
+            "redistribution": {**QUICK, "source": "private"},
+            "paper_faithful": True,
+        },
+        PRIVATE,
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def make(tmp: Path, name: str, run: str = "run", **changes) -> tuple[Recipe, RunFolder]:
+    method, privacy = METHODS[name]
+    raw = {
+        "name": "x",
+        "data": {"name": "digits", "max_train": 300},
+        "model": {
+            "name": "hgm-cnn",
+            "options": {"filters": [4], "kernels": [3], "strides": [2], "dense": 8},
+        },
+        "method": method,
+        "privacy": {"run_key": "5a" * 32, **privacy},
+        "training": {"batch_size": 30, "steps": 4, "learning_rate": 0.3},
+        **changes,
+    }
+    return parse(raw, "test"), RunFolder(tmp / run)
+
+
+def train(recipe: Recipe, folder: RunFolder) -> dict[str, Tensor]:
+    job = prepare(recipe, folder, "test")
+    loop.run(job, Reducer(0, 1, torch.device("cpu")))
+    return load_file(folder.model / "model.safetensors")
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_run_carries_its_noise_and_states_what_is_proved(tmp_path, name):
+    recipe, folder = make(tmp_path, name)
+    train(recipe, folder)
+    model = models.load(folder.model)
+    noise = models.hidden_noise(model)
+    assert noise is not None and noise.module == "0"
+    scale = recipe.method.sigma or {
+        "classical": 0.25373, "extended": 0.25498, "analytic": 0.13328,
+    }[recipe.method.mechanism]  # fmt: skip
+    assert noise.scale == pytest.approx(scale, rel=1e-4)
+    equal = recipe.method.redistribution is None
+    assert (float(noise.shares.max()) < 1 + 1e-6) == equal
+    assert layer_bound(models.require_split(model)) <= 1 + 1e-6
+    facts = read_facts(folder)
+    private = name in ("secure-sgd", "agm", "paid")
+    assert math.isfinite(facts.guarantee.epsilon) == private
+    card = facts.card()
+    assert not card["private"]  # its key is fixed
+    text = json.dumps(card)
+    assert ("WITHOUT noise" in text) == ("pixeldp" in name)
+    assert ("r is computed from private records" in text) == (name == "unpaid")
+    assert ("beside the training" in text) == (name == "paid")
+
+
+def test_the_paid_query_costs_what_two_gaussians_cost(tmp_path):
+    recipe, folder = make(tmp_path, "paid")
+    plan = prepare(recipe, folder, "test").plan
+    without = PrivacyPlan(plan.records, (plan.phases[1],), plan.delta)
+    assert plan.phases[0] == GaussianReleases(20.0, 1, 1.0)
+    alone = PrivacyPlan(plan.records, (plan.phases[0],), plan.delta).guarantee().epsilon
+    spent = plan.guarantee().epsilon
+    assert without.guarantee().epsilon < spent <= without.guarantee().epsilon + alone + 1e-3
+    # A calibrated run pays for it out of the same epsilon.
+    recipe, folder = make(tmp_path, "paid", "c", privacy={"epsilon": 2.0, "delta": 1e-4})
+    calibrated = prepare(recipe, folder, "test").plan
+    assert 1.98 < calibrated.guarantee().epsilon <= 2.0
+    assert PrivacyPlan.from_dict(json.loads(folder.plan.read_text())) == calibrated
+
+
+def test_plans_know_what_cannot_be_proved():
+    steps = GaussianSteps(3, 1.0, 0.1)
+    assert math.isinf(PrivacyPlan(100, (NonPrivate("x"), steps), 1e-3).guarantee().epsilon)
+    silent = PrivacyPlan(100, (GaussianSteps(3, 0.0, 0.1),), 1e-3, math.inf)
+    assert math.isinf(silent.guarantee().epsilon) and silent.step(0).noise_std == 0
+    assert PrivacyPlan.from_dict(silent.to_dict()) == silent
+    assert len(silent.fingerprint()) == 64
+    with pytest.raises(ValueError, match="clip_norm"):
+        PrivacyPlan(100, (steps,), 1e-3, math.inf)
+
+
+def test_without_privacy_the_update_is_plain_sgd(tmp_path):
+    """Two steps against an own loop on the same batches and the same noise."""
+    recipe, folder = make(
+        tmp_path, "pixeldp", training={"batch_size": 30, "steps": 2, "learning_rate": 0.3}
+    )
+    seen: list[tuple[Tensor, Tensor, bytes, Tensor]] = []
+    real = GradientEngine.clipped_sum
+
+    def spy(self, inputs, targets, *, draw_key, record_ids):
+        seen.append((inputs, targets, draw_key, record_ids))
+        return real(self, inputs, targets, draw_key=draw_key, record_ids=record_ids)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GradientEngine, "clipped_sum", spy)
+        got = train(recipe, folder)
+    job = prepare(recipe, folder, "test")
+    model = loop.initial_model(
+        recipe, loop.model_spec(recipe, loop.training_data(recipe, job.source))
+    )
+    split = models.require_split(model)
+
+    keep_within(split, 1.0)
+    noise = hidden.read_hidden_noise(job, model)
+    assert noise is not None
+    for inputs, targets, key, ids in seen:
+        h = split.first(inputs)
+        h = HiddenDraws(1, "0", noise.std).hidden(h, ids, key, 0)
+        loss = torch.nn.functional.cross_entropy(split.rest(h), targets, reduction="sum")
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        with torch.no_grad():
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                parameter -= 0.3 * gradient / 30
+        keep_within(split, 1.0)
+    for name, parameter in model.named_parameters():
+        assert torch.allclose(got[name], parameter.detach(), atol=1e-5), name
+
+
+@pytest.mark.parametrize(("name", "once"), [("secure-sgd", False), ("unpaid", True)])
+def test_noise_is_drawn_afresh_unless_paper_faithful(tmp_path, monkeypatch, name, once):
+    noises: list[Tensor] = []
+
+    def spy(draws):
+        real = draws.hidden
+
+        def watched(output, ids, key, draw):
+            result = real(output, ids, key, draw)
+            noises.append((result - output).detach().clone())
+            return result
+
+        draws.hidden = watched
+        return draws
+
+    real = loop.draws_for
+    monkeypatch.setattr(loop, "draws_for", lambda *a: spy(real(*a)))
+    train(*make(tmp_path, name))
+    rows = torch.cat(noises)
+    spread = float((rows - rows[0]).abs().amax())
+    assert (spread < 1e-5) == once
+
+
+@pytest.mark.parametrize("name", ["secure-sgd", "paid", "unpaid"])
+def test_neighbour_replay(tmp_path, monkeypatch, name):
+    """One record less, same keys: sums differ by at most C, by nothing where it was not drawn.
+
+    An r computed from private records, unpaid, moves every record's gradient: the same test fails.
+    With a paid r both sides are given the same released r.
+    """
+    special, drawn, worst, untouched = 17, 0, 0.0, 0.0
+    data = {"name": "digits", "max_train": 60}
+    for number in range(6):
+        sums = {}
+        for present in (True, False):
+            changes = {
+                "data": data,
+                "privacy": {**PRIVATE, "delta": 1e-3, "run_key": f"{number:064x}"},
+                "training": {"batch_size": 20, "steps": 1, "learning_rate": 0.5},
+            }
+            recipe, folder = make(tmp_path, name, f"{present}-{number}", **changes)
+            with monkeypatch.context() as patch:
+                sample, powers = loop.poisson_sample, hgm.mean_powers
+                took_part = []
+
+                def members(*args, keep=present, real=sample, seen=took_part, **kwargs):
+                    batch = real(*args, **kwargs)
+                    seen.append(special in batch)
+                    return batch if keep else batch[batch != special]
+
+                def without(split, inputs, labels, beta, keep=present, real=powers):
+                    # max_records 50 of 60 leaves some out; take one that is in.
+                    rows = torch.arange(len(inputs)) != (-1 if keep else 14)
+                    return real(split, inputs[rows], labels[rows], beta)
+
+                patch.setattr(loop, "poisson_sample", members)
+                if name == "unpaid":
+                    patch.setattr(hgm, "mean_powers", without)
+                captured: list[np.ndarray] = []
+                patch.setattr(loop, "add_noise", lambda t, k, s, c=captured: c.append(t) or t)
+                if name == "paid" and not present:
+                    other = RunFolder(tmp_path / f"True-{number}").hidden_noise
+                    prepare(recipe, folder, "test")
+                    folder.hidden_noise.write_bytes(other.read_bytes())
+                train(recipe, folder)
+                sums[present] = captured[0]
+        difference = float(np.linalg.norm(sums[True] - sums[False]))
+        worst = max(worst, difference)
+        drawn += took_part[0]
+        if not took_part[0]:
+            untouched = max(untouched, difference)
+    assert 0 < drawn < 6
+    if name == "unpaid":
+        assert untouched > 1e-4
+    else:
+        assert worst <= 1 + 1e-6 and untouched == 0.0
+
+
+def test_a_continued_run_keeps_its_noise_and_a_lost_one_is_a_new_attempt(tmp_path, monkeypatch):
+    recipe, folder = make(tmp_path, "hgm-pixeldp")
+    undisturbed = train(recipe, folder)
+    recipe, other = make(tmp_path, "hgm-pixeldp", "other")
+
+    class Stop(Exception):
+        pass
+
+    def die(*args):
+        raise Stop
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "add_noise", die)
+        with pytest.raises(Stop):
+            train(recipe, other)
+    before = other.hidden_noise.read_bytes()
+    with monkeypatch.context() as patch:  # must not be computed again
+        patch.setattr(hidden, "deviations", die)
+        again = train(recipe, other)
+    assert other.hidden_noise.read_bytes() == before
+    assert all(torch.equal(undisturbed[name], again[name]) for name in undisturbed)
+    other.hidden_noise.write_bytes(b"not tensors")
+    other.trained.unlink()
+    with pytest.raises(UserError, match=r"hidden-noise\.safetensors: cannot be read"):
+        train(recipe, other)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"privacy": PRIVATE}, "trains without gradient privacy"),
+        ({"privacy": {**PRIVATE, "clipping": "none"}}, "noise_multiplier: 0"),
+        ({"method": "dp-sgd", "certify": {"n": 10}}, "certify.sigma is required"),
+        (
+            {"method": {"name": "hgm-pixeldp", "redistribution": {"data": "nowhere"}}},
+            "'nowhere' is not built in",
+        ),
+    ],
+)
+def test_bad_recipes_are_refused_in_words(tmp_path, change, complaint):
+    with pytest.raises(UserError, match=complaint):
+        train(*make(tmp_path, "pixeldp", **change))
