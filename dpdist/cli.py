@@ -24,6 +24,7 @@ from dpdist.commands import (
     report,
     run,
     train,
+    tune,
 )
 from dpdist.errors import Interrupted, UserError
 from dpdist.privacy.journal import JournalError
@@ -39,6 +40,7 @@ app = typer.Typer(
 )
 app.command("run")(run.command)
 app.command("train")(train.command)
+app.command("tune")(tune.command)
 app.command("certify")(certify.command)
 app.command("attack")(attack.command)
 app.command("predict")(predict.command)

@@ -32,6 +32,8 @@ from dpdist.recipe import Recipe
 from dpdist.runfolder import RunFolder
 from dpdist.training.job import PACKAGES, TrainJob, prepare, source_of
 from dpdist.training.trainer import train
+from tuning.search import Search
+from tuning.search import prepare as prepare_search
 
 _EVALUATION_BATCH = 1000
 _EVALUATION_DRAWS = 16
@@ -53,13 +55,37 @@ def run(
     where = where or ("recipe" if isinstance(recipe, Recipe) else str(recipe))
     recipe = resolve(recipe, name=name, data_root=data_root)
     folder = RunFolder(Path(runs) / recipe.name)
-    job = prepare(recipe, folder, where)
+    if recipe.tune is not None:
+        search = prepare_search(recipe, folder, where)
+    else:
+        job = prepare(recipe, folder, where)
     with session(folder, recipe.resources.cpus) as ray_session:
-        train_stage(job, ray_session)
+        if recipe.tune is not None:
+            search_stage(search, ray_session)
+            recipe = folder.read_recipe()  # with the values that the search chose
+        else:
+            train_stage(job, ray_session)
         evaluate_stage(recipe, folder)
         if recipe.certify is not None:
             certify_stage(recipe, folder, settings_of(recipe.certify.model_dump()))
     report_stage(folder)
+    return folder
+
+
+def tune(
+    recipe: Recipe, *, runs: str | Path = "runs", where: str = "recipe", only_resume: bool = False
+) -> RunFolder:
+    """The private search of a recipe's tune section alone, and the accuracy of the best trial.
+
+    only_resume: refuse to begin a new search. Raises as `run`, and tuning.search.NoModel.
+    """
+    if recipe.tune is None:
+        raise UserError(f"{where}: tune: is required to search: the space and the law of trials")
+    folder = RunFolder(Path(runs) / recipe.name)
+    search = prepare_search(recipe, folder, where, only_resume=only_resume)
+    with session(folder, recipe.resources.cpus) as ray_session:
+        search_stage(search, ray_session)
+    evaluate_stage(folder.read_recipe(), folder)
     return folder
 
 
@@ -147,6 +173,21 @@ def train_stage(job: TrainJob, ray_session: Session) -> None:
     )
     with console.progress("training", "steps") as show:
         train(job, ray_session, show)
+
+
+def search_stage(search: Search, ray_session: Session) -> None:
+    """A private search on Ray Tune; the folder then holds its best trial."""
+    if search.run_folder.trained.exists():
+        search.run(ray_session)
+        console.say(f"search: finished before ({search.run_folder.model})")
+        return
+    console.say(
+        f"search: {search.cost.law_in_words}, {ray_session}; when done: {search.cost.guarantee}"
+    )
+    if search.tune.law.name != "fixed":
+        console.say("search: the number of trials is secret: what follows is for your eyes only")
+    with console.progress("search", "trials") as show:
+        search.run(ray_session, show)
 
 
 def test_data(recipe: Recipe) -> dpdist.data.Dataset:

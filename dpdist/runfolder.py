@@ -190,6 +190,10 @@ class RunFolder:
         """The recipe the run was begun with."""
         return load(self.recipe_file)
 
+    def read_asked(self) -> Recipe:
+        """The recipe with its search, before the search chose values."""
+        return load(self.asked)
+
     def require_trained(self) -> dict[str, Any]:
         """The summary of the finished training. Raises UserError when it never finished."""
         self.check_format()

@@ -58,14 +58,15 @@ class Domain(_Section):
 class LawRecipe(_Section):
     """The law of the number of trials K.
 
-    logarithmic, geometric, negative-binomial (shape > -1) and poisson draw a secret K with this
+    logarithmic, geometric, negative-binomial (shape >= -1/2) and poisson draw a secret K with this
     mean; only the best trial is ever released (Papernot and Steinke 2022). fixed: K = runs, public,
     paid by plain composition; every trial may be shown, and the searcher may adapt.
     """
 
     name: Literal["logarithmic", "geometric", "negative-binomial", "poisson", "fixed"]
     mean: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None
-    shape: Annotated[float, Field(gt=-1, allow_inf_nan=False)] | None = None
+    # Below -1/2 the tail of K is so long that no computer could run every draw.
+    shape: Annotated[float, Field(ge=-0.5, allow_inf_nan=False)] | None = None
     runs: Count | None = None
 
     @model_validator(mode="after")

@@ -17,7 +17,7 @@ import yaml
 from dpdist.cli import main
 
 COMMANDS = [
-    "run", "train", "certify", "predict", "report", "release", "landscape", "account", "budget",
+    "run", "train", "tune", "certify", "predict", "report", "release", "landscape", "account", "budget",
     "radius", "recipes", "data",
 ]  # fmt: skip
 

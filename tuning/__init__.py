@@ -1,1 +1,1 @@
-"""Private hyper-parameter search on Ray Tune: the cost of tuning, counted."""
+"""Private search: hyper-parameters chosen by private scores, with the choice in the guarantee."""

@@ -21,6 +21,7 @@ from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.recipe import Recipe
 from dpdist.reports.attacks import AttackTable, read_attacks, read_checks, summary_rows
+from dpdist.reports.searches import SearchTerms, read_search, released
 from dpdist.runfolder import RunFolder, read_json
 
 
@@ -78,6 +79,7 @@ class Facts:
     plan: PrivacyPlan
     guarantee: Guarantee
     ledger: Ledger
+    search: SearchTerms | None
     group: Guarantee | None
     data_set: Guarantee | None
     trained: dict[str, Any]
@@ -106,19 +108,27 @@ class Facts:
         if self.group is not None:
             size, epsilon = self.recipe.privacy.group_size, format_epsilon(self.group.epsilon)
             unit += f"; {size} records: epsilon {epsilon}"
+        plan = self.plan
+        notes = ["Hyper-parameters chosen by looking at private results are not counted."]
+        searched = {}
+        if self.search is not None:
+            plan = released(self.search, plan, self.ledger)
+            notes = ["The search over the fields named is counted; any other choice is not."]
+            searched = {"searched": str(self.search)}
         return card(
-            self.plan,
-            self.ledger,
+            plan,
+            self.ledger if self.search is None else None,
             private=not self.fixed_key and math.isfinite(self.guarantee.epsilon),
             unit=unit,
             data_set=self.data_set,
-            notes=["Hyper-parameters chosen by looking at private results are not counted."],
+            notes=notes,
             extra={
                 "training data": self.recipe.data.name,
                 "model": self.recipe.model.name,
                 "method": self.recipe.method.name,
                 "initial weights": str(self.recipe.model.initial or "random"),
                 "dpdist": __version__,
+                **searched,
             },
         )
 
@@ -126,15 +136,21 @@ class Facts:
         """Name and value, as printed at the end of a run."""
         step = self.plan.step(0)
         rows = [("privacy", self.privacy_line)]
+        if self.search is not None:
+            rows.append(("private search", str(self.search)))
+            chosen = self.recipe.model_dump(mode="json")
+            found = [f"{field} {_shown(chosen, field)}" for field in self.search.fields]
+            rows.append(("chosen", ", ".join(found)))
         for title, other in (("privacy of a group", self.group), ("data set", self.data_set)):
             if other is not None:
                 rows.append((title, f"epsilon = {format_epsilon(other.epsilon)} ({other.source})"))
+        # How long a search's trials took is part of what stays secret about it.
+        took = f", {self.trained['seconds']:.0f} s" if self.search is None else ""
         rows.append(
             (
                 "training",
                 f"{self.plan.steps:,} steps, expected batch {step.expected_batch:g}, noise "
-                f"multiplier {step.noise_multiplier:.4g}, clip {step.clip_norm:g}, "
-                f"{self.trained['seconds']:.0f} s",
+                f"multiplier {step.noise_multiplier:.4g}, clip {step.clip_norm:g}{took}",
             )
         )
         if self.trained["fallback_layers"]:
@@ -171,14 +187,19 @@ def read_facts(folder: RunFolder) -> Facts:
     plan = PrivacyPlan.from_dict(read_json(folder.plan))
     ledger = Ledger.read(folder.ledger)
     evaluation = read_json(folder.evaluation) if folder.evaluation.exists() else None
+    search = read_search(folder)
+    whole = dataclasses.replace(plan, phases=ledger.phases(plan))
+    if search is not None:
+        whole = released(search, plan, ledger)
     return Facts(
         folder=folder,
         recipe=recipe,
         plan=plan,
-        guarantee=ledger.guarantee(plan),
+        guarantee=ledger.guarantee(plan) if search is None else whole.guarantee(),
         ledger=ledger,
-        group=_group_guarantee(recipe, plan, ledger),
-        data_set=_data_set_guarantee(recipe, plan, folder),
+        search=search,
+        group=_group_guarantee(recipe, whole),
+        data_set=_data_set_guarantee(recipe, plan, folder, search),
         trained=trained,
         evaluation=evaluation,
         tables=[read_table(path) for path in sorted(folder.certificates.glob("*/*.parquet"))],
@@ -187,18 +208,30 @@ def read_facts(folder: RunFolder) -> Facts:
     )
 
 
-def _group_guarantee(recipe: Recipe, plan: PrivacyPlan, ledger: Ledger) -> Guarantee | None:
+def _shown(recipe: dict[str, Any], field: str) -> str:
+    """A field's value in few digits."""
+    value: Any = recipe
+    for part in field.split("."):
+        value = value[part]
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _group_guarantee(recipe: Recipe, whole: PrivacyPlan) -> Guarantee | None:
     size = recipe.privacy.group_size
     if size == 1:
         return None
-    return group_guarantee(dataclasses.replace(plan, phases=ledger.phases(plan)), size)
+    return group_guarantee(whole, size)
 
 
-def _data_set_guarantee(recipe: Recipe, plan: PrivacyPlan, folder: RunFolder) -> Guarantee | None:
+def _data_set_guarantee(
+    recipe: Recipe, plan: PrivacyPlan, folder: RunFolder, search: SearchTerms | None
+) -> Guarantee | None:
     """What all runs on record have cost the data set, this one included."""
     if recipe.privacy.budget is None:
         return None
     run_id = key_id(bytes.fromhex(folder.run_key.read_text()))
+    if search is not None:
+        run_id = search.charge
     for budget in budgets_in(recipe.privacy.budget):
         if any(charge.run == run_id for charge in budget.charges):
             return budget.guarantee(plan.delta, plan.neighbours)

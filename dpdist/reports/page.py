@@ -20,7 +20,10 @@ def write_report(folder: RunFolder) -> None:
     """Write report/index.html and report/certified_accuracy.png of a trained run."""
     facts = read_facts(folder)
     clean = facts.evaluation["accuracy"] if facts.evaluation else None
-    pictures = [("Privacy spent", privacy_spent(facts.plan.epsilon_curve(), facts.plan.delta))]
+    pictures = []
+    if facts.search is None:  # a search is paid for as a whole, not step by step
+        curve = privacy_spent(facts.plan.epsilon_curve(), facts.plan.delta)
+        pictures.append(("Privacy spent", curve))
     if facts.tables:
         curve = certified_accuracy(facts.tables, clean)
         pictures.insert(0, ("Certified accuracy", curve))

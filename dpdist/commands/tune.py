@@ -1,0 +1,128 @@
+"""dpdist tune: search hyper-parameters privately; the guarantee covers training and search."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dpdist.commands.options import RUNS, DataRoot, Name, RecipeArgument, Runs, Workers
+from dpdist.errors import UserError
+
+if TYPE_CHECKING:
+    from dpdist.recipe import Recipe
+
+
+def command(
+    recipe: RecipeArgument,
+    name: Name = None,
+    runs: Runs = RUNS,
+    data_root: DataRoot = None,
+    workers: Workers = None,
+    plan: Annotated[
+        bool,
+        typer.Option("--plan", help="Print what each law of the number of trials costs; no data."),
+    ] = False,
+    trials: Annotated[
+        str | None, typer.Option(help="With --plan: expected numbers of trials, such as 5,10,50.")
+    ] = None,
+    records: Annotated[
+        int | None, typer.Option(min=1, help="With --plan: number of training records.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="With --plan: print JSON.")] = False,
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Continue an interrupted search; never begin a new one."),
+    ] = False,
+) -> None:
+    """Search the fields of the recipe's tune section; epsilon covers training and search.
+
+    The same command continues an interrupted search: nothing is drawn again. What the terminal
+    shows of a running search is for the operator only; the result is an ordinary run folder.
+    """
+    if plan:
+        _plan(recipe, trials, records, as_json)
+        return
+    if trials or records or as_json:
+        raise UserError("tune: --trials, --records and --json belong to --plan")
+    from dpdist import console, pipeline
+
+    resolved = pipeline.resolve(recipe, name=name, data_root=data_root, workers=workers)
+    folder = pipeline.tune(resolved, runs=runs, where=recipe, only_resume=resume)
+    typer.echo(console.table(pipeline.summary(folder), title=f"run {folder.name}"))
+
+
+def _plan(name: str, trials: str | None, records: int | None, as_json: bool) -> None:
+    from dpdist.recipe import find, load
+    from tuning import preview
+    from tuning.space import check_space
+
+    recipe = require_tune(load(find(name)), name)
+    check_space(recipe, name)
+    sizes = preview.sizes_without_data(recipe, records, name)
+    means = preview.default_means(recipe) if trials is None else _means(trials)
+    noise = preview.untuned_noise(recipe, sizes, name)
+    rows = [
+        preview.row(recipe, law, own, sizes, noise, name)
+        for law, own in preview.laws(recipe, means)
+    ]
+    if as_json:
+        typer.echo(json.dumps([row.to_dict() for row in rows]))
+        return
+    _show(recipe, sizes.train(recipe.data.fraction), noise, rows)
+
+
+def require_tune(recipe: Recipe, where: str) -> Recipe:
+    """The recipe. Raises UserError when it has no tune section."""
+    if recipe.tune is None:
+        raise UserError(
+            f"{where}: tune: is required: the fields to search (space) and the law of the number "
+            "of trials; docs/tuning.md shows one"
+        )
+    return recipe
+
+
+def _means(text: str) -> tuple[int, ...]:
+    try:
+        means = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        means = (0,)
+    if min(means) < 1:
+        raise UserError(f"tune: --trials: whole numbers >= 1 separated by commas, got {text!r}")
+    return means
+
+
+def _show(recipe: Recipe, records: int, noise: float, rows: list) -> None:
+    from dpdist.privacy.guarantee import format_epsilon
+
+    target = recipe.privacy.epsilon
+    header = ["trials K", f"epsilon at noise {noise:.4g}"]
+    if target is not None:
+        header.append(f"noise for {target:g} in all")
+    header += ["P(K=0)", "P(K>=2)", "P(K>=mean)", "K: 5 / 50 / 95 %"]
+    cells = []
+    for row in rows:
+        chance = dict(row.at_least)
+        line = [("* " if row.own else "  ") + row.law, format_epsilon(row.epsilon)]
+        if target is not None:
+            line.append(f"{row.noise:.4g}")
+        line += [
+            f"{1 - chance[1]:.3g}",
+            f"{chance[2]:.3g}",
+            f"{chance[max(chance)]:.3g}",
+            " / ".join(map(str, row.quantiles)),
+        ]
+        cells.append(line)
+    widths = [max(len(line[i]) for line in [header, *cells]) for i in range(len(header))]
+    typer.echo(
+        f"training on about {records:,} records; one untuned run: noise multiplier {noise:.4g}"
+        + ("" if target is None else f", epsilon {target:g}")
+        + f" at delta {recipe.privacy.delta:g}"
+    )
+    for line in [header, *cells]:
+        typer.echo("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip())
+    typer.echo(
+        "* the recipe's law. K stays secret (except fixed): a cheap law often runs a single trial, "
+        "which chooses nothing."
+    )

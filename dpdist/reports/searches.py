@@ -1,0 +1,63 @@
+"""What is told about the private search that chose a run: its terms, never its trials."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dpdist.privacy.guarantee import format_epsilon
+from dpdist.privacy.ledger import Ledger
+from dpdist.privacy.plan import GaussianSteps, Phase, PrivacyPlan, phase_from_dict
+from dpdist.runfolder import RunFolder, read_json
+
+
+@dataclass(frozen=True)
+class SearchTerms:
+    """plan: of training and search together. fields: what was searched. law: of the number of
+    trials. one_training: epsilon of one training with the same noise. charge: id in the budget."""
+
+    plan: PrivacyPlan
+    law: str
+    fields: tuple[str, ...]
+    objective: str
+    scored_on: str
+    one_training: float
+    charge: str
+
+    def __str__(self) -> str:
+        return (
+            f"{', '.join(self.fields)} by {self.objective} on {self.scored_on}; number of trials: "
+            f"{self.law}; epsilon covers training and search (one such training alone: "
+            f"{format_epsilon(self.one_training)})"
+        )
+
+
+def read_search(folder: RunFolder) -> SearchTerms | None:
+    """The terms of the search that chose this run; None for a run that nothing chose."""
+    if not folder.search.exists():
+        return None
+    record: dict[str, Any] = read_json(folder.search)
+    return SearchTerms(
+        plan=PrivacyPlan.from_dict(record["plan"]),
+        law=record["law"],
+        fields=tuple(record["fields"]),
+        objective=record["objective"],
+        scored_on=record["scored_on"],
+        one_training=float(record["one_training"]["epsilon"]),
+        charge=record["charge"],
+    )
+
+
+def released(search: SearchTerms, plan: PrivacyPlan, ledger: Ledger) -> PrivacyPlan:
+    """The search's plan with whatever else the winner's ledger says was released.
+
+    plan: of the winner's training, which the search covers once.
+    """
+    others: list[Phase] = [phase_from_dict(event["event"]) for event in ledger.events]
+    for step, releases in ledger.releases.items():
+        if releases > 1:
+            todo = plan.step(step)
+            others.append(
+                GaussianSteps(releases - 1, todo.noise_multiplier, todo.sample_rate, todo.batch_cap)
+            )
+    return replace(search.plan, phases=(*search.plan.phases, *others), clip_norm=plan.clip_norm)

@@ -1,0 +1,154 @@
+"""The private manifest: how many trials, their keys and their settings, drawn before the first.
+
+Whoever learns K or sees trials that lost learns more than the guarantee allows, so the manifest
+never leaves private/. It is written once, whole, before anything runs; a continued search reads it
+back and draws nothing again: a second draw after looking at the first would be a second search.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cluster.storage import private_folder, write_json
+from dpdist.errors import UserError
+from dpdist.gradients.keys import derive_key, words
+from dpdist.privacy.selection import SelectionLaw
+from dpdist.runfolder import RunFolder, read_json
+from dpdist.search_options import LawRecipe, TuneRecipe
+from tuning.space import Values, draw
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One trial. key: 32 bytes, all its randomness. tie: breaks ties, independent of the data.
+
+    values: of the searched fields; None while an adaptive searcher has not chosen them.
+    """
+
+    number: int
+    key: bytes
+    tie: str
+    values: Values | None = None
+
+
+@dataclass(frozen=True)
+class SearchFolder:
+    """Paths of a search inside its run folder; all private."""
+
+    run: RunFolder
+
+    @property
+    def path(self) -> Path:
+        return self.run.private / "search"
+
+    @property
+    def manifest(self) -> Path:
+        return self.path / "manifest.json"
+
+    @property
+    def terms(self) -> Path:
+        """What every trial needs to know: noise of the score, objective, packages."""
+        return self.path / "terms.json"
+
+    @property
+    def outcome(self) -> Path:
+        return self.path / "outcome.json"
+
+    @property
+    def ray(self) -> Path:
+        return self.path / "ray"
+
+    def trial(self, number: int) -> RunFolder:
+        """The run folder of one trial."""
+        return RunFolder(self.path / "trials" / f"{number:05d}")
+
+    def settings(self, number: int) -> Path:
+        """Values and noise multiplier of one trial."""
+        return self.path / "settings" / f"{number:05d}.json"
+
+    def scores(self, number: int) -> Path:
+        """Scores of one trial at its rungs, or why it failed."""
+        return self.path / "scores" / f"{number:05d}.json"
+
+
+def number_of_trials(law: LawRecipe, key: bytes) -> int:
+    """K, drawn with a secret key; fixed by law fixed."""
+    if law.name == "fixed":
+        assert law.runs is not None
+        return law.runs
+    assert law.mean is not None
+    selection = SelectionLaw(law.mean, law.shape_number)
+    return selection.quantile(_uniforms(derive_key(key, "search", "count"))())
+
+
+def draw_trials(tune: TuneRecipe, key: bytes) -> list[Trial]:
+    """All trials of a search, from its secret key: how many, their settings and their keys."""
+    trials = []
+    for number in range(number_of_trials(tune.law, key)):
+        values = None
+        if tune.searcher == "random":
+            values = draw(tune, _uniforms(derive_key(key, "search", "values", number)))
+        tie = derive_key(key, "search", "tie", number).hex()
+        trials.append(Trial(number, derive_key(key, "search", "trial", number), tie, values))
+    return trials
+
+
+def ensure_manifest(folder: SearchFolder, tune: TuneRecipe, key: bytes) -> None:
+    """Draw the trials from a secret key and write them down, unless that was done before."""
+    if folder.manifest.exists():
+        return
+    private_folder(folder.path)
+    trials = [
+        {"number": t.number, "key": t.key.hex(), "tie": t.tie, "values": t.values}
+        for t in draw_trials(tune, key)
+    ]
+    write_json(folder.manifest, {"format": FORMAT, "trials": trials})
+    folder.manifest.chmod(0o600)
+
+
+def read_trials(folder: SearchFolder) -> list[Trial]:
+    """The trials as drawn. Raises UserError for a manifest that is missing, damaged or newer."""
+    record = read_json(folder.manifest)
+    try:
+        if record["format"] > FORMAT:
+            raise UserError(f"{folder.manifest}: written by a newer version of dpdist")
+        return [
+            Trial(t["number"], bytes.fromhex(t["key"]), t["tie"], t["values"])
+            for t in record["trials"]
+        ]
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{folder.manifest}: damaged: {error!r}") from error
+
+
+def best(trials: list[Trial], scores: dict[int, float]) -> int | None:
+    """The number of the best trial: highest score, ties by the drawn label. None without a score.
+
+    scores: of the trials that did not fail; a failed trial counts as minus infinity.
+    """
+    done = [trial for trial in trials if trial.number in scores]
+    if not done:
+        return None
+    return max(done, key=lambda trial: (scores[trial.number], trial.tie)).number
+
+
+def _uniforms(key: bytes) -> Callable[[], float]:
+    """Fresh numbers in [0, 1) with 53 bits from a key's stream."""
+    position = 0
+
+    def uniform() -> float:
+        nonlocal position
+        (word,) = words(key, position, 1)
+        position += 1
+        return float(int(word) >> 11) * 2.0**-53
+
+    return uniform
+
+
+def read_settings(folder: SearchFolder, number: int) -> dict[str, Any]:
+    """Values and noise multiplier of a trial, as written before it started."""
+    return read_json(folder.settings(number))

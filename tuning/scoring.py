@@ -1,0 +1,115 @@
+"""The score of one trial: a count over records, with noise when the records are private.
+
+Every record adds a number in [0, 1] that depends on itself, the model and fresh randomness only, so
+the sum changes by at most 1 when one record is added or removed. Private records are executed one
+at a time, in batches of one shape: with other records in the batch, the last bit of a result (and
+so a class) could depend on them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from dpdist import models
+from dpdist.certification.settings import CertifySettings
+from dpdist.certification.units import UnitSource
+from dpdist.certification.worker import Assignment, Piece, Worker, probe, procedure
+from dpdist.data import Dataset
+from dpdist.errors import UserError
+from dpdist.gradients.keys import derive_key
+from dpdist.gradients.noise import add_noise
+from dpdist.search_options import ScoreRecipe
+
+_PUBLIC_BATCH = 1000
+_CHECK_ROWS = 64
+
+
+def score(
+    model_folder: Path,
+    dataset: Dataset,
+    settings: ScoreRecipe,
+    *,
+    sigma: float | None,
+    noise: float | None,
+    key: bytes,
+    trusted_factory: str | None = None,
+) -> float:
+    """The score: weighted mean of the objectives over the records, between 0 and 1 but for noise.
+
+    sigma: smoothing noise of the certified objectives. noise: standard deviation of the Gaussian
+    noise on the sum over private records; None when they are public. key: the trial's key for this
+    score; used for one score only. Raises UserError when parameters of the model are not finite.
+    """
+    model = models.load(model_folder, trusted_factory=trusted_factory).eval()
+    if not all(bool(torch.isfinite(value).all()) for value in model.state_dict().values()):
+        raise UserError("the trained parameters are not finite numbers")
+    total = np.array([float(_values(model, dataset, settings, sigma, noise, key).sum())])
+    if noise is not None:
+        total = add_noise(total, derive_key(key, "score", "noise"), noise)
+    return float(total[0]) / len(dataset)
+
+
+def _values(
+    model: torch.nn.Module,
+    dataset: Dataset,
+    settings: ScoreRecipe,
+    sigma: float | None,
+    noise: float | None,
+    key: bytes,
+) -> np.ndarray:
+    """Each record's number in [0, 1]: float64 (records,)."""
+    weights = settings.objectives
+    values = np.zeros(len(dataset))
+    if "accuracy" in weights:
+        rows = 1 if noise is not None else _PUBLIC_BATCH
+        values += weights["accuracy"] * correct(model, dataset, rows)
+    if settings.certifies:
+        assert sigma is not None
+        radii = certified_radii(model, dataset, settings, sigma, key)
+        if settings.radius is not None:
+            values += weights["certified-accuracy"] * (radii >= settings.radius)
+        if settings.radius_cap is not None:
+            share = np.clip(radii, 0.0, settings.radius_cap) / settings.radius_cap
+            values += weights["average-radius"] * share
+    return np.clip(values / sum(weights.values()), 0.0, 1.0)
+
+
+def correct(model: torch.nn.Module, dataset: Dataset, rows: int) -> np.ndarray:
+    """1.0 for each record that is classified rightly, in batches of `rows`: float64 (records,)."""
+    found = np.zeros(len(dataset))
+    with torch.inference_mode():
+        for start in range(0, len(dataset), rows):
+            chosen = slice(start, start + rows)
+            classes = model(dataset.batch(chosen)).argmax(1)
+            found[chosen] = (classes == dataset.targets(chosen)).numpy()
+    return found
+
+
+def certified_radii(
+    model: torch.nn.Module, dataset: Dataset, settings: ScoreRecipe, sigma: float, key: bytes
+) -> np.ndarray:
+    """The certified L2 radius of each record, -1 where the class is wrong or nothing is certified
+    (Cohen et al. 2019): float64 (records,)."""
+    certify = CertifySettings(
+        sigma, n0=settings.draws, n=settings.draws, alpha=settings.alpha, form="eager"
+    )
+    source = UnitSource("score", derive_key(key, "score", "draws").hex(), "", "", "gaussian", sigma)
+    # Made-up inputs: which form is executed must not depend on private records.
+    made_up = np.random.default_rng(0).random((_CHECK_ROWS, *dataset.input_shape), dtype=np.float32)
+    assignment = Assignment(model, certify, source, dataset.classes, dataset.input_shape, made_up)
+    executed = replace(assignment, spec=probe(assignment))
+    worker = Worker(executed)
+    steps = procedure(executed)
+    labels = dataset.targets(slice(None)).numpy()
+    radii = np.full(len(dataset), -1.0)
+    for index in range(len(dataset)):
+        image = dataset.batch(slice(index, index + 1))[0].numpy()
+        (row,) = worker([Piece(index, 0, steps.units, image)])
+        verdict = steps.verdict([row["partial"]])
+        if verdict.prediction == labels[index]:
+            radii[index] = verdict.radius
+    return radii

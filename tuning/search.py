@@ -1,0 +1,433 @@
+"""A private search from its recipe to the released winner, on Ray Tune; continued after a crash.
+
+The rules that make its guarantee true (docs/tuning.md): everything is drawn before the first trial;
+all K trials run to their end, whatever the others score; a failed trial counts as minus infinity;
+a repetition replays with the same keys; only the best trial leaves private/; a search that is
+broken off releases nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from cluster.packages import check_nodes, fingerprint
+from cluster.session import Session
+from cluster.storage import private_folder, write_atomic, write_json
+from dpdist.data import Dataset
+from dpdist.data.dataset import base_fingerprint
+from dpdist.errors import UserError
+from dpdist.gradients.keys import derive_key, new_run_key
+from dpdist.privacy.budget import BudgetExceeded, DataBudget
+from dpdist.privacy.journal import JournalError
+from dpdist.recipe import Recipe
+from dpdist.runfolder import RunFolder, read_json
+from dpdist.search_options import TuneRecipe
+from dpdist.training.job import (
+    PACKAGES,
+    check_groups,
+    check_model,
+    make_plan,
+    source_of,
+    training_data,
+)
+from tuning.cost import SearchCost, Sizes
+from tuning.manifest import SearchFolder, best, ensure_manifest, read_settings, read_trials
+from tuning.room import live_nodes, trial_resources, trials_at_once
+from tuning.space import Values, check_space, fields, with_values
+from tuning.trial import run_trial, scores_of, scoring_data, trial_recipe
+
+Progress = Callable[[int, int, float], None]
+
+
+class NoModel(UserError):
+    """The search ended without a model, which is one of the mechanism's outcomes."""
+
+
+class Search:
+    """A prepared search. `prepare` makes it; `run` brings it to its end."""
+
+    def __init__(self, recipe: Recipe, folder: RunFolder, cost: SearchCost) -> None:
+        assert recipe.tune is not None
+        self.recipe, self.cost = recipe, cost
+        self.tune: TuneRecipe = recipe.tune
+        self.run_folder = folder
+        self.folder = SearchFolder(RunFolder(folder.path.resolve()))
+        self._since = time.monotonic()
+
+    def run(self, session: Session, progress: Progress = lambda done, total, rate: None) -> None:
+        """Run what is left of the search; afterwards the run folder holds the winner.
+
+        Raises NoModel when there is none, UserError and ClusterError for what the user can mend.
+        """
+        if self.run_folder.trained.exists():
+            self._charge(settle=True)  # a crash may have come between
+            return
+        if not self.folder.outcome.exists():
+            self._charge()
+            concurrent = trials_at_once(self.recipe.resources, self.tune.concurrent, live_nodes())
+            check_nodes(PACKAGES, self.folder.path)
+            _in_background(lambda: self._trials(concurrent), lambda: self._show(progress))
+            self._decide()
+        winner = read_json(self.folder.outcome)["winner"]
+        if winner is None:
+            self._charge(settle=True)
+            raise NoModel(
+                f"{self.run_folder.path}: the search ended without a model. This is one of its "
+                "outcomes, and costs as much as the others: "
+                f"{self.cost.guarantee}. Another search is paid for anew"
+            )
+        self._promote(winner)
+        self._charge(settle=True)
+
+    def begin(self, data: str) -> None:
+        """Draw everything and write it down, or check that it is the search that was begun.
+
+        data: fingerprint of the training records. All that can fail comes before the first file.
+        """
+        terms = {
+            "data": data,
+            "plan": self.cost.plan.to_dict(),
+            "score_noise": self.cost.score_noise,
+            "charge": secrets.token_hex(8),
+        }
+        if not self.folder.terms.exists():
+            self.run_folder.begin(self.recipe)
+            write_atomic(self.run_folder.asked, self.recipe.to_yaml())
+            secret = self.recipe.privacy.run_key
+            ensure_manifest(
+                self.folder, self.tune, bytes.fromhex(secret) if secret else new_run_key()
+            )
+            write_json(self.folder.terms, terms)
+            return
+        begun = read_json(self.folder.terms)
+        changed = [name for name in ("data", "plan") if begun[name] != terms[name]]
+        if changed:
+            what = {"data": "the training records", "plan": "what the search costs"}
+            raise UserError(
+                f"{self.run_folder.path}: {' and '.join(what[name] for name in changed)} changed "
+                "since this search was begun; restore it, or choose another --name"
+            )
+
+    # --- the trials
+
+    def _trials(self, concurrent: int) -> None:
+        """All trials to their end; those whose worker was lost are repeated, with the same keys."""
+        for _ in range(self.recipe.resources.max_failures + 1):
+            if not self._unfinished():
+                return
+            self._round(concurrent)
+        for number in self._unfinished():
+            state = scores_of(self.folder, number)
+            gone = {**state, "done": True, "failed": "its workers were lost again and again"}
+            write_json(self.folder.scores(number), gone)
+
+    def _unfinished(self) -> list[int]:
+        trials = read_trials(self.folder)
+        return [t.number for t in trials if not scores_of(self.folder, t.number)["done"]]
+
+    def _round(self, concurrent: int) -> None:
+        """One pass of Ray Tune over all K trials; finished ones only report again."""
+        # Ray must not print trial tables, and writes them to the private folder only.
+        os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")
+        os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")
+        from ray import tune
+        from ray.tune.logger import JsonLoggerCallback
+
+        from tuning.searchers import METRIC, ManifestSearcher
+
+        trials = read_trials(self.folder)
+        adaptive = self._suggestions() if self.tune.searcher != "random" else None
+        searcher = ManifestSearcher(
+            self.folder, trials, self.noise_of, adaptive, stops_early=self.tune.asha is not None
+        )
+        scheduler, factor = None, 1
+        if self.tune.asha is not None:
+            from ray.tune.schedulers import ASHAScheduler
+
+            factor = self.tune.asha.reduction_factor
+            scheduler = ASHAScheduler(
+                time_attr="reached",
+                metric=METRIC,
+                mode="max",
+                grace_period=1,
+                reduction_factor=factor,
+                max_t=factor ** (self.tune.rungs - 1),
+            )
+        tuner = tune.Tuner(
+            tune.with_resources(
+                _trainable(self.folder.run.path, factor), trial_resources(self.recipe.resources)
+            ),
+            tune_config=tune.TuneConfig(
+                num_samples=len(trials),
+                search_alg=searcher,
+                scheduler=scheduler,
+                max_concurrent_trials=concurrent,
+                reuse_actors=scheduler is None,
+            ),
+            run_config=tune.RunConfig(
+                name=f"search-{time.time_ns()}",
+                storage_path=str(private_folder(self.folder.ray)),
+                failure_config=tune.FailureConfig(max_failures=0, fail_fast=False),
+                callbacks=[JsonLoggerCallback()],
+                verbose=0,
+            ),
+        )
+        tuner.fit()
+
+    def _suggestions(self) -> Any:
+        from tuning.searchers import Suggestions
+
+        trials = read_trials(self.folder)
+        known = []
+        for trial in trials:
+            state = scores_of(self.folder, trial.number)
+            if state["done"] and state["scores"]:
+                values = read_settings(self.folder, trial.number)["values"]
+                known.append((values, state["scores"][-1]))
+        seed = int.from_bytes(derive_key(trials[0].key, "optuna")[:4], "little")
+        return Suggestions(self.tune, seed, known)
+
+    def noise_of(self, values: Values) -> float:
+        """The noise multiplier of a trial, after checking that it executes what was accounted."""
+        trial = with_values(self.recipe, values, "tune.space")
+        expected = self.cost.trial_plan(trial)
+        noise = self.cost.trial_noise(trial)
+        settings = {"values": values, "noise_multiplier": noise}
+        executed = make_plan(
+            trial_recipe(self.recipe, settings, bytes(32), "trial"), expected.records, "tune.space"
+        )
+        if executed.phases != expected.phases:
+            raise UserError(
+                "tune.space: the training of these values is not the one that was accounted: "
+                f"{executed.phases} instead of {expected.phases}"
+            )
+        return noise
+
+    def _show(self, progress: Progress) -> None:
+        total = len(read_trials(self.folder))
+        done = total - len(self._unfinished())
+        progress(done, total, done / (time.monotonic() - self._since))
+
+    # --- the end
+
+    def _decide(self) -> None:
+        trials = read_trials(self.folder)
+        states = {t.number: scores_of(self.folder, t.number) for t in trials}
+        scores = {n: s["scores"][-1] for n, s in states.items() if s["failed"] is None}
+        write_json(self.folder.outcome, {"winner": best(trials, scores)})
+
+    def _promote(self, winner: int) -> None:
+        """Make the run folder the winner's. Repeatable; private/trained.json comes last."""
+        source, target = self.folder.trial(winner), self.folder.run
+        for name in ("plan.json", "ledger.jsonl", "run.key", "data.json", "fixed-key"):
+            if (source.private / name).exists():
+                write_atomic(target.private / name, (source.private / name).read_bytes())
+                (target.private / name).chmod(0o600)
+        shutil.rmtree(target.model, ignore_errors=True)
+        shutil.copytree(source.model, target.model)
+        for extra in sorted(source.private.glob("hidden*")):
+            write_atomic(target.private / extra.name, extra.read_bytes())
+        write_json(target.search, self._terms_of_the_guarantee())
+        chosen = source.read_recipe()
+        named = chosen.model_copy(
+            update={
+                "name": self.recipe.name,
+                "privacy": chosen.privacy.model_copy(
+                    update={
+                        "budget": self.recipe.privacy.budget,
+                        "budget_ceiling": self.recipe.privacy.budget_ceiling,
+                    }
+                ),
+            }
+        )
+        write_atomic(target.recipe_file, named.to_yaml())
+        if self.tune.law.name == "fixed":
+            self._show_trials()
+        trained = source.require_trained()
+        # How long it took depends on how many trials ran beside it.
+        trained.pop("seconds", None)
+        write_json(target.trained, trained)
+
+    def _terms_of_the_guarantee(self) -> dict[str, Any]:
+        """What is told about the search. Nothing here depends on K or on a trial."""
+        public = self.tune.score.public
+        return {
+            "plan": self.cost.plan.to_dict(),
+            "law": self.cost.law_in_words,
+            "fields": sorted(field for field, _ in fields(self.tune)),
+            "objective": self.tune.score.describe(),
+            "scored_on": "held-out private records, with noise"
+            if public is None
+            else f"public records ({public.name}/{public.split})",
+            "one_training": self.cost.one_training.to_dict(),
+            "charge": self._charge_id(),
+        }
+
+    def _show_trials(self) -> None:
+        """Every trial of a search with a fixed number of trials: all of it was paid for."""
+        rows = []
+        for trial in read_trials(self.folder):
+            state = scores_of(self.folder, trial.number)
+            settings = read_settings(self.folder, trial.number)
+            rows.append({**settings, "scores": state["scores"], "failed": state["failed"]})
+        write_json(self.folder.run.path / "trials.json", rows)
+
+    # --- the data set's budget
+
+    def _charge_id(self) -> str:
+        return read_json(self.folder.terms)["charge"]
+
+    def _charge(self, settle: bool = False) -> None:
+        """Charge the whole search to the data set's budget before it starts; settle it after."""
+        privacy, plan = self.recipe.privacy, self.cost.plan
+        if privacy.budget is None:
+            return
+        try:
+            data = training_data(self.recipe, source_of(self.recipe))
+            whole = base_fingerprint(data.fingerprint)
+            with DataBudget.open(privacy.budget, whole, self.recipe.data.name) as budget:
+                budget.reserve(
+                    self._charge_id(),
+                    self.recipe.name,
+                    plan.records,
+                    plan.phases,
+                    delta=plan.delta,
+                    neighbours=plan.neighbours,
+                    ceiling=None if settle else privacy.budget_ceiling,
+                )
+                if settle:
+                    budget.settle(self._charge_id(), plan.phases)
+        except (BudgetExceeded, JournalError) as error:
+            raise UserError(f"{self.run_folder.recipe_file}: privacy.budget: {error}") from error
+
+
+def prepare(recipe: Recipe, folder: RunFolder, where: str, *, only_resume: bool = False) -> Search:
+    """Check all that can be checked, account the search and draw it, or read it back.
+
+    only_resume: refuse to begin. Raises UserError, and then nothing was written.
+    """
+    assert recipe.tune is not None
+    continued = _check_same_search(recipe, folder)
+    if only_resume and not continued:
+        raise UserError(f"{folder.path}: no search to resume; without --resume one is begun")
+    check_space(recipe, where)
+    score = recipe.tune.score
+    hold_out = recipe.data.hold_out if score.public else score.hold_out
+    dataset = _records(recipe, hold_out, recipe.data.fraction)
+    check_groups(recipe, dataset, where)
+    _check_scoring(recipe, dataset, where)
+
+    @cache
+    def counted(fraction: float) -> int:
+        return len(_records(recipe, hold_out, fraction))
+
+    sizes = Sizes(len(_records(recipe, 0.0, 1.0)), hold_out, counted)
+    search = Search(recipe, folder, SearchCost(recipe, sizes, recipe.tune.law, where))
+    if not continued:
+        for values in _probes(recipe.tune):
+            search.noise_of(values)
+            check_model(with_values(recipe, values, where), dataset)
+    if not folder.trained.exists():
+        search.begin(dataset.fingerprint)
+    return search
+
+
+def _check_same_search(recipe: Recipe, folder: RunFolder) -> bool:
+    """Whether this search was begun before. Raises UserError when the folder holds another run."""
+    if not folder.asked.exists():
+        # Between the two files of a beginning there is nothing else.
+        if folder.check_same_recipe(recipe) and folder.plan.exists():
+            raise UserError(f"{folder.path}: holds a run without a search; choose another --name")
+        return False
+    folder.check_format()
+    different = folder.read_asked().same_experiment(recipe)
+    if different:
+        raise UserError(
+            f"{folder.path}: a search of that name exists with a different recipe "
+            f"({', '.join(different)} differ); choose another --name, or repeat the recipe to "
+            "continue it"
+        )
+    return True
+
+
+def _records(recipe: Recipe, hold_out: float, fraction: float) -> Dataset:
+    section = recipe.data.model_copy(update={"hold_out": hold_out, "fraction": fraction})
+    return training_data(recipe.model_copy(update={"data": section}), source_of(recipe))
+
+
+def _probes(tune: TuneRecipe) -> Iterator[Values]:
+    """Values at the ends of the space, one field at a time."""
+    first = {key: domain.ends[0] for key, domain in tune.space.items()}
+    yield first
+    for key, domain in tune.space.items():
+        for end in domain.ends[1:]:
+            yield {**first, key: end}
+
+
+def _check_scoring(recipe: Recipe, dataset: Dataset, where: str) -> None:
+    """Raise UserError when the records or the objective of the scores cannot be used."""
+    assert recipe.tune is not None
+    score = recipe.tune.score
+    records = scoring_data(recipe)
+    if not len(records):
+        raise UserError(f"{where}: tune.score: there are no records to score on")
+    if score.public is not None:
+        if base_fingerprint(records.fingerprint) == base_fingerprint(dataset.fingerprint):
+            raise UserError(
+                f"{where}: tune.score.public: {records.name} is the private training split; leave "
+                "public out to score on a held-out part of it, with noise"
+            )
+        if records.input_shape != dataset.input_shape:
+            raise UserError(
+                f"{where}: tune.score.public: inputs of shape {records.input_shape}, the training "
+                f"records have {dataset.input_shape}"
+            )
+    if not score.certifies:
+        return
+    certify = recipe.certify
+    if certify is None or certify.sigma is None or certify.noise != "gaussian":
+        raise UserError(
+            f"{where}: tune.score.objectives: certified objectives need certify.sigma and Gaussian "
+            "noise in the recipe"
+        )
+
+
+def _trainable(path: Path, factor: int) -> Callable[[dict[str, Any]], None]:
+    packages = fingerprint(PACKAGES)
+
+    def trial(config: dict[str, Any]) -> None:
+        from ray import tune
+
+        def report(rung: int, value: float) -> None:
+            tune.report({"score": value, "reached": factor ** (rung - 1)})
+
+        run_trial(path, packages, config["trial"], report)
+
+    return trial
+
+
+def _in_background(work: Callable[[], None], show: Callable[[], None]) -> None:
+    """Work in a thread and show progress meanwhile: Ray would take Ctrl-C from the main thread."""
+    errors: list[BaseException] = []
+
+    def keep_errors() -> None:
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=keep_errors, daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(0.5)
+        show()
+    if errors:
+        raise errors[0]

@@ -1,0 +1,147 @@
+"""How trials reach Ray Tune: in the manifest's order, or as an adaptive searcher suggests.
+
+Ray asks for one trial after another; each is written down, with its noise, before it starts. So a
+continued search starts the trials it had, never others. An adaptive searcher (Optuna's TPE) is told
+scores that were paid for beforehand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ray.tune.search import Searcher
+
+from cluster.storage import write_json
+from dpdist.errors import UserError
+from dpdist.search_options import Domain, TuneRecipe
+from tuning.manifest import SearchFolder, Trial
+from tuning.space import Values
+from tuning.trial import scores_of
+
+METRIC = "score"
+
+
+class ManifestSearcher(Searcher):
+    """Hands out the numbers 0..K-1 of the manifest's trials, each with its settings on record.
+
+    noise_of: the noise multiplier of a trial with given values. adaptive: suggests values where the
+    manifest has none. stops_early: a scheduler may stop a trial between two rungs.
+    """
+
+    def __init__(
+        self,
+        folder: SearchFolder,
+        trials: list[Trial],
+        noise_of: Callable[[Values], float],
+        adaptive: Suggestions | None = None,
+        *,
+        stops_early: bool = False,
+    ) -> None:
+        super().__init__(metric=METRIC, mode="max")
+        self._folder, self._trials, self._noise_of = folder, trials, noise_of
+        self._adaptive, self._stops_early = adaptive, stops_early
+        self._next = 0
+        self._numbers: dict[str, int] = {}
+
+    def suggest(self, trial_id: str) -> Any:
+        """The next trial, as {"trial": number}, or that there are no more."""
+        if self._next == len(self._trials):
+            return Searcher.FINISHED
+        trial = self._trials[self._next]
+        path = self._folder.settings(trial.number)
+        if not path.exists():
+            values = trial.values
+            if values is None:
+                assert self._adaptive is not None
+                values = self._adaptive.suggest(trial_id)
+            settings = {"values": values, "noise_multiplier": self._noise_of(values)}
+            write_json(path, settings)
+        self._next += 1
+        self._numbers[trial_id] = trial.number
+        return {"trial": trial.number}
+
+    def on_trial_result(self, trial_id: str, result: dict) -> None:
+        """Nothing: scores are read from the trials' own files."""
+
+    def on_trial_complete(
+        self, trial_id: str, result: dict | None = None, error: bool = False
+    ) -> None:
+        """Tell the adaptive searcher; mark a trial that the scheduler stopped."""
+        number = self._numbers[trial_id]
+        state = scores_of(self._folder, number)
+        if self._stops_early and not error and not state["done"]:
+            write_json(
+                self._folder.scores(number), {**state, "done": True, "failed": "stopped early"}
+            )
+        if self._adaptive is not None:
+            score = state["scores"][-1] if state["scores"] else None
+            self._adaptive.tell(trial_id, score)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Ray pickles its searcher beside its own state: without keys and settings."""
+        return {}
+
+    def save(self, checkpoint_path: str) -> None:
+        """Nothing to save: the manifest and the trials' files are the state."""
+
+    def restore(self, checkpoint_path: str) -> None:
+        """Nothing to restore; a continued search makes a new searcher from the files."""
+
+
+class Suggestions:
+    """Optuna's TPE through Ray Tune, fed with what an interrupted search had found."""
+
+    def __init__(self, tune: TuneRecipe, seed: int, known: list[tuple[Values, float]]) -> None:
+        try:
+            import optuna
+            from ray.tune.search.optuna import OptunaSearch
+        except ImportError:
+            raise UserError(
+                "tune.searcher: optuna is not installed: pip install 'dpdist[tune]'"
+            ) from None
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        self._space = tune.space
+        distributions = {key: _distribution(domain) for key, domain in tune.space.items()}
+        self._inner = OptunaSearch(distributions, metric=METRIC, mode="max", seed=seed)
+        self._own: set[str] = set()
+        for values, score in known:
+            self._inner.add_evaluated_point(self._encoded(values), score)
+
+    def suggest(self, trial_id: str) -> Values:
+        """Values of the searched fields for the next trial."""
+        self._own.add(trial_id)
+        found = self._inner.suggest(trial_id)
+        assert isinstance(found, dict)
+        return {
+            key: domain.choice[found[key]] if domain.choice is not None else found[key]
+            for key, domain in self._space.items()
+        }
+
+    def tell(self, trial_id: str, score: float | None) -> None:
+        """The last score of a trial that was suggested here; None for a failed one."""
+        if trial_id in self._own:
+            result = None if score is None else {METRIC: score}
+            self._inner.on_trial_complete(trial_id, result, error=score is None)
+
+    def _encoded(self, values: Values) -> Values:
+        return {
+            key: domain.choice.index(values[key]) if domain.choice is not None else values[key]
+            for key, domain in self._space.items()
+        }
+
+
+def _distribution(domain: Domain) -> Any:
+    """Optuna's word for a domain; a choice becomes its position in the list."""
+    from optuna.distributions import (
+        CategoricalDistribution,
+        FloatDistribution,
+        IntDistribution,
+    )
+
+    if domain.choice is not None:
+        return CategoricalDistribution(tuple(range(len(domain.choice))))
+    if domain.integer is not None:
+        return IntDistribution(*domain.integer)
+    low, high = domain.ends
+    return FloatDistribution(low, high, log=domain.log_uniform is not None)

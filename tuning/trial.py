@@ -1,0 +1,180 @@
+"""One trial: train under its own key, score, write the score down. Runs inside Ray Tune.
+
+A trial reads everything from the search's private folder, so that nothing secret travels through
+Ray, and does each part once: a trial that is repeated after a crash replays its training exactly,
+from its checkpoint and with the same keys, and never scores anew what it has scored. A trial that
+cannot go on, or cannot replay exactly, has failed; that is an outcome like any other.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cluster.packages import check_same
+from cluster.storage import write_atomic, write_json
+from dpdist import data
+from dpdist.data import Dataset
+from dpdist.errors import UserError
+from dpdist.gradients.keys import derive_key
+from dpdist.privacy.journal import JournalBusy
+from dpdist.privacy.ledger import Ledger, LedgerError, ReplayConflict
+from dpdist.recipe import Recipe
+from dpdist.runfolder import RunFolder, read_json
+from dpdist.search_options import PublicData
+from dpdist.training.job import PACKAGES, TrainJob, held_out_data, prepare, source_of
+from dpdist.training.loop import run
+from dpdist.training.reducer import Reducer
+from dpdist.training.trainer import fit
+from tuning.manifest import SearchFolder, Trial, read_settings, read_trials
+from tuning.scoring import score
+from tuning.space import with_values
+
+Report = Callable[[int, float], None]  # rung (from 1), score
+
+
+def run_trial(path: Path, packages: dict[str, str], number: int, report: Report) -> None:
+    """Bring trial `number` of the search under run folder `path` to its end, however far it was.
+
+    packages: the driver's. report: called with every rung's score, also those from before a crash.
+    Errors that a repetition may mend (a lost worker) are raised; all others make the trial a failed
+    one.
+    """
+    folder = SearchFolder(RunFolder(path))
+    state = scores_of(folder, number)
+    for rung, value in enumerate(state["scores"], 1):
+        report(rung, value)
+    if state["done"]:
+        return
+    check_same(packages, PACKAGES, f"trial on {os.uname().nodename}")
+    try:
+        _go_on(folder, number, read_json(folder.terms), state, report)
+    except JournalBusy:
+        raise  # an attempt that was given up still holds the ledger
+    except (UserError, LedgerError, ReplayConflict, ValueError) as error:
+        write_json(folder.scores(number), {**state, "done": True, "failed": str(error)})
+
+
+def scores_of(folder: SearchFolder, number: int) -> dict[str, Any]:
+    """scores: of the rungs so far. done: nothing more will come. failed: why it does not count."""
+    path = folder.scores(number)
+    return read_json(path) if path.exists() else {"scores": [], "done": False, "failed": None}
+
+
+def trial_recipe(asked: Recipe, settings: dict[str, Any], key: bytes, where: str) -> Recipe:
+    """The recipe of a trial: values put in, noise fixed, no budget or search of its own."""
+    tune = asked.tune
+    assert tune is not None
+    chosen = with_values(asked, settings["values"], where)
+    hold_out = chosen.data.hold_out if tune.score.public else tune.score.hold_out
+    fixed = asked.privacy.run_key is not None  # of tests: every trial is then repeatable
+    return chosen.model_copy(
+        update={
+            "data": chosen.data.model_copy(update={"hold_out": hold_out}),
+            "privacy": chosen.privacy.model_copy(
+                update={
+                    "epsilon": None,
+                    "noise_multiplier": settings["noise_multiplier"],
+                    "budget": None,
+                    "budget_ceiling": None,
+                    "run_key": derive_key(key, "fixed").hex() if fixed else None,
+                }
+            ),
+        }
+    )
+
+
+def scoring_data(asked: Recipe) -> Dataset:
+    """The records that trials are scored on: named public ones, or the held-out private ones."""
+    tune = asked.tune
+    assert tune is not None
+    public = tune.score.public
+    if public is None:
+        held = asked.data.model_copy(update={"hold_out": tune.score.hold_out})
+        return held_out_data(asked.model_copy(update={"data": held}), source_of(asked))
+    return public_data(asked, public)
+
+
+def public_data(asked: Recipe, public: PublicData) -> Dataset:
+    """Named public records."""
+    source = source_of(asked)
+    root = source.root if public.root is None else public.root.expanduser().resolve()
+    split = "train" if public.split == "train" else "test"
+    named = data.Source(
+        public.name, source.classes, root, public.split, public.split, source.columns
+    )
+    return data.load(named, split).first(public.max_records)
+
+
+def rung_steps(steps: int, rungs: int, factor: int) -> list[int]:
+    """Steps after which a trial is scored, the last after all of them."""
+    return [max(1, steps * factor**rung // factor ** (rungs - 1)) for rung in range(rungs)]
+
+
+def _go_on(
+    folder: SearchFolder, number: int, terms: dict[str, Any], state: dict[str, Any], report: Report
+) -> None:
+    asked = folder.run.read_asked()
+    tune = asked.tune
+    assert tune is not None
+    trial = read_trials(folder)[number]
+    job = begin_trial(folder, asked, trial)
+    factor = tune.asha.reduction_factor if tune.asha else 1
+    for rung, step in enumerate(rung_steps(job.plan.steps, tune.rungs, factor), 1):
+        if rung <= len(state["scores"]):
+            continue
+        _train(job, step)
+        if Ledger.read(job.folder.ledger).superseded:
+            raise UserError("the training could not be replayed exactly")
+        value = score(
+            job.folder.model,
+            scoring_data(asked),
+            tune.score,
+            sigma=job.recipe.certify.sigma if job.recipe.certify else None,
+            noise=terms["score_noise"],
+            key=derive_key(trial.key, "rung", rung),
+            trusted_factory=job.recipe.model.name,
+        )
+        state = {**state, "scores": [*state["scores"], value], "done": rung == tune.rungs}
+        write_json(folder.scores(number), state)
+        report(rung, value)
+
+
+def begin_trial(folder: SearchFolder, asked: Recipe, trial: Trial) -> TrainJob:
+    """The trial's run folder with its drawn key in it; read back when it was begun before."""
+    where = f"trial {trial.number}"
+    settings = read_settings(folder, trial.number)
+    recipe = trial_recipe(asked, settings, trial.key, where)
+    own = folder.trial(trial.number)
+    own.begin(recipe)
+    if not own.run_key.exists():
+        secret = recipe.privacy.run_key or derive_key(trial.key, "run key").hex()
+        write_atomic(own.run_key, secret)
+        own.run_key.chmod(0o600)
+    if recipe.privacy.run_key is not None:
+        write_atomic(own.fixed_key, "The run key was fixed in the recipe: not private.\n")
+    return prepare(recipe, own, where)
+
+
+def _train(job: TrainJob, until: int) -> None:
+    if job.folder.trained.exists():
+        return
+    resources = job.recipe.resources
+    if resources.workers > 1:
+        _train_on_ray_train(job, until)
+        return
+    # A single worker needs no process group: this process is the worker, and saves the 15 seconds
+    # that starting and stopping Ray Train takes.
+    torch.set_num_threads(max(1, int(resources.cpus_per_worker)))
+    on_gpu = resources.gpus_per_worker > 0 and torch.cuda.is_available()
+    run(job, Reducer(0, 1, torch.device("cuda" if on_gpu else "cpu")), until)
+
+
+def _train_on_ray_train(job: TrainJob, until: int) -> None:
+    from ray.tune.integration.ray_train import TuneReportCallback
+
+    fit(job, max_failures=0, until=until, callbacks=[TuneReportCallback()])
