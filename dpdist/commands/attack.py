@@ -157,6 +157,8 @@ def _check(
         given["attacks"] = ("pgd",)
     settings = AttackSettings(**{name: value for name, value in given.items() if value is not None})
     tables = _tables(folder, certificates)
+    if not tables:
+        raise UserError(f"{folder.path}: no L2 or L-infinity certificates to attack")
     if output is not None and len(tables) > 1:
         names = ", ".join(path.parent.name for path in tables)
         raise UserError(f"--output: holds one check; name one with --certificates: {names}")
@@ -172,11 +174,18 @@ def _check(
 
 
 def _tables(folder: RunFolder, name: str | None) -> list[Path]:
+    from dpdist import console
+    from dpdist.attacks.balls import NORMS
+    from dpdist.reports.facts import read_facts
+
     if name is None:
-        found = sorted(folder.certificates.glob("*/certificates.parquet"))
+        found = read_facts(folder).tables
         if not found:
             raise UserError(f"{folder.path}: no certificates yet; `dpdist certify` makes them")
-        return found
+        for table in found:
+            if table.norm not in NORMS:
+                console.say(f"{table.name}: {table.norm} certificates cannot be attacked, left out")
+        return [table.path for table in found if table.norm in NORMS]
     for path in (folder.certificates / name / "certificates.parquet", Path(name)):
         if path.is_file():
             return [path]
