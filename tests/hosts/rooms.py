@@ -13,6 +13,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -31,9 +32,9 @@ def why_not() -> str | None:
     """Why this machine cannot play several hosts; None when it can."""
     if os.geteuid() != 0:
         return "needs root to make network namespaces"
-    for tool in ("ip", "unshare", "nsenter", "ssh", "ssh-keygen", "rsync", "hostname"):
+    for tool in ("ip", "ss", "ps", "unshare", "nsenter", "ssh", "ssh-keygen", "rsync", "hostname"):
         if shutil.which(tool) is None:
-            return f"needs {tool} (Debian: iproute2, util-linux, openssh-client, rsync, hostname)"
+            return f"needs {tool} (Debian: iproute2, procps, openssh-client, rsync, hostname)"
     if not os.path.exists("/usr/sbin/sshd"):
         return "needs /usr/sbin/sshd (Debian: openssh-server)"
     probe = (
@@ -81,9 +82,30 @@ class Host:
             )
         return done
 
+    def start(self, *command: str) -> subprocess.Popen:
+        """A command that goes on by itself; it ends with the room."""
+        return subprocess.Popen(
+            self.command(*command),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+
     def shell(self, script: str, **options) -> str:
         """Standard output of a bash script with the login profile of this host."""
         return self.run("bash", "-c", f"source ~/.bashrc; {script}", **options).stdout
+
+    def processes(self, word: str) -> list[int]:
+        """This host's processes whose command line holds `word`, in its own count."""
+        lines = self.run("ps", "-ww", "-eo", "pid=,args=").stdout.splitlines()
+        return [int(line.split()[0]) for line in lines if word in line]
+
+    def kill_processes(self, word: str, name: str) -> None:
+        """Send the signal to them; there must be one."""
+        found = self.processes(word)
+        assert found, f"{self.name}: no process with {word!r}"
+        for pid in found:
+            self.run("kill", f"-{name}", str(pid), check=False)
 
     def kill(self) -> None:
         self.process.kill()
@@ -198,8 +220,6 @@ def _first_child(pid: int) -> int:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         if children:
             return int(children[0])
-        import time
-
         time.sleep(0.01)
     raise AssertionError(f"process {pid} has no child")
 

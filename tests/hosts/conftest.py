@@ -1,0 +1,163 @@
+"""One real cluster for all tests here: three hosts over SSH, started by `ray up`."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import rooms
+import yaml
+
+
+class Cluster:
+    """A head and two workers that share a folder; `laptop` is outside and has the token."""
+
+    def __init__(self, room: rooms.Room) -> None:
+        self.laptop = room
+        self.head, self.one, self.two = (room.add(name) for name in ("head", "one", "two"))
+        self.workers = [self.one, self.two]
+        self.there = f"{rooms.SHARED}/runs"  # as the hosts see it
+        self.runs = room.shared / "runs"  # as the tests see it
+        self.path = self.file()
+
+    def file(self) -> Path:
+        """The template for one's own hosts, filled in. What would be downloaded is there already,
+        so nothing is installed; and the shared folder has another name."""
+        text = (rooms.ROOT / "cluster" / "templates" / "local.yaml").read_text()
+        text = text.replace("/mnt/dpdist", rooms.SHARED).replace("FILL-IN-USER", "root")
+        raw = yaml.safe_load(text)
+        raw["provider"] |= {"head_ip": self.head.address,
+                            "worker_ips": [host.address for host in self.workers]}  # fmt: skip
+        raw["auth"]["ssh_private_key"] = str(self.laptop.key)
+        raw["file_mounts"] = {k: v for k, v in raw["file_mounts"].items() if "token" in k}
+        raw["setup_commands"] = [c for c in raw["setup_commands"] if "mountpoint" in c]
+        small = "--object-store-memory=100000000"
+        for side, more in (("head", ""), ("worker", "--num-cpus=1 ")):
+            key = f"{side}_start_ray_commands"
+            raw[key] = [c.replace("ray start ", f"ray start {more}{small} ") for c in raw[key]]
+        path = self.laptop.folder / "local.yaml"
+        path.write_text(yaml.safe_dump(raw))
+        return path
+
+    def up(self) -> None:
+        self.token = self.laptop.shell("ray get-auth-token --generate").split()[-1]
+        self.laptop.shell(f"RAY_UP_enable_autoscaler_v2=0 ray up -y {self.path}", timeout=300)
+        self.wait_for_nodes(3)
+        self.tunnel = self.laptop.start(
+            "ssh", "-N", "-i", str(self.laptop.key), "-o", "StrictHostKeyChecking=no",
+            "-o", "UserKnownHostsFile=/dev/null", "-L", "8265:127.0.0.1:8265",
+            f"root@{self.head.address}",
+        )  # fmt: skip
+
+    def wait_for_nodes(self, count: int, seconds: float = 300) -> None:
+        """Until so many hosts have joined. Looks at processes first: asking Ray takes seconds."""
+        hosts = [self.head, *self.workers][:count]
+        self.wait_for(
+            lambda: all(host.processes("raylet/raylet") for host in hosts), seconds, every=1
+        )
+        script = (
+            "RAY_AUTH_MODE=token python -c 'import ray, logging; "
+            'ray.init("auto", logging_level=logging.ERROR); '
+            'print("alive", sum(n["Alive"] for n in ray.nodes()))\''
+        )
+        self.wait_for(
+            lambda: f"alive {count}" in self.head.shell(script, check=False), seconds, every=1
+        )
+
+    def command(self, *arguments: str, cwd: Path | None = None, token: str = "") -> list[str]:
+        """The command line of dpdist on the laptop, as started from outside."""
+        line = shlex.join(["python", "-c", "from dpdist.cli import main; main()", *arguments])
+        script = f"source ~/.bashrc; cd {cwd or self.laptop.folder}; "
+        script += f"export RAY_AUTH_TOKEN={token}; " if token else ""
+        return self.laptop.command("bash", "-c", f"{script} exec {line}")
+
+    def dpdist(self, *arguments: str, cwd=None, token: str = "", check=True, timeout=300):
+        """Run dpdist on the laptop to its end."""
+        done = subprocess.run(
+            self.command(*arguments, cwd=cwd, token=token),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+        assert not (check and done.returncode), f"{arguments}\n{done.stdout}\n{done.stderr}"
+        return done
+
+    def project(self, name: str, recipe: dict) -> Path:
+        """A directory of the user's with this recipe in it."""
+        folder = self.laptop.folder / "projects" / name
+        folder.mkdir(parents=True)
+        (folder / f"{recipe['name']}.yaml").write_text(yaml.safe_dump(recipe))
+        return folder
+
+    def submit(self, recipe: str, project: Path) -> str:
+        """The name of the job."""
+        said = self.dpdist("cluster", "submit", recipe, "--no-follow", cwd=project).stderr
+        return re.search(r"job (\S+) is submitted", said)[1]
+
+    def entrypoint(self, command: str) -> str:
+        """Submit any command with Ray's own client; the name of the job."""
+        said = self.laptop.shell(
+            f"export RAY_AUTH_MODE=token; ray job submit --no-wait "
+            f"--address http://127.0.0.1:8265 -- {command}"
+        )
+        return re.search(r"raysubmit_\w+", said)[0]
+
+    def state(self, job: str) -> tuple[str, str]:
+        """(state, message) of a job, straight from the job server: this is asked often."""
+        out = self.laptop.run(sys.executable, "-I", "-c", _STATE, job, self.token).stdout
+        found = json.loads(out)
+        return found["status"], found["message"] or ""
+
+    def end_of(self, job: str, seconds: float = 400) -> str:
+        """The state in which a job ends."""
+
+        def ended() -> str | None:
+            state, message = self.state(job)
+            if state == "FAILED":
+                print(f"{job}: {message}")
+            return state if state in ("SUCCEEDED", "FAILED", "STOPPED") else None
+
+        return self.wait_for(ended, seconds, every=1)
+
+    @staticmethod
+    def wait_for(condition, seconds: float = 200, every: float = 0.1):
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            found = condition()
+            if found:
+                return found
+            time.sleep(every)
+        raise AssertionError("waited in vain")
+
+    def restart(self, host: rooms.Host) -> None:
+        """Start Ray on a host again, with the command of the cluster file."""
+        command = yaml.safe_load(self.path.read_text())["worker_start_ray_commands"][-1]
+        host.shell(f"export RAY_HEAD_IP={self.head.address}; {command}")
+
+
+_STATE = """
+import sys, urllib.request
+request = urllib.request.Request(
+    f"http://127.0.0.1:8265/api/jobs/{sys.argv[1]}",
+    headers={"Authorization": f"Bearer {sys.argv[2]}"},
+)
+print(urllib.request.urlopen(request, timeout=60).read().decode())
+"""
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory):
+    reason = rooms.why_not()
+    if reason:
+        pytest.skip(reason)
+    with rooms.room(tmp_path_factory.mktemp("room")) as room:
+        made = Cluster(room)
+        made.up()
+        yield made
