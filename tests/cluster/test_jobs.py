@@ -1,0 +1,187 @@
+"""The client of a cluster's job server, against a small server that speaks its protocol."""
+
+from __future__ import annotations
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+import cluster.jobs as jobs_module
+from cluster.errors import ClusterError
+from cluster.jobs import Jobs
+from cluster.session import read_environment_again
+
+TOKEN = "a" * 64
+PARTS = ["training: begins\n", "training: 10 of 20 steps\n", "certified\n"]
+
+
+class Server(ThreadingHTTPServer):
+    """Job "run-1" prints one more part each time its log is asked for, then ends."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.shown = 0
+        self.submitted: list[dict] = []
+        self.stopped: list[str] = []
+        self.drop = 0
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def _answer(self, value: object, status: int = 200) -> None:
+        body = json.dumps(value).encode() if not isinstance(value, str) else value.encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def _refused(self) -> bool:
+        token = self.headers.get("Authorization", "")
+        if token == f"Bearer {TOKEN}":
+            return False
+        self._answer("Forbidden" if token else "Unauthorized", 403 if token else 401)
+        return True
+
+    def _job(self) -> dict:
+        done = self.server.shown >= len(PARTS)
+        return {
+            "type": "SUBMISSION",
+            "submission_id": "run-1",
+            "status": "SUCCEEDED" if done else "RUNNING",
+            "entrypoint": "dpdist run my.yaml",
+            "message": "fine",
+            "metadata": {"run": "my"},
+            "start_time": 1_700_000_000_000,
+        }
+
+    def do_GET(self) -> None:
+        if self._refused():
+            return
+        if self.path == "/api/version":
+            self._answer(
+                {"version": "4", "ray_version": "2.60.0", "ray_commit": "", "session_name": ""}
+            )
+        elif self.path == "/api/jobs/":
+            self._answer([self._job(), {**self._job(), "submission_id": None, "type": "DRIVER"}])
+        elif self.path == "/api/jobs/run-1":
+            self._answer(self._job())
+        elif self.path == "/api/jobs/run-1/logs":
+            if self.server.drop:
+                self.server.drop -= 1
+                self.connection.close()
+                return
+            self.server.shown += 1
+            self._answer({"logs": "".join(PARTS[: self.server.shown])})
+        else:
+            self._answer("Job none does not exist", 404)
+
+    def do_POST(self) -> None:
+        if self._refused():
+            return
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if self.path == "/api/jobs/":
+            self.server.submitted.append(json.loads(body))
+            self._answer({"job_id": "run-1", "submission_id": "run-1"})
+        else:
+            self.server.stopped.append(self.path)
+            self._answer({"stopped": True})
+
+
+@pytest.fixture
+def server(monkeypatch):
+    monkeypatch.setenv("RAY_AUTH_MODE", "set, so that it is put back after the test")
+    monkeypatch.delenv("RAY_AUTH_MODE")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
+    monkeypatch.setattr(jobs_module, "_POLL", 0.01)
+    with Server() as made:
+        thread = threading.Thread(target=made.serve_forever)
+        thread.start()
+        yield made
+        made.shutdown()
+        thread.join()
+    monkeypatch.undo()
+    read_environment_again()
+
+
+def test_following_shows_each_part_once_and_outlives_a_lost_tunnel(server):
+    server.drop = 2
+    said: list[str] = []
+    ended = Jobs(server.address).follow("run-1", said.append)
+    assert "".join(said) == "".join(PARTS)
+    assert ended.done and ended.state == "SUCCEEDED" and ended.metadata == {"run": "my"}
+
+
+def test_a_tunnel_that_stays_away_ends_the_following(server, monkeypatch):
+    monkeypatch.setattr(jobs_module, "_SILENT", 0.1)
+    server.drop = 1000
+    with pytest.raises(ClusterError, match=r"no cluster answers at .* open the tunnel first"):
+        Jobs(server.address).follow("run-1", lambda text: None)
+
+
+def test_submit_list_and_stop(server):
+    jobs = Jobs(server.address)
+    jobs.submit("run-1", "dpdist run digits", metadata={"run": "digits"})
+    assert server.submitted[0]["entrypoint"] == "dpdist run digits"
+    assert server.submitted[0]["submission_id"] == "run-1"
+    assert server.submitted[0]["metadata"] == {"run": "digits"}
+    assert [job.name for job in jobs.jobs()] == ["run-1"]
+    assert jobs.stop("run-1") and server.stopped == ["/api/jobs/run-1/stop"]
+    with pytest.raises(ClusterError, match="none: no such job"):
+        jobs.stop("none")
+
+
+def test_a_wrong_token_is_refused(server, monkeypatch):
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "b" * 64)
+    with pytest.raises(ClusterError, match="refuses this machine's token"):
+        Jobs(server.address)
+
+
+def test_nobody_there_and_nonsense(monkeypatch):
+    with pytest.raises(ClusterError, match=r"--address 10\.0\.0\.1: must be http://HOST:PORT"):
+        Jobs("10.0.0.1")
+    with pytest.raises(ClusterError, match=r"no cluster answers at http://127\.0\.0\.1:1"):
+        Jobs("http://127.0.0.1:1")
+
+
+def test_submit_refuses_what_would_fail_there_later(server, tmp_path, monkeypatch):
+    """A recipe outside of what is sent, or in a folder that is never sent."""
+    from dpdist.cli import app
+    from dpdist.errors import UserError
+
+    recipe = {
+        "data": {"name": "digits"},
+        "model": "small-cnn",
+        "privacy": {"epsilon": 1, "delta": 1e-4},
+        "training": {"batch_size": 10, "steps": 1, "learning_rate": 1},
+    }
+    here = tmp_path / "here"
+    (here / "data").mkdir(parents=True)
+    for path in (tmp_path / "outside.yaml", here / "data" / "inside.yaml", here / "my.yaml"):
+        path.write_text(yaml.safe_dump(recipe))
+    monkeypatch.chdir(here)
+    for name, expected in (
+        ("../outside.yaml", "must lie in the current directory"),
+        ("data/inside.yaml", "lies in a folder that is never sent"),
+        ("none.yaml", "no such recipe"),
+    ):
+        done = CliRunner().invoke(app, ["cluster", "submit", name, "--address", server.address])
+        assert isinstance(done.exception, UserError) and expected in str(done.exception)
+    assert server.submitted == []
+    done = CliRunner().invoke(
+        app, ["cluster", "submit", "digits", "--no-follow", "--address", server.address]
+    )
+    assert done.exit_code == 0, done.exception
+    assert server.submitted[0]["entrypoint"] == "dpdist run digits"
+    assert server.submitted[0]["runtime_env"] in ({}, None)
