@@ -95,6 +95,7 @@ def main() -> None:
     separate_files(about["hide"], about["keep"])
     os.chdir("/")
     run("hostname", about["name"])
+    print("here", flush=True)  # in its own namespaces: the cable may be plugged in
     network(about["address"], about["gateway"], about["bridge"])
     if about["public_key"]:
         login(about["address"], about["public_key"], about["home"], about["profile"])

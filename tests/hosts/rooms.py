@@ -155,8 +155,9 @@ class Room(Host):
         assert process.stdin is not None and process.stdout is not None
         process.stdin.write(json.dumps(about) + "\n")
         process.stdin.flush()
+        _expect("here", process, name)
         if laptop:
-            _expect_ready(process, name)
+            _expect("ready", process, name)
             super().__init__(name, address, process, _first_child(process.pid))
             self.profile()
             return
@@ -166,7 +167,7 @@ class Room(Host):
         self.run("ip", "link", "add", cable, "type", "veth", "peer", "name", "eth0", "netns", peer)
         self.run("ip", "link", "set", cable, "master", "br0")
         self.run("ip", "link", "set", cable, "up")
-        _expect_ready(process, name)
+        _expect("ready", process, name)
         self.hosts.append(Host(name, address, process, _first_child(unshared)))
 
     def profile(self) -> None:
@@ -224,9 +225,9 @@ def _first_child(pid: int) -> int:
     raise AssertionError(f"process {pid} has no child")
 
 
-def _expect_ready(process: subprocess.Popen, name: str) -> None:
+def _expect(word: str, process: subprocess.Popen, name: str) -> None:
     assert process.stdout is not None
     line = process.stdout.readline()
-    if line.strip() != "ready":
+    if line.strip() != word:
         process.kill()
         raise AssertionError(f"host {name} did not come up: {line!r}")
