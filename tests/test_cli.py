@@ -17,7 +17,7 @@ import yaml
 from dpdist.cli import main
 
 COMMANDS = [
-    "run", "train", "tune", "certify", "predict", "report", "release", "landscape", "account", "budget",
+    "run", "train", "tune", "certify", "attack", "predict", "report", "release", "landscape", "account", "budget",
     "radius", "recipes", "data",
 ]  # fmt: skip
 
