@@ -17,8 +17,8 @@ import yaml
 from dpdist.cli import main
 
 COMMANDS = [
-    "run", "train", "tune", "certify", "attack", "predict", "report", "release", "landscape", "account", "budget",
-    "radius", "recipes", "data",
+    "run", "train", "tune", "certify", "attack", "predict", "report", "release", "landscape",
+    "account", "budget", "radius", "recipes", "data",
 ]  # fmt: skip
 
 
