@@ -127,9 +127,14 @@ def resolve(
 
 def _with_absolute_paths(recipe: Recipe) -> Recipe:
     """A run is continued, certified and charged from any directory and on any host."""
-    data, model, privacy = recipe.data, recipe.model, recipe.privacy
+    data, model, privacy, method = recipe.data, recipe.model, recipe.privacy, recipe.method
+    section = getattr(method, "redistribution", None)
+    if section is not None:
+        section = section.model_copy(update={"root": _absolute(section.root)})
+        method = method.model_copy(update={"redistribution": section})
     return recipe.model_copy(
         update={
+            "method": method,
             "data": data.model_copy(update={"root": _absolute(data.root)}),
             "model": model.model_copy(update={"initial": _absolute(model.initial)}),
             "privacy": privacy.model_copy(update={"budget": _absolute(privacy.budget)}),

@@ -223,7 +223,8 @@ def _note(table: AttackTable, other: CertificateTable, common: int) -> str:
     if other.norm != table.norm:
         factor = ball_factor(other.norm, table.norm, table.numbers)
         note += f", {table.norm} size s by {other.norm} radius {factor:.4g} s"
-    if other.sigma != table.sigma:
+    same_noise = other.mode == "scores" if table.noise == "hidden" else other.sigma == table.sigma
+    if not same_noise:
         note += "; of another classifier than the attacked one (smoothed by that noise)"
     return note
 

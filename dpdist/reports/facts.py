@@ -15,12 +15,14 @@ from dpdist import __version__
 from dpdist.gradients.keys import key_id
 from dpdist.privacy.budget import budgets_in
 from dpdist.privacy.card import card
+from dpdist.privacy.claims import Claim
 from dpdist.privacy.group import group_guarantee
 from dpdist.privacy.guarantee import Guarantee, format_epsilon
 from dpdist.privacy.ledger import Ledger
-from dpdist.privacy.plan import PrivacyPlan
+from dpdist.privacy.plan import NonPrivate, PrivacyPlan
 from dpdist.recipe import Recipe
 from dpdist.reports.attacks import AttackTable, read_attacks, read_checks, summary_rows
+from dpdist.reports.claims import claim_line, claim_of
 from dpdist.reports.searches import SearchTerms, read_search, released
 from dpdist.runfolder import RunFolder, read_json
 
@@ -97,10 +99,24 @@ class Facts:
         if self.fixed_key:
             return "NOT PRIVATE: fixed run key (for tests only)"
         guarantee = self.guarantee
+        if math.isinf(guarantee.epsilon):
+            return f"NOT PRIVATE: epsilon is infinite, nothing is proved ({self._why_not})"
         return (
             f"epsilon = {format_epsilon(guarantee.epsilon)} at delta = {guarantee.delta:g}, "
             f"{guarantee.neighbours} ({guarantee.kind}, {guarantee.source})"
         )
+
+    @property
+    def _why_not(self) -> str:
+        reasons = [phase.reason for phase in self.plan.phases if isinstance(phase, NonPrivate)]
+        if self.plan.steps and self.plan.step(0).noise_multiplier == 0:
+            reasons.append(f"method {self.recipe.method.name}, trained without gradient privacy")
+        return "; ".join(reasons) or "too little noise"
+
+    @property
+    def claim(self) -> Claim | None:
+        """What the method's paper claims about this run's privacy."""
+        return claim_of(self.recipe, self.plan, self.guarantee)
 
     def card(self) -> dict[str, Any]:
         """The privacy card, as JSON types."""
@@ -115,6 +131,10 @@ class Facts:
             plan = released(self.search, plan, self.ledger)
             notes = ["The search over the fields named is counted; any other choice is not."]
             searched = {"searched": str(self.search)}
+        if math.isinf(self.guarantee.epsilon):
+            notes.append(f"Nothing is proved about training records: {self._why_not}.")
+        if self.claim is not None:
+            notes.append(f"Claimed by the paper, not the guarantee: {claim_line(self.claim)}.")
         return card(
             plan,
             self.ledger if self.search is None else None,
@@ -136,6 +156,8 @@ class Facts:
         """Name and value, as printed at the end of a run."""
         step = self.plan.step(0)
         rows = [("privacy", self.privacy_line)]
+        if self.claim is not None:
+            rows.append(("claimed, not proved", claim_line(self.claim)))
         if self.search is not None:
             rows.append(("private search", str(self.search)))
             chosen = self.recipe.model_dump(mode="json")
@@ -150,17 +172,19 @@ class Facts:
             (
                 "training",
                 f"{self.plan.steps:,} steps, expected batch {step.expected_batch:g}, noise "
-                f"multiplier {step.noise_multiplier:.4g}, clip {step.clip_norm:g}{took}",
+                f"multiplier {step.noise_multiplier:.4g}, {_clip(step.clip_norm)}{took}",
             )
         )
         if self.trained["fallback_layers"]:
             rows.append(("layers without a rule", ", ".join(self.trained["fallback_layers"])))
         if self.evaluation is not None:
+            draws = self.evaluation.get("noise_draws")
+            how = f", mean scores of {draws} draws of its noise" if draws else ""
             rows.append(
                 (
                     "clean accuracy",
                     f"{100 * self.evaluation['accuracy']:.2f} % of {self.evaluation['inputs']:,} "
-                    f"({self.evaluation['data']})",
+                    f"({self.evaluation['data']}{how})",
                 )
             )
         for table in self.tables:
@@ -206,6 +230,10 @@ def read_facts(folder: RunFolder) -> Facts:
         attacks=read_attacks(folder.path / "attacks"),
         checks=read_checks(folder.path / "attacks"),
     )
+
+
+def _clip(norm: float) -> str:
+    return "no clip" if math.isinf(norm) else f"clip {norm:g}"
 
 
 def _shown(recipe: dict[str, Any], field: str) -> str:

@@ -17,6 +17,8 @@ from matplotlib.figure import Figure
 
 _COLOURS = ("#0b5cad", "#c1440e", "#3a7d44", "#7b4fa3", "#8a6d00")
 
+_NORMS = {"l1": "L1", "l2": "L2", "linf": "L-infinity"}
+
 
 def certified_accuracy(tables: Sequence[CertificateTable], clean: float | None) -> bytes:
     """Certified accuracy against radius, a line for each certification; clean accuracy dashed."""
@@ -38,7 +40,8 @@ def certified_accuracy(tables: Sequence[CertificateTable], clean: float | None) 
         axes.axhline(100 * clean, color="#777777", linestyle="--", linewidth=1, label="clean")
     axes.set_xlim(0, widest * 1.05 or 1)
     axes.set_ylim(0, 100)
-    axes.set_xlabel("L2 radius (input units)")
+    norms = sorted({_NORMS.get(table.norm, table.norm) for table in tables})
+    axes.set_xlabel(f"{' or '.join(norms)} radius (input units)")
     axes.set_ylabel("certified accuracy, %")
     axes.legend(frameon=False)
     return _png(figure)

@@ -94,12 +94,24 @@ def test_a_run_carries_its_noise_and_states_what_is_proved(tmp_path, name):
     facts = read_facts(folder)
     private = name in ("secure-sgd", "agm", "paid")
     assert math.isfinite(facts.guarantee.epsilon) == private
+    summary = dict(facts.summary())
+    claim = summary.get("claimed, not proved")
+    assert (claim is None) == ("pixeldp" in name)
+    if claim is not None:
+        assert facts.claim.claimed.kind == "claimed" and facts.claim.proved == facts.guarantee
+        assert facts.claim.verdict == ("sound" if name in ("secure-sgd", "agm") else "not sound")
+        assert f": {facts.claim.verdict}: " in claim
+        # The paper's accountant is looser than what is proved, where the claim is sound.
+        if facts.claim.verdict == "sound":
+            assert facts.guarantee.epsilon < facts.claim.claimed.epsilon < math.inf
     card = facts.card()
     assert not card["private"]  # its key is fixed
     text = json.dumps(card)
     assert ("WITHOUT noise" in text) == ("pixeldp" in name)
     assert ("r is computed from private records" in text) == (name == "unpaid")
     assert ("beside the training" in text) == (name == "paid")
+    assert ("Nothing is proved about training records" in text) == (not private)
+    assert ("Claimed by the paper, not the guarantee" in text) == (claim is not None)
 
 
 def test_the_paid_query_costs_what_two_gaussians_cost(tmp_path):

@@ -1,0 +1,53 @@
+"""What a run's paper claims about its privacy, beside what is proved: never mixed."""
+
+from __future__ import annotations
+
+from dpdist.privacy.claims import Claim, Verdict, secure_sgd_claim
+from dpdist.privacy.guarantee import Guarantee, format_epsilon
+from dpdist.privacy.plan import GaussianSteps, PrivacyPlan
+from dpdist.recipe import Recipe
+
+
+def claim_of(recipe: Recipe, plan: PrivacyPlan, proved: Guarantee) -> Claim | None:
+    """The claim of the method's paper at this run's setting; None when it makes none of its own.
+
+    PixelDP and HGM-PixelDP claim robustness only. Secure-SGD claims the moments accountant's
+    epsilon of its DP-SGD steps, and that r costs nothing.
+    """
+    steps = next((p for p in plan.phases if isinstance(p, GaussianSteps)), None)
+    method = recipe.method
+    if method.name != "secure-sgd" or steps is None or steps.noise_multiplier == 0:
+        return None
+    step = plan.step(0)
+    claimed = secure_sgd_claim(
+        plan.records,
+        round(step.expected_batch),
+        steps.noise_multiplier,
+        steps.steps,
+        plan.delta,
+    )
+    section = method.redistribution
+    source = "equal" if section is None else section.source
+    verdict, reason = _VERDICTS[source]
+    setting = (
+        f"N {plan.records}, L {step.expected_batch:g}, sigma {steps.noise_multiplier:.4g}, "
+        f"T {steps.steps}"
+    )
+    return Claim("Secure-SGD", setting, None, claimed, proved, verdict, reason)
+
+
+def claim_line(claim: Claim) -> str:
+    """The claim in one line."""
+    assert claim.claimed is not None
+    return (
+        f"epsilon = {format_epsilon(claim.claimed.epsilon)} at delta = {claim.claimed.delta:g} "
+        f"({claim.claimed.source}): {claim.verdict}: {claim.reason}"
+    )
+
+
+_VERDICTS: dict[str, tuple[Verdict, str]] = {
+    "equal": ("sound", "DP-SGD, clipped one by one, Poisson batches; all noise shares are equal"),
+    "public": ("sound", "DP-SGD, clipped one by one, Poisson batches; r is from public records"),
+    "paid": ("not sound", "r reads private records, which the claim leaves out; the proof pays"),
+    "private": ("not sound", "r is computed from private records and shapes every gradient"),
+}
