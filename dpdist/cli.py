@@ -15,6 +15,7 @@ from dpdist.commands import (
     budget,
     certify,
     cluster,
+    compare,
     data,
     landscape,
     predict,
@@ -45,6 +46,7 @@ app.command("certify")(certify.command)
 app.command("attack")(attack.command)
 app.command("predict")(predict.command)
 app.command("report")(report.command)
+app.command("compare")(compare.command)
 app.command("release")(release.command)
 app.command("landscape")(landscape.command)
 app.add_typer(account.app, name="account")

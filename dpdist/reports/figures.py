@@ -44,7 +44,7 @@ def certified_accuracy(tables: Sequence[CertificateTable], clean: float | None) 
     axes.set_xlabel(f"{' or '.join(norms)} radius (input units)")
     axes.set_ylabel("certified accuracy, %")
     axes.legend(frameon=False)
-    return _png(figure)
+    return png(figure)
 
 
 def attacked_accuracy(table: AttackTable, certificates: Sequence[CertificateTable]) -> bytes:
@@ -74,7 +74,7 @@ def attacked_accuracy(table: AttackTable, certificates: Sequence[CertificateTabl
     axes.set_xlabel(f"{table.norm} size (input units)")
     axes.set_ylabel("accuracy, %")
     axes.legend(frameon=False)
-    return _png(figure)
+    return png(figure)
 
 
 def privacy_spent(curve: Sequence[tuple[int, float]], delta: float) -> bytes:
@@ -91,7 +91,7 @@ def privacy_spent(curve: Sequence[tuple[int, float]], delta: float) -> bytes:
     axes.set_ylim(0, max(epsilons) * 1.08 if np.isfinite(max(epsilons)) else 1)
     axes.set_xlabel("step")
     axes.set_ylabel(f"epsilon at delta = {delta:g}")
-    return _png(figure)
+    return png(figure)
 
 
 def loss_landscape(alphas: Sequence[float], losses: Sequence[float]) -> bytes:
@@ -100,19 +100,33 @@ def loss_landscape(alphas: Sequence[float], losses: Sequence[float]) -> bytes:
     axes.plot(alphas, losses, color=_COLOURS[0])
     axes.set_xlabel("alpha: distance along a filter-normalised random direction")
     axes.set_ylabel("mean loss on test data")
-    return _png(figure)
+    return png(figure)
 
 
 def _axes():
     figure = Figure(figsize=(6.4, 3.8), dpi=110, layout="constrained")
     axes = figure.subplots()
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(color="#e5e5e5", linewidth=0.8)
-    axes.set_axisbelow(True)
+    _house_style(axes)
     return figure, axes
 
 
-def _png(figure: Figure) -> bytes:
+def axes_of(panels: int):
+    """A figure with that many panels beside one another, in the house style."""
+    figure = Figure(figsize=(5.2 * panels, 4.2), dpi=110, layout="constrained")
+    found = list(figure.subplots(1, panels, squeeze=False)[0])
+    for axes in found:
+        _house_style(axes)
+    return figure, found
+
+
+def _house_style(axes) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(color="#e5e5e5", linewidth=0.8)
+    axes.set_axisbelow(True)
+
+
+def png(figure: Figure) -> bytes:
+    """The picture as a file's bytes."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     return buffer.getvalue()

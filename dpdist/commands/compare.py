@@ -1,0 +1,47 @@
+"""dpdist compare: runs side by side, as Markdown tables and one picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dpdist.commands.options import RUNS, Runs
+from dpdist.errors import UserError
+
+
+def command(
+    names: Annotated[list[str], typer.Argument(metavar="RUN...", help="Runs, by name or path.")],
+    runs: Runs = RUNS,
+    l2: Annotated[str, typer.Option(help="L2 sizes of certified accuracy.")] = "0.1,0.25,0.5",
+    linf: Annotated[
+        str, typer.Option(help="L-infinity sizes of certified accuracy.")
+    ] = "0.003,0.01,0.02",
+    picture: Annotated[
+        Path | None, typer.Option(help="Also draw all curves into this PNG file.")
+    ] = None,
+) -> None:
+    """Compare trained runs: epsilon claimed and proved, accuracy clean, certified and attacked."""
+    from dpdist.reports import compare
+    from dpdist.reports.facts import read_facts
+    from dpdist.runfolder import open_run
+
+    sizes = {"l2": _numbers("l2", l2), "linf": _numbers("linf", linf)}
+    facts = [read_facts(open_run(name, runs)) for name in names]
+    grids = [compare.privacy_grid(facts)]
+    grids += [compare.certified_grid(facts, norm, sizes[norm]) for norm in compare.NORMS]
+    grids += [compare.attacked_grid(facts, norm) for norm in compare.NORMS]
+    typer.echo("\n\n".join(compare.markdown(grid) for grid in grids if len(grid) > 1))
+    if picture is not None:
+        compare.write_picture(facts, picture)
+
+
+def _numbers(name: str, text: str) -> list[float]:
+    try:
+        sizes = [float(part) for part in text.split(",")]
+    except ValueError:
+        sizes = []
+    if not sizes or min(sizes) <= 0:
+        raise UserError(f"--{name}: give positive numbers separated by commas, got {text!r}")
+    return sizes

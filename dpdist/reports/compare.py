@@ -1,0 +1,173 @@
+"""Several runs side by side: privacy claimed and proved, accuracy clean, certified and attacked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import pyarrow.parquet as pq
+
+from dpdist.privacy.guarantee import format_epsilon
+from dpdist.reports.attacks import AttackTable, ball_factor
+from dpdist.reports.facts import CertificateTable, Facts
+from dpdist.reports.figures import axes_of, png
+from dpdist.runfolder import read_json
+
+matplotlib.use("Agg")
+
+# Of a table of expected scores: column prefix, what it is. "as_printed" does not hold.
+CERTIFICATES = {
+    "classical": "PixelDP, epsilon_r <= 1",
+    "extended": "HGM, corrected",
+    "analytic": "AGM",
+    "exact": "exact profile",
+    "cohen": "vote (Cohen)",
+    "as_printed": "as printed (does not hold)",
+}
+NORMS = {"l2": "L2", "linf": "L-infinity"}
+_COLOURS = ("#0b5cad", "#c1440e", "#3a7d44", "#7b4fa3", "#8a6d00", "#444444")
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Certified sizes of a run's inputs by one certificate, 0 where the answer is wrong.
+
+    sizes: (N,) in input units.
+    """
+
+    run: str
+    certificate: str
+    norm: str
+    sizes: np.ndarray
+
+    def accuracy(self, size: float) -> float:
+        """Certified accuracy at a size above 0."""
+        return float(np.mean(self.sizes >= size))
+
+
+def curves(facts: Facts) -> list[Curve]:
+    """Every certificate of a run in both norms, from its finished tables."""
+    numbers = math.prod(read_json(facts.folder.model / "model.json")["input_shape"])
+    found = []
+    for table in facts.tables:
+        if table.mode == "scores":
+            found += _score_curves(facts, table)
+            continue
+        for norm in NORMS:
+            factor = ball_factor(table.norm, norm, numbers)
+            sizes = np.where(table.correct, table.radius, 0.0) / factor
+            found.append(Curve(facts.folder.name, "cohen", norm, sizes))
+    return found
+
+
+def _score_curves(facts: Facts, table: CertificateTable) -> list[Curve]:
+    columns = pq.read_table(table.path)
+    label = columns["label"].to_numpy()
+    means = np.array([np.argmax(sums) for sums in columns["sums"].to_pylist()])
+    found = []
+    for norm in NORMS:
+        for certificate in CERTIFICATES:
+            name = f"{certificate}_{norm}"
+            if name not in columns.column_names:
+                continue
+            answer = columns["selected"].to_numpy() if certificate == "cohen" else means
+            sizes = np.where(answer == label, columns[name].to_numpy(), 0.0)
+            found.append(Curve(facts.folder.name, certificate, norm, sizes))
+    return found
+
+
+def privacy_grid(runs: Sequence[Facts]) -> list[list[str]]:
+    """Header and one row for each run: clean accuracy, epsilon claimed and proved, verdict."""
+    rows = [["run", "clean, %", "claimed epsilon", "proved epsilon", "verdict"]]
+    for facts in runs:
+        clean = "" if facts.evaluation is None else f"{100 * facts.evaluation['accuracy']:.2f}"
+        claim = facts.claim
+        claimed, verdict = "none", "nothing claimed"
+        if claim is not None and claim.claimed is not None:
+            claimed = format_epsilon(claim.claimed.epsilon)
+            verdict = f"{claim.verdict}: {claim.reason}"
+        elif math.isfinite(facts.guarantee.epsilon):
+            verdict = "proved"
+        proved = format_epsilon(facts.guarantee.epsilon)
+        rows.append([facts.folder.name, clean, claimed, proved, verdict])
+    return rows
+
+
+def certified_grid(runs: Sequence[Facts], norm: str, sizes: Sequence[float]) -> list[list[str]]:
+    """Header and rows: certified accuracy in % of each run by each certificate at the sizes."""
+    rows = [["run", f"certificate, {NORMS[norm]}", *[f"{size:g}" for size in sizes]]]
+    for facts in runs:
+        for curve in curves(facts):
+            if curve.norm == norm:
+                shares = [f"{100 * curve.accuracy(size):.1f}" for size in sizes]
+                rows.append([curve.run, CERTIFICATES[curve.certificate], *shares])
+    return rows
+
+
+def attacked_grid(runs: Sequence[Facts], norm: str) -> list[list[str]]:
+    """Header and rows: accuracy in % of each run under each attack at each size it was tried."""
+    tables = [(f, t) for f in runs for t in f.attacks if t.norm == norm]
+    names = list(dict.fromkeys(name for _, table in tables for name in table.attacks))
+    rows = [["run", f"{NORMS[norm]} size", "none", *names, "worst"]]
+    for facts, table in tables:
+        for size in table.sizes:
+            shares = [_attacked(table, name, size) for name in names]
+            clean = f"{100 * table.accuracy('none', 0.0):.1f}"
+            worst = f"{100 * table.worst(size):.1f}"
+            rows.append([facts.folder.name, f"{size:g}", clean, *shares, worst])
+    return rows
+
+
+def _attacked(table: AttackTable, attack: str, size: float) -> str:
+    here = (table.attack == attack) & (table.size == size)
+    return f"{100 * table.accuracy(attack, size):.1f}" if here.any() else ""
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    """A grid as a table of Markdown."""
+    head, *body = rows
+    lines = [head, ["---"] * len(head), *body]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def picture(runs: Sequence[Facts]) -> bytes:
+    """PNG, a panel for each norm: certified accuracy (lines) and accuracy under attack (dots)."""
+    figure, panels = axes_of(len(NORMS))
+    for axes, (norm, title) in zip(panels, NORMS.items(), strict=True):
+        widest = 0.0
+        for facts, colour in zip(runs, _COLOURS * len(runs), strict=False):
+            mine = [curve for curve in curves(facts) if curve.norm == norm]
+            drawn = {curve.certificate: curve for curve in mine}
+            styles = {"exact": "-", "extended": ":", "cohen": "--"}
+            for certificate, style in styles.items():
+                if certificate in drawn:
+                    sizes = np.sort(drawn[certificate].sizes[drawn[certificate].sizes > 0])
+                    if len(sizes) == 0:
+                        continue
+                    shares = 100 * np.arange(len(sizes), 0, -1) / len(drawn[certificate].sizes)
+                    axes.plot(
+                        sizes, shares, style, color=colour, linewidth=1.4,
+                        label=f"{facts.folder.name}, {CERTIFICATES[certificate]}",
+                    )  # fmt: skip
+                    widest = max(widest, float(sizes[-1]))
+            for table in facts.attacks:
+                if table.norm == norm:
+                    worst = [100 * table.worst(size) for size in table.sizes]
+                    axes.plot(table.sizes, worst, "o", color=colour, markersize=4)
+                    widest = max(widest, table.sizes[-1])
+        axes.set_xlim(0, widest * 1.05 or 1)
+        axes.set_ylim(0, 100)
+        axes.set_xlabel(f"{title} size (input units)")
+    panels[0].set_ylabel("certified (lines), under the worst attack (dots), %")
+    panels[-1].legend(frameon=False, fontsize=6)
+    return png(figure)
+
+
+def write_picture(runs: Sequence[Facts], path: Path) -> None:
+    """`picture` into a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(picture(runs))
