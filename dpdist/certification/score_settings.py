@@ -64,7 +64,7 @@ class ScoreSettings:
     @property
     def folder_name(self) -> str:
         """Where its table goes by default: what tells two certifications of one model apart."""
-        parts = [self.mode, self.bound, self.norm, f"n-{self.n}", f"alpha-{self.alpha:g}"]
+        parts = [self.mode, self.bound, self.norm, f"n-{self.n}", f"eta-{1 - self.alpha:g}"]
         if self.every > 1:
             parts.append(f"every-{self.every}")
         if self.start:
