@@ -19,6 +19,7 @@ from dpdist.commands import (
     data,
     landscape,
     predict,
+    pretrain,
     radius,
     recipes,
     release,
@@ -42,6 +43,7 @@ app = typer.Typer(
 app.command("run")(run.command)
 app.command("train")(train.command)
 app.command("tune")(tune.command)
+app.command("pretrain")(pretrain.command)
 app.command("certify")(certify.command)
 app.command("attack")(attack.command)
 app.command("predict")(predict.command)

@@ -132,11 +132,15 @@ def _with_absolute_paths(recipe: Recipe) -> Recipe:
     if section is not None:
         section = section.model_copy(update={"root": _absolute(section.root)})
         method = method.model_copy(update={"redistribution": section})
+    classifier = model.classifier
+    if classifier is not None:
+        classifier = classifier.model_copy(update={"folder": _absolute(classifier.folder)})
+    parts = {"initial": _absolute(model.initial), "classifier": classifier}
     return recipe.model_copy(
         update={
             "method": method,
             "data": data.model_copy(update={"root": _absolute(data.root)}),
-            "model": model.model_copy(update={"initial": _absolute(model.initial)}),
+            "model": model.model_copy(update=parts),
             "privacy": privacy.model_copy(update={"budget": _absolute(privacy.budget)}),
         }
     )

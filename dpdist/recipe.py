@@ -16,7 +16,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from dpdist.errors import UserError
-from dpdist.methods.options import HiddenNoiseMethod, Method
+from dpdist.methods.options import HiddenNoiseMethod, Method, TransDenoiser
 from dpdist.search_options import TuneRecipe
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -55,12 +55,26 @@ class DataRecipe(_Section):
     max_train: Count | None = Field(
         default=None, description="use only the first records; for smoke runs"
     )
+    public: Annotated[float, Field(ge=0, lt=1)] = Field(
+        default=0.0, description="declare this fraction (by hash) public: no run trains on it"
+    )
     hold_out: Annotated[float, Field(ge=0, lt=1)] = Field(
-        default=0.0, description="keep this fraction of the training records (by hash) out"
+        default=0.0, description="keep this fraction (by hash) of the private records out"
     )
     fraction: Annotated[float, Field(gt=0, le=1)] = Field(
         default=1.0, description="train on this fraction (by hash) of the others"
     )
+
+
+class ClassifierRecipe(_Section):
+    """A frozen classifier behind the model, which then is a denoiser.
+
+    folder: a model folder, best written by `dpdist pretrain`; a run's release/ is one too. saw:
+    what it was trained on, for a folder that does not say; declared, not checked.
+    """
+
+    folder: Path
+    saw: str | None = None
 
 
 class ModelRecipe(_Section):
@@ -73,6 +87,12 @@ class ModelRecipe(_Section):
     )
     mean: list[float] = []
     std: list[float] = []
+    classifier: ClassifierRecipe | None = None
+
+    @field_validator("classifier", mode="before")
+    @classmethod
+    def _classifier_by_folder(cls, value: Any) -> Any:
+        return {"folder": value} if isinstance(value, str) else value
 
 
 class PrivacyRecipe(_Section):
@@ -155,6 +175,25 @@ class TrainingRecipe(_Section):
         return self
 
 
+class PublicRecipe(_Section):
+    """What `dpdist pretrain` trains WITHOUT privacy, on public records: model.classifier.
+
+    data: another data set, all of whose training split is public (images are resized); without it,
+    the records that data.public sets aside. weights: a torchvision state dict in safetensors format
+    to begin with.
+    """
+
+    model: ModelRecipe
+    training: TrainingRecipe
+    data: DataRecipe | None = None
+    weights: Path | None = None
+
+    @field_validator("model", mode="before")
+    @classmethod
+    def _model_by_name(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+
 class CertifyRecipe(_Section):
     """Monte Carlo certification. sigma and radii in input units ([0, 1] pixels).
 
@@ -212,6 +251,7 @@ class Recipe(_Section):
     method: Method = Field(default_factory=lambda: _default_method())
     privacy: PrivacyRecipe
     training: TrainingRecipe
+    public: PublicRecipe | None = None
     certify: CertifyRecipe | None = None
     tune: TuneRecipe | None = None
     resources: ResourcesRecipe = ResourcesRecipe()
@@ -223,6 +263,10 @@ class Recipe(_Section):
                 f"method {self.method.name} trains without gradient privacy: give "
                 "privacy.noise_multiplier: 0 and clipping: none, or take method secure-sgd"
             )
+        if isinstance(self.method, TransDenoiser):
+            _check_denoiser(self.method, self)
+        if self.public is not None and self.model.classifier is None:
+            raise ValueError("public needs model.classifier: the folder that pretrain writes")
         has_noise = isinstance(self.method, HiddenNoiseMethod)
         if self.certify is not None and self.certify.sigma is None and not has_noise:
             raise ValueError(
@@ -257,6 +301,27 @@ class Recipe(_Section):
         return _differences(
             self.model_dump(mode="json", exclude={"resources"}),
             other.model_dump(mode="json", exclude={"resources"}),
+        )
+
+
+def _check_denoiser(method: TransDenoiser, recipe: Recipe) -> None:
+    privacy, resources = recipe.privacy, recipe.resources
+    if recipe.model.classifier is None:
+        raise ValueError(
+            "method transdenoiser needs model.classifier: the folder of the frozen classifier "
+            "behind the denoiser"
+        )
+    if method.variant != "separate-dp" and privacy.noise_multiplier != 0:
+        raise ValueError(
+            f"variant {method.variant} trains without noise from the plan: give "
+            "privacy.noise_multiplier: 0, or take variant separate-dp"
+        )
+    if method.variant == "full" and privacy.clipping == "none":
+        raise ValueError("variant full measures its noise in clip norms: clipping may not be none")
+    if method.variant == "full" and (resources.workers > 1 or recipe.training.reproducible):
+        raise ValueError(
+            "variant full adds its noise on one worker: give resources.workers: 1 and no "
+            "training.reproducible"
         )
 
 

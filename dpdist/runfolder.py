@@ -87,6 +87,11 @@ class RunFolder:
         return self.private / "data.json"
 
     @property
+    def classifier(self) -> Path:
+        """What the frozen classifier behind a denoiser is and what it was trained on."""
+        return self.private / "classifier.json"
+
+    @property
     def trained(self) -> Path:
         """Written last by a training that finished."""
         return self.private / "trained.json"

@@ -79,6 +79,12 @@ class Dataset:
         """The inputs as stored; a copy for a part by hash."""
         return self._stored if self._rows is None else self._stored[self._rows]
 
+    @property
+    def hashes(self) -> np.ndarray:
+        """A number in [0, 1) for each record, from its content alone: float64 (N,)."""
+        hashes = _hashes(self.folder)[: self.limit]
+        return hashes if self._rows is None else hashes[self._rows]
+
     @cached_property
     def labels(self) -> np.ndarray:
         path = self.folder / "labels.npy"

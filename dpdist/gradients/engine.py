@@ -7,9 +7,9 @@ per-example norms and the clipped sum follow from the two in closed form, by a r
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,13 +37,14 @@ class ClippedSum:
 
     flat: (size,) sum over examples of clipped gradients, in the order of `engine.parameters`.
     examples: batch size. nonfinite: examples whose gradient was NaN or Inf and counted as zero.
-    loss_sum: sum of the finite losses (mean over draws).
+    loss_sum: sum of the finite losses (mean over draws). details: what else a method measured.
     """
 
     flat: Tensor
     examples: int
     nonfinite: int
     loss_sum: float
+    details: Mapping[str, Any] = field(default_factory=dict)
 
 
 class GradientEngine:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dpdist.errors import UserError
 from dpdist.gradients.clipping import (
@@ -13,16 +15,74 @@ from dpdist.gradients.clipping import (
     NoClipping,
     PerLayerClipping,
 )
+from dpdist.gradients.engine import GradientEngine, Objective
 from dpdist.gradients.perturbations import Draws, HiddenDraws, InputDraws, OneHiddenDraw
 from dpdist.methods.dplis import dplis_draws
-from dpdist.methods.options import DPSGD, DPlis, HiddenNoiseMethod, InputNoise, Method
-from dpdist.models import HiddenNoise
+from dpdist.methods.options import (
+    DPSGD,
+    DPlis,
+    HiddenNoiseMethod,
+    InputNoise,
+    Method,
+    TransDenoiser,
+)
+from dpdist.methods.transdenoiser import SplitEngine, squared_error
+from dpdist.models import DENOISER, HiddenNoise
 from dpdist.privacy.plan import StepPlan
 
 
 def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     """Per-example cross-entropy: logits (B, classes), labels (B,) to losses (B,)."""
     return torch.nn.functional.cross_entropy(outputs, targets, reduction="none")
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is learned: per-example losses (B,) of (outputs, targets).
+
+    part: the submodule that is trained and whose outputs count; None for the whole model.
+    reconstructs: the targets are the clean inputs instead of the labels.
+    """
+
+    losses: Objective = cross_entropy
+    part: str | None = None
+    reconstructs: bool = False
+
+    def module(self, model: nn.Module) -> nn.Module:
+        """The part of `model` to train."""
+        return model if self.part is None else model.get_submodule(self.part)
+
+    def targets(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        """What the outputs are compared with."""
+        return inputs if self.reconstructs else labels
+
+
+def task_for(method: Method) -> Task:
+    """The task of a method: classification, but for those that train a denoiser."""
+    if isinstance(method, TransDenoiser):
+        return Task(squared_error, DENOISER, reconstructs=True)
+    return Task()
+
+
+def engine_for(
+    method: Method,
+    model: nn.Module,
+    clipping: Clipping,
+    *,
+    expected_batch: float,
+    steps: int,
+    micro_batch: int | None = None,
+) -> GradientEngine:
+    """The gradient engine of a method, on the part of the model that it trains."""
+    task = task_for(method)
+    if isinstance(method, TransDenoiser) and method.variant == "full":
+        return SplitEngine(
+            task.module(model), method, clipping=clipping, expected_batch=expected_batch,
+            steps=steps, micro_batch=micro_batch,
+        )  # fmt: skip
+    return GradientEngine(
+        task.module(model), task.losses, clipping=clipping, micro_batch=micro_batch
+    )
 
 
 def draws_for(
@@ -55,7 +115,7 @@ def draws_for(
             aggregate=method.aggregate,
             per_example=method.per_example,
         )
-    if isinstance(method, InputNoise):
+    if isinstance(method, InputNoise | TransDenoiser):
         return InputDraws(method.draws, method.sigma)
     assert isinstance(method, DPSGD)
     return Draws(gradient_scale=method.gradient_scale)

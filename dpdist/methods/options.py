@@ -143,6 +143,41 @@ class SecureSGD(HiddenNoiseMethod):
     redistribution: Redistribution | None = Redistribution()
 
 
+class TransDenoiser(_Options):
+    """A denoiser before a frozen public classifier, by squared error (TransDenoiser, ICLR 2022).
+
+    Needs model.classifier. sigma: input noise; draws: noisy copies of each record per step,
+    averaged before the clip. variant:
+
+    * "separate-dp": DP-SGD; what privacy says is proved.
+    * "no-dp": needs privacy.noise_multiplier: 0 and clipping: none.
+    * "full": Algorithm 1, a reference that is NOT private: it adds noise itself, xi_up (or less)
+      clip norms, so privacy.noise_multiplier must be 0, and one worker does it. xi_low, xi_up:
+      bounds of the split (the paper gives no xi_low); credit_steps: multiply S_min by the number
+      of steps, as the paper does; thin: take the smallest value of a thin decomposition for S_min;
+      iterations: Lanczos products per step where S_min is not known to be 0.
+    """
+
+    name: Literal["transdenoiser"] = "transdenoiser"
+    variant: Literal["separate-dp", "no-dp", "full"] = "separate-dp"
+    sigma: Positive = 0.25
+    draws: Annotated[int, Field(ge=1)] = 1
+    xi_low: Positive = 1.0
+    xi_up: Positive = 2.0
+    credit_steps: bool = True
+    thin: bool = False
+    iterations: Annotated[int, Field(ge=1)] = 20
+
+    @model_validator(mode="after")
+    def _consistent(self) -> TransDenoiser:
+        if self.xi_low > self.xi_up:
+            raise ValueError("xi_low must be <= xi_up")
+        if self.variant == "full" and self.draws != 1:
+            raise ValueError("variant full has one draw for each record: draws: 1")
+        return self
+
+
 Method = Annotated[
-    DPSGD | DPlis | InputNoise | PixelDP | HGMPixelDP | SecureSGD, Field(discriminator="name")
+    DPSGD | DPlis | InputNoise | PixelDP | HGMPixelDP | SecureSGD | TransDenoiser,
+    Field(discriminator="name"),
 ]

@@ -9,7 +9,7 @@ import torch
 
 from dpdist import data
 from dpdist.gradients.engine import GradientEngine
-from dpdist.methods.compose import draws_for
+from dpdist.methods.compose import Task, draws_for, task_for
 from dpdist.methods.options import HiddenNoiseMethod
 from dpdist.methods.pixeldp import equal_noise, noise_scale
 from dpdist.models import HiddenNoise, require_split
@@ -43,7 +43,7 @@ def describe(recipe: Recipe, where: str) -> list[tuple[str, str]]:
     rate, hidden = recipe.training.learning_rate, _likely_noise(recipe, module, dataset)
     engine.draws = draws_for(recipe.method, step, rate, hidden, _PROBE_KEY)
     torch.set_num_threads(max(1, int(resources.cpus_per_worker)))
-    rate = _examples_per_second(engine, dataset)
+    rate = _examples_per_second(engine, task_for(recipe.method), dataset)
     seconds = plan.steps * step.expected_batch / (rate * resources.workers)
     state = 4 * engine.size * 6 + 8 * engine.size * 3
     activations = (engine.micro_batch or _PROBE_EXAMPLES) * _bytes_per_example(module, dataset)
@@ -76,10 +76,11 @@ def _likely_noise(
     return HiddenNoise(split.name, equal_noise(scale, split.hidden_shape(shape)))
 
 
-def _examples_per_second(engine: GradientEngine, dataset: data.Dataset) -> float:
+def _examples_per_second(engine: GradientEngine, task: Task, dataset: data.Dataset) -> float:
     generator = torch.Generator().manual_seed(0)
     inputs = torch.rand(_PROBE_EXAMPLES, *dataset.input_shape, generator=generator)
-    targets = torch.randint(dataset.classes, (_PROBE_EXAMPLES,), generator=generator)
+    labels = torch.randint(dataset.classes, (_PROBE_EXAMPLES,), generator=generator)
+    targets = task.targets(inputs, labels)
     ids = torch.arange(_PROBE_EXAMPLES)
     best = float("inf")
     for _ in range(4):  # the first pass warms up

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,14 +16,16 @@ from dpdist.data.dataset import check_same_kind
 from dpdist.errors import UserError
 from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.keys import new_run_key
-from dpdist.methods.compose import clipping_for, cross_entropy
+from dpdist.methods.compose import clipping_for, engine_for
 from dpdist.methods.options import HiddenNoiseMethod
 from dpdist.methods.secure_sgd import redistribution_cost
+from dpdist.methods.transdenoiser import split_cost
 from dpdist.models import ModelSpec
 from dpdist.privacy.calibrate import noise_multiplier_for
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.recipe import Recipe, check_against_data, field_error, step_count
 from dpdist.runfolder import RunFolder, read_json
+from dpdist.training.provenance import check_classifier, classifier_spec
 
 PACKAGES = ("cluster", "dpdist", "tuning")
 CANONICAL_SHARDS = 8  # of `reproducible: true`; the most workers such a run can use
@@ -53,15 +56,27 @@ def source_of(recipe: Recipe) -> data.Source:
 
 
 def training_data(recipe: Recipe, source: data.Source) -> data.Dataset:
-    """The training records: the split cut to data.max_train, without what is held out."""
+    """The training records: the split cut to data.max_train, without public and held out ones."""
     section = recipe.data
     end = section.hold_out + section.fraction * (1 - section.hold_out)
-    return _records(recipe, source).part(section.hold_out, end)
+    return _private_part(recipe, source, section.hold_out, end)
 
 
 def held_out_data(recipe: Recipe, source: data.Source) -> data.Dataset:
     """The training split's records that data.hold_out keeps out of training; private as well."""
-    return _records(recipe, source).part(0.0, recipe.data.hold_out)
+    return _private_part(recipe, source, 0.0, recipe.data.hold_out)
+
+
+def declared_public(recipe: Recipe, source: data.Source) -> data.Dataset:
+    """The training split's records that data.public declares public; no run trains on them."""
+    return _records(recipe, source).part(0.0, recipe.data.public)
+
+
+def _private_part(recipe: Recipe, source: data.Source, low: float, high: float) -> data.Dataset:
+    """The records with hashes from `low` to `high` (fractions) of those that are not public."""
+    public = recipe.data.public
+    start, end = (public + share * (1 - public) for share in (low, high))
+    return _records(recipe, source).part(start, end)
 
 
 def _records(recipe: Recipe, source: data.Source) -> data.Dataset:
@@ -97,6 +112,7 @@ def model_spec(recipe: Recipe, dataset: data.Dataset) -> ModelSpec:
         options=section.options,
         mean=tuple(section.mean),
         std=tuple(section.std),
+        classifier=None if section.classifier is None else classifier_spec(recipe, dataset),
     )
 
 
@@ -117,7 +133,7 @@ def make_plan(recipe: Recipe, records: int, where: str) -> PrivacyPlan:
     privacy, training = recipe.privacy, recipe.training
     steps = step_count(recipe, records)
     noise_multiplier = privacy.noise_multiplier
-    besides = redistribution_cost(recipe.method)
+    besides = (*redistribution_cost(recipe.method), *split_cost(recipe.method))
     if noise_multiplier is None:
         assert privacy.epsilon is not None
         try:
@@ -165,9 +181,11 @@ def prepare(recipe: Recipe, folder: RunFolder, where: str) -> TrainJob:
     if recipe.training.reproducible and recipe.resources.workers > CANONICAL_SHARDS:
         rule = f"must be <= {CANONICAL_SHARDS} when training.reproducible is set"
         raise field_error(where, "resources.workers", rule, recipe.resources.workers)
+    classifier = check_classifier(recipe, _private_part(recipe, source, 0.0, 1.0), where)
     check_model(recipe, dataset)
     public_data(recipe)
     _check_same_data(folder, dataset)
+    _check_same_classifier(folder, classifier)
     if continued and folder.plan.exists():
         plan = PrivacyPlan.from_dict(read_json(folder.plan))
     else:
@@ -176,6 +194,8 @@ def prepare(recipe: Recipe, folder: RunFolder, where: str) -> TrainJob:
         write_json(folder.plan, plan.to_dict())
     if not folder.data.exists():
         write_json(folder.data, {"train": dataset.fingerprint})
+    if classifier is not None and not folder.classifier.exists():
+        write_json(folder.classifier, classifier)
     _ensure_run_key(recipe, folder)
     absolute = RunFolder(folder.path.resolve())
     return TrainJob(recipe, plan, absolute, source, fingerprint(PACKAGES))
@@ -192,6 +212,15 @@ def _check_same_data(folder: RunFolder, dataset: data.Dataset) -> None:
             )
 
 
+def _check_same_classifier(folder: RunFolder, classifier: dict[str, Any] | None) -> None:
+    """Raise UserError when the public classifier was replaced since the run was begun."""
+    if folder.classifier.exists() and read_json(folder.classifier) != classifier:
+        raise UserError(
+            f"{folder.path}: the classifier behind the denoiser has changed since this run was "
+            "begun; restore it, or choose another --name"
+        )
+
+
 def check_model(recipe: Recipe, dataset: data.Dataset) -> None:
     """Raise UserError for a model that cannot be trained privately on these inputs."""
     spec = model_spec(recipe, dataset)
@@ -205,17 +234,27 @@ def check_model(recipe: Recipe, dataset: data.Dataset) -> None:
 def initial_model(recipe: Recipe, spec: ModelSpec) -> torch.nn.Module:
     """The model before the first step: by its seed, or from a public pre-training."""
     module = models.initialise(spec, recipe.training.init_seed)
+    if recipe.model.classifier is not None:
+        classifier = module.get_submodule(models.CLASSIFIER)
+        models.load_weights(classifier, recipe.model.classifier.folder.expanduser())
     if recipe.model.initial is not None:
         models.load_weights(module, recipe.model.initial.expanduser())
     return module
 
 
-def build_engine(recipe: Recipe, model: torch.nn.Module) -> GradientEngine:
-    """The gradient engine of a recipe. Raises UserError for a model that mixes examples."""
-    return GradientEngine(
+def build_engine(
+    recipe: Recipe, model: torch.nn.Module, plan: PrivacyPlan | None = None
+) -> GradientEngine:
+    """The gradient engine of a recipe. Raises UserError for a model that mixes examples.
+
+    plan: of the run; without it the engine is for a check or a probe.
+    """
+    return engine_for(
+        recipe.method,
         model,
-        cross_entropy,
-        clipping=clipping_for(recipe.privacy.clipping, recipe.privacy.clip_norm),
+        clipping_for(recipe.privacy.clipping, recipe.privacy.clip_norm),
+        expected_batch=recipe.training.batch_size if plan is None else plan.step(0).expected_batch,
+        steps=1 if plan is None else plan.steps,
         micro_batch=recipe.resources.micro_batch,
     )
 

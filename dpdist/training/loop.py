@@ -12,7 +12,7 @@ import dataclasses
 import hashlib
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -30,7 +30,7 @@ from dpdist.gradients.keys import derive_key, key_id
 from dpdist.gradients.noise import add_noise
 from dpdist.gradients.perturbations import Draws
 from dpdist.gradients.sampling import poisson_sample, share
-from dpdist.methods.compose import draws_for
+from dpdist.methods.compose import draws_for, task_for
 from dpdist.methods.options import HiddenNoiseMethod
 from dpdist.methods.sensitivity import keep_within
 from dpdist.privacy.journal import JournalBusy
@@ -93,7 +93,7 @@ def run(job: TrainJob, reducer: Reducer, until: int | None = None) -> None:
         raise UserError(f"{dataset.name} has {len(dataset)} records, the plan says {plan.records}")
     spec = model_spec(recipe, dataset)
     model = initial_model(recipe, spec).to(reducer.device)
-    engine = build_engine(recipe, model)
+    engine, task = build_engine(recipe, model, plan), task_for(recipe.method)
     if engine.clipping.sensitivity > plan.clip_norm * (1 + 1e-9):
         raise UserError("the clipping's sensitivity exceeds the plan's clip norm")
     flat = torch.cat([p.detach().reshape(-1) for p in engine.parameters])
@@ -159,14 +159,17 @@ def run(job: TrainJob, reducer: Reducer, until: int | None = None) -> None:
             rows = torch.zeros(shards.rows, engine.size, dtype=torch.float64, device=reducer.device)
             examples = nonfinite = 0
             loss_sum = 0.0
+            details: Mapping[str, Any] = {}
             for row, begin, end in shards.mine:
                 members = poisson_sample(
                     sample_key, begin, end, todo.sample_rate,
                     batch_cap=todo.batch_cap, records=plan.records,
                 )  # fmt: skip
+                inputs = dataset.batch(members).to(reducer.device)
+                labels = dataset.targets(members).to(reducer.device)
                 clipped = engine.clipped_sum(
-                    dataset.batch(members).to(reducer.device),
-                    dataset.targets(members).to(reducer.device),
+                    inputs,
+                    task.targets(inputs, labels),
                     draw_key=draw_key,
                     record_ids=torch.from_numpy(members),
                 )
@@ -174,6 +177,7 @@ def run(job: TrainJob, reducer: Reducer, until: int | None = None) -> None:
                 examples += clipped.examples
                 nonfinite += clipped.nonfinite
                 loss_sum += clipped.loss_sum
+                details = clipped.details
             due = time.monotonic() - saved > recipe.resources.checkpoint_seconds
             total, save_now = reducer.sum(rows, first and due)
 
@@ -187,7 +191,7 @@ def run(job: TrainJob, reducer: Reducer, until: int | None = None) -> None:
             constrain()
 
             if monitor is not None:
-                monitor.step(step, examples, nonfinite, loss_sum)
+                monitor.step(step, examples, nonfinite, loss_sum, details)
             if save_now or step + 1 == last:
                 if not reducer.same_everywhere(checkpoint.digest(flat)):
                     raise MissingRank(f"the workers' parameters differ after step {step}")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
+from typing import Any
 
 from cluster.storage import write_json
 from dpdist.privacy.ledger import Ledger
@@ -21,8 +23,16 @@ class Monitor:
         self.metrics = open(job.folder.metrics, "a", buffering=1)  # noqa: SIM115
         self._progress(start)
 
-    def step(self, step: int, examples: int, nonfinite: int, loss_sum: float) -> None:
+    def step(
+        self,
+        step: int,
+        examples: int,
+        nonfinite: int,
+        loss_sum: float,
+        details: Mapping[str, Any],
+    ) -> None:
         line = {"step": step, "examples": examples, "nonfinite": nonfinite, "loss_sum": loss_sum}
+        line |= details
         self.metrics.write(json.dumps(line) + "\n")
         if time.monotonic() - self.shown > _PROGRESS_SECONDS:
             self._progress(step + 1)

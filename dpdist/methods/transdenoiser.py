@@ -1,0 +1,178 @@
+"""TransDenoiser: a private denoiser before a frozen public classifier (ICLR 2022 submission).
+
+The denoiser g learns ||g(x + b) - x||^2 with input noise b ~ N(0, sigma^2). Three ways to train it:
+
+* separate-dp: DP-SGD on that loss; the input noise gets no credit. Proved.
+* no-dp: without privacy.
+* full: Algorithm 1. To first order, input noise moves a record's gradient by A_i b
+  (`MixedJacobian`); the paper counts that as privacy noise and adds less of its own. Not sound: how
+  much is added depends on the private records, A A^T is singular, and the first order is not the
+  distribution. It trains here as a labelled reference whose proved epsilon is infinite.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dpdist.gradients.clipping import Clipping
+from dpdist.gradients.engine import ClippedSum, GradientEngine
+from dpdist.gradients.keys import derive_key
+from dpdist.gradients.noise import add_noise
+from dpdist.gradients.perturbations import InputDraws
+from dpdist.methods.mixed_jacobian import (
+    MixedJacobian,
+    SmallestEigenvalue,
+    rescaling_directions,
+    smallest_eigenvalue,
+)
+from dpdist.methods.options import TransDenoiser
+from dpdist.privacy.mechanisms import mixed_gaussian_added_std
+from dpdist.privacy.plan import NonPrivate, Phase
+
+WHY_NOT_PRIVATE = (
+    "TransDenoiser's Algorithm 1 chooses the added noise from the private records (sign of the "
+    "remainder, S_min)"
+)
+
+
+def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
+    """||g(z) - x||_2^2 of each record: (B, ...), (B, ...) to (B,)."""
+    return (outputs - targets).square().flatten(1).sum(1)
+
+
+def split_cost(method: object) -> tuple[Phase, ...]:
+    """What the split between transformed and added noise costs: everything, in variant full."""
+    full = isinstance(method, TransDenoiser) and method.variant == "full"
+    return (NonPrivate(WHY_NOT_PRIVATE),) if full else ()
+
+
+def remainders(jacobian: MixedJacobian, losses: Tensor, noise: Tensor) -> Tensor:
+    """o_i = l(z_i) - [l(x_i) + (z_i - x_i) . grad_x l(x_i)]: (B,). jacobian: at the clean inputs.
+
+    losses: l(z_i) (B,); noise: z_i - x_i (B, ...).
+    """
+    linear = (jacobian.input_gradients.detach() * noise).flatten(1).sum(1)
+    return losses - jacobian.losses.detach() - linear
+
+
+@dataclass(frozen=True)
+class Split:
+    """What Algorithm 1 decides in one step. PRIVATE: all of it is computed from the records.
+
+    s_min: of (1/B^2) sum A_i A_i^T over the records with o_i >= 0. added: deviation of the noise
+    added to their sum, in units of xi (xi_up: nothing was credited).
+    """
+
+    nonnegative: int
+    negative: int
+    s_min: SmallestEigenvalue
+    added: float
+
+
+def split(
+    denoiser: nn.Module,
+    inputs: Tensor,
+    noisy: Tensor,
+    losses: Tensor,
+    method: TransDenoiser,
+    *,
+    batch: float,
+    steps: int,
+) -> Split:
+    """The split of one batch: inputs x, noisy z (B, ...), losses l(z) (B,).
+
+    batch: B, the divisor of M; steps: the run's T, credited as the paper does unless the method
+    says otherwise. Units are the paper's: M is that of the mean gradient, xi that of the sum.
+    """
+    whole = MixedJacobian(denoiser, squared_error, inputs, inputs)
+    nonnegative = remainders(whole, losses, noisy - inputs) >= 0
+    count = int(nonnegative.sum())
+    credit = steps if method.credit_steps else 1
+    if not count:
+        nobody = SmallestEigenvalue(0.0, True, "no record with a remainder >= 0")
+        return Split(0, len(inputs), nobody, method.xi_up)
+    chosen = inputs[nonnegative]
+    part = MixedJacobian(denoiser, squared_error, chosen, chosen)
+
+    def too_little(bound: float) -> bool:
+        return math.sqrt(credit * bound / batch**2) * method.sigma < method.xi_low
+
+    found = smallest_eigenvalue(
+        part,
+        thin=method.thin,
+        iterations=method.iterations,
+        null_directions=rescaling_directions(denoiser),
+        enough=too_little,
+    )
+    s_min = SmallestEigenvalue(found.value / batch**2, found.exact, found.why)
+    added = mixed_gaussian_added_std(
+        method.xi_low, method.xi_up, s_min.value, method.sigma, steps=credit
+    )
+    return Split(count, len(inputs) - count, s_min, added)
+
+
+class SplitEngine(GradientEngine):
+    """The engine of variant full: its sums contain Algorithm 1's noise already.
+
+    Records with a negative remainder share N(0, (xi_up C)^2), the others N(0, (added C)^2), C the
+    clip norm: the paper assumes a C-Lipschitz loss instead of clipping. NOT private.
+    expected_batch, steps: of the plan. One worker only: noise is added to its sum.
+    """
+
+    def __init__(
+        self,
+        denoiser: nn.Module,
+        method: TransDenoiser,
+        *,
+        clipping: Clipping,
+        expected_batch: float,
+        steps: int,
+        micro_batch: int | None = None,
+    ) -> None:
+        super().__init__(denoiser, squared_error, clipping=clipping, micro_batch=micro_batch)
+        self.method, self.expected_batch, self.steps = method, expected_batch, steps
+
+    def clipped_sum(
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        *,
+        draw_key: bytes = b"",
+        record_ids: Tensor | None = None,
+    ) -> ClippedSum:
+        clipped = super().clipped_sum(inputs, targets, draw_key=draw_key, record_ids=record_ids)
+        if not len(inputs):
+            return clipped
+        draws = self.draws
+        assert isinstance(draws, InputDraws)
+        noisy = draws.inputs(inputs, record_ids, draw_key, 0)
+        with torch.no_grad():
+            losses = squared_error(self.model(noisy), inputs)
+        found = split(
+            self.model, inputs, noisy, losses, self.method,
+            batch=self.expected_batch, steps=self.steps,
+        )  # fmt: skip
+        noise = np.zeros(self.size)
+        for count, xi, name in (
+            (found.nonnegative, found.added, "nonnegative"),
+            (found.negative, self.method.xi_up, "negative"),
+        ):
+            if count:
+                key = derive_key(draw_key, "transdenoiser", name)
+                noise = add_noise(noise, key, xi * self.sensitivity)
+        clipped.flat.add_(torch.from_numpy(noise).to(clipped.flat))
+        details = {
+            "nonnegative": found.nonnegative,
+            "s_min": found.s_min.value,
+            "s_min_exact": found.s_min.exact,
+            "s_min_why": found.s_min.why,
+            "added_xi": found.added,
+        }
+        return ClippedSum(
+            clipped.flat, clipped.examples, clipped.nonfinite, clipped.loss_sum, details
+        )

@@ -1,0 +1,179 @@
+"""Training WITHOUT privacy on public records: the frozen classifier behind a denoiser.
+
+Ordinary minibatches of shuffled records on one process. The model folder says what was seen
+(`dpdist.training.provenance`), so that a private run can make sure that none of it is private.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from torch import Tensor, nn
+
+from dpdist import data, models
+from dpdist.data.dataset import check_same_kind
+from dpdist.errors import UserError
+from dpdist.methods.compose import cross_entropy
+from dpdist.methods.hgm import resized
+from dpdist.models import ModelSpec
+from dpdist.models.torchvision_zoo import estimating
+from dpdist.recipe import PublicRecipe, Recipe
+from dpdist.training.job import declared_public, source_of
+from dpdist.training.optimizer import FlatOptimizer
+from dpdist.training.provenance import refuse_common, write_provenance
+
+Progress = Callable[[int, int, float], None]  # steps done, steps, per second
+
+
+def pretrain(
+    recipe: Recipe, where: str, progress: Progress = lambda done, steps, rate: None
+) -> tuple[Path, float]:
+    """Train the recipe's public classifier into its folder; returns folder and test accuracy.
+
+    Nothing is kept of an interrupted one: it begins again. Raises UserError when the recipe has no
+    section public, the folder holds something else, or the records are private.
+    """
+    section, place = recipe.public, recipe.model.classifier
+    if section is None or place is None:
+        raise UserError(f"{where}: no section public, which says what to train on public records")
+    folder = place.folder.expanduser()
+    if folder.exists() and any(folder.iterdir()):
+        raise UserError(f"{folder}: exists already; remove it to train it again")
+    source = source_of(recipe)
+    test = data.load(source, "test")
+    public = _public_records(recipe, section, source, where)
+    private = data.load(source, "train").part(recipe.data.public, 1.0)
+    refuse_common(private, public.hashes, f"{where}: public.data")
+    spec = ModelSpec(
+        section.model.name,
+        test.input_shape,
+        test.classes,
+        dict(section.model.options),
+        tuple(section.model.mean),
+        tuple(section.model.std),
+    )
+    model = models.initialise(spec, section.training.init_seed)
+    models.check_outputs(model, spec)
+    if section.weights is not None:
+        load_torchvision_weights(model, section.weights.expanduser())
+    steps = _train(model, public, test.input_shape, section, progress)
+    models.save(model.eval(), spec, folder)
+    facts = {"steps": steps, "batch_size": section.training.batch_size, "public": True}
+    write_provenance(folder, public, facts)
+    return folder, accuracy(model, test)
+
+
+def _public_records(
+    recipe: Recipe, section: PublicRecipe, source: data.Source, where: str
+) -> data.Dataset:
+    if section.data is None:
+        if not recipe.data.public:
+            raise UserError(
+                f"{where}: data.public: must be > 0, the fraction of public records, or name "
+                "another data set in public.data"
+            )
+        records = declared_public(recipe, source)
+    else:
+        other = section.data
+        columns = data.Columns(other.columns.image, other.columns.label)
+        root = None if other.root is None else other.root.expanduser().resolve()
+        found = data.load(
+            data.Source(other.name, other.classes, root, other.train, other.test, columns), "train"
+        )
+        if found.classes != recipe.data.classes:
+            raise UserError(
+                f"{where}: public.data: {found.classes} classes, the private data have "
+                f"{recipe.data.classes}"
+            )
+        records = found.first(other.max_train)
+    test = data.load(source, "test")
+    if records.input_shape == test.input_shape:
+        check_same_kind(records, test)
+    if section.training.batch_size > len(records):
+        raise UserError(
+            f"{where}: public.training.batch_size: must be <= the {len(records)} public records, "
+            f"got {section.training.batch_size}"
+        )
+    return records
+
+
+def _train(
+    model: nn.Module,
+    records: data.Dataset,
+    shape: tuple[int, ...],
+    section: PublicRecipe,
+    progress: Progress,
+) -> int:
+    training = section.training
+    steps = training.steps
+    if steps is None:
+        assert training.epochs is not None
+        steps = max(1, training.epochs * len(records) // training.batch_size)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    flat = torch.cat([p.detach().reshape(-1) for p in parameters])
+    pieces = flat.split([p.numel() for p in parameters])
+    for parameter, piece in zip(parameters, pieces, strict=True):
+        parameter.data = piece.view(parameter.shape)
+    optimizer = FlatOptimizer(training, steps, flat)
+    order = np.random.default_rng(training.init_seed)
+    queue = np.empty(0, dtype=np.int64)
+    began = time.monotonic()
+    with estimating(model.train()):
+        for step in range(steps):
+            if len(queue) < training.batch_size:
+                queue = order.permutation(len(records))
+            rows, queue = queue[: training.batch_size], queue[training.batch_size :]
+            inputs = _fit(records.batch(rows), shape, records)
+            loss = cross_entropy(model(inputs), records.targets(rows)).mean()
+            gradients = torch.autograd.grad(loss, parameters)
+            optimizer.update(flat, torch.cat([g.reshape(-1) for g in gradients]), step)
+            progress(step + 1, steps, (step + 1) / max(1e-9, time.monotonic() - began))
+    if not torch.isfinite(flat).all():
+        raise UserError("public.training: the weights are not finite; lower the learning rate")
+    flat.copy_(optimizer.result(flat))
+    return steps
+
+
+def _fit(inputs: Tensor, shape: tuple[int, ...], records: data.Dataset) -> Tensor:
+    try:
+        return resized(inputs, shape)
+    except ValueError as error:
+        raise UserError(f"public.data: {records.name}: {error}") from error
+
+
+def accuracy(model: nn.Module, test: data.Dataset, batch: int = 1000) -> float:
+    """Fraction of the test records that the model classifies right."""
+    right = 0
+    with torch.inference_mode():
+        for start in range(0, len(test), batch):
+            rows = slice(start, start + batch)
+            right += int((model(test.batch(rows)).argmax(1) == test.targets(rows)).sum())
+    return right / len(test)
+
+
+def load_torchvision_weights(model: nn.Module, path: Path) -> list[str]:
+    """Copy a torchvision state dict (safetensors) into a model; returns the names left out.
+
+    Left out are the layers whose shapes differ: the head, when the number of classes does. Raises
+    UserError when the file cannot be read or little of it fits.
+    """
+    try:
+        tensors = load_tensors(path.read_bytes())
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"public.weights: {path}: cannot be read: {error}") from error
+    network = getattr(model, "network", model)  # behind a normalisation
+    own = network.state_dict()
+    fits = {n: v for n, v in tensors.items() if n in own and own[n].shape == v.shape}
+    if len(fits) < len(own) / 2:
+        raise UserError(
+            f"public.weights: {path}: {len(fits)} of the model's {len(own)} tensors are in it; are "
+            "these the weights of another architecture?"
+        )
+    network.load_state_dict(fits, strict=False)
+    return sorted(own.keys() - fits.keys())

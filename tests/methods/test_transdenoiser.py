@@ -1,0 +1,357 @@
+"""TransDenoiser's three variants: what is private, what is frozen, what the run folder says."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dpdist import data, models
+from dpdist.errors import UserError
+from dpdist.gradients.clipping import FlatClipping
+from dpdist.gradients.engine import GradientEngine
+from dpdist.gradients.perturbations import InputDraws
+from dpdist.methods.mixed_jacobian import MixedJacobian
+from dpdist.methods.options import TransDenoiser
+from dpdist.methods.transdenoiser import SplitEngine, remainders, split, squared_error
+from dpdist.models import ModelSpec
+from dpdist.recipe import parse
+from dpdist.runfolder import RunFolder
+from dpdist.training.job import prepare, source_of, training_data
+from dpdist.training.loop import run
+from dpdist.training.pretrain import pretrain
+from dpdist.training.provenance import PROVENANCE, RECORDS
+from dpdist.training.reducer import Reducer
+
+KEY = "5a" * 32
+STEP_KEY = bytes(range(32))
+C = 0.1
+
+
+# ---- Algorithm 1 ------------------------------------------------------------------------------
+
+
+def denoiser(activation: type[nn.Module] = nn.ReLU) -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Sequential(
+        nn.Conv2d(1, 2, 3, stride=2, padding=1), activation(),
+        nn.ConvTranspose2d(2, 1, 4, stride=2, padding=1),
+    )  # fmt: skip
+
+
+def images(count: int, seed: int = 7) -> Tensor:
+    return torch.rand(count, 1, 4, 4, generator=torch.Generator().manual_seed(seed))
+
+
+def test_remainders_are_what_the_tangent_plane_leaves():
+    model, x = denoiser(nn.Tanh).double(), images(6).double()
+    z = x + 0.3 * torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).double()
+    found = remainders(MixedJacobian(model, squared_error, x, x), squared_error(model(z), x), z - x)
+    for place in range(6):
+        point = x[place : place + 1].clone().requires_grad_()
+        at_x = (model(point) - x[place]).square().sum()
+        (slope,) = torch.autograd.grad(at_x, point)
+        at_z = (model(z[place : place + 1]) - x[place]).square().sum().detach()
+        tangent = at_x + (slope * (z[place] - x[place])).sum()
+        assert float(found[place].detach()) == pytest.approx(
+            float(at_z - tangent.detach()), rel=1e-9
+        )
+    assert (found > 0).any()
+
+
+def test_the_split_credits_what_brute_force_finds():
+    """xi_low tiny and a long run: sqrt(T S_min) sigma lies between xi_low and xi_up."""
+    model, x = denoiser(nn.Tanh).double(), images(9).double()
+    method = TransDenoiser(variant="full", sigma=0.3, xi_low=1e-12, xi_up=2.0)
+    z = x + 0.3 * torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).double()
+    losses = squared_error(model(z), x).detach()
+    whole = MixedJacobian(model, squared_error, x, x)
+    chosen = x[remainders(whole, losses, z - x) >= 0]
+    part = MixedJacobian(model, squared_error, chosen, chosen)
+    identity = torch.eye(part.width, dtype=torch.float64)
+    m = torch.stack([part.squares(column) for column in identity]) / 9**2
+    s_min = float(torch.linalg.eigvalsh(m)[0])
+    assert s_min > 0
+    steps = int(0.5 * method.xi_up**2 / (s_min * method.sigma**2))
+    found = split(model, x, z, losses, method, batch=9, steps=steps)
+    assert found.nonnegative == len(chosen) and found.negative == 9 - len(chosen)
+    assert found.s_min.value == pytest.approx(s_min, rel=1e-6)
+    assert found.added == pytest.approx(
+        math.sqrt(method.xi_up**2 - steps * s_min * method.sigma**2), rel=1e-6
+    )
+    assert found.added < 0.8 * method.xi_up
+    # Without the factor T there is next to nothing to credit.
+    honest = method.model_copy(update={"credit_steps": False})
+    assert split(model, x, z, losses, honest, batch=9, steps=steps).added == pytest.approx(2.0)
+    # The whole covariance: credited and added noise together have xi_up^2 in the weakest direction.
+    total = steps * method.sigma**2 * m + found.added**2 * identity
+    weakest = float(torch.linalg.eigvalsh((total + total.T) / 2)[0])
+    assert weakest == pytest.approx(method.xi_up**2, rel=1e-6)
+
+
+def test_relu_leaves_nothing_to_credit():
+    model, x = denoiser(nn.ReLU), images(9)
+    with torch.no_grad():
+        model[0].bias += 1
+    z = x + 0.1
+    losses = squared_error(model(z), x).detach()
+    method = TransDenoiser(variant="full", xi_low=1e-6)
+    found = split(model, x, z, losses, method, batch=9, steps=10**6)
+    assert (found.s_min.value, found.added) == (0.0, method.xi_up)
+    assert found.s_min.exact
+
+
+def worst_change(engine: GradientEngine, rounds: int = 12) -> float:
+    """Largest change of the sum when one record is added, in units of C."""
+    worst = 0.0
+    generator = torch.Generator().manual_seed(11)
+    for _ in range(rounds):
+        size = int(torch.randint(2, 9, (), generator=generator))
+        inputs = torch.rand(size + 1, 1, 4, 4, generator=generator)
+        inputs = inputs.to(engine.parameters[0].dtype)
+        ids = torch.randperm(1000, generator=generator)[: size + 1]
+
+        def total(rows: slice, inputs: Tensor = inputs, ids: Tensor = ids) -> Tensor:
+            x = inputs[rows]
+            return engine.clipped_sum(x, x, draw_key=STEP_KEY, record_ids=ids[rows]).flat
+
+        change = (total(slice(None)) - total(slice(0, size))).double().norm()
+        worst = max(worst, float(change) / C)
+    return worst
+
+
+def test_one_record_changes_separate_dp_by_at_most_c():
+    draws = InputDraws(2, 0.25)
+    engine = GradientEngine(
+        denoiser(), squared_error, clipping=FlatClipping(C), draws=draws, micro_batch=3
+    )
+    assert 0.9 < worst_change(engine) <= 1 + 1e-5
+
+
+def test_one_record_changes_full_by_much_more():
+    """Negative: under the same keys the noise itself changes with the records.
+
+    The fourth record makes A A^T regular, and with a long run's credit the added noise vanishes.
+    """
+    method = TransDenoiser(variant="full", sigma=0.25, xi_low=1e-9)
+    model = denoiser(nn.Tanh).double()
+    engine = SplitEngine(
+        model, method, clipping=FlatClipping(C), expected_batch=5, steps=10**12, micro_batch=9
+    )
+    engine.draws = InputDraws(1, 0.25)
+    assert worst_change(engine) > 3
+
+
+def test_full_adds_the_noise_it_says():
+    """The sum's noise has deviation C sqrt(added^2 + xi_up^2) when both groups are there.
+
+    53 entries under 20 keys, 1,060 normals: the deviation is within 1 / sqrt(2 * 1060) = 2.2 %;
+    tolerance 12 %, false failure below 1e-6.
+    """
+    method = TransDenoiser(variant="full", sigma=0.25, xi_up=2.0)
+    model, x = denoiser(), images(8)
+    noisy = SplitEngine(model, method, clipping=FlatClipping(C), expected_batch=8, steps=10)
+    plain = GradientEngine(model, squared_error, clipping=FlatClipping(C))
+    noisy.draws = plain.draws = InputDraws(1, 0.25)
+    ratios = []
+    for number in range(20):
+        key = bytes([number]) * 32
+        one = noisy.clipped_sum(x, x, draw_key=key, record_ids=torch.arange(8))
+        two = plain.clipped_sum(x, x, draw_key=key, record_ids=torch.arange(8))
+        groups = (one.details["nonnegative"] > 0, one.details["nonnegative"] < 8)
+        power = sum(
+            xi**2
+            for xi, there in zip((one.details["added_xi"], method.xi_up), groups, strict=True)
+            if there
+        )
+        ratios.append((one.flat - two.flat).double().numpy() / (C * math.sqrt(power)))
+    measured = float(np.std(np.concatenate(ratios)))
+    assert abs(measured - 1) < 0.12
+
+
+# ---- runs -------------------------------------------------------------------------------------
+
+
+def raw(folder, **changes) -> dict:
+    described = {
+        "name": "x",
+        "data": {"name": "digits", "public": 0.4},
+        "model": {
+            "name": "conv-autoencoder",
+            "options": {"channels": [4], "residual": True},
+            "classifier": str(folder),
+        },
+        "method": {"name": "transdenoiser", "sigma": 0.25},
+        "privacy": {"noise_multiplier": 1.0, "delta": 1e-4, "run_key": KEY},
+        "training": {"batch_size": 40, "steps": 4, "learning_rate": 0.1},
+        "public": {
+            "model": {"name": "small-cnn", "options": {"width": 4}},
+            "training": {
+                "batch_size": 50, "epochs": 12, "learning_rate": 0.01, "optimizer": "adam",
+            },
+        },
+    }  # fmt: skip
+    for key, value in changes.items():
+        section, _, field = key.partition("__")
+        if field:
+            described[section][field] = value
+        else:
+            described[section] = value
+    return described
+
+
+@pytest.fixture(scope="module")
+def public(tmp_path_factory):
+    """A classifier pre-trained on the public part of the digits."""
+    folder = tmp_path_factory.mktemp("public") / "classifier"
+    _, accuracy = pretrain(parse(raw(folder), "test"), "test")
+    assert accuracy > 0.8
+    return folder
+
+
+def train(described: dict, folder: RunFolder) -> nn.Module:
+    run(prepare(parse(described, "test"), folder, "test"), Reducer(0, 1, torch.device("cpu")))
+    return models.load(folder.model)
+
+
+def test_the_noise_of_the_plan_is_the_noise_of_the_run(public, tmp_path):
+    """Same key, other noise multiplier: other parameters; the same again: the same bits."""
+    runs = [
+        train(raw(public, privacy__noise_multiplier=noise), RunFolder(tmp_path / name))
+        for name, noise in (("a", 1.0), ("b", 1.0), ("c", 0.0))
+    ]
+    one, again, without = (torch.cat([p.flatten() for p in m.parameters()]) for m in runs)
+    assert torch.equal(one, again)
+    assert not torch.equal(one, without)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"method__variant": "full"}, "privacy.noise_multiplier: 0"),
+        ({"method__variant": "no-dp"}, "privacy.noise_multiplier: 0"),
+        ({"method__xi_low": 3.0}, "xi_low must be <= xi_up"),
+        ({"method__sigma": 0.0}, "method.sigma: must be > 0"),
+        ({"model": {"name": "conv-autoencoder"}, "public": None}, "needs model.classifier"),
+        ({"model": {"name": "conv-autoencoder"}, "method": "dp-sgd"}, "public needs"),
+        (
+            {
+                "method__variant": "full", "privacy__noise_multiplier": 0,
+                "resources": {"workers": 2},
+            },
+            "resources.workers: 1",
+        ),
+    ],
+)  # fmt: skip
+def test_recipes_that_do_not_hold_together_are_refused(changes, message, tmp_path):
+    with pytest.raises(UserError, match=message):
+        parse(raw(tmp_path, **changes), "test")
+
+
+# ---- what the classifier saw ------------------------------------------------------------------
+
+
+def test_public_and_private_records_are_disjoint_and_complete(public):
+    recipe = parse(raw(public, data={"name": "digits", "public": 0.4, "hold_out": 0.25}), "test")
+    source = source_of(recipe)
+    everything = data.load(source, "train")
+    seen = np.load(public / RECORDS, allow_pickle=False)
+    private = training_data(recipe, source).hashes
+    assert not np.isin(private, seen).any()
+    assert len(seen) == pytest.approx(0.4 * len(everything), rel=0.15)
+    assert len(private) == pytest.approx(0.45 * len(everything), rel=0.15)
+    assert len(np.unique(seen)) + len(np.unique(private)) <= len(np.unique(everything.hashes))
+
+
+def test_a_classifier_that_saw_private_records_is_refused(public, tmp_path):
+    """Private from the 30th percentile of the hashes on, public up to the 40th."""
+    overlapping = parse(raw(public, data={"name": "digits", "public": 0.3}), "test")
+    with pytest.raises(UserError, match=r"private records of digits/train are among the public"):
+        prepare(overlapping, RunFolder(tmp_path / "run"), "test")
+    assert not (tmp_path / "run").exists()
+    # The check can fail for held out records as well: they are private too.
+    held_out = parse(raw(public, data={"name": "digits", "public": 0.3, "hold_out": 0.5}), "test")
+    with pytest.raises(UserError, match="among the public"):
+        prepare(held_out, RunFolder(tmp_path / "run"), "test")
+    # One record in common is enough.
+    copy = shutil.copytree(public, tmp_path / "copy")
+    recipe = parse(raw(copy), "test")
+    seen = np.load(copy / RECORDS)
+    seen[0] = training_data(recipe, source_of(recipe)).hashes[3]
+    np.save(copy / RECORDS, np.sort(seen))
+    with pytest.raises(UserError, match="1 of the"):
+        prepare(recipe, RunFolder(tmp_path / "run"), "test")
+
+
+def test_somebody_must_say_what_the_classifier_saw(public, tmp_path):
+    copy = shutil.copytree(public, tmp_path / "copy")
+    (copy / PROVENANCE).unlink()
+    with pytest.raises(UserError, match="nothing says what it was trained on"):
+        prepare(parse(raw(copy), "test"), RunFolder(tmp_path / "a"), "test")
+    described = raw(copy)
+    described["model"]["classifier"] = {"folder": str(copy), "saw": "a data set on paper"}
+    prepare(parse(described, "test"), RunFolder(tmp_path / "b"), "test")
+    about = json.loads(RunFolder(tmp_path / "b").classifier.read_text())
+    assert about["saw"] == "a data set on paper (declared, not checked)"
+
+
+def test_a_released_classifier_brings_its_card(public, tmp_path):
+    copy = shutil.copytree(public, tmp_path / "copy")
+    (copy / PROVENANCE).unlink()
+    card = {
+        "private": True,
+        "guarantee": {"epsilon": 2.0, "delta": 1e-5},
+        "extra": {"training data": "mnist"},
+    }
+    (copy / "privacy_card.json").write_text(json.dumps(card))
+    prepare(parse(raw(copy), "test"), RunFolder(tmp_path / "run"), "test")
+    about = json.loads(RunFolder(tmp_path / "run").classifier.read_text())
+    assert about["saw"] == "mnist, with epsilon 2.0 at delta 1e-05 (its own privacy card)"
+    card["extra"]["training data"] = "digits"
+    (copy / "privacy_card.json").write_text(json.dumps(card))
+    with pytest.raises(UserError, match="its cost would have to be added"):
+        prepare(parse(raw(copy), "test"), RunFolder(tmp_path / "other"), "test")
+
+
+def test_the_classifier_may_not_change_under_a_run(public, tmp_path):
+    copy = shutil.copytree(public, tmp_path / "copy")
+    recipe, folder = parse(raw(copy), "test"), RunFolder(tmp_path / "run")
+    prepare(recipe, folder, "test")
+    prepare(recipe, folder, "test")
+    module, spec = models.load(copy), models.read_spec(copy)
+    with torch.no_grad():
+        next(module.parameters()).add_(1)
+    models.save(module, spec, copy)
+    with pytest.raises(UserError, match=r"the model is not the one that provenance\.json speaks"):
+        prepare(recipe, folder, "test")
+    written = json.loads((copy / PROVENANCE).read_text())
+    written["model"] = models.model_hash(copy)
+    (copy / PROVENANCE).write_text(json.dumps(written))
+    with pytest.raises(UserError, match="has changed since this run was begun"):
+        prepare(recipe, folder, "test")
+
+
+def test_classifiers_that_do_not_fit_are_refused(public, tmp_path):
+    with pytest.raises(UserError, match="no model there; `dpdist pretrain` makes it"):
+        prepare(parse(raw(tmp_path / "none"), "test"), RunFolder(tmp_path / "run"), "test")
+    spec = ModelSpec("small-cnn", (1, 8, 8), 7, {"width": 4})
+    models.save(models.build(spec), spec, tmp_path / "seven")
+    with pytest.raises(UserError, match="tells 7 classes"):
+        prepare(parse(raw(tmp_path / "seven"), "test"), RunFolder(tmp_path / "run"), "test")
+    with pytest.raises(UserError, match="exists already"):
+        pretrain(parse(raw(public), "test"), "test")
+
+
+def test_pretraining_on_private_records_is_refused_before_it_starts(tmp_path):
+    described = raw(tmp_path / "new", data={"name": "digits", "public": 0.0})
+    with pytest.raises(UserError, match=r"data\.public: must be > 0"):
+        pretrain(parse(described, "test"), "test")
+    described["public"]["data"] = {"name": "digits"}
+    with pytest.raises(UserError, match="among the public ones"):
+        pretrain(parse(described, "test"), "test")
+    assert not (tmp_path / "new").exists()
