@@ -1,0 +1,152 @@
+"""A run with noise of its own on the command line: certify, re-bound, predict, compare, release."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import typer
+from PIL import Image
+from typer.testing import CliRunner, Result
+
+from dpdist import pipeline
+from dpdist.certification import scores
+from dpdist.certification import table as tables
+from dpdist.commands import certify, compare, predict
+from dpdist.errors import UserError
+from dpdist.recipe import parse
+from dpdist.releasing import release
+from dpdist.reports.facts import read_facts
+from dpdist.runfolder import RunFolder
+from dpdist.training.job import prepare
+from dpdist.training.loop import run
+from dpdist.training.reducer import Reducer
+
+app = typer.Typer()
+app.command("certify")(certify.command)
+app.command("predict")(predict.command)
+app.command("compare")(compare.command)
+
+RECIPE = {
+    "data": {"name": "digits"},
+    "model": {
+        "name": "hgm-cnn",
+        "options": {"filters": [8], "kernels": [3], "strides": [2], "dense": 16},
+    },
+    "training": {"batch_size": 100, "steps": 60, "learning_rate": 0.3, "momentum": 0.9},
+    "certify": {"n": 400, "n0": 50, "alpha": 0.05, "max_inputs": 10, "radii": [0.02, 0.1]},
+    "resources": {"certify_actors": 2},
+}
+METHODS = {
+    "noisy": ({"name": "pixeldp"}, {"noise_multiplier": 0, "clipping": "none", "delta": 1e-4}),
+    "private": (
+        {"name": "secure-sgd", "redistribution": {"steps": 5, "max_records": 50}},
+        {"noise_multiplier": 1.0, "delta": 1e-4},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Two trained runs, and one Ray session for all commands."""
+    from cluster.session import connect
+
+    folder = tmp_path_factory.mktemp("runs")
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    for name, (method, privacy) in METHODS.items():
+        recipe = parse({**RECIPE, "name": name, "method": method, "privacy": privacy}, "recipe")
+        at = RunFolder(folder / name)
+        run(prepare(recipe, at, "recipe"), Reducer(0, 1, torch.device("cpu")))
+        pipeline.evaluate_stage(recipe, at)
+    torch.set_num_threads(before)
+    with connect(tmp_path_factory.mktemp("ray") / "ray.log", cpus=2):
+        yield folder
+
+
+def call(*arguments: object) -> Result:
+    result = CliRunner().invoke(app, [str(a) for a in arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def test_a_run_is_certified_under_its_own_noise(runs: Path, tmp_path: Path) -> None:
+    shown = call("certify", "noisy", "--runs", runs, "--csv", tmp_path / "all.csv").output
+    assert "as printed (claimed, does not hold)" in shown and "l2 exact" in shown
+    path = runs / "noisy/certificates/scores-hoeffding-l2-n-400-eta-0.95/certificates.parquet"
+    got = tables.read(path)
+    assert got.num_rows == 10 and set(got["mode"].to_pylist()) == {"scores"}
+    assert scores.certified_accuracy(got, "exact", "l2", 1e-9) > 0.3
+    assert "exact_linf" in (tmp_path / "all.csv").read_text().splitlines()[0]
+
+    again = call("certify", "noisy", "--runs", runs, "--rebound", "alpha=0.001")
+    assert again.exit_code == 0
+    stricter = tables.read(path.parent.with_name(f"{path.parent.name}-alpha-0.001") / path.name)
+    assert (np.asarray(stricter["exact_l2"]) <= np.asarray(got["exact_l2"])).all()
+    # The network without its noise, smoothed at the inputs: another classifier, another table.
+    call("certify", "noisy", "--runs", runs, "--sigma", "0.25", "--n", "200")
+    smoothed = runs / "noisy/certificates/sigma-0.25-fixed-n-200/certificates.parquet"
+    assert set(tables.read(smoothed)["mode"].to_pylist()) == {"fixed"}
+    with pytest.raises(UserError, match=r"certify\.mode: must be left out without sigma"):
+        call("certify", "noisy", "--runs", runs, "--mode", "target")
+
+    pipeline.report_stage(RunFolder(runs / "noisy"))
+    assert "clipping: none" in (runs / "noisy/report/index.html").read_text()
+    facts = read_facts(RunFolder(runs / "noisy"))
+    summary = dict(facts.summary())
+    assert summary["privacy"].startswith("NOT PRIVATE: epsilon is infinite")
+    assert "draws of its noise" in summary["clean accuracy"] and "no clip" in summary["training"]
+
+
+def test_comparison_shows_claimed_and_proved_apart(runs: Path, tmp_path: Path) -> None:
+    call("certify", "private", "--runs", runs, "--bound", "counts", "--norm", "linf")
+    picture = tmp_path / "curves.png"
+    shown = call(
+        "compare", "noisy", "private", "--runs", runs, "--l2", "0.001", "--picture", picture
+    ).output
+    rows = [line.split(" | ") for line in shown.splitlines() if line.startswith("| noisy")]
+    assert rows[0][2:4] == ["none", "inf"]
+    (private,) = [line for line in shown.splitlines() if "sound: DP-SGD" in line]
+    claimed, proved = (float(part) for part in private.split(" | ")[2:4])
+    assert proved < claimed < 10
+    assert sum("as printed (does not hold)" in line for line in shown.splitlines()) >= 2
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    path = runs / "private/certificates/scores-counts-linf-n-400-eta-0.95/certificates.parquet"
+    exact = scores.certified_accuracy(tables.read(path), "exact", "l2", 0.001)
+    (line,) = [line for line in shown.splitlines() if line.startswith("| private | exact profile")][
+        :1
+    ]
+    assert f"| {100 * exact:.1f} |" in line
+    with pytest.raises(UserError, match="--l2: give positive numbers"):
+        call("compare", "noisy", "--runs", runs, "--l2", "0")
+
+
+def test_prediction_uses_the_models_noise(runs: Path, tmp_path: Path) -> None:
+    from sklearn.datasets import load_digits
+
+    digit = (load_digits().images[0] * 255 / 16).round().astype(np.uint8)
+    Image.fromarray(digit).save(tmp_path / "digit.png")
+    shown = call("predict", "noisy", tmp_path / "digit.png", "--runs", runs, "--n", 500, "--json")
+    answer = json.loads(shown.output)
+    assert answer["label"] in (-1, 0) and answer["sigma"] is None
+    assert answer["abstain"] or answer["radius"] > 0
+
+
+def test_release_carries_the_noise_and_says_what_is_not_private(runs: Path) -> None:
+    with pytest.raises(UserError, match="not private"):
+        release(RunFolder(runs / "noisy"))
+    release(RunFolder(runs / "noisy"), not_private=True)
+    card = (runs / "noisy/release/privacy_card.md").read_text()
+    assert "Nothing is proved about training records" in card and "WITHOUT noise" in card
+    release(RunFolder(runs / "private"))
+    card = (runs / "private/release/privacy_card.md").read_text()
+    assert "Claimed by the paper, not the guarantee" in card
+    from dpdist import models
+
+    noise = models.hidden_noise(models.load(runs / "private/release"))
+    assert noise is not None and noise.scale > 0
