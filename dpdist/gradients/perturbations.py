@@ -216,9 +216,8 @@ class HiddenDraws(Draws):
     def hidden(
         self, output: Tensor, record_ids: Tensor | None, draw_key: bytes, draw: int
     ) -> Tensor:
-        return output + self.std * _per_record_noise(
-            output, record_ids, draw_key, "draws/hidden", draw
-        )
+        std = self.std.to(output) if isinstance(self.std, Tensor) else self.std
+        return output + std * _per_record_noise(output, record_ids, draw_key, "draws/hidden", draw)
 
 
 class OneHiddenDraw(Draws):
