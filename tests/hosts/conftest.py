@@ -137,9 +137,11 @@ class Cluster:
         raise AssertionError("waited in vain")
 
     def restart(self, host: rooms.Host) -> None:
-        """Start Ray on a host again, with the command of the cluster file."""
+        """Start Ray on a host again, with the command of the cluster file. The autoscaler on the
+        head does the same after a while, and may be faster: then this start is refused."""
         command = yaml.safe_load(self.path.read_text())["worker_start_ray_commands"][-1]
-        host.shell(f"export RAY_HEAD_IP={self.head.address}; {command}")
+        host.shell(f"export RAY_HEAD_IP={self.head.address}; {command}", check=False)
+        self.wait_for(lambda: host.processes("raylet/raylet"), every=1)
 
 
 _STATE = """
