@@ -126,12 +126,20 @@ class SearchCost:
                 epochs = max(ends_of(recipe, "training.epochs"))
                 steps = max(1, math.floor(epochs * self.sizes.train(high) / small))
             found.add((rate, steps))
-        others = besides(recipe)
-        cap = recipe.privacy.batch_cap
-        return [
-            (*others, GaussianSteps(steps, noise, rate, cap))
-            for rate, steps in sorted(found)
+        worst = [
+            (rate, steps)
+            for rate, steps in found
             if not any((r, s) != (rate, steps) and r >= rate and s >= steps for r, s in found)
+        ]
+        # Settings of nearly the same rate are covered by one.
+        near: dict[int, tuple[float, int]] = {}
+        for rate, steps in worst:
+            place = math.floor(math.log(rate) / math.log(_INTERVAL))
+            known = near.get(place, (0.0, 0))
+            near[place] = (max(rate, known[0]), max(steps, known[1]))
+        return [
+            (*besides(recipe), GaussianSteps(steps, noise, rate, recipe.privacy.batch_cap))
+            for rate, steps in sorted(near.values())
         ]
 
     def _listed(self, name: str) -> bool:

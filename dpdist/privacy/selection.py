@@ -85,8 +85,11 @@ class SelectionLaw:
         if self.shape < 0:  # tails so long that only the head can be added up
             return max(0.0, 1 - self._head(runs))
         if self.shape == 0:
-            horizon = runs + math.ceil(45 / self.gamma)
-            return math.fsum(math.exp(self.log_pmf(k)) for k in range(runs, horizon))
+            import numpy as np
+
+            k = np.arange(runs, runs + math.ceil(45 / self.gamma))
+            terms = np.exp(k * math.log1p(-self.gamma)) / k
+            return float(terms.sum()) / -math.log(self.gamma)
         from scipy.special import nbdtrc
 
         untruncated = -math.expm1(self.shape * math.log(self.gamma))

@@ -1,0 +1,82 @@
+"""A small search on the built-in digits, whose trials run here instead of in Ray Tune."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cluster.packages import fingerprint
+from dpdist.recipe import Recipe, parse
+from dpdist.runfolder import RunFolder
+from dpdist.training.job import PACKAGES
+from tuning.manifest import read_trials
+from tuning.search import Search, prepare
+from tuning.searchers import ManifestSearcher
+from tuning.trial import run_trial
+
+
+def _merge(raw: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    for key, value in more.items():
+        both = isinstance(value, dict) and isinstance(raw.get(key), dict)
+        raw[key] = _merge(dict(raw[key]), value) if both else value
+    return raw
+
+
+@pytest.fixture
+def recipe():
+    """A recipe maker: sections given are merged into a linear model's search."""
+
+    def make(**sections: Any) -> Recipe:
+        raw: dict[str, Any] = {
+            "name": "small",
+            "data": {"name": "digits"},
+            "model": "linear",
+            "privacy": {"noise_multiplier": 4.0, "delta": 1e-4},
+            "training": {"batch_size": 200, "steps": 4, "learning_rate": 0.5},
+            "certify": {"sigma": 0.25, "n": 100, "max_inputs": 5},
+            "tune": {
+                "space": {"training.learning_rate": {"log_uniform": [0.1, 1.0]}},
+                "law": {"name": "geometric", "mean": 3.0},
+            },
+        }
+        return parse(_merge(raw, sections), "r.yaml")
+
+    return make
+
+
+@pytest.fixture
+def begin(tmp_path):
+    """Prepare (or continue) a search in a run folder under tmp_path."""
+
+    def go(recipe: Recipe, **options: Any) -> Search:
+        return prepare(recipe, RunFolder(tmp_path / recipe.name), "r.yaml", **options)
+
+    return go
+
+
+@pytest.fixture
+def run_trials():
+    """Run the trials of a search one after another in this process, as Ray Tune would ask."""
+
+    def go(search: Search, numbers: list[int] | None = None) -> list[list[tuple[int, float]]]:
+        trials = read_trials(search.folder)
+        searcher = ManifestSearcher(search.folder, trials, search.noise_of)
+        reports = []
+        for index in range(len(trials)):
+            config = searcher.suggest(f"id-{index}")
+            assert config == {"trial": index}
+            if numbers is not None and index not in numbers:
+                continue
+            seen: list[tuple[int, float]] = []
+            run_trial(
+                search.folder.run.path,
+                fingerprint(PACKAGES),
+                index,
+                lambda rung, score, seen=seen: seen.append((rung, score)),
+            )
+            reports.append(seen)
+        assert searcher.suggest("one too many") == ManifestSearcher.FINISHED
+        return reports
+
+    return go

@@ -1,0 +1,217 @@
+"""The cost of a search: targets met, worst settings covered, held-out records paid once."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import yaml
+from dp_accounting.rdp import RdpAccountant
+
+from dpdist.errors import UserError
+from dpdist.privacy import accounting
+from dpdist.privacy.plan import GaussianReleases, GaussianSteps, ParallelParts, PrivacyPlan
+from dpdist.privacy.selection import SelectionLaw, search_guarantee
+from dpdist.search_options import LawRecipe, TuneRecipe
+from tuning.cost import SearchCost, Sizes, base_phases
+from tuning.space import with_values
+
+LAWS = [
+    {"name": "geometric", "mean": 4.0},
+    {"name": "negative-binomial", "shape": -0.5, "mean": 4.0},
+    {"name": "poisson", "mean": 4.0},
+    {"name": "fixed", "runs": 4},
+]
+SIZES = Sizes(10_000, 0.1)
+TARGET = {"epsilon": 2.0, "noise_multiplier": None, "delta": 1e-5}
+
+
+def cost_of(asked) -> SearchCost:
+    return SearchCost(asked, SIZES, asked.tune.law, "r.yaml")
+
+
+@pytest.fixture
+def searched(recipe):
+    """A recipe with this law and space (replacing the usual ones)."""
+
+    def make(law, space=None, tune=None, **sections):
+        asked = recipe(training={"batch_size": 200, "steps": 100}, **sections)
+        raw = asked.tune.model_dump(mode="json", exclude_none=True)
+        raw |= {"law": law, "space": space or raw["space"], **(tune or {})}
+        return asked.model_copy(update={"tune": TuneRecipe.model_validate(raw)})
+
+    return make
+
+
+@pytest.mark.parametrize("law", LAWS, ids=lambda law: law["name"])
+def test_training_and_search_together_meet_the_target(searched, law):
+    cost = cost_of(searched(law, privacy=TARGET))
+    assert 0.997 * 2.0 <= cost.guarantee.epsilon <= 2.0
+    assert cost.one_training.epsilon < 2.0
+    # Both kinds of record pay about the target; taken for one record's both, they pay more.
+    parts = cost.plan.phases[0]
+    parts = parts if isinstance(parts, ParallelParts) else parts.phases[0]
+    assert [type(part[0]) for part in parts.parts] == [GaussianSteps, GaussianReleases]
+    summed = (*parts.parts[0], *parts.parts[1])
+    if law["name"] == "fixed":
+        both = PrivacyPlan(9000, summed, 1e-5).guarantee().epsilon
+    else:
+        selection = SelectionLaw(law["mean"], cost.law.shape_number)
+        both = search_guarantee(summed, selection, records=9000, delta=1e-5).epsilon
+    assert both > 1.2 * 2.0
+
+
+def test_a_fixed_number_of_runs_is_composed(searched):
+    """Four runs cost what four runs cost: a search accounted as one run is far below."""
+    cost = cost_of(searched(LAWS[3], tune={"score": {"noise": 1e6}}))
+    steps = GaussianSteps(400, 4.0, 200 / 9000)
+    assert cost.guarantee.epsilon == pytest.approx(
+        PrivacyPlan(9000, (steps,), 1e-4).guarantee().epsilon, rel=1e-6
+    )
+    assert cost.guarantee.epsilon > 1.8 * cost.one_training.epsilon
+
+
+def test_public_scores_are_free(searched):
+    law = {"name": "poisson", "mean": 4.0}
+    free = cost_of(searched(law, tune={"score": {"public": {"name": "digits"}}}))
+    paid = cost_of(searched(law, tune={"score": {"noise": 1.0}}))
+    assert free.score_noise is None and free.guarantee.epsilon < paid.guarantee.epsilon
+
+
+def curve(phases, orders) -> np.ndarray:
+    event = PrivacyPlan(10_000, tuple(phases), 1e-5).event()
+    return accounting.compose_rdp(event, "add-or-remove-one", orders).rdp
+
+
+ORDERS = (1.5, 2, 4, 8, 16, 32, 64)
+
+
+@pytest.mark.parametrize("length", [{"steps": 100}, {"steps": None, "epochs": 3}], ids=str)
+def test_the_bound_lies_above_every_setting(searched, length):
+    """Settings drawn from all over the space (200, seeded) against the accounted maximum."""
+    space = {
+        "privacy.noise_multiplier": {"uniform": [1.0, 3.0]},
+        "training.batch_size": {"integer": [50, 400]},
+        "data.fraction": {"uniform": [0.5, 1.0]},
+    }
+    asked = searched(LAWS[0], space)
+    asked = asked.model_copy(update={"training": asked.training.model_copy(update=length)})
+    cost = cost_of(asked)
+    bound = curve(cost.plan.phases[0].phases[0].parts[0], ORDERS)
+    rng = np.random.default_rng(0)
+    closest = math.inf
+    for _ in range(200):
+        values = {
+            "privacy.noise_multiplier": float(rng.uniform(1, 3)),
+            "training.batch_size": int(rng.integers(50, 401)),
+            "data.fraction": float(rng.uniform(0.5, 1)),
+        }
+        trial = with_values(asked, values, "r.yaml")
+        records = SIZES.train(trial.data.fraction)
+        ratio = bound / curve(base_phases(trial, records, cost.trial_noise(trial)), ORDERS)
+        assert (ratio >= 1).all()
+        closest = min(closest, ratio.min())
+    corner = {**values, "privacy.noise_multiplier": 1.0, "data.fraction": 0.5}
+    trial = with_values(asked, {**corner, "training.batch_size": 400}, "r.yaml")
+    tight = bound / curve(base_phases(trial, SIZES.train(0.5), 1.0), ORDERS)
+    assert tight.min() < (1.01 if "epochs" not in length else 2.3)
+
+
+def test_with_a_target_each_setting_gets_noise_of_its_own(searched):
+    """Never above the accounted curve where it counts; less noise for cheaper settings."""
+    space = {"training.batch_size": {"choice": [100, 200, 400]}}
+    cost = cost_of(searched(LAWS[0], space, privacy=TARGET))
+    assert cost.guarantee.epsilon <= 2.0 and cost.max_order is not None
+    orders = RdpAccountant().orders
+    orders = orders[orders <= cost.max_order]
+    accounted = curve(base_phases(cost.recipe, 9000, cost.noise_multiplier), orders)
+    noises = []
+    for batch in (100, 200, 400):
+        trial = with_values(cost.recipe, {"training.batch_size": batch}, "r.yaml")
+        noises.append(cost.trial_noise(trial))
+        own = curve(base_phases(trial, 9000, noises[-1]), orders)
+        assert (own <= accounted * (1 + 1e-12)).all()
+        looser = curve(base_phases(trial, 9000, 0.99 * noises[-1]), orders)
+        assert (looser > accounted).any()
+    assert noises[0] < noises[1] < noises[2]
+    assert noises[1] == pytest.approx(cost.noise_multiplier, rel=1e-3)
+
+
+def test_what_no_theorem_covers_is_refused(searched):
+    capped = searched(LAWS[0], privacy={"batch_cap": 250})
+    with pytest.raises(UserError, match=r"tune\.law: "):
+        cost_of(capped).plan  # noqa: B018
+    replaced = searched(LAWS[3], privacy={"neighbours": "replace-one"})
+    with pytest.raises(UserError, match="add-or-remove-one only"):
+        cost_of(replaced).plan  # noqa: B018
+
+
+def test_besides_the_steps_nothing_may_change(searched):
+    """A search over what Secure-SGD reads beside its steps is refused, not undercounted."""
+    shares = [
+        {"name": "secure-sgd", "redistribution": {"source": "paid", "noise_multiplier": s}}
+        for s in (5.0, 10.0)
+    ]
+    try:
+        asked = searched(LAWS[0], {"method": {"choice": shares}})
+        trial = with_values(asked, {"method": shares[0]}, "r.yaml")
+    except UserError as error:
+        pytest.skip(f"secure-sgd has other fields: {error}")
+    with pytest.raises(UserError, match="changes what the method itself reads"):
+        cost_of(asked).trial_plan(trial)
+
+
+@pytest.mark.parametrize(
+    "law",
+    [
+        {"name": "fixed"},
+        {"name": "fixed", "runs": 3, "mean": 3},
+        {"name": "geometric"},
+        {"name": "geometric", "mean": 0.5},
+        {"name": "geometric", "mean": 3, "shape": 1},
+        {"name": "negative-binomial", "mean": 3},
+        {"name": "negative-binomial", "mean": 3, "shape": -0.9},
+        {"name": "uniform", "mean": 3},
+    ],
+)
+def test_impossible_laws_are_refused(law):
+    with pytest.raises(ValueError):
+        LawRecipe(**law)
+
+
+def write(tmp_path, asked):
+    path = tmp_path / "r.yaml"
+    path.write_text(yaml.safe_dump(asked.model_dump(mode="json", exclude_none=True)))
+    return path
+
+
+def test_the_plan_reads_no_data_and_imports_neither_torch_nor_ray(recipe, tmp_path):
+    asked = recipe(data={"name": "mine", "root": "/nowhere"})
+    code = (
+        f"import sys; sys.argv = ['dpdist', 'tune', {str(write(tmp_path, asked))!r}, '--plan', "
+        "'--records', '2000', '--json']\n"
+        "from dpdist.cli import main\n"
+        "try: main()\nexcept SystemExit: pass\n"
+        "print({'torch', 'ray'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    out, _, modules = done.stdout.strip().rpartition("\n")
+    assert modules == "set()", done.stdout + done.stderr
+    rows = json.loads(out)
+    own = rows[0]
+    assert own["of_the_recipe"] and own["law"] == "geometric, mean 3"
+    assert own["probability_at_least"]["1"] == 1
+    assert own["probability_at_least"]["3"] == pytest.approx((2 / 3) ** 2)
+    by_law = {row["law"]: row["epsilon_at_untuned_noise"] for row in rows}
+    assert len(by_law) == 5
+    assert by_law["logarithmic, mean 3"] < by_law["geometric, mean 3"]
+    one = PrivacyPlan.dp_sgd(
+        records=1800, batch_size=200, noise_multiplier=4.0, steps=4, delta=1e-4
+    )
+    law = SelectionLaw(3.0, 1.0)
+    expected = search_guarantee(one.phases, law, records=1800, delta=1e-4).epsilon
+    assert own["epsilon_at_untuned_noise"] == pytest.approx(expected, rel=2e-3)

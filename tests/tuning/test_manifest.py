@@ -1,0 +1,71 @@
+"""The manifest: everything drawn before the first trial, from secret keys, and only once."""
+
+from __future__ import annotations
+
+import json
+import stat
+
+import pytest
+
+from dpdist.errors import UserError
+from dpdist.runfolder import RunFolder
+from tuning.manifest import (
+    SearchFolder,
+    Trial,
+    best,
+    draw_trials,
+    ensure_manifest,
+    read_trials,
+)
+
+KEY = bytes(range(32))
+
+
+def test_everything_is_drawn_before_and_read_back_never_redrawn(recipe, tmp_path):
+    tune = recipe(tune={"law": {"name": "poisson", "mean": 8.0}}).tune
+    folder = SearchFolder(RunFolder(tmp_path))
+    ensure_manifest(folder, tune, KEY)
+    before = folder.manifest.read_bytes()
+    trials = read_trials(folder)
+    assert trials == draw_trials(tune, KEY)
+    assert len({trial.key for trial in trials}) == len(trials) > 1
+    assert all(0.1 <= trial.values["training.learning_rate"] <= 1 for trial in trials)
+    ensure_manifest(folder, tune, bytes(32))  # another key would draw others
+    assert folder.manifest.read_bytes() == before
+    assert draw_trials(tune, bytes(32)) != trials
+    assert stat.S_IMODE(folder.manifest.stat().st_mode) == 0o600
+    assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
+
+
+def test_keys_and_values_do_not_depend_on_how_many_trials_there_are(recipe):
+    few = draw_trials(recipe(tune={"law": {"name": "fixed", "runs": 2, "mean": None}}).tune, KEY)
+    many = draw_trials(recipe(tune={"law": {"name": "fixed", "runs": 9, "mean": None}}).tune, KEY)
+    assert many[:2] == few
+
+
+def test_an_adaptive_searcher_gets_keys_but_no_values(recipe):
+    law = {"name": "fixed", "runs": 3, "mean": None}
+    trials = draw_trials(recipe(tune={"law": law, "searcher": "optuna"}).tune, KEY)
+    assert [trial.values for trial in trials] == [None] * 3
+
+
+def test_the_best_is_the_highest_score_and_ties_ignore_the_data():
+    trials = [Trial(n, KEY, tie) for n, tie in enumerate(("b", "c", "a"))]
+    assert best(trials, {0: 0.1, 1: 0.3, 2: 0.2}) == 1
+    assert best(trials, {0: 0.2, 2: 0.2}) == 0
+    assert best(trials, {2: 0.2, 0: 0.2, 1: 0.2}) == 1
+    assert best(trials, {2: -5.0}) == 2  # the others failed: minus infinity
+    assert best(trials, {}) is None
+    assert best([], {}) is None
+
+
+def test_damaged_manifests_are_named(recipe, tmp_path):
+    folder = SearchFolder(RunFolder(tmp_path))
+    ensure_manifest(folder, recipe().tune, KEY)
+    record = json.loads(folder.manifest.read_text())
+    folder.manifest.write_text(json.dumps({**record, "format": 99}))
+    with pytest.raises(UserError, match="newer version"):
+        read_trials(folder)
+    folder.manifest.write_text(json.dumps({**record, "trials": [{"number": 0}]}))
+    with pytest.raises(UserError, match=r"manifest\.json: damaged"):
+        read_trials(folder)

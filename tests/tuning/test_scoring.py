@@ -1,0 +1,145 @@
+"""Scores: one record changes one side of the split and the count by at most one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from dpdist import models
+from dpdist.data.dataset import Dataset
+from dpdist.errors import UserError
+from dpdist.models import ModelSpec
+from dpdist.search_options import ScoreRecipe
+from tuning.scoring import _values, certified_radii, correct, score
+
+KEY = bytes(range(32))
+
+
+def stored(folder, inputs: np.ndarray, labels: np.ndarray) -> Dataset:
+    folder.mkdir()
+    np.save(folder / "inputs.npy", inputs)
+    np.save(folder / "labels.npy", labels)
+    return Dataset(folder, "made/up", 10, folder.name)
+
+
+@pytest.fixture
+def records(tmp_path):
+    rng = np.random.default_rng(5)
+    inputs = rng.integers(0, 256, (120, 1, 8, 8), dtype=np.uint8)
+    return tmp_path, inputs, rng.integers(0, 10, 120)
+
+
+@pytest.fixture
+def model(tmp_path):
+    spec = ModelSpec("linear", (1, 8, 8), 10)
+    module = models.initialise(spec, 3)
+    models.save(module, spec, tmp_path / "model")
+    return module.eval(), tmp_path / "model"
+
+
+def contents(dataset: Dataset) -> set[bytes]:
+    return {dataset.batch(slice(i, i + 1)).numpy().tobytes() for i in range(len(dataset))}
+
+
+def test_removing_one_record_moves_no_other_across_the_split(records):
+    root, inputs, labels = records
+    whole = stored(root / "whole", inputs, labels)
+    held, kept = whole.part(0.0, 0.3), whole.part(0.3, 1.0)
+    assert len(held) + len(kept) == 120 and 15 < len(held) < 60
+    for removed in (0, 17, 119):
+        less = np.delete(np.arange(120), removed)
+        smaller = stored(root / f"without-{removed}", inputs[less], labels[less])
+        gone_held = contents(held) - contents(smaller.part(0.0, 0.3))
+        gone_kept = contents(kept) - contents(smaller.part(0.3, 1.0))
+        assert contents(smaller.part(0.0, 0.3)) < contents(held) or not gone_held
+        assert len(gone_held) + len(gone_kept) == 1
+    by_position = np.arange(120) < 36  # the split that would not do: a removal moves another one
+    shifted = np.delete(np.arange(120), 3)[:36]
+    assert set(shifted) - set(np.flatnonzero(by_position)) == {36}
+
+
+def test_parts_are_cut_in_every_view(records):
+    root, inputs, labels = records
+    whole = stored(root / "whole", inputs, labels)
+    part = whole.part(0.3, 1.0)
+    assert np.array_equal(part.inputs[:5, 0], (part.batch(slice(0, 5)) * 255).numpy()[:, 0])
+    assert np.array_equal(part.targets(np.array([2, 7])).numpy(), part.labels[[2, 7]])
+    assert part.fingerprint != whole.fingerprint and whole.part(0.0, 1.0) is whole
+    limited = whole.first(50)
+    assert len(limited.part(0.0, 0.3)) + len(limited.part(0.3, 1.0)) == 50
+
+
+OBJECTIVES = [
+    ScoreRecipe(),
+    ScoreRecipe(objectives={"certified-accuracy": 1.0}, radius=0.05, draws=20),
+    ScoreRecipe(objectives={"accuracy": 1.0, "average-radius": 3.0}, radius_cap=0.2, draws=20),
+]
+
+
+@pytest.mark.parametrize("settings", OBJECTIVES, ids=lambda s: "+".join(s.objectives))
+def test_each_record_adds_its_own_number_between_zero_and_one(records, model, settings):
+    """The other records' numbers do not change when one is removed: sensitivity 1."""
+    root, inputs, _ = records
+    with torch.inference_mode():
+        labels = model[0](torch.from_numpy(inputs[:30] / 255).float()).argmax(1).numpy()
+    whole = stored(root / "whole", inputs[:30], labels)
+    values = _values(model[0], whole, settings, 0.1, 1.0, KEY)
+    assert values.shape == (30,) and (values >= 0).all() and (values <= 1).all()
+    assert values.sum() > 3
+    smaller = stored(root / "smaller", inputs[:29], labels[:29])
+    assert np.array_equal(_values(model[0], smaller, settings, 0.1, 1.0, KEY), values[:29])
+
+
+def test_radii_are_those_of_the_certifier(records, model):
+    """Against the bulk certifier's own formula on exact class probabilities of a linear model."""
+    root, inputs, _ = records
+    module = model[0]
+    with torch.inference_mode():
+        labels = module(torch.from_numpy(inputs[:12] / 255).float()).argmax(1).numpy()
+    labels[:2] = (labels[:2] + 1) % 10  # wrong ones have no radius
+    dataset = stored(root / "some", inputs[:12], labels)
+    settings = ScoreRecipe(objectives={"certified-accuracy": 1.0}, radius=0.1, draws=200)
+    radii = certified_radii(module, dataset, settings, 0.2, KEY)
+    assert (radii[:2] == -1).all() and (radii[2:] > 0).any()
+    ceiling = 0.2 * stats.norm.ppf(0.01 ** (1 / 200))
+    assert radii.max() <= ceiling * (1 + 1e-9)
+    again = certified_radii(module, dataset, settings, 0.2, KEY)
+    other = certified_radii(module, dataset, settings, 0.2, bytes(32))
+    assert np.array_equal(radii, again) and not np.array_equal(radii, other)
+
+
+def test_private_scores_carry_exactly_the_noise_paid_for(records, model):
+    """Chi-square on 400 keys at 10^-4 a side; two thirds and three halves of it are rejected."""
+    root, inputs, labels = records
+    dataset = stored(root / "whole", inputs, labels)
+    exact = float(correct(model[0], dataset, 1).sum())
+    public = score(model[1], dataset, ScoreRecipe(), sigma=None, noise=None, key=KEY)
+    assert public == exact / 120
+    drawn = np.array(
+        [
+            score(
+                model[1], dataset.first(20), ScoreRecipe(), sigma=None, noise=3.0,
+                key=i.to_bytes(32, "little"),
+            )
+            for i in range(400)
+        ]
+    )  # fmt: skip
+    centre = float(correct(model[0], dataset.first(20), 1).sum())
+    statistic = (((drawn * 20 - centre) / 3.0) ** 2).sum()
+    low, high = stats.chi2.ppf([1e-4, 1 - 1e-4], 400)
+    assert low < statistic < high
+    for wrong in (2 / 3, 3 / 2):
+        assert not low < statistic * wrong**2 < high
+
+
+def test_a_diverged_model_has_no_score(records, model):
+    root, inputs, labels = records
+    module, folder = model
+    with torch.no_grad():
+        next(module.parameters()).fill_(torch.nan)
+    models.save(module, ModelSpec("linear", (1, 8, 8), 10), folder)
+    dataset = stored(root / "whole", inputs, labels)
+    with pytest.raises(UserError, match="not finite"):
+        score(folder, dataset, ScoreRecipe(), sigma=None, noise=1.0, key=KEY)

@@ -1,0 +1,339 @@
+"""A search from recipe to released winner, its trials run in this process (Ray: test_on_ray)."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from cluster.errors import ClusterError
+from cluster.session import Session
+from dpdist.errors import UserError
+from dpdist.privacy.budget import budgets_in
+from dpdist.privacy.ledger import Ledger
+from dpdist.privacy.plan import PrivacyPlan
+from dpdist.recipe import ResourcesRecipe
+from dpdist.releasing import release
+from dpdist.reports.facts import read_facts
+from dpdist.reports.page import write_report
+from tuning import trial as trial_module
+from tuning.manifest import number_of_trials, read_trials
+from tuning.room import Node, trials_at_once
+from tuning.search import NoModel
+from tuning.trial import rung_steps, scores_of
+
+SESSION = Session(None, 2, 0, 1)
+POISSON = {"name": "poisson", "mean": 3.0}
+
+
+def finish(search) -> None:
+    """What `Search.run` does after the trials."""
+    search._decide()
+    search.run(SESSION)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def parameters(folder) -> torch.Tensor:
+    tensors = load_file(folder.model / "model.safetensors")
+    return torch.cat([tensors[name].flatten() for name in sorted(tensors)])
+
+
+def test_the_winner_becomes_an_ordinary_run_with_the_search_in_its_guarantee(
+    recipe, begin, run_trials, tmp_path
+):
+    asked = recipe(
+        privacy={"epsilon": 4.0, "noise_multiplier": None, "budget": str(tmp_path / "budget")},
+        tune={
+            "space": {
+                "training.learning_rate": {"log_uniform": [0.1, 1.0]},
+                "certify.sigma": {"choice": [0.1, 0.2]},
+            },
+            "score": {
+                "objectives": {"certified-accuracy": 1.0}, "radius": 0.05, "draws": 10,
+                "hold_out": 0.05,
+            },
+        },
+    )  # fmt: skip
+    search = begin(asked)
+    reports = run_trials(search)
+    trials = read_trials(search.folder)
+    scores = {n: report[-1][1] for n, report in enumerate(reports)}
+    search._charge()
+    finish(search)
+    run = search.run_folder
+    winner = max(scores, key=lambda n: scores[n])
+    assert torch.equal(parameters(run), parameters(search.folder.trial(winner)))
+
+    facts = read_facts(run)
+    assert facts.recipe.tune is None
+    chosen = trials[winner].values
+    assert facts.recipe.training.learning_rate == chosen["training.learning_rate"]
+    assert facts.recipe.certify.sigma == chosen["certify.sigma"]
+    assert 3.98 < facts.guarantee.epsilon <= 4.0
+    alone = Ledger.read(run.ledger).guarantee(facts.plan).epsilon
+    assert alone < 3.0  # one of its trainings, had it been the only one
+    (charged,) = budgets_in(asked.privacy.budget)
+    assert charged.charges[0].status == "settled"
+    assert charged.guarantee(1e-4).epsilon == pytest.approx(facts.guarantee.epsilon)
+    assert facts.data_set.epsilon == pytest.approx(facts.guarantee.epsilon)
+
+    write_report(run)
+    release(run)
+    card = json.loads((run.release / "privacy_card.json").read_text())
+    assert card["guarantee"]["epsilon"] == facts.guarantee.epsilon
+    assert card["mechanism"][0].startswith("the best of a secret random number of runs")
+    assert "search" in card["notes"][-1] or "search" in " ".join(card["notes"])
+
+    # Nothing outside private/ depends on K, on another trial, or on how long anything took.
+    public = {n: t for n, t in files(run.path).items() if not n.startswith("private/")}
+    text = b"\n".join(public.values()).decode(errors="replace")
+    for number, trial in enumerate(trials):
+        assert trial.key.hex() not in text
+        if number != winner:
+            assert repr(trial.values["training.learning_rate"]) not in text
+            assert repr(scores[number]) not in text
+    assert "trials.json" not in public and "seconds" not in run.trained.read_text()
+
+
+def test_what_is_public_does_not_change_with_the_number_of_trials(recipe, begin, run_trials):
+    """Two searches of different K with the same winner publish the same bytes."""
+    published = []
+    for name, key in (("one", "11" * 32), ("two", "22" * 32)):
+        search = begin(recipe(name=name, privacy={"run_key": key}))
+        trials = read_trials(search.folder)
+        terms = search._terms_of_the_guarantee()
+        terms.pop("charge")
+        published.append((len(trials), terms))
+    assert published[0][0] != published[1][0]
+    assert published[0][1] == published[1][1]
+
+
+def test_an_interrupted_search_is_continued_to_the_same_end(recipe, begin, run_trials, monkeypatch):
+    """Stopped inside a training, before a score and between trials: same keys, settings, scores."""
+    fixed = {"run_key": "7f" * 32}
+    law = {"name": "fixed", "runs": 3, "mean": None}
+    undisturbed = begin(recipe(name="undisturbed", privacy=fixed, tune={"law": law}))
+    expected = run_trials(undisturbed)
+
+    asked = recipe(name="disturbed", privacy=fixed, tune={"law": law})
+    search = begin(asked)
+    manifest = search.folder.manifest.read_bytes()
+    terms = search.folder.terms.read_bytes()
+    run_trials(search, [0])
+    real = trial_module.run
+
+    def stopped_after_two_steps(job, reducer, until=None):
+        real(job, reducer, 2)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(trial_module, "run", stopped_after_two_steps)
+        run_trials(search, [1])
+
+    def no_score(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(trial_module, "score", no_score)
+        run_trials(search, [2])
+    assert search._unfinished() == [1, 2]
+
+    again = begin(asked, only_resume=True)
+    assert again.folder.manifest.read_bytes() == manifest
+    assert again.folder.terms.read_bytes() == terms
+    assert run_trials(again) == expected
+    assert run_trials(again) == expected  # and never scored anew
+    for number in range(3):
+        ledgers = [Ledger.read(s.folder.trial(number).ledger) for s in (again, undisturbed)]
+        assert ledgers[0].releases == ledgers[1].releases == dict.fromkeys(range(4), 1)
+        assert torch.equal(
+            parameters(again.folder.trial(number)), parameters(undisturbed.folder.trial(number))
+        )
+    finish(again)
+    finish(undisturbed)
+    assert torch.equal(parameters(again.run_folder), parameters(undisturbed.run_folder))
+    shown = json.loads((again.run_folder.path / "trials.json").read_text())
+    assert [row["scores"] for row in shown] == [[s for _, s in report] for report in expected]
+
+
+def test_a_crash_while_the_winner_is_copied_out_is_mended(recipe, begin, run_trials, monkeypatch):
+    search = begin(recipe(tune={"law": {"name": "fixed", "runs": 2, "mean": None}}))
+    run_trials(search)
+    search._decide()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(search, "_show_trials", lambda: (_ for _ in ()).throw(KeyboardInterrupt()))
+        search.run(SESSION)
+    with pytest.raises(UserError, match=r"never finished training; continue it with `dpdist tune"):
+        read_facts(search.run_folder)
+    again = begin(search.recipe)
+    again.run(SESSION)
+    assert read_facts(again.run_folder).guarantee.epsilon > 0
+    begin(search.recipe).run(SESSION)  # a finished search does nothing
+
+
+def test_a_broken_off_search_releases_nothing(recipe, begin, run_trials):
+    asked = recipe(tune={"law": {"name": "fixed", "runs": 2, "mean": None}})
+    search = begin(asked)
+    run_trials(search, [0])
+    with pytest.raises(UserError, match="never finished"):
+        release(search.run_folder)
+    outside = [p.name for p in search.run_folder.path.iterdir() if p.name != "private"]
+    assert sorted(outside) == ["recipe.yaml", "run.json", "search.yaml"]
+    from dpdist.training.job import prepare as prepare_training
+
+    with pytest.raises(UserError, match="holds a private search"):
+        prepare_training(asked, search.run_folder, "r.yaml")
+
+
+def test_failed_trials_count_and_are_not_replaced(recipe, begin, run_trials, monkeypatch):
+    """A trial that cannot replay exactly, or fails otherwise, is minus infinity; K stays."""
+    law = {"name": "fixed", "runs": 3, "mean": None}
+    search = begin(recipe(tune={"law": law}))
+    real = trial_module.score
+    calls = []
+
+    def failing(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 1:
+            raise UserError("the trained parameters are not finite numbers")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(trial_module, "score", failing)
+    run_trials(search, [0])
+    real_run = trial_module.run
+
+    def other_code(job, reducer, until=None):
+        real_run(job, reducer, 2)
+        with Ledger.open(job.folder.ledger, job.plan.fingerprint()) as ledger:
+            ledger.begin_attempt({"code": "changed in the middle"})
+            ledger.record(1, "ab" * 32)
+        real_run(job, reducer, until)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trial_module, "run", other_code)
+        run_trials(search, [1])
+    assert "replayed exactly" in scores_of(search.folder, 1)["failed"]
+    run_trials(search)
+    states = [scores_of(search.folder, number) for number in range(3)]
+    assert [state["failed"] is None for state in states] == [False, False, True]
+    finish(search)
+    assert json.loads(search.folder.outcome.read_text()) == {"winner": 2}
+
+
+def test_no_model_is_an_outcome(recipe, begin, run_trials):
+    """Poisson draws K = 0 with some key; the outcome says the guarantee and cannot be undone."""
+    tune = recipe(tune={"law": POISSON}).tune
+    keys = (f"{i:064x}" for i in range(500))
+    key = next(k for k in keys if number_of_trials(tune.law, bytes.fromhex(k)) == 0)
+    asked = recipe(privacy={"run_key": key}, tune={"law": POISSON})
+    search = begin(asked)
+    assert read_trials(search.folder) == []
+    search._decide()
+    for attempt in (search, begin(asked)):
+        with pytest.raises(NoModel, match="ended without a model") as error:
+            attempt.run(SESSION)
+        assert "DP" in str(error.value)
+    assert not search.run_folder.trained.exists()
+
+
+def test_another_recipe_or_data_is_not_continued(recipe, begin):
+    begin(recipe())
+    with pytest.raises(UserError, match=r"tune\.law\.mean differ"):
+        begin(recipe(tune={"law": {"mean": 9.0}}))
+    with pytest.raises(UserError, match="no search to resume"):
+        begin(recipe(name="other"), only_resume=True)
+    search = begin(recipe())
+    terms = json.loads(search.folder.terms.read_text())
+    search.folder.terms.write_text(json.dumps({**terms, "data": "others"}))
+    with pytest.raises(UserError, match="the training records changed"):
+        begin(recipe())
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"tune": {"score": {"public": {"name": "digits", "split": "train"}}}}, "private training"),
+        ({"tune": {"score": {"public": {"name": "mnist"}}}}, "not built in"),
+        (
+            {"certify": None, "tune": {"score": {"objectives": {"average-radius": 1},
+                                                 "radius_cap": 1}}},
+            "need certify.sigma",
+        ),
+        (
+            {"tune": {"space": {"training.batch_size": {"integer": [100, 5000]}}}},
+            "must be <= the",
+        ),
+        ({"privacy": {"batch_cap": 300}}, "tune.law: "),
+        ({"privacy": {"neighbours": "replace-one"}}, "add-or-remove-one"),
+        ({"privacy": {"budget": "b", "budget_ceiling": 1e-3}}, "above its ceiling"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_searched_leaves_nothing_behind(
+    recipe, begin, tmp_path, monkeypatch, sections, message
+):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=re.escape(message)):
+        begin(recipe(**sections)).run(SESSION)
+    assert "budget" in sections.get("privacy", {}) or not (tmp_path / "small").exists()
+
+
+def test_adding_a_record_to_the_data_is_what_the_plan_is_about(recipe, begin):
+    """The plan's sampling rate and counts are those of the split; the scoring side is paid too."""
+    search = begin(recipe())
+    recorded = PrivacyPlan.from_dict(json.loads(search.folder.terms.read_text())["plan"])
+    training, scoring = recorded.phases[0].phases[0].parts
+    assert recorded.records == search.cost.sizes.train(1.0) < 1439
+    assert training[0].sample_rate == 200 / recorded.records
+    assert scoring[0].noise_multiplier == search.cost.score_noise
+    held = len(trial_module.scoring_data(search.recipe))
+    assert held + recorded.records == 1439
+
+
+def test_rungs_end_with_the_training():
+    assert rung_steps(270, 3, 3) == [30, 90, 270]
+    assert rung_steps(4, 3, 3) == [1, 1, 4]
+    assert rung_steps(7, 1, 1) == [7]
+
+
+def resources(**given) -> ResourcesRecipe:
+    return ResourcesRecipe(**given)
+
+
+def test_what_does_not_fit_is_refused_at_once():
+    two = [Node(2, 0)]
+    assert trials_at_once(resources(), None, two) == 2
+    assert trials_at_once(resources(workers=2), None, two) == 1
+    assert trials_at_once(resources(cpus_per_worker=0.5), None, two) == 4
+    with pytest.raises(ClusterError, match="one trial needs 3 workers of 1 CPUs"):
+        trials_at_once(resources(workers=3), None, two)
+    with pytest.raises(ClusterError, match="4 trials at once"):
+        trials_at_once(resources(), 4, two)
+    # A worker does not spread over nodes, nor a fraction over GPUs.
+    with pytest.raises(ClusterError, match="room for 0"):
+        trials_at_once(resources(cpus_per_worker=3), None, [Node(2, 0), Node(2, 0)])
+    quarter = resources(gpus_per_worker=0.25)
+    assert trials_at_once(quarter, None, [Node(16, 1)]) == 4
+    assert trials_at_once(resources(gpus_per_worker=0.4), None, [Node(16, 2)]) == 4
+    with pytest.raises(ClusterError, match="0 GPUs"):
+        trials_at_once(quarter, None, two)
+
+
+def test_trials_get_the_packages_of_the_driver(recipe, begin):
+    search = begin(recipe(tune={"law": {"name": "fixed", "runs": 1, "mean": None}}))
+    with pytest.raises(ClusterError, match="install the same"):
+        trial_module.run_trial(
+            search.folder.run.path, {"tuning": "elsewhere:0"}, 0, lambda rung, score: None
+        )
+    assert os.path.exists(search.folder.manifest)

@@ -1,0 +1,124 @@
+"""The searched space: what may be searched, how values are drawn and put into a recipe."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+from scipy import stats
+
+from dpdist.errors import UserError
+from dpdist.search_options import Domain
+from tuning.space import check_space, domain_value, draw, with_values
+
+
+def test_every_kind_of_domain_has_its_distribution():
+    """Kolmogorov-Smirnov and chi-square on 4,000 draws; each fails by chance once in 10^4 seeds."""
+    uniforms = np.random.default_rng(3).random(4000)
+
+    def drawn(**kind) -> list:
+        return [domain_value(Domain(**kind), float(u)) for u in uniforms]
+
+    logs = (np.log(drawn(log_uniform=(0.1, 10.0))) - math.log(0.1)) / math.log(100)
+    assert stats.kstest(logs, "uniform").pvalue > 1e-4
+    assert stats.kstest(drawn(uniform=(2.0, 5.0)), "uniform", args=(2, 3)).pvalue > 1e-4
+    for values, cells in ((drawn(integer=(3, 7)), 5), (drawn(choice=("a", "b", "c")), 3)):
+        counts = np.unique(values, return_counts=True)[1]
+        assert len(counts) == cells and stats.chisquare(counts).pvalue > 1e-4
+
+
+def test_ends_belong_to_a_domain():
+    top = 1 - 2.0**-53
+    assert domain_value(Domain(integer=(1, 3)), top) == 3
+    assert domain_value(Domain(choice=(1, 2)), top) == 2
+    assert domain_value(Domain(log_uniform=(0.1, 0.3)), 0.0) == pytest.approx(0.1, rel=1e-12)
+    assert 0.1 <= domain_value(Domain(log_uniform=(0.1, 0.3)), top) <= 0.3
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {},
+        {"choice": []},
+        {"uniform": (2, 1)},
+        {"log_uniform": (0, 1)},
+        {"uniform": (0, math.inf)},
+        {"integer": (1, 2), "choice": [1]},
+        {"integer": (1.5, 2)},
+    ],
+)
+def test_impossible_domains_are_refused(kind):
+    with pytest.raises(ValidationError):
+        Domain(**kind)
+
+
+def test_values_arrive_in_every_field_named(recipe):
+    asked = recipe(
+        method={"name": "input-noise", "sigma": 0.1},
+        model={"name": "small-cnn", "options": {"width": 4}},
+        tune={
+            "space": {
+                "certify.sigma": {"choice": [0.12, 0.5], "also": ["method.sigma"]},
+                "model.options.width": {"integer": [2, 6]},
+            }
+        },
+    )
+    check_space(asked, "r.yaml")
+    values = draw(asked.tune, lambda: 0.99)
+    chosen = with_values(asked, values, "r.yaml")
+    assert chosen.certify.sigma == chosen.method.sigma == 0.5
+    assert chosen.model.options == {"width": 6}
+    assert chosen.tune is None and asked.certify.sigma == 0.25
+
+
+def test_whole_methods_can_be_compared(recipe):
+    methods = [{"name": "dp-sgd"}, {"name": "dplis", "radius": 5}]
+    asked = recipe(tune={"space": {"method": {"choice": methods}}})
+    check_space(asked, "r.yaml")
+    assert with_values(asked, {"method": methods[1], "training.learning_rate": 1}, "").method.draws
+
+
+@pytest.mark.parametrize(
+    ("field", "domain", "message"),
+    [
+        ("privacy.epsilon", {"choice": [1, 2]}, "target of training and search together"),
+        ("privacy.delta", {"choice": [1e-5]}, "one delta"),
+        ("privacy.run_key", {"choice": ["00" * 32]}, "keys are drawn"),
+        ("data.max_train", {"integer": [10, 20]}, "the same records"),
+        ("resources.workers", {"integer": [1, 2]}, "changes nothing"),
+        ("certify.alpha", {"choice": [0.1]}, "error of a certificate"),
+        ("training.learning_rat", {"uniform": [1, 2]}, "no such field"),
+        ("method.radius", {"uniform": [1, 2]}, "no such field"),
+        ("nothing.at.all", {"uniform": [1, 2]}, "no nothing section"),
+        ("training.batch_size", {"uniform": [100, 200.5]}, "training.batch_size"),
+        ("training.momentum", {"uniform": [0, 2]}, "training.momentum: must be < 1, got 2"),
+        ("certify.sigma", {"choice": [1], "also": ["training.learning_rate"]}, "set twice"),
+    ],
+)
+def test_what_cannot_be_searched(recipe, field, domain, message):
+    asked = recipe(tune={"space": {field: domain}})
+    with pytest.raises(UserError, match=r"r\.yaml: ") as error:
+        check_space(asked, "r.yaml")
+    assert message in str(error.value)
+
+
+def test_noise_is_not_searched_when_epsilon_fixes_it(recipe):
+    asked = recipe(
+        privacy={"epsilon": 3.0, "noise_multiplier": None},
+        tune={"space": {"privacy.noise_multiplier": {"uniform": [1, 2]}}},
+    )
+    with pytest.raises(UserError, match=r"give privacy\.noise_multiplier instead"):
+        check_space(asked, "r.yaml")
+
+
+@pytest.mark.parametrize(
+    "law", [{"name": "geometric", "mean": 3.0}, {"name": "poisson", "mean": 2}]
+)
+@pytest.mark.parametrize("what", [{"searcher": "optuna"}, {"asha": {"rungs": 2}}])
+def test_adaptive_searchers_are_refused_under_the_selection_laws(recipe, law, what):
+    with pytest.raises(UserError, match="does not cover: take law"):
+        recipe(tune={"law": law, **what})
+    fixed = {"name": "fixed", "runs": 4, "mean": None}
+    assert recipe(tune={"law": fixed, **what}).tune.law.runs == 4
