@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -14,7 +15,11 @@ import pytest
 
 pytestmark = pytest.mark.skipif(
     os.geteuid() != 0
-    or subprocess.run(["unshare", "--mount", "mount", "-t", "tmpfs", "t", "/mnt"]).returncode,
+    or shutil.which("unshare") is None
+    or subprocess.run(
+        ["unshare", "--mount", "mount", "-t", "tmpfs", "t", "/mnt"], capture_output=True
+    ).returncode
+    != 0,
     reason="needs root to mount a small disk",
 )
 
