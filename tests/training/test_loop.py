@@ -117,7 +117,15 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).norm() / a.norm())
 
 
-@pytest.mark.parametrize("method", ["dp-sgd", {"name": "input-noise", "sigma": 0.2, "draws": 2}])
+@pytest.mark.parametrize(
+    "method",
+    [
+        "dp-sgd",
+        {"name": "input-noise", "sigma": 0.2, "draws": 2},
+        {"name": "secure-sgd", "sigma": 0.2, "redistribution": None},
+    ],
+    ids=["dp-sgd", "input-noise", "secure-sgd"],
+)
 def test_any_number_of_workers_gives_the_same_parameters(tmp_path, method):
     """100 steps under a fixed key; expected batch 4 over 4 workers, so many local batches are
     empty."""
