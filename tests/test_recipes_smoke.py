@@ -16,6 +16,7 @@ from dpdist.recipe import RECIPES, load
 from dpdist.runfolder import RunFolder
 from dpdist.training.job import prepare
 from dpdist.training.loop import run
+from dpdist.training.pretrain import pretrain
 from dpdist.training.reducer import Reducer
 
 RECORDS = 48
@@ -62,7 +63,7 @@ def test_recipe_trains(path, tmp_path):
         "privacy.epsilon": None,
         "privacy.delta": 1e-4,
     }
-    if recipe.privacy.clipping == "none":
+    if recipe.privacy.noise_multiplier == 0:
         small["privacy.noise_multiplier"] = 0
     if hasattr(recipe.method, "draws"):
         small["method.draws"] = min(2, recipe.method.draws)
@@ -75,7 +76,12 @@ def test_recipe_trains(path, tmp_path):
     if recipe.data.name != "digits":
         make_up(tmp_path / "data", recipe.data)
         small["data.root"] = str(tmp_path / "data")
+    if recipe.public is not None:
+        small["model.classifier"] = str(tmp_path / "classifier")
+        small["public.training"] = {"batch_size": 8, "steps": 2, "learning_rate": 0.01}
     recipe = load(path, small)
+    if recipe.public is not None:
+        pretrain(recipe, str(path))
     folder = RunFolder(tmp_path / "run")
     job = prepare(recipe, folder, str(path))
     run(job, Reducer(0, 1, torch.device("cpu")))

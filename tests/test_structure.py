@@ -65,6 +65,7 @@ ALLOWED = {
         "dpdist.runfolder",
         "dpdist.privacy",
         "dpdist.gradients",
+        "dpdist.methods",
         "dpdist.__init__",
         "cluster",
     },

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from dpdist.privacy.claims import Claim, Verdict, secure_sgd_claim
+from dpdist.methods.options import TransDenoiser
+from dpdist.privacy.claims import (
+    Claim,
+    Verdict,
+    secure_sgd_claim,
+    transdenoiser_training_claim,
+)
 from dpdist.privacy.guarantee import Guarantee, format_epsilon
 from dpdist.privacy.plan import GaussianSteps, PrivacyPlan
 from dpdist.recipe import Recipe
@@ -12,8 +18,11 @@ def claim_of(recipe: Recipe, plan: PrivacyPlan, proved: Guarantee) -> Claim | No
     """The claim of the method's paper at this run's setting; None when it makes none of its own.
 
     PixelDP and HGM-PixelDP claim robustness only. Secure-SGD claims the moments accountant's
-    epsilon of its DP-SGD steps, and that r costs nothing.
+    epsilon of its DP-SGD steps, and that r costs nothing. TransDenoiser's Algorithm 1 claims that
+    its transformed and added noise together are worth xi_up.
     """
+    if recipe.method.name == "transdenoiser":
+        return _transdenoiser_claim(recipe.method, plan, proved)
     steps = next((p for p in plan.phases if isinstance(p, GaussianSteps)), None)
     method = recipe.method
     if method.name != "secure-sgd" or steps is None or steps.noise_multiplier == 0:
@@ -34,6 +43,24 @@ def claim_of(recipe: Recipe, plan: PrivacyPlan, proved: Guarantee) -> Claim | No
         f"T {steps.steps}"
     )
     return Claim("Secure-SGD", setting, None, claimed, proved, verdict, reason)
+
+
+def _transdenoiser_claim(
+    method: TransDenoiser, plan: PrivacyPlan, proved: Guarantee
+) -> Claim | None:
+    if method.variant != "full":
+        return None
+    rate = plan.step(0).sample_rate
+    return Claim(
+        "TransDenoiser",
+        f"xi_up {method.xi_up:g}, q {rate:.4g}, T {plan.steps}",
+        None,
+        transdenoiser_training_claim(method.xi_up, rate, plan.steps, plan.delta),
+        proved,
+        "not sound",
+        "the signs of the remainders and S_min, and with them the noise, depend on the private "
+        "records",
+    )
 
 
 def claim_line(claim: Claim) -> str:

@@ -118,6 +118,13 @@ class Facts:
         """What the method's paper claims about this run's privacy."""
         return claim_of(self.recipe, self.plan, self.guarantee)
 
+    @property
+    def classifier(self) -> dict[str, str]:
+        """What the frozen classifier behind a denoiser saw; empty when there is none."""
+        if not self.folder.classifier.exists():
+            return {}
+        return {"frozen classifier trained on": read_json(self.folder.classifier)["saw"]}
+
     def card(self) -> dict[str, Any]:
         """The privacy card, as JSON types."""
         unit = "one record"
@@ -147,6 +154,7 @@ class Facts:
                 "model": self.recipe.model.name,
                 "method": self.recipe.method.name,
                 "initial weights": str(self.recipe.model.initial or "random"),
+                **self.classifier,
                 "dpdist": __version__,
                 **searched,
             },
@@ -175,6 +183,7 @@ class Facts:
                 f"multiplier {step.noise_multiplier:.4g}, {_clip(step.clip_norm)}{took}",
             )
         )
+        rows += self.classifier.items()
         if self.trained["fallback_layers"]:
             rows.append(("layers without a rule", ", ".join(self.trained["fallback_layers"])))
         if self.evaluation is not None:

@@ -20,7 +20,10 @@ from dpdist.methods.mixed_jacobian import MixedJacobian
 from dpdist.methods.options import TransDenoiser
 from dpdist.methods.transdenoiser import SplitEngine, remainders, split, squared_error
 from dpdist.models import ModelSpec
+from dpdist.privacy.card import card_markdown
 from dpdist.recipe import parse
+from dpdist.releasing import release
+from dpdist.reports.facts import read_facts
 from dpdist.runfolder import RunFolder
 from dpdist.training.job import prepare, source_of, training_data
 from dpdist.training.loop import run
@@ -228,6 +231,57 @@ def test_the_noise_of_the_plan_is_the_noise_of_the_run(public, tmp_path):
     one, again, without = (torch.cat([p.flatten() for p in m.parameters()]) for m in runs)
     assert torch.equal(one, again)
     assert not torch.equal(one, without)
+
+
+def test_separate_dp_trains_the_denoiser_only(public, tmp_path):
+    described = raw(public)
+    described["privacy"].pop("run_key")
+    folder = RunFolder(tmp_path / "run")
+    model = train(described, folder)
+    before, after = models.load(public).state_dict(), model.get_submodule("classifier").state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    start = models.build(models.read_spec(folder.model)).get_submodule("denoiser")
+    x = torch.rand(3, 1, 8, 8)
+    assert torch.equal(start(x), x) and not torch.equal(model.get_submodule("denoiser")(x), x)
+
+    facts = read_facts(folder)
+    assert 0 < facts.guarantee.epsilon < math.inf and facts.guarantee.kind == "proved"
+    release(folder)
+    card = json.loads((folder.release / "privacy_card.json").read_text())
+    seen = json.loads((public / PROVENANCE).read_text())
+    statement = card["extra"]["frozen classifier trained on"]
+    assert f"{seen['records']:,} public records of digits/train" in statement
+    assert "none of them is among the private records" in statement
+    assert facts.claim is None
+    assert statement in card_markdown(card)
+    x = torch.rand(2, 1, 8, 8)
+    assert torch.equal(models.load(folder.release)(x), model(x))
+
+
+def test_no_dp_and_full_prove_nothing(public, tmp_path):
+    no_dp = raw(
+        public, method__variant="no-dp", privacy__noise_multiplier=0, privacy__clipping="none"
+    )
+    folder = RunFolder(tmp_path / "no-dp")
+    train(no_dp, folder)
+    facts = read_facts(folder)
+    assert facts.guarantee.epsilon == math.inf and facts.claim is None
+
+    full = raw(public, method__variant="full", privacy__noise_multiplier=0)
+    folder = RunFolder(tmp_path / "full")
+    train(full, folder)
+    facts = read_facts(folder)
+    assert facts.guarantee.epsilon == math.inf
+    claimed = dict(facts.summary())["claimed, not proved"]
+    assert "TransDenoiser Theorem 3" in claimed and "not sound" in claimed
+    card = facts.card()
+    assert not card["private"] and card["guarantee"]["epsilon"] in ("inf", math.inf)
+    assert any("NOT PRIVATE: TransDenoiser" in line for line in card["mechanism"])
+    lines = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
+    assert all({"s_min", "s_min_why", "added_xi", "nonnegative"} <= line.keys() for line in lines)
+    with pytest.raises(UserError, match="this run is not private"):
+        release(folder)
 
 
 @pytest.mark.parametrize(
