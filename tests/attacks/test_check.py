@@ -139,11 +139,12 @@ def test_the_check_is_the_same_on_any_number_of_actors(certified, model_folder, 
     assert one == two
 
 
-@pytest.mark.parametrize(("norm", "factor"), [("l2", 1.0), ("linf", 3.0)])
+@pytest.mark.parametrize(("norm", "factor"), [("l2", 1.0), ("linf", 10.0)])
 def test_certificates_of_expected_scores_are_checked_too(
     ray_session: None, tmp_path: Path, norm: str, factor: float
 ) -> None:
     # The same plane, with noise behind its linear layer; certified with it and attacked with it.
+    # Bounds of expected scores are loose: three times the radius may still be true, ten is not.
     spec = models.ModelSpec("linear", (8,), 2, hidden_noise=True)
     model = models.initialise(spec, 0)
     layer = models.require_split(model).layer
