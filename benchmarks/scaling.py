@@ -8,8 +8,9 @@ Three parts, each by its own flag (all without one):
   and says what 8 to 512 workers would do, with the ring all-reduce's 2(W-1)/W of the gradient's
   bytes over a link plus a latency per hop.
 * --certify: draws per second of 1, 2, 4 ... actors.
-* --driver: a million chunks without models through the actor pool: chunks per second, the
-  driver's CPU time per chunk, its memory.
+* --driver: a million chunks without models through the actor pool, first its scheduling alone (for
+  2, 64 and 512 actors that answer at once), then with Ray: chunks per second, the driver's CPU time
+  per chunk, its memory.
 
     python benchmarks/scaling.py [--train] [--certify] [--driver] [--quick]
 """
@@ -231,7 +232,7 @@ def _draw_rate(process: subprocess.Popen, journal: Path, total: int) -> float:
 
 def driver(chunks: int, actors: int) -> dict[str, float]:
     """Chunks without work through the pool: chunks/s, driver CPU us per chunk, and by how many MiB
-    its memory grew from the first tenth to the end."""
+    its memory had grown when nine tenths were done."""
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     import ray
 
@@ -242,7 +243,7 @@ def driver(chunks: int, actors: int) -> dict[str, float]:
         log_to_driver=False,
     )  # fmt: skip
     begun = cpu = 0.0
-    done, early = 0, 0
+    done, grew = 0, 0
 
     def factory(shared: object) -> object:
         return lambda payload: payload
@@ -251,24 +252,109 @@ def driver(chunks: int, actors: int) -> dict[str, float]:
         return (Chunk(f"inputs {i}..", i, float(i)) for i in range(chunks))
 
     def on_result(key: str, result: int) -> None:
-        nonlocal begun, cpu, done, early
+        nonlocal begun, cpu, done, grew
         if not done:
             begun, cpu = time.perf_counter(), time.process_time()
         done += 1
-        if done == max(1, chunks // 10):
-            early = resident()
+        if done == chunks * 9 // 10:
+            grew = resident() - before
 
+    before = resident()
     run_chunks(factory, None, stream(), on_result, PoolSettings(actors=actors, in_flight=8))
     seconds, used = time.perf_counter() - begun, time.process_time() - cpu
     result = {
         "chunks": done,
         "per_second": done / seconds,
         "cpu_us": 1e6 * used / done,
-        "grew_mib": (resident() - early) / 2**20,
+        "grew_mib": grew / 2**20,
         "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     }
     ray.shutdown()
     return result
+
+
+class _Instant:
+    """Stands in for Ray in the pool: every call is answered at once, so that what is left is the
+    pool's own scheduling."""
+
+    def __init__(self, actors: int) -> None:
+        self.actors, self.made = actors, 0
+        self.answers: dict[int, object] = {}
+
+    def put(self, value: object) -> object:
+        return value
+
+    def cluster_resources(self) -> dict[str, float]:
+        return {"CPU": float(self.actors)}
+
+    def remote(self, runner: type) -> _Instant:
+        return self
+
+    def options(self, **_: object) -> _Instant:
+        return _Factory(self)  # type: ignore[return-value]
+
+    def wait(self, refs: list, num_returns: int, timeout: float) -> tuple[list, list]:
+        return refs[:num_returns], []
+
+    def get(self, refs: object) -> object:
+        if isinstance(refs, list):
+            return [self.answers.pop(ref) for ref in refs]
+        return self.answers.pop(refs)
+
+    def kill(self, actor: object, no_restart: bool) -> None:
+        pass
+
+    def answer(self, value: object) -> int:
+        self.made += 1
+        self.answers[self.made] = value
+        return self.made
+
+
+class _Factory:
+    def __init__(self, ray: _Instant) -> None:
+        self._ray = ray
+
+    def remote(self, *arguments: object) -> _Actor:
+        return _Actor(self._ray)
+
+
+class _Actor:
+    """`ready` and `run` are called as actor.ready.remote() and actor.run.remote(payload)."""
+
+    def __init__(self, ray: _Instant) -> None:
+        self.ready = self.run = self
+        self._ray = ray
+
+    def remote(self, payload: object = True) -> int:
+        return self._ray.answer(payload)
+
+
+def scheduling(chunks: int, actors: int, stored: bool = False) -> dict[str, float]:
+    """Many chunks through the pool's own code, for a cluster of `actors` instant actors.
+
+    grew_mib: by how much the process was larger than before when nine tenths were done. stored:
+    hand the chunks over as a list, for comparison.
+    """
+    from cluster import pool
+
+    real, done, grew = pool.ray, 0, 0
+
+    def on_result(key: str, result: object) -> None:
+        nonlocal done, grew
+        done += 1
+        if done == chunks * 9 // 10:
+            grew = resident() - before
+
+    pool.ray = _Instant(actors)
+    before, begun = resident(), time.process_time()
+    try:
+        stream = (pool.Chunk(f"inputs {i}..", i, float(i)) for i in range(chunks))
+        given = list(stream) if stored else stream
+        pool.run_chunks(None, None, given, on_result, pool.PoolSettings(actors=actors))
+    finally:
+        pool.ray = real
+    used = time.process_time() - begun
+    return {"chunks": done, "per_second": done / used, "grew_mib": grew / 2**20}
 
 
 def resident() -> int:
@@ -292,11 +378,19 @@ def main() -> None:
         certification(options.quick, options.workers)
     if options.driver or everything:
         chunks = options.chunks or (5_000 if options.quick else 1_000_000)
+        for actors in (2, 64, 512):
+            alone = scheduling(chunks, actors)
+            print(
+                f"scheduling alone, {actors} instant actors: {alone['chunks']:,} chunks, "
+                f"{alone['per_second']:,.0f} per CPU second; memory grew by "
+                f"{alone['grew_mib']:.1f} MiB",
+                flush=True,
+            )
         found = driver(chunks, 2)
         print(
             f"\ndriver: {found['chunks']:,} chunks, {found['per_second']:,.0f}/s, "
             f"{found['cpu_us']:.0f} us of its CPU each; memory peaked at {found['peak_mib']:.0f} "
-            f"MiB and grew by {found['grew_mib']:.0f} MiB after the first tenth"
+            f"MiB and grew by {found['grew_mib']:.0f} MiB"
         )
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -54,12 +52,9 @@ def test_the_ring_moves_twice_the_gradient(scaling):
     assert scaling.StepModel(0, 1, 0, 0, 1.0, 1.0).reduce(5) == 8
 
 
-def test_the_driver_part_runs():
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--driver", "--chunks", "300"],
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "driver: 300 chunks" in done.stdout
+def test_the_pool_alone_delivers_all_in_bounded_memory(scaling):
+    """A hundred thousand chunks as a stream; as a list they take many times more."""
+    found = scaling.scheduling(100_000, 16)
+    assert found["chunks"] == 100_000
+    assert found["grew_mib"] < 6
+    assert scaling.scheduling(100_000, 16, stored=True)["grew_mib"] > 12
