@@ -155,7 +155,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="smoke test: small numbers")
     quick = parser.parse_args().quick
     torch.set_num_threads(1)
-    x_train, y_train, x, y = data(100 if quick else 500)
+    x_train, y_train, x, y = data(100 if quick else 200)
     model = train(x_train[:1000] if quick else x_train, y_train[: 1000 if quick else None], 3)
     with torch.no_grad():
         print(f"clean accuracy {(model(x).argmax(1) == y).float().mean():.2%}")
