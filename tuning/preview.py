@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from dpdist.errors import UserError
+from dpdist.privacy.plan import PrivacyPlan
 from dpdist.privacy.selection import SelectionLaw
 from dpdist.recipe import Recipe
 from dpdist.search_options import LawRecipe
-from tuning.cost import SearchCost, Sizes
+from tuning.cost import SearchCost, Sizes, base_phases
 
 # Training records of data sets that everybody has; --records tells of others.
 KNOWN_SIZES = {
@@ -25,13 +27,16 @@ KNOWN_SIZES = {
 
 @dataclass(frozen=True)
 class Row:
-    """One law. epsilon: of training and search when the noise is that of one untuned run.
+    """One law of this kind and expected number of trials (mean).
 
-    noise: the noise multiplier at which training and search meet the recipe's target; None without
-    a target. at_least: P(K >= k) for k = 1, 2 and the mean. quantiles: of K at 5, 50 and 95 %.
+    epsilon: of training and search when the noise is that of one untuned run. noise: the noise
+    multiplier at which training and search meet the recipe's target; None without a target.
+    at_least: P(K >= k) for k = 1, 2 and the mean. quantiles: of K at 5, 50 and 95 %.
     """
 
     law: str
+    kind: str
+    mean: float
     own: bool
     epsilon: float
     noise: float | None
@@ -89,6 +94,20 @@ def untuned_noise(recipe: Recipe, sizes: Sizes, where: str) -> float:
         raise UserError(f"{where}: privacy.epsilon: {error}") from error
 
 
+def one_run(recipe: Recipe, sizes: Sizes, noise: float) -> float:
+    """Epsilon of one run with this noise, without a search."""
+    records = sizes.train(recipe.data.fraction)
+    privacy = recipe.privacy
+    plan = PrivacyPlan(
+        records,
+        base_phases(recipe, records, noise),
+        privacy.delta,
+        privacy.sensitivity,
+        privacy.neighbours,
+    )
+    return plan.guarantee().epsilon
+
+
 def laws(recipe: Recipe, means: Sequence[int]) -> Iterator[tuple[LawRecipe, bool]]:
     """The recipe's own law, then every law at each expected number of trials."""
     assert recipe.tune is not None
@@ -104,6 +123,35 @@ def laws(recipe: Recipe, means: Sequence[int]) -> Iterator[tuple[LawRecipe, bool
         ):
             if law != own:
                 yield law, False
+
+
+def plot(rows: Sequence[Row], one_run: float, delta: float, path: Path) -> None:
+    """Draw epsilon against the expected number of trials, a line for each law.
+
+    one_run: epsilon of one untuned run with the same noise.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import ScalarFormatter
+
+    figure = Figure(figsize=(6.4, 3.8), dpi=110, layout="constrained")
+    axes = figure.subplots()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(color="#e5e5e5", linewidth=0.8)
+    axes.set_axisbelow(True)
+    markers = iter("os^Dv")
+    for kind in dict.fromkeys(row.kind for row in rows):
+        points = sorted({(row.mean, row.epsilon) for row in rows if row.kind == kind})
+        axes.plot(*zip(*points, strict=True), marker=next(markers), markersize=4, label=kind)
+    axes.axhline(one_run, color="#777777", linestyle="--", linewidth=1, label="one untuned run")
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(ScalarFormatter())
+    axes.set_xticks(sorted({row.mean for row in rows}))
+    axes.minorticks_off()
+    axes.set_ylim(0, min(1.05 * max(row.epsilon for row in rows), 8 * one_run))
+    axes.set_xlabel("expected number of trials, E[K]")
+    axes.set_ylabel(f"epsilon of training and search at delta = {delta:g}")
+    axes.legend(frameon=False)
+    figure.savefig(path)
 
 
 def default_means(recipe: Recipe) -> tuple[int, ...]:
@@ -132,6 +180,7 @@ def row(recipe: Recipe, law: LawRecipe, own: bool, sizes: Sizes, noise: float, w
         at_least = tuple((k, selection.at_least(k)) for k in marks)
         low, middle, high = (selection.quantile(q) for q in (0.05, 0.5, 0.95))
         quantiles = (low, middle, high)
-    return Row(
-        unchanged.law_in_words, own, unchanged.guarantee.epsilon, target, at_least, quantiles
-    )
+    words, epsilon = unchanged.law_in_words, unchanged.guarantee.epsilon
+    expected = law.runs or law.mean or 1.0
+    kind = words.split(",")[0]
+    return Row(words, kind, expected, own, epsilon, target, at_least, quantiles)

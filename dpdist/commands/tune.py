@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -31,6 +32,9 @@ def command(
         int | None, typer.Option(min=1, help="With --plan: number of training records.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="With --plan: print JSON.")] = False,
+    plot: Annotated[
+        Path | None, typer.Option(help="With --plan: draw epsilon against trials into this file.")
+    ] = None,
     resume: Annotated[
         bool,
         typer.Option("--resume", help="Continue an interrupted search; never begin a new one."),
@@ -42,10 +46,10 @@ def command(
     shows of a running search is for the operator only; the result is an ordinary run folder.
     """
     if plan:
-        _plan(recipe, trials, records, as_json)
+        _plan(recipe, trials, records, as_json, plot)
         return
-    if trials or records or as_json:
-        raise UserError("tune: --trials, --records and --json belong to --plan")
+    if trials or records or as_json or plot:
+        raise UserError("tune: --trials, --records, --json and --plot belong to --plan")
     from dpdist import console, pipeline
 
     resolved = pipeline.resolve(recipe, name=name, data_root=data_root, workers=workers)
@@ -53,7 +57,9 @@ def command(
     typer.echo(console.table(pipeline.summary(folder), title=f"run {folder.name}"))
 
 
-def _plan(name: str, trials: str | None, records: int | None, as_json: bool) -> None:
+def _plan(
+    name: str, trials: str | None, records: int | None, as_json: bool, plot: Path | None
+) -> None:
     from dpdist.recipe import find, load
     from tuning import preview
     from tuning.space import check_space
@@ -67,6 +73,9 @@ def _plan(name: str, trials: str | None, records: int | None, as_json: bool) -> 
         preview.row(recipe, law, own, sizes, noise, name)
         for law, own in preview.laws(recipe, means)
     ]
+    if plot is not None:
+        one_run = preview.one_run(recipe, sizes, noise)
+        preview.plot(rows, one_run, recipe.privacy.delta, plot)
     if as_json:
         typer.echo(json.dumps([row.to_dict() for row in rows]))
         return

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import attr
+from dataclasses import dataclass
+
 import dp_accounting as dpa
 
 
-@attr.s(frozen=True, auto_attribs=True)
+@dataclass(frozen=True)
 class WorstOfDpEvent(dpa.DpEvent):
     """One of `events`, chosen without the data: costs the pointwise maximum of their Renyi curves.
 
