@@ -17,6 +17,7 @@ from dpdist.commands import (
     cluster,
     compare,
     data,
+    denoise,
     landscape,
     predict,
     pretrain,
@@ -44,6 +45,7 @@ app.command("run")(run.command)
 app.command("train")(train.command)
 app.command("tune")(tune.command)
 app.command("pretrain")(pretrain.command)
+app.command("denoise")(denoise.command)
 app.command("certify")(certify.command)
 app.command("attack")(attack.command)
 app.command("predict")(predict.command)

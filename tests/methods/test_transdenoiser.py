@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dpdist import data, models
+from dpdist.denoising import put_before
 from dpdist.errors import UserError
 from dpdist.gradients.clipping import FlatClipping
 from dpdist.gradients.engine import GradientEngine
@@ -409,3 +410,41 @@ def test_pretraining_on_private_records_is_refused_before_it_starts(tmp_path):
     with pytest.raises(UserError, match="among the public ones"):
         pretrain(parse(described, "test"), "test")
     assert not (tmp_path / "new").exists()
+
+
+# ---- denoised smoothing: the same denoiser before another classifier -------------------------
+
+
+def test_a_denoiser_moves_before_another_classifier_at_no_cost(public, tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    model = train(raw(public), folder)
+    other = tmp_path / "other"
+    described = raw(other)
+    described["public"]["model"] = {"name": "mlp", "options": {"hidden": [16]}}
+    described["public"]["training"] = {"batch_size": 50, "steps": 3, "learning_rate": 0.1}
+    pretrain(parse(described, "test"), "test")
+    moved = put_before(folder, other, RunFolder(tmp_path / "moved"))
+    x = torch.rand(4, 1, 8, 8)
+    whole = models.load(moved.model)
+    assert torch.equal(whole(x), models.load(other)(model.get_submodule("denoiser")(x)))
+    before, after = read_facts(folder), read_facts(moved)
+    assert after.guarantee == before.guarantee
+    assert after.ledger.releases == before.ledger.releases
+    assert after.card()["extra"]["frozen classifier trained on"].startswith("5")
+    with pytest.raises(UserError, match="exists already"):
+        put_before(folder, other, RunFolder(tmp_path / "moved"))
+
+
+def test_a_denoiser_does_not_move_before_a_classifier_that_saw_its_records(public, tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    train(raw(public), folder)
+    described = raw(tmp_path / "more", data={"name": "digits", "public": 0.6})
+    described["public"]["training"] = {"batch_size": 50, "steps": 3, "learning_rate": 0.1}
+    pretrain(parse(described, "test"), "test")
+    with pytest.raises(UserError, match="among the public"):
+        put_before(folder, tmp_path / "more", RunFolder(tmp_path / "moved"))
+    assert not (tmp_path / "moved").exists()
+    plain = raw(public, method="dp-sgd", model={"name": "small-cnn"}, public=None)
+    train(plain, RunFolder(tmp_path / "plain"))
+    with pytest.raises(UserError, match="no denoiser before a classifier"):
+        put_before(RunFolder(tmp_path / "plain"), public, RunFolder(tmp_path / "moved"))
