@@ -115,7 +115,7 @@ class Cluster:
         found = json.loads(out)
         return found["status"], found["message"] or ""
 
-    def end_of(self, job: str, seconds: float = 400) -> str:
+    def end_of(self, job: str, seconds: float = 900) -> str:
         """The state in which a job ends."""
 
         def ended() -> str | None:
@@ -127,7 +127,7 @@ class Cluster:
         return self.wait_for(ended, seconds, every=1)
 
     @staticmethod
-    def wait_for(condition, seconds: float = 200, every: float = 0.1):
+    def wait_for(condition, seconds: float = 400, every: float = 0.1):
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             found = condition()

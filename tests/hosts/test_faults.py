@@ -95,9 +95,9 @@ class Faults:
 
     def fill_disk(self, job: str) -> None:
         self.victim.run("sh", "-c", "cat /dev/zero > /tmp/filler", check=False)
-        time.sleep(5)
-        self.victim.kill_processes("RayTrainWorker", "KILL")
-        time.sleep(5)
+        for pid in self.victim.processes("RayTrainWorker"):  # its successor starts on a full disk
+            self.victim.run("kill", "-KILL", str(pid), check=False)
+        time.sleep(15)
         self.victim.run("rm", "/tmp/filler")
 
     def kill_driver(self, job: str) -> None:
