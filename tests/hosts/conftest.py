@@ -47,7 +47,11 @@ class Cluster:
 
     def up(self) -> None:
         self.token = self.laptop.shell("ray get-auth-token --generate").split()[-1]
-        self.laptop.shell(f"RAY_UP_enable_autoscaler_v2=0 ray up -y {self.path}", timeout=300)
+        # Ray gives a host 30 s to start, whatever else the machine does meanwhile: try again then.
+        line = f"RAY_UP_enable_autoscaler_v2=0 ray up -y {self.path} && echo it is up"
+        for last in (False, False, True):
+            if "it is up" in self.laptop.shell(line, timeout=400, check=last):
+                break
         self.wait_for_nodes(3)
         self.tunnel = self.laptop.start(
             "ssh", "-N", "-i", str(self.laptop.key), "-o", "StrictHostKeyChecking=no",
