@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from dpdist.gradients.capture import Objective
 
 _EXACT_UP_TO = 256  # eigenvalues of a matrix of this size cost less than a Lanczos run
+_PROBE = 4  # records that confirm a null direction
 
 
 class MixedJacobian:
@@ -84,15 +85,13 @@ def smallest_eigenvalue(
     *,
     thin: bool = False,
     iterations: int = 20,
-    null_directions: Tensor | None = None,
     enough: Callable[[float], bool] = lambda bound: False,
 ) -> SmallestEigenvalue:
     """S_min of A A^T, the covariance of the transformed noise in its weakest direction.
 
-    Exactly 0 when the rank, at most n v, is below w. null_directions: (k, w) candidates whose
-    Rayleigh quotients are upper bounds; 0 up to rounding settles it. Otherwise eigenvalues of small
-    matrices, and Lanczos with `iterations` products on large ones: a Ritz value, which is an upper
-    bound. enough: stop as soon as a bound satisfies it.
+    Exactly 0 when the rank, at most n v, is below w. Otherwise eigenvalues of small matrices, and
+    Lanczos with `iterations` products on large ones: a Ritz value, which is an upper bound. enough:
+    stop as soon as a bound satisfies it.
 
     thin: the smallest of the min(w, n v) values that a thin singular value decomposition of A
     returns, squared. That is not S_min where n v < w: there it hides w - n v zeros.
@@ -110,10 +109,6 @@ def smallest_eigenvalue(
             return jacobian.squares(v)
         return jacobian.transposed_times(jacobian.times(v.view(shape))).reshape(-1)
 
-    if null_directions is not None and size == jacobian.width:
-        settled = _settled_by(jacobian, null_directions)
-        if settled is not None:
-            return settled
     if size <= _EXACT_UP_TO:
         columns = [product(column) for column in torch.eye(size, dtype=like.dtype)]
         return SmallestEigenvalue(_smallest(torch.stack(columns)), True, f"all {size} eigenvalues")
@@ -125,12 +120,23 @@ def smallest_eigenvalue(
     return SmallestEigenvalue(value, False, f"at most, after {steps} Lanczos steps")
 
 
-def _settled_by(jacobian: MixedJacobian, directions: Tensor) -> SmallestEigenvalue | None:
-    """Zero when a candidate is a null vector up to rounding: compared with a random direction."""
+def settled_by_symmetry(
+    network: nn.Module, objective: Objective, inputs: Tensor
+) -> SmallestEigenvalue | None:
+    """S_min = 0 for a network whose parameters can move without effect; None for others.
+
+    `rescaling_directions` are in the null space of every A_i^T, whatever the records: the loss does
+    not change along them, so neither does its gradient in the input. inputs (n, ...), of which a
+    few confirm it numerically, with themselves as targets.
+    """
+    directions = rescaling_directions(network)
+    if directions is None:
+        return None
+    some = inputs[:_PROBE]
+    jacobian = MixedJacobian(network, objective, some, some)
     generator = torch.Generator().manual_seed(0)
     random = torch.randn(jacobian.width, generator=generator, dtype=torch.float64)
-    typical = _stretch(jacobian, random)
-    rounding = 1e3 * torch.finfo(jacobian.input_gradients.dtype).eps * typical
+    rounding = 1e3 * torch.finfo(jacobian.input_gradients.dtype).eps * _stretch(jacobian, random)
     if not any(_stretch(jacobian, direction) <= rounding for direction in directions):
         return None
     return SmallestEigenvalue(0.0, True, "a symmetry of the network: a direction without effect")

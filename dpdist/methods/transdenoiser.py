@@ -27,7 +27,7 @@ from dpdist.gradients.perturbations import InputDraws
 from dpdist.methods.mixed_jacobian import (
     MixedJacobian,
     SmallestEigenvalue,
-    rescaling_directions,
+    settled_by_symmetry,
     smallest_eigenvalue,
 )
 from dpdist.methods.options import TransDenoiser
@@ -51,13 +51,18 @@ def split_cost(method: object) -> tuple[Phase, ...]:
     return (NonPrivate(WHY_NOT_PRIVATE),) if full else ()
 
 
-def remainders(jacobian: MixedJacobian, losses: Tensor, noise: Tensor) -> Tensor:
-    """o_i = l(z_i) - [l(x_i) + (z_i - x_i) . grad_x l(x_i)]: (B,). jacobian: at the clean inputs.
+def remainders(denoiser: nn.Module, inputs: Tensor, noisy: Tensor) -> Tensor:
+    """o_i = l(z_i) - [l(x_i) + (z_i - x_i) . grad_x l(x_i)]: (B,). l(z) = ||g(z) - x||^2.
 
-    losses: l(z_i) (B,); noise: z_i - x_i (B, ...).
+    inputs: x, noisy: z, both (B, ...). The gradient is that of z -> l(z) at z = x.
     """
-    linear = (jacobian.input_gradients.detach() * noise).flatten(1).sum(1)
-    return losses - jacobian.losses.detach() - linear
+    at = inputs.detach().clone().requires_grad_()
+    with torch.enable_grad():
+        clean = squared_error(denoiser(at), inputs)
+        (slope,) = torch.autograd.grad(clean.sum(), at)
+    with torch.no_grad():
+        there = squared_error(denoiser(noisy), inputs)
+        return there - clean - (slope * (noisy - inputs)).flatten(1).sum(1)
 
 
 @dataclass(frozen=True)
@@ -78,37 +83,35 @@ def split(
     denoiser: nn.Module,
     inputs: Tensor,
     noisy: Tensor,
-    losses: Tensor,
     method: TransDenoiser,
     *,
     batch: float,
     steps: int,
 ) -> Split:
-    """The split of one batch: inputs x, noisy z (B, ...), losses l(z) (B,).
+    """The split of one batch: inputs x, noisy z (B, ...).
 
     batch: B, the divisor of M; steps: the run's T, credited as the paper does unless the method
     says otherwise. Units are the paper's: M is that of the mean gradient, xi that of the sum.
     """
-    whole = MixedJacobian(denoiser, squared_error, inputs, inputs)
-    nonnegative = remainders(whole, losses, noisy - inputs) >= 0
+    nonnegative = remainders(denoiser, inputs, noisy) >= 0
     count = int(nonnegative.sum())
     credit = steps if method.credit_steps else 1
     if not count:
         nobody = SmallestEigenvalue(0.0, True, "no record with a remainder >= 0")
         return Split(0, len(inputs), nobody, method.xi_up)
     chosen = inputs[nonnegative]
-    part = MixedJacobian(denoiser, squared_error, chosen, chosen)
 
     def too_little(bound: float) -> bool:
         return math.sqrt(credit * bound / batch**2) * method.sigma < method.xi_low
 
-    found = smallest_eigenvalue(
-        part,
-        thin=method.thin,
-        iterations=method.iterations,
-        null_directions=rescaling_directions(denoiser),
-        enough=too_little,
-    )
+    found = None if method.thin else settled_by_symmetry(denoiser, squared_error, chosen)
+    if found is None:
+        found = smallest_eigenvalue(
+            MixedJacobian(denoiser, squared_error, chosen, chosen),
+            thin=method.thin,
+            iterations=method.iterations,
+            enough=too_little,
+        )
     s_min = SmallestEigenvalue(found.value / batch**2, found.exact, found.why)
     added = mixed_gaussian_added_std(
         method.xi_low, method.xi_up, s_min.value, method.sigma, steps=credit
@@ -151,10 +154,8 @@ class SplitEngine(GradientEngine):
         draws = self.draws
         assert isinstance(draws, InputDraws)
         noisy = draws.inputs(inputs, record_ids, draw_key, 0)
-        with torch.no_grad():
-            losses = squared_error(self.model(noisy), inputs)
         found = split(
-            self.model, inputs, noisy, losses, self.method,
+            self.model, inputs, noisy, self.method,
             batch=self.expected_batch, steps=self.steps,
         )  # fmt: skip
         noise = np.zeros(self.size)
