@@ -92,7 +92,7 @@ def connect(
     try:
         try:
             ray.init(**options)
-        except (ConnectionError, RuntimeError, ValueError) as error:
+        except Exception as error:  # Ray raises a bare Exception when its own start takes too long
             where = f"RAY_ADDRESS={address}" if address else "a new local session"
             raise ClusterError(f"no Ray cluster at {where}: {_first_line(error)}") from error
         yield _describe(address)

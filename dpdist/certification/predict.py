@@ -50,7 +50,6 @@ class Predictor:
         grey = np.full((1, *input_shape), 0.5, dtype=np.float32)
         assignment = Assignment(model, settings, source, classes, input_shape, grey, norms=norms)
         assignment = replace(assignment, spec=probe(assignment))
-        assignment = replace(assignment, spec=probe(assignment))
         assert assignment.spec is not None
         self._settings = settings
         self._steps = procedure(assignment)
