@@ -22,6 +22,8 @@ from typing import Any
 from cluster.packages import check_nodes, fingerprint
 from cluster.session import Session
 from cluster.storage import private_folder, write_atomic, write_json
+from dpdist.certification.bounds import clopper_pearson_lower
+from dpdist.certification.radii import gaussian_l2_radius
 from dpdist.data import Dataset
 from dpdist.data.dataset import base_fingerprint
 from dpdist.errors import UserError
@@ -42,7 +44,7 @@ from dpdist.training.job import (
 from tuning.cost import SearchCost, Sizes
 from tuning.manifest import SearchFolder, best, ensure_manifest, read_settings, read_trials
 from tuning.room import live_nodes, trial_resources, trials_at_once
-from tuning.space import Values, check_space, fields, with_values
+from tuning.space import Values, check_space, ends_of, fields, with_values
 from tuning.trial import run_trial, scores_of, scoring_data, trial_recipe
 
 Progress = Callable[[int, int, float], None]
@@ -400,6 +402,15 @@ def _check_scoring(recipe: Recipe, dataset: Dataset, where: str) -> None:
         raise UserError(
             f"{where}: tune.score.objectives: certified objectives need certify.sigma and Gaussian "
             "noise in the recipe"
+        )
+    sigma = min(ends_of(recipe, "certify.sigma"))
+    p_lower = clopper_pearson_lower(score.draws, score.draws, score.alpha)
+    reach = float(gaussian_l2_radius(p_lower, sigma))
+    if score.radius is not None and score.radius > reach:
+        raise UserError(
+            f"{where}: tune.score.radius: {score.draws} draws at alpha {score.alpha:g} never "
+            f"certify more than {reach:.3g} with certify.sigma {sigma:g}: give more draws or a "
+            "larger sigma"
         )
 
 

@@ -272,6 +272,10 @@ def test_another_recipe_or_data_is_not_continued(recipe, begin):
             "need certify.sigma",
         ),
         (
+            {"tune": {"score": {"objectives": {"certified-accuracy": 1}, "radius": 0.5}}},
+            "never certify more than 0.424",
+        ),
+        (
             {"tune": {"space": {"training.batch_size": {"integer": [100, 5000]}}}},
             "must be <= the",
         ),
