@@ -1,7 +1,7 @@
 """Faults on three real hosts. After each, the job finishes or is submitted again, and parameters
 and ledger equal those of one undisturbed process.
 
-By default the two commonest; all of them with DPDIST_FAULTS=1 (ten minutes).
+With DPDIST_HOSTS=1 the two commonest; all of them with DPDIST_FAULTS=1 too (ten minutes).
 """
 
 from __future__ import annotations
