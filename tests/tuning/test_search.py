@@ -61,7 +61,7 @@ def test_the_winner_becomes_an_ordinary_run_with_the_search_in_its_guarantee(
                 "certify.sigma": {"choice": [0.1, 0.2]},
             },
             "score": {
-                "objectives": {"certified-accuracy": 1.0}, "radius": 0.05, "draws": 10,
+                "objectives": {"certified-accuracy": 1.0}, "radius": 0.02, "draws": 10,
                 "hold_out": 0.05,
             },
         },
