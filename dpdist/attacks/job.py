@@ -19,6 +19,7 @@ from dpdist.attacks.counting import Counted, fix_form, require_logits
 from dpdist.attacks.randomised import InferenceNoise, InputNoise
 from dpdist.attacks.settings import AttackSettings
 from dpdist.attacks.worker import Assignment, Block, Worker
+from dpdist.certification import job as certification
 from dpdist.certification.classifier import ClassifierSpec
 from dpdist.certification.units import UnitSource
 from dpdist.errors import UserError
@@ -26,22 +27,11 @@ from dpdist.errors import UserError
 _SLOW = 1000.0  # forward passes per second of an honest worker
 
 
-class Data(Protocol):
+class Data(certification.Data, Protocol):
     """What is needed of a data set: ``dpdist.data.Dataset`` has it."""
 
     @property
     def name(self) -> str: ...
-
-    @property
-    def classes(self) -> int: ...
-
-    @property
-    def fingerprint(self) -> str: ...
-
-    @property
-    def labels(self) -> np.ndarray: ...
-
-    def batch(self, indices: np.ndarray | slice) -> Any: ...
 
 
 def attack_model(

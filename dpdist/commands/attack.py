@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dpdist.commands.options import RUNS, DataRoot, RunArgument, Runs
+from dpdist.commands.options import (
+    RUNS,
+    Actors,
+    DataRoot,
+    Every,
+    MaxInputs,
+    Output,
+    RunArgument,
+    Runs,
+    Start,
+)
 from dpdist.errors import UserError
 
 if TYPE_CHECKING:
@@ -47,16 +57,14 @@ def command(
     labels: Annotated[
         str | None, typer.Option(help="Lead away from the true (default) or predicted class.")
     ] = None,
-    start: Annotated[int | None, typer.Option(help="First input.")] = None,
-    every: Annotated[int | None, typer.Option(help="Each how-manieth input.")] = None,
-    max_inputs: Annotated[int | None, typer.Option(help="At most this many inputs.")] = None,
+    start: Start = None,
+    every: Every = None,
+    max_inputs: MaxInputs = None,
     seed: Annotated[
         str | None, typer.Option(help="Of all random numbers (default: a secret one, stored).")
     ] = None,
-    actors: Annotated[int | None, typer.Option(help="Workers (default: all CPUs).")] = None,
-    output: Annotated[
-        Path | None, typer.Option(help="Folder of the table (default: in the run folder).")
-    ] = None,
+    actors: Actors = None,
+    output: Output = None,
     check_certificates: Annotated[
         bool,
         typer.Option(

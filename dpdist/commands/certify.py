@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dpdist.commands.options import RUNS, DataRoot, RunArgument, Runs
+from dpdist.commands.options import (
+    RUNS,
+    Actors,
+    DataRoot,
+    Every,
+    MaxInputs,
+    Output,
+    RunArgument,
+    Runs,
+    Start,
+)
 from dpdist.errors import UserError
 
 if TYPE_CHECKING:
@@ -38,13 +48,11 @@ def command(
     norm: Annotated[
         str | None, typer.Option(help="Of expected scores' radius: l2 or linf.")
     ] = None,
-    start: Annotated[int | None, typer.Option(help="First input.")] = None,
-    every: Annotated[int | None, typer.Option(help="Each how-manieth input.")] = None,
-    max_inputs: Annotated[int | None, typer.Option(help="At most this many inputs.")] = None,
-    actors: Annotated[int | None, typer.Option(help="Workers (default: all CPUs).")] = None,
-    output: Annotated[
-        Path | None, typer.Option(help="Folder of the table (default: in the run folder).")
-    ] = None,
+    start: Start = None,
+    every: Every = None,
+    max_inputs: MaxInputs = None,
+    actors: Actors = None,
+    output: Output = None,
     rebound: Annotated[
         str | None,
         typer.Option(metavar="alpha=A", help="Certify the stored counts at another alpha."),

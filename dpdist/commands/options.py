@@ -28,5 +28,13 @@ DataRoot = Annotated[
 Workers = Annotated[
     int | None, typer.Option("--workers", min=1, help="Training workers (resources.workers).")
 ]
+# Of the commands that take inputs of the test split, on Ray actors.
+Start = Annotated[int | None, typer.Option(help="First input.")]
+Every = Annotated[int | None, typer.Option(help="Each how-manieth input.")]
+MaxInputs = Annotated[int | None, typer.Option(help="At most this many inputs.")]
+Actors = Annotated[int | None, typer.Option(help="Workers (default: all CPUs).")]
+Output = Annotated[
+    Path | None, typer.Option(help="Folder of the table (default: in the run folder).")
+]
 
 RUNS = Path("runs")

@@ -55,8 +55,8 @@ class GaussianSteps:
 
 
 @dataclass(frozen=True)
-class LaplaceReleases:
-    """`count` releases with Laplace noise of scale noise_multiplier * (L1 bound of one record)."""
+class _Releases:
+    """`count` noisy sums over a Poisson sample, beside the training."""
 
     noise_multiplier: float
     count: int = 1
@@ -70,21 +70,16 @@ class LaplaceReleases:
 
 
 @dataclass(frozen=True)
-class GaussianReleases:
+class LaplaceReleases(_Releases):
+    """`count` releases with Laplace noise of scale noise_multiplier * (L1 bound of one record)."""
+
+
+@dataclass(frozen=True)
+class GaussianReleases(_Releases):
     """`count` sums over a Poisson sample, released beside the training with Gaussian noise.
 
     Each record's part is clipped to some L2 norm c of its own; the noise is noise_multiplier * c.
     """
-
-    noise_multiplier: float
-    count: int = 1
-    sample_rate: float = 1.0
-
-    def __post_init__(self) -> None:
-        _positive_integer("count", self.count)
-        _noise(self.noise_multiplier)
-        if not 0 < self.sample_rate <= 1:
-            raise ValueError(f"sample_rate must be in (0, 1], got {self.sample_rate}")
 
 
 @dataclass(frozen=True)
