@@ -1,0 +1,367 @@
+"""TransDenoiser and its ablations on MNIST: the table and the picture of docs/denoisers.md.
+
+Every row is made by the commands that a user has: `dpdist pretrain` once, then `dpdist run` and
+`dpdist attack` for each row and repetition (another initialisation, another run key). The
+classifier alone, which is no run, goes through the jobs that those commands start. What is done is
+not done again: the same command continues, --only makes a part. RAY_ADDRESS names a cluster.
+
+    python benchmarks/transdenoiser.py --data-root data [--out DIR] [--only PATTERN ...] [--quick]
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import json
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dpdist.certification.settings import CertifySettings
+from dpdist.privacy.guarantee import format_epsilon
+from dpdist.recipe import Recipe, find, load
+from dpdist.reports.attacks import AttackTable, read_attack
+from dpdist.reports.facts import CertificateTable, read_facts, read_table
+from dpdist.runfolder import RunFolder
+
+_COMMAND = [sys.executable, "-c", "from dpdist.cli import main; main()"]
+RADII = {0.25: (0.0, 0.1, 0.25, 0.5), 0.1: (0.0, 0.1, 0.2)}
+SIZES = (0.5, 1.0, 2.0)
+ALONE = "classifier"
+
+FULL = {
+    "training.batch_size": 256,
+    "training.steps": 200,
+    "certify.n": 1000,
+    "certify.every": 20,
+}
+# scikit-learn's digits and a tiny network: whether the script works, no result.
+QUICK = {
+    "data.name": "digits",
+    "model.options": {"channels": [4]},
+    "training.batch_size": 50,
+    "training.steps": 3,
+    "privacy.delta": 1e-4,
+    "certify.n": 100,
+    "certify.every": 30,
+    "public.model": {"name": "small-cnn", "options": {"width": 4}},
+    "public.training": {"batch_size": 50, "steps": 20, "learning_rate": 0.1},
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method at one input noise. recipe: that comes along, with `changes` (dotted keys)."""
+
+    name: str
+    title: str
+    noise: float
+    recipe: str = "transdenoiser-mnist"
+    changes: dict[str, Any] = field(default_factory=dict)
+    repeats: int = 1
+
+    def runs(self) -> list[str]:
+        """Names of its run folders."""
+        return [f"{self.name}-noise-{self.noise:g}-{k}" for k in range(self.repeats)]
+
+
+def rows(repeats: int) -> list[Row]:
+    """repeats: of the rows whose differences are compared, at the larger noise."""
+    tanh = {"model.options.activation": "tanh"}
+    found = []
+    for noise in RADII:
+        many = repeats if noise == 0.25 else 1
+        found += [
+            Row(ALONE, "public classifier alone", noise),
+            Row("no-dp", "no-dp", noise, "transdenoiser-mnist-no-dp", repeats=many),
+            Row("full", "full", noise, "transdenoiser-mnist-full"),
+            Row("full-tanh", "full, tanh denoiser", noise, "transdenoiser-mnist-full", tanh),
+            Row("separate-dp-3", "separate-dp", noise, repeats=many),
+            Row(
+                "separate-dp-1",
+                "separate-dp",
+                noise,
+                changes={"privacy.epsilon": 1.0},
+                repeats=many,
+            ),
+            Row("secure-sgd", "Secure-SGD, pre-trained", noise, "transdenoiser-mnist-secure-sgd"),
+        ]
+    return found
+
+
+class Bench:
+    """Where it all lies: `out`/recipes, public (the classifier), runs, alone, and the results."""
+
+    def __init__(self, out: Path, data_root: Path | None, quick: bool) -> None:
+        self.out, self.data_root, self.quick = out.resolve(), data_root, quick
+        self.runs, self.public = self.out / "runs", self.out / "public" / "classifier"
+
+    def recipe(self, row: Row, repeat: int) -> Path:
+        """The row's recipe as a file of its own."""
+        changes = (QUICK if self.quick else FULL) | row.changes
+        changes["model.classifier"] = str(self.public)
+        changes["training.init_seed"] = repeat
+        changes["certify.sigma"] = row.noise
+        if row.recipe != "transdenoiser-mnist-secure-sgd":
+            changes["method.sigma"] = row.noise
+        name = row.runs()[repeat]
+        recipe = load(find(row.recipe), {**changes, "name": name})
+        path = self.out / "recipes" / f"{name}.yaml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(recipe.to_yaml())
+        return path
+
+    def command(self, *words: str) -> None:
+        """One dpdist command; stops the script when it fails."""
+        root = ["--data-root", str(self.data_root)] if self.data_root is not None else []
+        print("$ dpdist", *words, flush=True)
+        began = time.monotonic()
+        subprocess.run([*_COMMAND, *words, *root], check=True, stdout=subprocess.DEVNULL)
+        print(f"  {time.monotonic() - began:.0f} s", flush=True)
+
+    def make(self, row: Row) -> None:
+        """Whatever of the row is missing."""
+        if not (self.public / "provenance.json").exists():
+            self.command("pretrain", str(self.recipe(row, 0)))
+        if row.name == ALONE:
+            self.alone(row)
+            return
+        for repeat, name in enumerate(row.runs()):
+            path = self.recipe(row, repeat)
+            if not (self.runs / name / "report" / "index.html").exists():
+                self.command("run", str(path), "--runs", str(self.runs))
+            if not list((self.runs / name / "attacks").glob("*/attacks.parquet")):
+                every = str(load(path).certify.every)  # type: ignore[union-attr]
+                sizes = ",".join(f"{size:g}" for size in SIZES)
+                self.command(
+                    "attack", name, "--runs", str(self.runs), "--norm", "l2", "--attacks", "pgd",
+                    "--sizes", sizes, "--every", every, "--n", "200",
+                )  # fmt: skip
+
+    def alone(self, row: Row) -> None:
+        """The frozen classifier without a denoiser: the jobs behind certify and attack."""
+        folder = self.out / "alone" / f"noise-{row.noise:g}"
+        if (folder / "accuracy.json").exists():
+            return
+        from cluster.session import connect
+        from dpdist import models, pipeline, vision
+        from dpdist.attacks.job import attack_model
+        from dpdist.attacks.settings import AttackSettings
+        from dpdist.certification.job import certify
+        from dpdist.training.pretrain import accuracy
+
+        recipe = pipeline.resolve(self.recipe(row, 0), data_root=self.data_root)
+        section = recipe.certify
+        assert section is not None
+        test = pipeline.test_data(recipe)
+        print(f"{row.title}, noise {row.noise:g}", flush=True)
+        with connect(self.out / "ray.log", worker_setup=vision.install):
+            settings = CertifySettings(row.noise, n=section.n, every=section.every)
+            certify(self.public, test, settings, folder / "certificates")
+            attack = AttackSettings(norm="l2", sizes=SIZES, attacks=("pgd",), every=section.every)
+            attack_model(self.public, test, attack, folder / "attacks")
+        found = accuracy(models.load(self.public), test)
+        (folder / "accuracy.json").write_text(json.dumps(found))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One run of a row."""
+
+    epsilon: str
+    clean: float
+    certificates: CertificateTable
+    attacks: AttackTable
+    split: str = ""
+
+    def certified(self, radius: float) -> float:
+        return self.certificates.certified_accuracy(radius)
+
+    def attacked(self, size: float) -> float:
+        return self.attacks.accuracy("pgd", size)
+
+
+def measured(bench: Bench, row: Row) -> list[Measured]:
+    """What the row's finished runs say; empty when one is missing."""
+    if row.name == ALONE:
+        folder = bench.out / "alone" / f"noise-{row.noise:g}"
+        if not (folder / "accuracy.json").exists():
+            return []
+        return [
+            Measured(
+                "sees none of them",
+                json.loads((folder / "accuracy.json").read_text()),
+                read_table(folder / "certificates" / "certificates.parquet"),
+                read_attack(folder / "attacks" / "attacks.parquet"),
+            )
+        ]
+    found = []
+    for name in row.runs():
+        folder = RunFolder(bench.runs / name)
+        if not list((folder.path / "attacks").glob("*/attacks.parquet")):
+            return []
+        facts = read_facts(folder)
+        assert facts.evaluation is not None
+        (table,) = [t for t in facts.tables if t.mode == "fixed"]
+        epsilon = "none"
+        if np.isfinite(facts.guarantee.epsilon):
+            epsilon = format_epsilon(facts.guarantee.epsilon)
+        elif facts.claim is not None and facts.claim.claimed is not None:
+            claimed = format_epsilon(facts.claim.claimed.epsilon)
+            epsilon = f"none (claimed {claimed}, {facts.claim.verdict})"
+        accuracy = facts.evaluation["accuracy"]
+        split = split_line(folder, facts.recipe)
+        found.append(Measured(epsilon, accuracy, table, facts.attacks[0], split))
+    return found
+
+
+def split_line(folder: RunFolder, recipe: Recipe) -> str:
+    """What Algorithm 1 measured over the run, for variant full."""
+    if getattr(recipe.method, "variant", "") != "full":
+        return ""
+    steps = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
+    values = [step["s_min"] for step in steps]
+    whys = sorted({step["s_min_why"] for step in steps})
+    added = [step["added_xi"] for step in steps]
+    shares = [step["nonnegative"] / max(1, step["examples"]) for step in (steps[0], steps[-1])]
+    return (
+        f"S_min {min(values):.3g} to {max(values):.3g} ({'; '.join(whys)}); added {min(added):g} "
+        f"to {max(added):g}; remainders >= 0: {100 * shares[0]:.0f} % of the first batch, "
+        f"{100 * shares[1]:.0f} % of the last"
+    )
+
+
+def cell(values: list[float]) -> str:
+    """Per cent: the mean, and the range of several."""
+    shown = f"{100 * statistics.mean(values):.1f}"
+    if len(values) > 1:
+        shown += f" ({100 * min(values):.1f} to {100 * max(values):.1f})"
+    return shown
+
+
+def table(bench: Bench, chosen: list[Row]) -> str:
+    """Markdown: a table for each noise, then what Algorithm 1 measured and what differs."""
+    lines = []
+    for noise, radii in RADII.items():
+        head = [f"input noise {noise:g}", "epsilon, proved", "clean"]
+        head += [f"certified at {radii[0]:g}", *(f"{radius:g}" for radius in radii[1:])]
+        head += [f"PGD {SIZES[0]:g}", *(f"{size:g}" for size in SIZES[1:])]
+        lines += ["", *(f"| {' | '.join(part)} |" for part in (head, ["---"] * len(head)))]
+        notes = []
+        for row in chosen:
+            found = measured(bench, row) if row.noise == noise else []
+            if not found:
+                continue
+            cells = [row.title, found[0].epsilon, cell([m.clean for m in found])]
+            cells += [cell([m.certified(radius) for m in found]) for radius in radii]
+            cells += [cell([m.attacked(size) for m in found]) for size in SIZES]
+            lines.append(f"| {' | '.join(cells)} |")
+            notes += [f"{row.title}, noise {noise:g}: {m.split}" for m in found if m.split]
+        lines += ["", *notes]
+    return "\n".join([*lines, "", *comparisons(bench, chosen)])
+
+
+def comparisons(bench: Bench, chosen: list[Row]) -> list[str]:
+    """Pairs of rows on the same images: images certified by one run only, in each direction."""
+    lines = []
+    for row in chosen:
+        for other in chosen:
+            if row.noise != other.noise or other.name != "no-dp" or row is other:
+                continue
+            for radius in RADII[row.noise][1:]:
+                won = lost = 0
+                for ours in measured(bench, row):
+                    for theirs in measured(bench, other):
+                        a, b = (
+                            t.certificates.correct & (t.certificates.radius >= radius)
+                            for t in (ours, theirs)
+                        )
+                        won, lost = won + int((a & ~b).sum()), lost + int((b & ~a).sum())
+                pairs = len(measured(bench, row)) * len(measured(bench, other))
+                if pairs:
+                    lines.append(
+                        f"{row.name} against no-dp, noise {row.noise:g}, radius {radius:g}: "
+                        f"{won / pairs:.1f} images certified only here, {lost / pairs:.1f} only "
+                        f"there (mean over {pairs} pairs of runs)"
+                    )
+    return lines
+
+
+def picture(bench: Bench, chosen: list[Row], path: Path) -> None:
+    """Certified accuracy against radius at both noises, and accuracy under PGD at the larger."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 4), layout="constrained")
+    panels = figure.subplots(1, 3, sharey=False)
+    for axes, noise in zip(panels, RADII, strict=False):
+        end = CertifySettings(noise, n=1000).smoothing.radius(0.001 ** (1 / 1000))
+        grid = np.linspace(0, end, 200)
+        for colour, (row, found) in _curves(bench, chosen, noise):
+            heights = np.array([[100 * m.certified(r) for r in grid] for m in found])
+            axes.plot(grid, heights.mean(0), color=colour, label=_label(row, found))
+            if len(found) > 1:
+                axes.fill_between(grid, heights.min(0), heights.max(0), color=colour, alpha=0.15)
+        axes.set_title(f"input noise {noise:g}")
+        axes.set_xlabel("L2 radius")
+        axes.set_ylabel("certified accuracy, %")
+    sizes = (0.0, *SIZES)
+    for colour, (_, found) in _curves(bench, chosen, 0.25):
+        heights = np.array(
+            [[100 * m.attacks.accuracy("none", 0.0), *(100 * m.attacked(s) for s in SIZES)]
+             for m in found]
+        )  # fmt: skip
+        panels[2].plot(sizes, heights.mean(0), "o-", markersize=3, color=colour)
+    panels[2].set_title("under attack (input noise 0.25)")
+    panels[2].set_xlabel("size of the L2 PGD attack")
+    panels[2].set_ylabel("accuracy, %")
+    panels[0].legend(fontsize="x-small")
+    for axes in panels:
+        axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=100)
+
+
+def _curves(bench: Bench, chosen: list[Row], noise: float) -> list[tuple[str, tuple[Row, list]]]:
+    """(colour, (row, its runs)); a method has the same colour in every panel."""
+    names = list(dict.fromkeys(row.name for row in rows(1)))
+    pairs = [(row, measured(bench, row)) for row in chosen if row.noise == noise]
+    return [(f"C{names.index(row.name)}", (row, found)) for row, found in pairs if found]
+
+
+def _label(row: Row, found: list[Measured]) -> str:
+    if row.name.startswith("separate-dp"):
+        return f"{row.title}, epsilon {found[0].epsilon}"
+    return row.title
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--out", type=Path, default=Path("runs/transdenoiser"))
+    parser.add_argument("--data-root", type=Path, help="folder with mnist/ as Parquet")
+    parser.add_argument("--only", nargs="*", default=["*"], help="rows: NAME or NAME-noise-SIGMA")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="digits, three steps: a smoke test")
+    given = parser.parse_args(arguments)
+    bench = Bench(given.out, given.data_root, given.quick)
+    everything = rows(1 if given.quick else given.repeats)
+    for row in everything:
+        names = (row.name, f"{row.name}-noise-{row.noise:g}")
+        if any(fnmatch.fnmatch(name, pattern) for pattern in given.only for name in names):
+            bench.make(row)
+    text = table(bench, everything)
+    (bench.out / "table.md").write_text(text + "\n")
+    picture(bench, everything, bench.out / "denoisers.png")
+    print(text)
+    print(f"\n{bench.out / 'table.md'}, {bench.out / 'denoisers.png'}")
+
+
+if __name__ == "__main__":
+    main()
