@@ -108,6 +108,7 @@ class Bench:
         changes["model.classifier"] = str(self.public)
         changes["training.init_seed"] = repeat
         changes["certify.sigma"] = row.noise
+        changes["certify.radii"] = list(RADII[row.noise][1:])
         if row.recipe != "transdenoiser-mnist-secure-sgd":
             changes["method.sigma"] = row.noise
         name = row.runs()[repeat]
@@ -125,14 +126,18 @@ class Bench:
         subprocess.run([*_COMMAND, *words, *root], check=True, stdout=subprocess.DEVNULL)
         print(f"  {time.monotonic() - began:.0f} s", flush=True)
 
-    def make(self, row: Row) -> None:
-        """Whatever of the row is missing."""
+    def make(self, row: Row, only: list[str]) -> None:
+        """Whatever is missing of the row's runs that a pattern names."""
+        if not any(fnmatch.fnmatch(name, pattern) for name in row.runs() for pattern in only):
+            return
         if not (self.public / "provenance.json").exists():
             self.command("pretrain", str(self.recipe(row, 0)))
         if row.name == ALONE:
             self.alone(row)
             return
         for repeat, name in enumerate(row.runs()):
+            if not any(fnmatch.fnmatch(name, pattern) for pattern in only):
+                continue
             path = self.recipe(row, repeat)
             if not (self.runs / name / "report" / "index.html").exists():
                 self.command("run", str(path), "--runs", str(self.runs))
@@ -346,16 +351,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--out", type=Path, default=Path("runs/transdenoiser"))
     parser.add_argument("--data-root", type=Path, help="folder with mnist/ as Parquet")
-    parser.add_argument("--only", nargs="*", default=["*"], help="rows: NAME or NAME-noise-SIGMA")
+    parser.add_argument("--only", nargs="*", default=["*"], help="runs: NAME-noise-SIGMA-REPEAT")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="digits, three steps: a smoke test")
     given = parser.parse_args(arguments)
     bench = Bench(given.out, given.data_root, given.quick)
     everything = rows(1 if given.quick else given.repeats)
     for row in everything:
-        names = (row.name, f"{row.name}-noise-{row.noise:g}")
-        if any(fnmatch.fnmatch(name, pattern) for pattern in given.only for name in names):
-            bench.make(row)
+        bench.make(row, given.only)
     text = table(bench, everything)
     (bench.out / "table.md").write_text(text + "\n")
     picture(bench, everything, bench.out / "denoisers.png")
