@@ -29,7 +29,7 @@ from dpdist.commands import (
     train,
     tune,
 )
-from dpdist.errors import Interrupted, UserError
+from dpdist.errors import Interrupted, UserError, no_room
 from dpdist.privacy.journal import JournalError
 
 app = typer.Typer(
@@ -82,6 +82,13 @@ def main() -> None:
             print(f"dpdist: {line}", file=sys.stderr)
         sys.exit(2)
     except OSError as error:
+        if no_room(error) and error.filename is None:
+            print(
+                f"dpdist: {error.strerror} (where the run lies, or the temporary files); make "
+                "room, and the same command continues",
+                file=sys.stderr,
+            )
+            sys.exit(2)
         if error.filename is None:  # not a file of the user's
             raise
         print(f"dpdist: {error.filename}: {error.strerror}", file=sys.stderr)

@@ -1,5 +1,7 @@
 """What a command says in one line: a user's mistake (exit code 2), an interruption (130)."""
 
+import errno
+
 
 class Interrupted(Exception):
     """Ctrl-C during work that the same command continues."""
@@ -8,3 +10,19 @@ class Interrupted(Exception):
 class UserError(Exception):
     """Something the user can mend. The message says what was wrong, where, and what would be
     right."""
+
+
+class NoRoom(UserError):
+    """A disk that is full, over its quota or read-only: the user makes room and goes on."""
+
+
+def no_room(error: BaseException | None) -> bool:
+    """Whether this is, or was caused by, a full disk: a repetition would only meet it again."""
+    while error is not None:
+        if isinstance(error, NoRoom) or (isinstance(error, OSError) and error.errno in _NO_ROOM):
+            return True
+        error = error.__cause__
+    return False
+
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)

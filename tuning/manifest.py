@@ -60,6 +60,11 @@ class SearchFolder:
         return self.path / "outcome.json"
 
     @property
+    def full(self) -> Path:
+        """Left by a trial for the driver when the disk is full; empty, or it would not fit."""
+        return self.path / "full"
+
+    @property
     def ray(self) -> Path:
         return self.path / "ray"
 

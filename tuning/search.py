@@ -8,6 +8,7 @@ broken off releases nothing.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import secrets
@@ -26,7 +27,7 @@ from dpdist.certification.bounds import clopper_pearson_lower
 from dpdist.certification.radii import gaussian_l2_radius
 from dpdist.data import Dataset
 from dpdist.data.dataset import base_fingerprint
-from dpdist.errors import UserError
+from dpdist.errors import NoRoom, UserError
 from dpdist.gradients.keys import derive_key, new_run_key
 from dpdist.privacy.budget import BudgetExceeded, DataBudget
 from dpdist.privacy.journal import JournalError
@@ -126,7 +127,15 @@ class Search:
         for _ in range(self.recipe.resources.max_failures + 1):
             if not self._unfinished():
                 return
-            self._round(concurrent)
+            self.folder.full.unlink(missing_ok=True)
+            try:
+                self._round(concurrent)
+            finally:
+                if self.folder.full.exists():  # not the trial's fault: it must not count as failed
+                    raise NoRoom(
+                        f"{self.run_folder.path}: {os.strerror(errno.ENOSPC)}; make room, and the "
+                        "same command continues the search"
+                    )
         for number in self._unfinished():
             state = scores_of(self.folder, number)
             gone = {**state, "done": True, "failed": "its workers were lost again and again"}

@@ -19,7 +19,7 @@ from cluster.packages import check_same
 from cluster.storage import write_atomic, write_json
 from dpdist import data
 from dpdist.data import Dataset
-from dpdist.errors import UserError
+from dpdist.errors import UserError, no_room
 from dpdist.gradients.keys import derive_key
 from dpdist.privacy.journal import JournalBusy
 from dpdist.privacy.ledger import Ledger, LedgerError, ReplayConflict
@@ -55,7 +55,11 @@ def run_trial(path: Path, packages: dict[str, str], number: int, report: Report)
         _go_on(folder, number, read_json(folder.terms), state, report)
     except JournalBusy:
         raise  # an attempt that was given up still holds the ledger
-    except (UserError, LedgerError, ReplayConflict, ValueError) as error:
+    except (UserError, LedgerError, ReplayConflict, ValueError, OSError) as error:
+        if no_room(error):
+            folder.full.touch()
+        if isinstance(error, OSError) or no_room(error):
+            raise
         write_json(folder.scores(number), {**state, "done": True, "failed": str(error)})
 
 

@@ -24,7 +24,7 @@ from cluster.errors import ClusterError
 from cluster.packages import check_same, code_digest
 from cluster.storage import write_json
 from dpdist import models
-from dpdist.errors import UserError
+from dpdist.errors import UserError, no_room
 from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.keys import derive_key, key_id
 from dpdist.gradients.noise import add_noise
@@ -74,9 +74,15 @@ def train_worker(config: dict[str, Any]) -> None:
         run(job, Reducer(rank, world_size, device), config.get("until"))
     except (ReplayConflict, JournalBusy):
         raise  # mended by a restart: it takes the new epoch, or finds the old attempt gone
-    except (UserError, ClusterError, LedgerError) as error:
+    except (UserError, ClusterError, LedgerError, OSError) as error:
+        if isinstance(error, OSError) and not no_room(error):
+            raise
         # A restart would only repeat it: leave word for the driver, which stops.
-        write_json(job.folder.failure, {"worker": rank, "error": str(error)})
+        try:
+            word = {"worker": rank, "error": str(error), "full": no_room(error)}
+            write_json(job.folder.failure, word)
+        except OSError:
+            job.folder.failure.touch()  # a full disk has room for that
     finally:
         leave()
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,12 +16,13 @@ from cluster.errors import ClusterError
 from cluster.packages import check_nodes
 from cluster.session import Session
 from cluster.storage import private_folder, write_atomic
-from dpdist.errors import UserError
+from dpdist.errors import NoRoom, UserError
 from dpdist.gradients.keys import key_id
 from dpdist.privacy.budget import BudgetExceeded, DataBudget
 from dpdist.privacy.journal import JournalError
 from dpdist.privacy.ledger import Ledger
 from dpdist.recipe import Recipe
+from dpdist.runfolder import RunFolder
 from dpdist.training.job import PACKAGES, TrainJob, read_run_key, training_data
 
 Progress = Callable[[int, int, float], None]  # done, total, per second
@@ -146,7 +149,16 @@ def fit(
         ) from error
     finally:
         if job.folder.failure.exists():
-            raise UserError(json.loads(job.folder.failure.read_text())["error"])
+            raise _word_of(job.folder)
+
+
+def _word_of(folder: RunFolder) -> UserError:
+    """What a worker left for the driver: nothing but the file when the disk was full."""
+    said = json.loads(folder.failure.read_text() or "{}")
+    if said and not said["full"]:
+        return UserError(said["error"])
+    what = said.get("error") or f"{folder.path}: {os.strerror(errno.ENOSPC)}"
+    return NoRoom(f"{what}; make room, and the same command continues")
 
 
 def _check_room(recipe: Recipe, session: Session) -> None:

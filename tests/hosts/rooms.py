@@ -23,6 +23,8 @@ ROOT = Path(__file__).resolve().parents[2]
 INIT = Path(__file__).with_name("host_init.py")
 HOME = os.path.expanduser("~")
 SHARED = "/mnt/shared"
+SMALL = "small"  # in the shared folder: a disk of its own, of this size
+_SMALL_SIZE = "8m"
 _LAPTOP = "10.77.0.1"
 _NAMESPACES = ["--net", "--mount", "--uts", "--ipc", "--pid"]
 
@@ -125,6 +127,11 @@ class Room(Host):
         )
         self.hosts: list[Host] = []
         self._start("laptop", _LAPTOP, sees_share=False)
+        # Before the hosts are made, so that they see it too. The tests see it through the room.
+        small = self.shared / SMALL
+        small.mkdir()
+        self.run("mount", "-t", "tmpfs", "-o", f"size={_SMALL_SIZE}", "small", str(small))
+        self.small = Path(f"/proc/{self.pid}/root") / small.relative_to("/")
 
     def _start(self, name: str, address: str, *, sees_share: bool, disk: str = "4g") -> None:
         laptop = name == "laptop"

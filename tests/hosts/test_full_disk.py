@@ -1,10 +1,12 @@
 """The run folder's disk fills up at any moment: a clear error, and the same run afterwards.
 
-In a mount namespace of its own, on a small memory disk, without Ray.
+In a mount namespace of its own, on a small memory disk, without Ray. A trial of a search is not a
+failed one for it.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -13,7 +15,13 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.skipif(
+from cluster.storage import write_json
+from dpdist import cli
+from dpdist.errors import no_room
+from dpdist.runfolder import RunFolder
+from dpdist.training.trainer import _word_of
+
+needs_a_small_disk = pytest.mark.skipif(
     os.geteuid() != 0
     or shutil.which("unshare") is None
     or subprocess.run(
@@ -76,14 +84,96 @@ print(json.dumps(errors))
 """
 
 
-def test_a_full_disk_changes_nothing(tmp_path):
+_SEARCH = """
+import json, os, sys, subprocess
+from pathlib import Path
+from cluster.packages import fingerprint
+from dpdist.errors import no_room
+from dpdist.recipe import parse
+from dpdist.runfolder import RunFolder
+from dpdist.training.job import PACKAGES
+from tuning.search import prepare
+from tuning.manifest import read_trials
+from tuning.searchers import ManifestSearcher
+from tuning.trial import run_trial, scores_of
+
+place = Path(sys.argv[1])
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "disk", str(place)], check=True)
+
+def begin(name):
+    search = prepare(parse({
+        "name": name,
+        "data": {"name": "digits", "max_train": 200},
+        "model": {"name": "small-cnn", "options": {"width": 4}},
+        "privacy": {"noise_multiplier": 4.0, "delta": 1e-4, "run_key": "33" * 32},
+        "training": {"batch_size": 20, "steps": 40, "learning_rate": 0.1},
+        "tune": {"space": {"training.learning_rate": {"log_uniform": [0.1, 1.0]}},
+                 "law": {"name": "geometric", "mean": 4.0}},
+        "resources": {"checkpoint_seconds": 1e-6},
+    }, "r"), RunFolder(place / name), "r")
+    ManifestSearcher(search.folder, read_trials(search.folder), search.noise_of).suggest("0")
+    return search.folder
+
+def trial(folder):
+    run_trial(folder.run.path, fingerprint(PACKAGES), 0, lambda rung, score: None)
+    return scores_of(folder, 0)
+
+quiet = trial(begin("quiet"))
+assert quiet["done"] and quiet["failed"] is None
+errors = []
+for number, left in enumerate((4, 32, 48)):
+    folder = begin(f"full-{number}")
+    filler = place / "filler"
+    free = os.statvfs(place)
+    filler.write_bytes(bytes(max(0, free.f_bavail * free.f_bsize - left * 1024)))
+    try:
+        trial(folder)
+    except Exception as error:
+        assert no_room(error) and folder.full.exists(), error
+        assert not folder.scores(0).exists(), "a full disk made it a failed trial"
+        errors.append(f"{type(error).__name__}: {error}")
+    filler.unlink()
+    assert trial(folder) == quiet, f"with {left} KiB left: another score"
+print(json.dumps(errors))
+"""
+
+
+@needs_a_small_disk
+@pytest.mark.parametrize("script, least", [(_SCRIPT, 3), (_SEARCH, 2)], ids=["training", "search"])
+def test_a_full_disk_changes_nothing(tmp_path, script, least):
     done = subprocess.run(
-        ["unshare", "--mount", sys.executable, "-c", _SCRIPT, str(tmp_path)],
+        ["unshare", "--mount", sys.executable, "-c", script, str(tmp_path)],
         capture_output=True,
         text=True,
         timeout=280,
     )
     assert done.returncode == 0, done.stderr
     errors = json.loads(done.stdout.splitlines()[-1])
-    assert len(errors) >= 3, "the disk was never full"
+    assert len(errors) >= least, "the disk was never full"
     assert all("No space left" in error for error in errors), errors
+
+
+def test_what_a_worker_leaves_for_the_driver(tmp_path):
+    """A mistake is told as it is; a full disk also when there was no room for its reason."""
+    folder = RunFolder(tmp_path / "run")
+    write_json(folder.failure, {"worker": 0, "error": "model: no such layer", "full": False})
+    assert str(_word_of(folder)) == "model: no such layer" and not no_room(_word_of(folder))
+    reason = "ledger.jsonl could not be written: [Errno 28] No space left on device"
+    write_json(folder.failure, {"worker": 0, "error": reason, "full": True})
+    assert str(_word_of(folder)).startswith(f"{reason}; make room") and no_room(_word_of(folder))
+    folder.failure.write_text("")
+    assert "run: No space left on device; make room" in str(_word_of(folder))
+    assert not no_room(OSError(errno.ENOENT, "not there")) and not no_room(ValueError())
+
+
+def test_a_full_disk_is_one_line(monkeypatch, capsys):
+    """Errors of a write do not name their file, and must not end in a traceback."""
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(cli, "app", fail)
+    with pytest.raises(SystemExit, match="2"):
+        cli.main()
+    said = capsys.readouterr().err
+    assert said.startswith("dpdist: No space left on device") and said.count("\n") == 1

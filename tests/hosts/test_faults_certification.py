@@ -1,0 +1,158 @@
+"""Faults while certifying on two hosts: the table equals the undisturbed one to the byte."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from faults import Faults, asked_for, no_orphans, run_through
+from over_ssh import Cluster
+
+pytestmark = [pytest.mark.timeout(1800), asked_for]
+
+RUNNER = "_Runner"
+RECIPE = {
+    "name": "certified",
+    "data": {"name": "digits"},
+    "model": {"name": "small-cnn", "options": {"width": 4}},
+    "privacy": {"noise_multiplier": 1.0, "delta": 1e-4, "run_key": "7f" * 32},
+    "training": {"batch_size": 200, "steps": 20, "learning_rate": 0.5},
+    "resources": {"workers": 1},
+}
+
+
+@dataclass
+class Certified:
+    """A trained run on the cluster, and its certification that nothing disturbed."""
+
+    cluster: Cluster
+    folder: Path
+
+    def start(self, case: str) -> str:
+        """Begin the certification `case`, or go on with it; the job."""
+        return self.cluster.entrypoint(
+            "dpdist certify certified --sigma 0.25 --n 10000 --max-inputs 240 "
+            f"--output {self.cluster.there}/certified/certificates/{case}"
+        )
+
+    def begin(self, case: str) -> str:
+        """The same, with the seed and the classifier of the undisturbed one."""
+        own = self.folder / case
+        own.mkdir()
+        for pinned in ("settings.json", "rate.json"):
+            shutil.copy(self.folder / "quiet" / pinned, own / pinned)
+        return self.start(case)
+
+    def blocks(self, case: str) -> int:
+        journal = self.folder / case / "journal.jsonl"
+        return len(journal.read_bytes().splitlines()) if journal.exists() else 0
+
+    def wait_for_blocks(self, case: str, more: int) -> None:
+        wanted = self.blocks(case) + more
+        self.cluster.wait_for(lambda: self.blocks(case) >= wanted)
+
+    def done(self, case: str) -> bool:
+        return (self.folder / case / "certificates.parquet").exists()
+
+    def same(self, case: str) -> None:
+        ours, theirs = (
+            (self.folder / name / "certificates.parquet").read_bytes() for name in (case, "quiet")
+        )
+        assert ours == theirs
+
+
+@pytest.fixture(scope="module")
+def certified(cluster):
+    project = cluster.project("certified", RECIPE)
+    assert cluster.end_of(cluster.submit("certified.yaml", project)) == "SUCCEEDED"
+    made = Certified(cluster, cluster.runs / "certified" / "certificates")
+    assert cluster.end_of(made.start("quiet")) == "SUCCEEDED"
+    return made
+
+
+@pytest.mark.parametrize(
+    "fault", ["kill_worker", "stop_host", "spot_interruption", "kill_driver", "stop_job"]
+)
+def test_certification_survives(cluster, certified, fault):
+    job = certified.begin(fault)
+    certified.wait_for_blocks(fault, 20)
+    with getattr(Faults(cluster, RUNNER), fault)(job):
+        assert not certified.done(fault), "the certification was over before the fault"
+    _, again = run_through(cluster, job, lambda: certified.start(fault))
+    certified.same(fault)
+    no_orphans(cluster)
+    print(f"{fault}: submitted again {again} times; the same table")
+
+
+def test_a_host_that_is_cut_off_is_done_without(cluster, certified):
+    """The other host finishes while the network is cut; afterwards the host comes back."""
+    job = certified.begin("cut")
+    certified.wait_for_blocks("cut", 20)
+    victim = Faults(cluster, RUNNER).victim
+    cluster.laptop.cut(victim)
+    try:
+        assert not certified.done("cut"), "the certification was over before the fault"
+        assert cluster.end_of(job) == "SUCCEEDED"
+    finally:
+        cluster.laptop.plug(victim)
+    certified.same("cut")
+    # Ray may have given the host up, or not: an operator starts it again.
+    victim.shell("ray stop --force", check=False)
+    cluster.restart(victim)
+    cluster.wait_for_nodes(1 + len(cluster.workers))
+    no_orphans(cluster)
+
+
+def test_a_late_host_is_used(cluster, certified):
+    """The workers on both hosts hang; one on a host that joins goes on alone."""
+    job = certified.begin("late")
+    certified.wait_for_blocks("late", 20)
+
+    def hang() -> None:
+        for host in cluster.workers:
+            host.kill_processes(RUNNER, "STOP")
+
+    hang()
+    late = cluster.laptop.add("late")
+    try:
+        cluster.join(late)
+        cluster.wait_for(lambda: late.processes(RUNNER))
+        hang()  # those that replaced them, if that took a minute
+        assert not certified.done("late"), "the certification was over before the host joined"
+        certified.wait_for_blocks("late", 40)  # more than was on its way
+        assert cluster.end_of(job) == "SUCCEEDED"
+        certified.same("late")
+        no_orphans(cluster)
+    finally:
+        cluster.leave(late)
+
+
+def test_a_slow_host_holds_nothing_back(cluster, certified):
+    """A worker that is stopped most of the time gets fewer chunks; the other one gets the rest."""
+    job = certified.begin("slow")
+    certified.wait_for_blocks("slow", 20)
+    slow, fast = ((host, host.processes(RUNNER)[0]) for host in cluster.workers)
+
+    def cpu(host, pid: int) -> int:
+        """CPU seconds of a process; None when it has ended."""
+        said = host.run("ps", "-o", "cputimes=", "-p", str(pid), check=False).stdout
+        return int(said) if said.strip() else None
+
+    before = [cpu(*slow), cpu(*fast)]
+    used = before
+    while not certified.done("slow"):
+        for signal, seconds in (("STOP", 1.0), ("CONT", 0.1)):
+            slow[0].run("kill", f"-{signal}", str(slow[1]), check=False)
+            time.sleep(seconds)
+        now = [cpu(*slow), cpu(*fast)]
+        used = now if None not in now else used
+    assert cluster.end_of(job) == "SUCCEEDED"
+    certified.same("slow")
+    by_slow, by_fast = (after - first for after, first in zip(used, before, strict=True))
+    print(f"CPU seconds of the slow worker {by_slow}, of the other one {by_fast}")
+    # Equal shares would have cost them equal CPU time.
+    assert by_fast > 3 * by_slow
+    no_orphans(cluster)

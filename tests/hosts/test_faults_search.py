@@ -1,0 +1,100 @@
+"""Faults during a private search on two hosts: the same trials, ledgers and winner as in one
+undisturbed process; a trial that was hit is replayed, never drawn again."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from faults import Faults, asked_for, no_orphans, parameters, releases, run_through, steps_done
+from rooms import SHARED
+
+pytestmark = [pytest.mark.timeout(1800), asked_for]
+
+TRIAL = "ray::ImplicitFunc"
+STEPS = 1000
+RECIPE = {
+    "name": "search",
+    "data": {"name": "digits"},
+    "model": {"name": "small-cnn", "options": {"width": 4}},
+    # The law gives this key three trials: on two workers, one trial waits.
+    "privacy": {"noise_multiplier": 4.0, "delta": 1e-4, "run_key": "33" * 32},
+    "training": {"batch_size": 60, "steps": STEPS, "learning_rate": 0.1},
+    "tune": {
+        "space": {"training.learning_rate": {"log_uniform": [0.01, 1.0]}},
+        "law": {"name": "geometric", "mean": 4.0},
+        "concurrent": 2,
+    },
+    "resources": {"workers": 1, "checkpoint_seconds": 0.5, "max_failures": 8},
+}
+TRIALS = 3
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The same search in this process: one trial after the other, without Ray."""
+    from cluster.packages import fingerprint
+    from dpdist.recipe import parse
+    from dpdist.runfolder import RunFolder
+    from dpdist.training.job import PACKAGES
+    from tuning.manifest import read_trials
+    from tuning.search import prepare
+    from tuning.searchers import ManifestSearcher
+    from tuning.trial import run_trial
+
+    threads = torch.get_num_threads()
+    folder = RunFolder(tmp_path_factory.mktemp("undisturbed") / "search")
+    search = prepare(parse(RECIPE, "r"), folder, "r")
+    trials = read_trials(search.folder)
+    assert len(trials) == TRIALS
+    searcher = ManifestSearcher(search.folder, trials, search.noise_of)
+    for trial in trials:
+        searcher.suggest(f"id-{trial.number}")
+        run_trial(folder.path.resolve(), fingerprint(PACKAGES), trial.number, lambda *_: None)
+    search._decide()
+    search._promote(json.loads(search.folder.outcome.read_text())["winner"])
+    torch.set_num_threads(threads)
+    return folder.path
+
+
+def same(run: Path, undisturbed: Path) -> None:
+    ours, theirs = (path / "private" / "search" for path in (run, undisturbed))
+    for name in ("manifest.json", "outcome.json"):
+        assert (ours / name).read_bytes() == (theirs / name).read_bytes(), name
+    for trial in (f"{number:05d}" for number in range(TRIALS)):
+        found = releases(ours / "trials" / trial)
+        assert len(found) == STEPS
+        assert found == releases(theirs / "trials" / trial), f"trial {trial}: another release"
+        scores = f"scores/{trial}.json"
+        assert json.loads((ours / scores).read_text()) == json.loads((theirs / scores).read_text())
+    assert releases(run) == releases(undisturbed)
+    assert torch.equal(parameters(run), parameters(undisturbed))
+
+
+@pytest.mark.parametrize(
+    "fault", ["kill_worker", "stop_host", "cut_network", "kill_driver", "stop_job"]
+)
+def test_search_survives(cluster, undisturbed, fault):
+    name = f"search-{fault.replace('_', '')}"
+    (cluster.laptop.shared / f"{name}.yaml").write_text(yaml.safe_dump({**RECIPE, "name": name}))
+    run = cluster.runs / name
+
+    def start(*more: str) -> str:
+        return cluster.entrypoint(shlex.join(["dpdist", "tune", f"{SHARED}/{name}.yaml", *more]))
+
+    def deepest() -> int:
+        trials = run / "private" / "search" / "trials"
+        return max((steps_done(trials / f"{n:05d}") for n in range(TRIALS)), default=0)
+
+    job = start()
+    cluster.wait_for(lambda: deepest() >= 60)
+    with getattr(Faults(cluster, TRIAL), fault)(job):
+        assert not (run / "private" / "trained.json").exists(), "over before the fault"
+    _, again = run_through(cluster, job, lambda: start("--resume"))
+    same(run, undisturbed)
+    no_orphans(cluster)
+    print(f"{name}: submitted again {again} times; the same trials, ledgers and winner")

@@ -1,0 +1,136 @@
+"""Faults while training on two hosts. After each, the job finishes or is submitted again, and
+parameters and ledger equal those of one undisturbed process.
+
+With DPDIST_HOSTS=1 the two commonest; each kind by itself with DPDIST_FAULTS=1 too.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import rooms
+import torch
+from faults import Faults, asked_for, no_orphans, parameters, releases, run_through, steps_done
+from safetensors.torch import load_file, save_file
+
+pytestmark = pytest.mark.timeout(1800)
+
+STEPS = 400
+RECIPE = {
+    "name": "fault",
+    "data": {"name": "digits"},
+    "model": {"name": "small-cnn", "options": {"width": 4}},
+    "privacy": {"noise_multiplier": 1.0, "delta": 1e-4, "run_key": "7f" * 32},
+    "training": {
+        "batch_size": 40, "steps": STEPS, "learning_rate": 0.05, "reproducible": True,
+    },
+    "resources": {"workers": 2, "checkpoint_seconds": 0.5, "max_failures": 8},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The same training in this process, without Ray and without a second host."""
+    from dpdist.recipe import parse
+    from dpdist.runfolder import RunFolder
+    from dpdist.training import loop
+    from dpdist.training.job import prepare
+    from dpdist.training.reducer import Reducer
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    folder = RunFolder(tmp_path_factory.mktemp("undisturbed") / "fault")
+    loop.run(prepare(parse(RECIPE, "r"), folder, "r"), Reducer(0, 1, torch.device("cpu")))
+    torch.set_num_threads(threads)
+    return folder.path
+
+
+def same(run: Path, undisturbed: Path) -> None:
+    assert torch.equal(parameters(run), parameters(undisturbed))
+    ours, theirs = releases(run), releases(undisturbed)
+    assert len({step for _, step, _ in ours}) == STEPS
+    assert ours == theirs, "a step was released twice, or with another sum"
+
+
+def _set(*names: str, always: bool = False):
+    return pytest.param(names, id="+".join(names), marks=() if always else (asked_for,))
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        _set("kill_worker", "stop_host", always=True),
+        _set("spot_interruption"),
+        _set("cut_network"),
+        _set("fill_disk"),
+        _set("kill_driver"),
+        _set("stop_job"),
+    ],
+)
+def test_training_survives(cluster, undisturbed, faults):
+    name = "-".join(faults).replace("_", "")
+    project = cluster.project(name, {**RECIPE, "name": name})
+    run = cluster.runs / name
+
+    def submit() -> str:
+        return cluster.submit(f"{name}.yaml", project)
+
+    job = submit()
+    for number, fault in enumerate(faults):
+        cluster.wait_for(lambda number=number: steps_done(run) >= 40 + 80 * number)
+        with getattr(Faults(cluster, "RayTrainWorker"), fault)(job):
+            assert steps_done(run) < STEPS, "the training was over before the fault"
+    _, again = run_through(cluster, job, submit)
+    same(run, undisturbed)
+    no_orphans(cluster)
+    print(f"{name}: submitted again {again} times; the same parameters and ledger")
+
+
+@asked_for
+def test_full_storage_stops_the_run_with_a_clear_error(cluster, undisturbed):
+    """The disk that all hosts share is full; with space again the same recipe goes on."""
+    project = cluster.project("full", {**RECIPE, "name": "full"})
+    small = cluster.laptop.small
+    run = small / "runs" / "full"
+
+    def submit() -> str:
+        return cluster.submit("full.yaml", project, "--runs", f"{rooms.SHARED}/{rooms.SMALL}/runs")
+
+    job = submit()
+    cluster.wait_for(lambda: steps_done(run) >= 40)
+    filler = small / "filler"
+    with pytest.raises(OSError, match="No space left"), filler.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+    assert steps_done(run) < STEPS, "the training was over before the disk was full"
+    assert cluster.end_of(job) == "FAILED"
+    log = cluster.dpdist("cluster", "status", job).stdout
+    assert "No space left on device" in log and "Traceback" not in log, log
+    no_orphans(cluster)
+    filler.unlink()
+    _, again = run_through(cluster, submit(), submit)
+    assert again == 0
+    same(run, undisturbed)
+
+
+def test_the_comparison_can_fail(undisturbed, tmp_path):
+    """One changed parameter bit, or one release more, is seen."""
+    copy = tmp_path / "copy"
+    shutil.copytree(undisturbed, copy)
+    same(copy, undisturbed)
+    model = copy / "private" / "model" / "model.safetensors"
+    tensors = load_file(model)
+    first = sorted(tensors)[0]
+    tensors[first].view(-1)[0] += 1e-7
+    save_file(tensors, model)
+    with pytest.raises(AssertionError):
+        same(copy, undisturbed)
+    shutil.copy(undisturbed / "private/model/model.safetensors", model)
+    ledger = copy / "private" / "ledger.jsonl"
+    lines = ledger.read_text().splitlines(keepends=True)
+    ledger.write_text("".join([*lines, re.sub('"epoch":0', '"epoch":1', lines[-1])]))
+    with pytest.raises(AssertionError, match="released twice"):
+        same(copy, undisturbed)
