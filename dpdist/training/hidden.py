@@ -27,6 +27,7 @@ from dpdist.methods.options import HiddenNoiseMethod, Redistribution
 from dpdist.methods.pixeldp import equal_noise, noise_scale
 from dpdist.methods.sensitivity import keep_within
 from dpdist.models import HiddenNoise, ModelSpec
+from dpdist.recipe import Recipe
 from dpdist.training.job import TrainJob, initial_model, public_data, read_run_key
 
 _TENSOR = "std"
@@ -72,20 +73,24 @@ def deviations(
     elif section.source == "public":
         public = public_data(job.recipe)
         assert public is not None
-        powers = _open(method, section, spec, public, job.recipe.training.init_seed)
+        powers = _open(job.recipe, method, section, spec, public)
     else:
-        powers = _open(method, section, spec, dataset, job.recipe.training.init_seed)
+        powers = _open(job.recipe, method, section, spec, dataset)
     return hgm.heterogeneous_noise(scale, hgm.shares(powers, section.floor))
 
 
 def _open(
+    recipe: Recipe,
     method: HiddenNoiseMethod,
     section: Redistribution,
     spec: ModelSpec,
     records: data.Dataset,
-    seed: int,
 ) -> Tensor:
-    """Equation 7 on records used without privacy, by the network trained on them."""
+    """Equation 7 on records used without privacy, by the network trained on them.
+
+    That is the run's own network before its first step, a frozen classifier with the weights it
+    has; records of other classes need another last layer, and so a network from its seed.
+    """
     # Any many are enough for a mean; evenly spaced, whatever order the file has.
     count = min(section.max_records, len(records))
     rows = np.linspace(0, len(records) - 1, count).astype(np.int64)
@@ -94,7 +99,11 @@ def _open(
     except ValueError as error:
         raise UserError(f"method.redistribution.data: {records.name}: {error}") from error
     labels = records.targets(rows)
-    model = models.initialise(dataclasses.replace(spec, classes=records.classes), seed)
+    if records.classes == spec.classes:
+        model = initial_model(recipe, spec)
+    else:
+        other = dataclasses.replace(spec, classes=records.classes)
+        model = models.initialise(other, recipe.training.init_seed)
     split = models.require_split(model)
     hgm.train_openly(
         model, inputs, labels, section.steps, lambda: keep_within(split, method.sensitivity)

@@ -25,7 +25,7 @@ from dpdist.privacy.calibrate import noise_multiplier_for
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.recipe import Recipe, check_against_data, field_error, step_count
 from dpdist.runfolder import RunFolder, read_json
-from dpdist.training.provenance import check_classifier, classifier_spec
+from dpdist.training.provenance import check_classifier, classifier_spec, refuse_common
 
 PACKAGES = ("cluster", "dpdist", "tuning")
 CANONICAL_SHARDS = 8  # of `reproducible: true`; the most workers such a run can use
@@ -86,7 +86,9 @@ def _records(recipe: Recipe, source: data.Source) -> data.Dataset:
 def public_data(recipe: Recipe) -> data.Dataset | None:
     """The public records a method reads (their training split), or None when it reads none.
 
-    Without a root of their own they lie beside the recipe's data. Raises UserError when missing.
+    Without a root of their own they lie beside the recipe's data; of the run's own data set they
+    are those that data.public declares public. Raises UserError when missing, or of other classes
+    than a frozen classifier tells apart.
     """
     method = recipe.method
     section = method.redistribution if isinstance(method, HiddenNoiseMethod) else None
@@ -96,10 +98,19 @@ def public_data(recipe: Recipe) -> data.Dataset | None:
     if section.data not in data.BUILT_IN or section.root is not None:
         root = section.root or recipe.data.root
     root = None if root is None else Path(root).expanduser().resolve()
+    own = source_of(recipe)
+    if recipe.data.public and (section.data, root) == (own.name, own.root):
+        return declared_public(recipe, own)
     try:
-        return data.load(data.Source(section.data, section.classes, root), "train")
+        found = data.load(data.Source(section.data, section.classes, root), "train")
     except UserError as error:
         raise UserError(f"method.redistribution.data: {error}") from None
+    if recipe.model.classifier is not None and found.classes != recipe.data.classes:
+        raise UserError(
+            f"method.redistribution.data: {found.name} has {found.classes} classes, the frozen "
+            f"classifier tells {recipe.data.classes}; take other public records, or source: paid"
+        )
+    return found
 
 
 def model_spec(recipe: Recipe, dataset: data.Dataset) -> ModelSpec:
@@ -181,9 +192,12 @@ def prepare(recipe: Recipe, folder: RunFolder, where: str) -> TrainJob:
     if recipe.training.reproducible and recipe.resources.workers > CANONICAL_SHARDS:
         rule = f"must be <= {CANONICAL_SHARDS} when training.reproducible is set"
         raise field_error(where, "resources.workers", rule, recipe.resources.workers)
-    classifier = check_classifier(recipe, _private_part(recipe, source, 0.0, 1.0), where)
+    private = _private_part(recipe, source, 0.0, 1.0)
+    classifier = check_classifier(recipe, private, where)
     check_model(recipe, dataset)
-    public_data(recipe)
+    public = public_data(recipe)
+    if public is not None and recipe.privacy.noise_multiplier != 0:  # else nothing is promised
+        refuse_common(private, public.hashes, f"{where}: method.redistribution.data")
     _check_same_data(folder, dataset)
     _check_same_classifier(folder, classifier)
     if continued and folder.plan.exists():

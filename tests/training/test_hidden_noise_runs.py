@@ -23,7 +23,7 @@ from dpdist.recipe import Recipe, parse
 from dpdist.reports.facts import read_facts
 from dpdist.runfolder import RunFolder
 from dpdist.training import hidden, loop
-from dpdist.training.job import prepare
+from dpdist.training.job import prepare, public_data, source_of, training_data
 from dpdist.training.reducer import Reducer
 
 NO_PRIVACY = {"noise_multiplier": 0, "clipping": "none", "delta": 1e-4}
@@ -56,9 +56,11 @@ def _one_thread():
 
 def make(tmp: Path, name: str, run: str = "run", **changes) -> tuple[Recipe, RunFolder]:
     method, privacy = METHODS[name]
+    # Public r of the same data set comes from the half that is declared public.
+    public = {"public": 0.5} if name == "secure-sgd" else {}
     raw = {
         "name": "x",
-        "data": {"name": "digits", "max_train": 300},
+        "data": {"name": "digits", "max_train": 300, **public},
         "model": {
             "name": "hgm-cnn",
             "options": {"filters": [4], "kernels": [3], "strides": [2], "dense": 8},
@@ -213,7 +215,7 @@ def test_neighbour_replay(tmp_path, monkeypatch, name):
         sums = {}
         for present in (True, False):
             changes = {
-                "data": data,
+                "data": data | ({"public": 0.5} if name == "secure-sgd" else {}),
                 "privacy": {**PRIVATE, "delta": 1e-3, "run_key": f"{number:064x}"},
                 "training": {"batch_size": 20, "steps": 1, "learning_rate": 0.5},
             }
@@ -280,6 +282,18 @@ def test_a_continued_run_keeps_its_noise_and_a_lost_one_is_a_new_attempt(tmp_pat
     other.trained.unlink()
     with pytest.raises(UserError, match=r"hidden-noise\.safetensors: cannot be read"):
         train(recipe, other)
+
+
+def test_public_r_may_not_read_private_records(tmp_path):
+    recipe, folder = make(tmp_path, "secure-sgd", data={"name": "digits", "max_train": 300})
+    with pytest.raises(UserError, match=r"method\.redistribution\.data: 300 of the 300 private"):
+        prepare(recipe, folder, "test")
+    assert not folder.path.exists()
+    recipe, folder = make(tmp_path, "secure-sgd")
+    public = public_data(recipe)
+    assert public is not None and 100 < len(public) < 200
+    private = training_data(recipe, source_of(recipe))
+    assert not np.isin(public.hashes, private.hashes).any()
 
 
 @pytest.mark.parametrize(
