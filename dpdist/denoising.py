@@ -1,10 +1,15 @@
-"""A trained denoiser before another classifier: post-processing, so it costs no privacy."""
+"""Denoised smoothing from finished parts: a denoiser before a classifier, as a new run folder.
+
+One of the two is a finished run's, the other was trained without that run's records. Putting them
+together is post-processing: it costs no privacy.
+"""
 
 from __future__ import annotations
 
-import dataclasses
+import os
 import shutil
 from pathlib import Path
+from typing import Literal
 
 import dpdist.data
 from cluster.storage import write_json
@@ -13,49 +18,74 @@ from dpdist.errors import UserError
 from dpdist.recipe import parse
 from dpdist.runfolder import RunFolder
 from dpdist.training.job import source_of
-from dpdist.training.provenance import check_classifier, classifier_spec
+from dpdist.training.provenance import check_frozen, load_frozen, with_frozen
+
+Part = Literal["classifier", "denoiser"]
 
 
-def put_before(
-    folder: RunFolder, classifier: Path, target: RunFolder, *, saw: str | None = None
+def put_together(
+    folder: RunFolder,
+    part: Part,
+    other: Path,
+    target: RunFolder,
+    *,
+    saw: str | None = None,
+    data_root: Path | None = None,
 ) -> RunFolder:
-    """A new run folder `target`: this run's denoiser before the classifier in `classifier`.
+    """A new run folder `target`: this run's trained network and the `part` in model folder `other`.
 
-    The denoiser, its key and its ledger are the old run's: one release under two names, charged
-    once to a budget. saw: what the classifier was trained on, if its folder does not say. Raises
-    UserError when the run has no denoiser, the target exists, the classifier does not fit or was
-    trained on the run's private records.
+    part: "classifier": the run's denoiser goes before that classifier. "denoiser": that denoiser
+    goes before the run's classifier. Plan, key and ledger are the old run's: one release under two
+    names, charged once to a budget. saw: what the part was trained on, if its folder does not say.
+    data_root: where the run's data lie now, if elsewhere.
+
+    Raises UserError when the run has no such network, the target exists, the part does not fit or
+    was trained on the run's private records.
     """
     folder.require_trained()
     if folder.asked.exists():
-        raise UserError(f"{folder.path}: a private search; its denoiser cannot be moved")
+        raise UserError(f"{folder.path}: a private search; its model cannot be moved")
     if target.path.exists():
         raise UserError(f"{target.path}: exists already; choose another --name")
     recipe = folder.read_recipe()
-    if recipe.model.classifier is None:
+    own: Part = "denoiser" if part == "classifier" else "classifier"
+    if part == "classifier" and recipe.model.classifier is None:
         raise UserError(f"{folder.path}: its model is no denoiser before a classifier")
+    if part == "denoiser" and recipe.model.classifier is not None:
+        raise UserError(f"{folder.path}: its model is a denoiser already; give it a --classifier")
     raw = recipe.model_dump(mode="json")
-    place = str(classifier.expanduser().resolve())
     raw |= {"name": target.name, "public": None}
-    raw["model"]["classifier"] = {"folder": place, "saw": saw}
+    if data_root is not None:
+        raw["data"]["root"] = str(data_root.expanduser().resolve())
+    raw["model"][part] = {"folder": str(other.expanduser().resolve()), "saw": saw}
     new = parse(raw, str(target.path))
     private = dpdist.data.load(source_of(new), "train").part(new.data.public, 1.0)
-    about = check_classifier(new, private, str(target.path))
-    spec = dataclasses.replace(
-        models.read_spec(folder.model), classifier=classifier_spec(new, private)
-    )
-    behind = models.load(classifier.expanduser(), trusted_factory=new.model.name).state_dict()
-    old = models.load(folder.model, trusted_factory=recipe.model.name).state_dict()
-    begin = f"{models.CLASSIFIER}."
-    tensors = {name: value for name, value in old.items() if not name.startswith(begin)}
-    tensors |= {begin + name: value for name, value in behind.items()}
+    about = check_frozen(new, private, str(target.path))
+    assert about is not None
+    spec = with_frozen(models.read_spec(folder.model), new, private)
     whole = models.build(spec)
-    whole.load_state_dict(tensors)
-    target.begin(new)
-    for path in (folder.plan, folder.data, folder.ledger, folder.run_key, folder.fixed_key):
-        if path.exists():
-            shutil.copy2(path, target.private / path.name)
-    write_json(target.classifier, about)
-    models.save(whole, spec, target.model)
-    shutil.copy2(folder.trained, target.trained)
+    trained = models.load(folder.model, trusted_factory=recipe.model.name)
+    hidden = models.hidden_noise(trained)
+    if hidden is not None:
+        models.attach_noise(whole, hidden.std)
+    if recipe.model.frozen is not None:
+        trained = trained.get_submodule(own)
+    whole.get_submodule(own).load_state_dict(trained.state_dict())
+    load_frozen(whole, new)
+    joined = f"after training, by `dpdist denoise` from run {folder.name}: the {own} was trained "
+    joined += "before another classifier" if own == "denoiser" else "without this denoiser"
+    # Built aside and renamed: the new run folder is whole or not there.
+    aside = RunFolder(target.path.with_name(f".{target.path.name}.{os.getpid()}"))
+    shutil.rmtree(aside.path, ignore_errors=True)
+    try:
+        aside.begin(new)
+        for path in (folder.plan, folder.data, folder.ledger, folder.run_key, folder.fixed_key):
+            if path.exists():
+                shutil.copy2(path, aside.private / path.name)
+        write_json(aside.frozen, {**about, "joined": joined})
+        models.save(whole, spec, aside.model)
+        shutil.copy2(folder.trained, aside.trained)
+        os.rename(aside.path, target.path)
+    finally:
+        shutil.rmtree(aside.path, ignore_errors=True)
     return target

@@ -66,8 +66,8 @@ class DataRecipe(_Section):
     )
 
 
-class ClassifierRecipe(_Section):
-    """A frozen classifier behind the model, which then is a denoiser.
+class FrozenRecipe(_Section):
+    """A frozen part of the model that others trained, without this run's records.
 
     folder: a model folder, best written by `dpdist pretrain`; a run's release/ is one too. saw:
     what it was trained on, for a folder that does not say; declared, not checked.
@@ -78,7 +78,11 @@ class ClassifierRecipe(_Section):
 
 
 class ModelRecipe(_Section):
-    """A name from the zoo or package.module:factory. mean and std are public constants."""
+    """A name from the zoo or package.module:factory. mean and std are public constants.
+
+    classifier: a frozen one behind the model, which then is a denoiser. denoiser: a frozen one
+    before the model, which then is a classifier.
+    """
 
     name: str
     options: dict[str, Any] = {}
@@ -87,12 +91,26 @@ class ModelRecipe(_Section):
     )
     mean: list[float] = []
     std: list[float] = []
-    classifier: ClassifierRecipe | None = None
+    classifier: FrozenRecipe | None = None
+    denoiser: FrozenRecipe | None = None
 
-    @field_validator("classifier", mode="before")
+    @field_validator("classifier", "denoiser", mode="before")
     @classmethod
-    def _classifier_by_folder(cls, value: Any) -> Any:
+    def _frozen_by_folder(cls, value: Any) -> Any:
         return {"folder": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _something_to_train(self) -> ModelRecipe:
+        if self.classifier is not None and self.denoiser is not None:
+            raise ValueError("give a frozen classifier or a frozen denoiser: the model is the rest")
+        return self
+
+    @property
+    def frozen(self) -> tuple[Literal["classifier", "denoiser"], FrozenRecipe] | None:
+        """Which part is frozen, and where it comes from; None when there is none."""
+        if self.classifier is not None:
+            return "classifier", self.classifier
+        return None if self.denoiser is None else ("denoiser", self.denoiser)
 
 
 class PrivacyRecipe(_Section):
@@ -176,15 +194,16 @@ class TrainingRecipe(_Section):
 
 
 class PublicRecipe(_Section):
-    """What `dpdist pretrain` trains WITHOUT privacy, on public records: model.classifier.
+    """What `dpdist pretrain` trains WITHOUT privacy, on public records: the model's frozen part.
 
     data: another data set, all of whose training split is public (images are resized); without it,
     the records that data.public sets aside. weights: a torchvision state dict in safetensors format
-    to begin with.
+    to begin with. sigma: of the input noise that a denoiser learns to remove.
     """
 
     model: ModelRecipe
     training: TrainingRecipe
+    sigma: Positive | None = None
     data: DataRecipe | None = None
     weights: Path | None = None
 
@@ -265,8 +284,20 @@ class Recipe(_Section):
             )
         if isinstance(self.method, TransDenoiser):
             _check_denoiser(self.method, self)
-        if self.public is not None and self.model.classifier is None:
-            raise ValueError("public needs model.classifier: the folder that pretrain writes")
+        if self.public is not None:
+            frozen = self.model.frozen
+            if frozen is None:
+                raise ValueError(
+                    "public needs model.classifier or model.denoiser: the folder that pretrain "
+                    "writes"
+                )
+            if (frozen[0] == "denoiser") == (self.public.sigma is None):
+                raise ValueError("public.sigma belongs to model.denoiser, and is required there")
+        if self.model.denoiser is not None and isinstance(self.method, HiddenNoiseMethod):
+            raise ValueError(
+                f"method {self.method.name} puts noise behind the first layer, which would be the "
+                "frozen denoiser's: take a method without hidden noise"
+            )
         has_noise = isinstance(self.method, HiddenNoiseMethod)
         if self.certify is not None and self.certify.sigma is None and not has_noise:
             raise ValueError(

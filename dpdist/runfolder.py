@@ -87,9 +87,9 @@ class RunFolder:
         return self.private / "data.json"
 
     @property
-    def classifier(self) -> Path:
-        """What the frozen classifier behind a denoiser is and what it was trained on."""
-        return self.private / "classifier.json"
+    def frozen(self) -> Path:
+        """What the model's frozen part is and what it was trained on."""
+        return self.private / "frozen.json"
 
     @property
     def trained(self) -> Path:

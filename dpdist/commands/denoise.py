@@ -1,4 +1,4 @@
-"""dpdist denoise: a run's denoiser before another classifier."""
+"""dpdist denoise: a run's denoiser before another classifier, or a denoiser before a run's."""
 
 from __future__ import annotations
 
@@ -7,26 +7,42 @@ from typing import Annotated
 
 import typer
 
-from dpdist.commands.options import RUNS, RunArgument, Runs
+from dpdist.commands.options import RUNS, DataRoot, RunArgument, Runs
+from dpdist.errors import UserError
 
 
 def command(
     run: RunArgument,
-    classifier: Annotated[Path, typer.Option(help="Model folder of the other classifier.")],
     name: Annotated[str, typer.Option(help="Name of the new run folder.")],
+    classifier: Annotated[
+        Path | None, typer.Option(help="Model folder: the run's denoiser goes before it.")
+    ] = None,
+    denoiser: Annotated[
+        Path | None, typer.Option(help="Model folder: it goes before the run's classifier.")
+    ] = None,
     runs: Runs = RUNS,
+    data_root: DataRoot = None,
     saw: Annotated[
-        str | None, typer.Option(help="What it was trained on, if its folder does not say.")
+        str | None, typer.Option(help="What the other was trained on, if its folder does not say.")
     ] = None,
 ) -> None:
-    """Put a run's trained denoiser before another classifier: a new run folder, no new cost.
+    """Put a denoiser before a classifier, one of them a run's: a new run folder, no new cost.
 
-    The new run is certified, attacked and released like any other.
+    The new run is certified, attacked and released like any other; its privacy card says which part
+    saw which data.
     """
     from dpdist import console, pipeline
-    from dpdist.denoising import put_before
+    from dpdist.denoising import Part, put_together
     from dpdist.runfolder import RunFolder, open_run
 
-    folder = put_before(open_run(run, runs), classifier, RunFolder(runs / name), saw=saw)
+    part: Part = "denoiser" if classifier is None else "classifier"
+    other = denoiser if classifier is None else classifier
+    if other is None or (classifier is not None and denoiser is not None):
+        raise UserError("give --classifier or --denoiser: the part that is not the run's")
+    if Path(name).name != name:
+        raise UserError(f"--name: names a folder in {runs}/, got {name!r}")
+    folder = put_together(
+        open_run(run, runs), part, other, RunFolder(runs / name), saw=saw, data_root=data_root
+    )
     pipeline.evaluate_stage(folder.read_recipe(), folder)
     typer.echo(console.table(pipeline.summary(folder), title=f"run {folder.name}"))

@@ -1,4 +1,4 @@
-"""dpdist pretrain: the public classifier behind a denoiser, trained without privacy."""
+"""dpdist pretrain: the public classifier or denoiser of a model, trained without privacy."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from dpdist.commands.options import DataRoot, RecipeArgument
 
 
 def command(recipe: RecipeArgument, data_root: DataRoot = None) -> None:
-    """Train a recipe's public classifier WITHOUT privacy, on public records only.
+    """Train a recipe's public classifier or denoiser WITHOUT privacy, on public records only.
 
-    Writes the folder that model.classifier names, with the list of the records it saw.
+    Writes the folder that the recipe names, with the list of the records it saw.
     """
     import typer
 
@@ -17,5 +17,8 @@ def command(recipe: RecipeArgument, data_root: DataRoot = None) -> None:
 
     resolved = pipeline.resolve(recipe, data_root=data_root)
     with console.progress("pretraining, WITHOUT privacy", "steps") as show:
-        folder, accuracy = pretrain(resolved, recipe, show)
-    typer.echo(f"{folder}: {100 * accuracy:.2f} % of the test split; trained on public records")
+        folder, score = pretrain(resolved, recipe, show)
+    of = f"{100 * score:.2f} % of the test split"
+    if resolved.public is not None and resolved.public.sigma is not None:
+        of = f"noise {resolved.public.sigma:g} on the test split reduced to {score:.4f}"
+    typer.echo(f"{folder}: {of}; trained on public records")

@@ -26,7 +26,7 @@ from dpdist.models.normalised import Normalised
 from dpdist.models.zoo import ZOO
 
 FORMAT = 1
-DENOISER, CLASSIFIER = "denoiser", "classifier"  # the parts of a model with a classifier
+DENOISER, CLASSIFIER = "denoiser", "classifier"  # the parts of a model with a frozen part
 _GLOBAL_GENERATOR = threading.Lock()
 
 
@@ -38,7 +38,8 @@ class ModelSpec:
     **options). mean, std: public normalisation constants per channel (or one for all), never
     computed from private data. hidden_noise: the model has noise of its own in its first hidden
     layer; its deviations are among the saved tensors (`dpdist.models.hidden`). classifier: a frozen
-    network behind this one, which then is a denoiser: images to images of the same shape.
+    network behind this one, which then is a denoiser: images to images of the same shape. denoiser:
+    a frozen one before this one, which then is a classifier.
     """
 
     name: str
@@ -49,22 +50,32 @@ class ModelSpec:
     std: tuple[float, ...] = ()
     hidden_noise: bool = False
     classifier: ModelSpec | None = None
+    denoiser: ModelSpec | None = None
 
     @property
     def factories(self) -> tuple[str, ...]:
         """Names of all factories that building this model calls."""
-        return (self.name, *(self.classifier.factories if self.classifier else ()))
+        frozen = [part.factories for part in (self.classifier, self.denoiser) if part is not None]
+        return (self.name, *(name for names in frozen for name in names))
 
 
 def build(spec: ModelSpec) -> nn.Module:
     """The freshly initialised module: float32 inputs (B, *input_shape) in [0, 1] to logits (B,
     classes).
 
-    With a classifier it is Sequential(denoiser, classifier), the classifier without gradients.
+    With a frozen part it is Sequential(denoiser, classifier), that part without gradients.
     Raises UserError when the factory is unknown, fails, or does not give such a module.
     """
+    if spec.classifier is not None and spec.denoiser is not None:
+        raise UserError(
+            "model: a frozen denoiser and a frozen classifier: nothing is left to train"
+        )
     if spec.classifier is not None:
         network = _composed(spec, spec.classifier)
+    elif spec.denoiser is not None:
+        before = build(spec.denoiser).requires_grad_(False)
+        check_denoiser(before, spec.denoiser)
+        network = _sequence(before, _network(spec))
     else:
         network = _network(spec)
     if spec.hidden_noise:
@@ -80,9 +91,19 @@ def _composed(spec: ModelSpec, classifier: ModelSpec) -> nn.Module:
         )
     behind = build(classifier)
     denoiser = _network(spec)
+    check_denoiser(denoiser, spec)
+    return _sequence(denoiser, behind.requires_grad_(False))
+
+
+def _sequence(denoiser: nn.Module, classifier: nn.Module) -> nn.Sequential:
+    return nn.Sequential(OrderedDict({DENOISER: denoiser, CLASSIFIER: classifier}))
+
+
+def check_denoiser(module: nn.Module, spec: ModelSpec) -> None:
+    """Raise UserError unless the module maps (B, *input_shape) to the same shape."""
     try:
         with torch.no_grad():
-            shape = tuple(denoiser(torch.zeros(1, *spec.input_shape)).shape[1:])
+            shape = tuple(module(torch.zeros(1, *spec.input_shape)).shape[1:])
     except Exception as error:  # whatever a user's module does
         raise UserError(f"denoiser {spec.name!r} fails: {_first_line(error)}") from error
     if shape != tuple(spec.input_shape):
@@ -90,8 +111,6 @@ def _composed(spec: ModelSpec, classifier: ModelSpec) -> nn.Module:
             f"denoiser {spec.name!r} gives {shape} for inputs of shape {tuple(spec.input_shape)}: "
             "before a classifier it must keep the shape"
         )
-    parts = {DENOISER: denoiser, CLASSIFIER: behind.requires_grad_(False)}
-    return nn.Sequential(OrderedDict(parts))
 
 
 def _network(spec: ModelSpec) -> nn.Module:
@@ -149,16 +168,20 @@ def initialise(spec: ModelSpec, seed: int) -> nn.Module:
         return build(spec)
 
 
-def load_weights(module: nn.Module, folder: Path) -> None:
+def load_weights(module: nn.Module, folder: Path, part: str | None = None) -> None:
     """Copy the weights saved in `folder` into a module of the same shape (public pre-training).
 
-    Raises UserError when they do not fit.
+    part: DENOISER or CLASSIFIER, when the module is that part of the saved model. Raises UserError
+    when they do not fit.
     """
     path = Path(folder) / "model.safetensors"
     try:
         tensors = load_tensors(path.read_bytes())
         if hidden_noise(module) is None:  # a model with noise may give its weights to one without
             tensors.pop("hidden_std", None)
+        if part is not None:
+            begin = f"{part}."
+            tensors = {n.removeprefix(begin): v for n, v in tensors.items() if n.startswith(begin)}
         module.load_state_dict(tensors)
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         raise UserError(f"{path}: does not fit the model: {_first_line(error)}") from error
@@ -224,8 +247,9 @@ def read_spec(folder: Path) -> ModelSpec:
 def _spec(description: dict[str, Any]) -> ModelSpec:
     for name in ("input_shape", "mean", "std"):
         description[name] = tuple(description[name])
-    if description.get(CLASSIFIER) is not None:
-        description[CLASSIFIER] = _spec(description[CLASSIFIER])
+    for part in (CLASSIFIER, DENOISER):
+        if description.get(part) is not None:
+            description[part] = _spec(description[part])
     return ModelSpec(**description)
 
 

@@ -119,11 +119,18 @@ class Facts:
         return claim_of(self.recipe, self.plan, self.guarantee)
 
     @property
-    def classifier(self) -> dict[str, str]:
-        """What the frozen classifier behind a denoiser saw; empty when there is none."""
-        if not self.folder.classifier.exists():
+    def parts(self) -> dict[str, str]:
+        """Which part of a model with a frozen part saw which data; empty without one."""
+        if not self.folder.frozen.exists():
             return {}
-        return {"frozen classifier trained on": read_json(self.folder.classifier)["saw"]}
+        about = read_json(self.folder.frozen)
+        frozen = about["part"]
+        trained = "denoiser" if frozen == "classifier" else "classifier"
+        saw = {
+            f"{trained} trained on": f"the private records of {self.recipe.data.name}, in this run",
+            f"frozen {frozen} trained on": about["saw"],
+        }
+        return saw | ({"put together": about["joined"]} if "joined" in about else {})
 
     def card(self) -> dict[str, Any]:
         """The privacy card, as JSON types."""
@@ -154,7 +161,7 @@ class Facts:
                 "model": self.recipe.model.name,
                 "method": self.recipe.method.name,
                 "initial weights": str(self.recipe.model.initial or "random"),
-                **self.classifier,
+                **self.parts,
                 "dpdist": __version__,
                 **searched,
             },
@@ -183,7 +190,7 @@ class Facts:
                 f"multiplier {step.noise_multiplier:.4g}, {_clip(step.clip_norm)}{took}",
             )
         )
-        rows += self.classifier.items()
+        rows += self.parts.items()
         if self.trained["fallback_layers"]:
             rows.append(("layers without a rule", ", ".join(self.trained["fallback_layers"])))
         if self.evaluation is not None:

@@ -25,7 +25,7 @@ from dpdist.privacy.calibrate import noise_multiplier_for
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.recipe import Recipe, check_against_data, field_error, step_count
 from dpdist.runfolder import RunFolder, read_json
-from dpdist.training.provenance import check_classifier, classifier_spec, refuse_common
+from dpdist.training.provenance import check_frozen, load_frozen, refuse_common, with_frozen
 
 PACKAGES = ("cluster", "dpdist", "tuning")
 CANONICAL_SHARDS = 8  # of `reproducible: true`; the most workers such a run can use
@@ -116,15 +116,15 @@ def public_data(recipe: Recipe) -> data.Dataset | None:
 def model_spec(recipe: Recipe, dataset: data.Dataset) -> ModelSpec:
     """The description of the model for these inputs."""
     section = recipe.model
-    return ModelSpec(
+    spec = ModelSpec(
         name=section.name,
         input_shape=dataset.input_shape,
         classes=dataset.classes,
         options=section.options,
         mean=tuple(section.mean),
         std=tuple(section.std),
-        classifier=None if section.classifier is None else classifier_spec(recipe, dataset),
     )
+    return with_frozen(spec, recipe, dataset)
 
 
 def check_groups(recipe: Recipe, dataset: data.Dataset, where: str) -> None:
@@ -193,13 +193,13 @@ def prepare(recipe: Recipe, folder: RunFolder, where: str) -> TrainJob:
         rule = f"must be <= {CANONICAL_SHARDS} when training.reproducible is set"
         raise field_error(where, "resources.workers", rule, recipe.resources.workers)
     private = _private_part(recipe, source, 0.0, 1.0)
-    classifier = check_classifier(recipe, private, where)
+    frozen = check_frozen(recipe, private, where)
     check_model(recipe, dataset)
     public = public_data(recipe)
     if public is not None and recipe.privacy.noise_multiplier != 0:  # else nothing is promised
         refuse_common(private, public.hashes, f"{where}: method.redistribution.data")
     _check_same_data(folder, dataset)
-    _check_same_classifier(folder, classifier)
+    _check_same_frozen(folder, frozen)
     if continued and folder.plan.exists():
         plan = PrivacyPlan.from_dict(read_json(folder.plan))
     else:
@@ -208,8 +208,8 @@ def prepare(recipe: Recipe, folder: RunFolder, where: str) -> TrainJob:
         write_json(folder.plan, plan.to_dict())
     if not folder.data.exists():
         write_json(folder.data, {"train": dataset.fingerprint})
-    if classifier is not None and not folder.classifier.exists():
-        write_json(folder.classifier, classifier)
+    if frozen is not None and not folder.frozen.exists():
+        write_json(folder.frozen, frozen)
     _ensure_run_key(recipe, folder)
     absolute = RunFolder(folder.path.resolve())
     return TrainJob(recipe, plan, absolute, source, fingerprint(PACKAGES))
@@ -226,12 +226,12 @@ def _check_same_data(folder: RunFolder, dataset: data.Dataset) -> None:
             )
 
 
-def _check_same_classifier(folder: RunFolder, classifier: dict[str, Any] | None) -> None:
-    """Raise UserError when the public classifier was replaced since the run was begun."""
-    if folder.classifier.exists() and read_json(folder.classifier) != classifier:
+def _check_same_frozen(folder: RunFolder, frozen: dict[str, Any] | None) -> None:
+    """Raise UserError when the model's frozen part was replaced since the run was begun."""
+    if folder.frozen.exists() and read_json(folder.frozen) != frozen:
         raise UserError(
-            f"{folder.path}: the classifier behind the denoiser has changed since this run was "
-            "begun; restore it, or choose another --name"
+            f"{folder.path}: the model's frozen part has changed since this run was begun; restore "
+            "it, or choose another --name"
         )
 
 
@@ -248,9 +248,8 @@ def check_model(recipe: Recipe, dataset: data.Dataset) -> None:
 def initial_model(recipe: Recipe, spec: ModelSpec) -> torch.nn.Module:
     """The model before the first step: by its seed, or from a public pre-training."""
     module = models.initialise(spec, recipe.training.init_seed)
-    if recipe.model.classifier is not None:
-        classifier = module.get_submodule(models.CLASSIFIER)
-        models.load_weights(classifier, recipe.model.classifier.folder.expanduser())
+    if recipe.model.frozen is not None:
+        load_frozen(module, recipe)
     if recipe.model.initial is not None:
         models.load_weights(module, recipe.model.initial.expanduser())
     return module

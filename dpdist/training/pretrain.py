@@ -1,4 +1,4 @@
-"""Training WITHOUT privacy on public records: the frozen classifier behind a denoiser.
+"""Training WITHOUT privacy on public records: the frozen classifier or denoiser of a model.
 
 Ordinary minibatches of shuffled records on one process. The model folder says what was seen
 (`dpdist.training.provenance`), so that a private run can make sure that none of it is private.
@@ -6,6 +6,7 @@ Ordinary minibatches of shuffled records on one process. The model folder says w
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ from dpdist.data.dataset import check_same_kind
 from dpdist.errors import UserError
 from dpdist.methods.compose import cross_entropy
 from dpdist.methods.hgm import resized
+from dpdist.methods.transdenoiser import squared_error
 from dpdist.models import ModelSpec
 from dpdist.models.torchvision_zoo import estimating
 from dpdist.recipe import PublicRecipe, Recipe
@@ -34,15 +36,17 @@ Progress = Callable[[int, int, float], None]  # steps done, steps, per second
 def pretrain(
     recipe: Recipe, where: str, progress: Progress = lambda done, steps, rate: None
 ) -> tuple[Path, float]:
-    """Train the recipe's public classifier into its folder; returns folder and test accuracy.
+    """Train the recipe's public part into its folder.
 
-    Nothing is kept of an interrupted one: it begins again. Raises UserError when the recipe has no
-    section public, the folder holds something else, or the records are private.
+    Returns the folder and the accuracy on the test split; of a denoiser, the root mean squared
+    error of a pixel there. Nothing is kept of an interrupted one: it begins again. Raises UserError
+    when the recipe has no section public, the folder holds something else, or the records are
+    private.
     """
-    section, place = recipe.public, recipe.model.classifier
-    if section is None or place is None:
+    section, frozen = recipe.public, recipe.model.frozen
+    if section is None or frozen is None:
         raise UserError(f"{where}: no section public, which says what to train on public records")
-    folder = place.folder.expanduser()
+    folder = frozen[1].folder.expanduser()
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder}: exists already; remove it to train it again")
     source = source_of(recipe)
@@ -59,13 +63,16 @@ def pretrain(
         tuple(section.model.std),
     )
     model = models.initialise(spec, section.training.init_seed)
-    models.check_outputs(model, spec)
+    check = models.check_outputs if section.sigma is None else models.check_denoiser
+    check(model, spec)
     if section.weights is not None:
         load_torchvision_weights(model, section.weights.expanduser())
     steps = _train(model, public, test.input_shape, section, progress)
     models.save(model.eval(), spec, folder)
     facts = {"steps": steps, "batch_size": section.training.batch_size, "public": True}
     write_provenance(folder, public, facts)
+    if section.sigma is not None:
+        return folder, reconstruction_error(model, test, section.sigma)
     return folder, accuracy(model, test)
 
 
@@ -122,6 +129,7 @@ def _train(
         parameter.data = piece.view(parameter.shape)
     optimizer = FlatOptimizer(training, steps, flat)
     order = np.random.default_rng(training.init_seed)
+    noise = torch.Generator().manual_seed(training.init_seed)
     queue = np.empty(0, dtype=np.int64)
     began = time.monotonic()
     with estimating(model.train()):
@@ -130,7 +138,11 @@ def _train(
                 queue = order.permutation(len(records))
             rows, queue = queue[: training.batch_size], queue[training.batch_size :]
             inputs = _fit(records.batch(rows), shape, records)
-            loss = cross_entropy(model(inputs), records.targets(rows)).mean()
+            if section.sigma is None:
+                loss = cross_entropy(model(inputs), records.targets(rows)).mean()
+            else:
+                noisy = inputs + section.sigma * torch.randn(inputs.shape, generator=noise)
+                loss = squared_error(model(noisy), inputs).mean() / inputs[0].numel()
             gradients = torch.autograd.grad(loss, parameters)
             optimizer.update(flat, torch.cat([g.reshape(-1) for g in gradients]), step)
             progress(step + 1, steps, (step + 1) / max(1e-9, time.monotonic() - began))
@@ -145,6 +157,20 @@ def _fit(inputs: Tensor, shape: tuple[int, ...], records: data.Dataset) -> Tenso
         return resized(inputs, shape)
     except ValueError as error:
         raise UserError(f"public.data: {records.name}: {error}") from error
+
+
+def reconstruction_error(
+    model: nn.Module, test: data.Dataset, sigma: float, batch: int = 1000
+) -> float:
+    """Root mean squared error of a pixel that a denoiser leaves of input noise sigma."""
+    noise = torch.Generator().manual_seed(0)
+    total = 0.0
+    with torch.inference_mode():
+        for start in range(0, len(test), batch):
+            inputs = test.batch(slice(start, start + batch))
+            noisy = inputs + sigma * torch.randn(inputs.shape, generator=noise)
+            total += float(squared_error(model(noisy), inputs).double().sum())
+    return math.sqrt(total / (len(test) * math.prod(test.input_shape)))
 
 
 def accuracy(model: nn.Module, test: data.Dataset, batch: int = 1000) -> float:

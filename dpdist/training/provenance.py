@@ -1,24 +1,26 @@
-"""What the frozen classifier behind a denoiser has seen: written by pretrain, checked before a run.
+"""What a model's frozen part has seen: written by pretrain, checked before a run.
 
-A run's epsilon speaks about the records it trains on. A classifier that saw them too, without
-privacy, would void it; so its folder says on which records it was trained, and none of them may be
-among the run's.
+A run's epsilon speaks about the records it trains on. A frozen classifier or denoiser that saw them
+too, without privacy, would void it; so its folder says on which records it was trained, and none of
+them may be among the run's.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import io
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import nn
 
 from cluster.storage import write_atomic, write_json
 from dpdist import data, models
 from dpdist.errors import UserError
 from dpdist.models import ModelSpec
 from dpdist.models.zoo import ZOO
-from dpdist.recipe import ClassifierRecipe, Recipe
+from dpdist.recipe import FrozenRecipe, Recipe
 from dpdist.runfolder import read_json
 
 PROVENANCE, RECORDS = "provenance.json", "records.npy"
@@ -40,50 +42,84 @@ def write_provenance(folder: Path, dataset: data.Dataset, facts: dict[str, Any])
     write_json(folder / PROVENANCE, about)
 
 
-def classifier_spec(recipe: Recipe, dataset: data.Dataset) -> ModelSpec:
-    """The description of model.classifier. Raises UserError when it does not fit the data."""
-    section = recipe.model.classifier
-    assert section is not None
+def with_frozen(spec: ModelSpec, recipe: Recipe, dataset: data.Dataset) -> ModelSpec:
+    """The description of the whole model, from that of the trained part."""
+    if recipe.model.frozen is None:
+        return spec
+    frozen = frozen_spec(recipe, dataset)
+    if recipe.model.frozen[0] == models.DENOISER:
+        return dataclasses.replace(spec, denoiser=frozen)
+    return dataclasses.replace(spec, classifier=frozen)
+
+
+def frozen_spec(recipe: Recipe, dataset: data.Dataset) -> ModelSpec:
+    """The description of the model's frozen part.
+
+    A denoiser may be that of a model that is a denoiser before a classifier. Raises UserError when
+    the part does not fit the data.
+    """
+    assert recipe.model.frozen is not None
+    part, section = recipe.model.frozen
     folder = section.folder.expanduser()
+    begin = f"model.{part}.folder: {folder}"
     if not (folder / "model.json").exists():
         hint = "; `dpdist pretrain` makes it from this recipe" if recipe.public else ""
-        raise UserError(f"model.classifier.folder: {folder}: no model there{hint}")
+        raise UserError(f"{begin}: no model there{hint}")
     spec = models.read_spec(folder)
-    if tuple(spec.input_shape) != dataset.input_shape or spec.classes != dataset.classes:
+    if spec.hidden_noise:
+        raise UserError(f"{begin} has noise of its own; take one without")
+    if part == models.DENOISER:
+        spec = _denoiser_of(spec)
+        if tuple(spec.input_shape) != dataset.input_shape:
+            raise UserError(
+                f"{begin} takes {spec.input_shape}, {dataset.name} has {dataset.input_shape}"
+            )
+    elif tuple(spec.input_shape) != dataset.input_shape or spec.classes != dataset.classes:
         raise UserError(
-            f"model.classifier.folder: {folder} takes {spec.input_shape} and tells "
+            f"{begin} takes {spec.input_shape} and tells "
             f"{spec.classes} classes, {dataset.name} has {dataset.input_shape} and "
             f"{dataset.classes}"
         )
-    if spec.hidden_noise:
-        raise UserError(f"model.classifier.folder: {folder} has noise of its own; take one without")
     for name in spec.factories:
         if name not in ZOO and name != recipe.model.name:
-            raise UserError(
-                f"model.classifier.folder: {folder} is built by {name!r}; a classifier behind a "
-                "denoiser must be of the zoo"
-            )
+            raise UserError(f"{begin} is built by {name!r}; a frozen part must be of the zoo")
     return spec
 
 
-def check_classifier(recipe: Recipe, private: data.Dataset, where: str) -> dict[str, Any] | None:
-    """What the run's frozen classifier is and saw, as JSON types; None when there is none.
+def _denoiser_of(spec: ModelSpec) -> ModelSpec:
+    """The denoiser alone, of a model that may be a denoiser before a classifier."""
+    return spec.denoiser or dataclasses.replace(spec, classifier=None)
+
+
+def load_frozen(module: nn.Module, recipe: Recipe) -> None:
+    """Copy the saved weights into the frozen part of the whole model."""
+    assert recipe.model.frozen is not None
+    part, section = recipe.model.frozen
+    folder = section.folder.expanduser()
+    spec = models.read_spec(folder)
+    composed = spec.classifier is not None or spec.denoiser is not None
+    inner = models.DENOISER if part == models.DENOISER and composed else None
+    models.load_weights(module.get_submodule(part), folder, inner)
+
+
+def check_frozen(recipe: Recipe, private: data.Dataset, where: str) -> dict[str, Any] | None:
+    """What the model's frozen part is and saw, as JSON types; None when there is none.
 
     private: all records of the data set that are not declared public. Raises UserError when one of
-    them is among those that the classifier was trained on, or nobody says what it saw.
+    them is among those that the part was trained on, or nobody says what it saw.
     """
-    section = recipe.model.classifier
-    if section is None:
+    if recipe.model.frozen is None:
         return None
-    classifier_spec(recipe, private)
+    frozen_spec(recipe, private)
+    part, section = recipe.model.frozen
     folder = section.folder.expanduser()
-    begin = f"{where}: model.classifier.folder: {folder}"
-    about = {"model": models.model_hash(folder)}
+    begin = f"{where}: model.{part}.folder: {folder}"
+    about = {"part": part, "model": models.model_hash(folder)}
     if (folder / PROVENANCE).exists():
         return {**about, **_pretrained(folder, about["model"], private, begin)}
     if (folder / _CARD).exists():
         return {**about, **_released(read_json(folder / _CARD), recipe, begin)}
-    return {**about, **_declared(section, begin)}
+    return {**about, **_declared(part, section, begin)}
 
 
 def refuse_common(private: data.Dataset, seen: np.ndarray, begin: str) -> None:
@@ -124,7 +160,7 @@ def _released(card: dict[str, Any], recipe: Recipe, begin: str) -> dict[str, Any
     if name == recipe.data.name:
         raise UserError(
             f"{begin}: trained on {name}, as this run is: its cost would have to be added, which "
-            "is not done; take a classifier that saw other records"
+            "is not done; take one that saw other records"
         )
     guarantee = card["guarantee"]
     how = (
@@ -135,10 +171,10 @@ def _released(card: dict[str, Any], recipe: Recipe, begin: str) -> dict[str, Any
     return {"public": False, "checked": False, "saw": f"{name}, {how} (its own privacy card)"}
 
 
-def _declared(section: ClassifierRecipe, begin: str) -> dict[str, Any]:
+def _declared(part: str, section: FrozenRecipe, begin: str) -> dict[str, Any]:
     if section.saw is None:
         raise UserError(
             f"{begin}: nothing says what it was trained on; make it with `dpdist pretrain`, or "
-            "declare it: model.classifier.saw"
+            f"declare it: model.{part}.saw"
         )
     return {"public": True, "checked": False, "saw": f"{section.saw} (declared, not checked)"}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dpdist import data, models
-from dpdist.denoising import put_before
+from dpdist.denoising import put_together
 from dpdist.errors import UserError
 from dpdist.gradients.clipping import FlatClipping
 from dpdist.gradients.engine import GradientEngine
@@ -346,7 +346,7 @@ def test_somebody_must_say_what_the_classifier_saw(public, tmp_path):
     described = raw(copy)
     described["model"]["classifier"] = {"folder": str(copy), "saw": "a data set on paper"}
     prepare(parse(described, "test"), RunFolder(tmp_path / "b"), "test")
-    about = json.loads(RunFolder(tmp_path / "b").classifier.read_text())
+    about = json.loads(RunFolder(tmp_path / "b").frozen.read_text())
     assert about["saw"] == "a data set on paper (declared, not checked)"
 
 
@@ -360,7 +360,7 @@ def test_a_released_classifier_brings_its_card(public, tmp_path):
     }
     (copy / "privacy_card.json").write_text(json.dumps(card))
     prepare(parse(raw(copy), "test"), RunFolder(tmp_path / "run"), "test")
-    about = json.loads(RunFolder(tmp_path / "run").classifier.read_text())
+    about = json.loads(RunFolder(tmp_path / "run").frozen.read_text())
     assert about["saw"] == "mnist, with epsilon 2.0 at delta 1e-05 (its own privacy card)"
     card["extra"]["training data"] = "digits"
     (copy / "privacy_card.json").write_text(json.dumps(card))
@@ -418,7 +418,7 @@ def test_a_denoiser_moves_before_another_classifier_at_no_cost(public, tmp_path)
     described["public"]["model"] = {"name": "mlp", "options": {"hidden": [16]}}
     described["public"]["training"] = {"batch_size": 50, "steps": 3, "learning_rate": 0.1}
     pretrain(parse(described, "test"), "test")
-    moved = put_before(folder, other, RunFolder(tmp_path / "moved"))
+    moved = put_together(folder, "classifier", other, RunFolder(tmp_path / "moved"))
     x = torch.rand(4, 1, 8, 8)
     whole = models.load(moved.model)
     assert torch.equal(whole(x), models.load(other)(model.get_submodule("denoiser")(x)))
@@ -427,7 +427,7 @@ def test_a_denoiser_moves_before_another_classifier_at_no_cost(public, tmp_path)
     assert after.ledger.releases == before.ledger.releases
     assert after.card()["extra"]["frozen classifier trained on"].startswith("5")
     with pytest.raises(UserError, match="exists already"):
-        put_before(folder, other, RunFolder(tmp_path / "moved"))
+        put_together(folder, "classifier", other, RunFolder(tmp_path / "moved"))
 
 
 def test_a_denoiser_does_not_move_before_a_classifier_that_saw_its_records(public, tmp_path):
@@ -437,9 +437,11 @@ def test_a_denoiser_does_not_move_before_a_classifier_that_saw_its_records(publi
     described["public"]["training"] = {"batch_size": 50, "steps": 3, "learning_rate": 0.1}
     pretrain(parse(described, "test"), "test")
     with pytest.raises(UserError, match="among the public"):
-        put_before(folder, tmp_path / "more", RunFolder(tmp_path / "moved"))
+        put_together(folder, "classifier", tmp_path / "more", RunFolder(tmp_path / "moved"))
     assert not (tmp_path / "moved").exists()
     plain = raw(public, method="dp-sgd", model={"name": "small-cnn"}, public=None)
     train(plain, RunFolder(tmp_path / "plain"))
     with pytest.raises(UserError, match="no denoiser before a classifier"):
-        put_before(RunFolder(tmp_path / "plain"), public, RunFolder(tmp_path / "moved"))
+        put_together(
+            RunFolder(tmp_path / "plain"), "classifier", public, RunFolder(tmp_path / "moved")
+        )

@@ -1,0 +1,375 @@
+"""Frozen parts from their commands to the card: denoised smoothing as a block, on real run folders.
+
+A DP-trained denoiser before another classifier, a public denoiser before a DP-trained classifier,
+and what of it all the privacy card says.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+import yaml
+from torch import Tensor, nn
+
+from dpdist import data, models
+from dpdist.denoising import put_together
+from dpdist.errors import UserError
+from dpdist.gradients.clipping import FlatClipping
+from dpdist.gradients.engine import GradientEngine
+from dpdist.methods.compose import cross_entropy
+from dpdist.privacy.card import card_markdown
+from dpdist.recipe import parse
+from dpdist.releasing import release
+from dpdist.reports.facts import read_facts
+from dpdist.runfolder import RunFolder
+from dpdist.training import hidden, loop
+from dpdist.training.job import initial_model, model_spec, prepare, source_of, training_data
+from dpdist.training.pretrain import pretrain
+from dpdist.training.provenance import PROVENANCE
+from dpdist.training.reducer import Reducer
+
+COMMAND = [sys.executable, "-c", "from dpdist.cli import main; main()"]
+CNN = {"name": "small-cnn", "options": {"width": 4}}
+DENOISER = {"name": "conv-autoencoder", "options": {"channels": [4]}}
+QUICK = {"batch_size": 50, "steps": 60, "learning_rate": 0.01, "optimizer": "adam"}
+PRIVACY = {"noise_multiplier": 1.0, "delta": 1e-4}
+
+
+def raw(**sections) -> dict:
+    """A run on the private 60 % of the digits."""
+    return {
+        "name": "run",
+        "data": {"name": "digits", "public": 0.4},
+        "method": "dp-sgd",
+        "privacy": PRIVACY,
+        "training": {"batch_size": 40, "steps": 3, "learning_rate": 0.1},
+        "certify": {"sigma": 0.25, "n": 100, "n0": 20, "max_inputs": 10, "radii": [0.1]},
+        **sections,
+    }
+
+
+def with_classifier(folder: Path, **sections) -> dict:
+    """A private denoiser before the public classifier in `folder`."""
+    return raw(
+        model={**DENOISER, "classifier": str(folder)},
+        method={"name": "transdenoiser", "sigma": 0.25},
+        public={"model": CNN, "training": QUICK},
+        **sections,
+    )
+
+
+def with_denoiser(folder: Path, **sections) -> dict:
+    """A private classifier behind the public denoiser in `folder`."""
+    return raw(
+        model={**CNN, "denoiser": str(folder)},
+        method={"name": "input-noise", "sigma": 0.25, "draws": 1},
+        public={"model": DENOISER, "training": QUICK, "sigma": 0.25},
+        **sections,
+    )
+
+
+def train(described: dict, folder: RunFolder) -> nn.Module:
+    loop.run(prepare(parse(described, "test"), folder, "test"), Reducer(0, 1, torch.device("cpu")))
+    return models.load(folder.model)
+
+
+@pytest.fixture(scope="module")
+def public(tmp_path_factory) -> Path:
+    """A folder with a public `classifier` and a public `denoiser`."""
+    root = tmp_path_factory.mktemp("public")
+    pretrain(parse(with_classifier(root / "classifier"), "test"), "test")
+    _, error = pretrain(parse(with_denoiser(root / "denoiser"), "test"), "test")
+    assert error < 0.25  # less noise than there was: each pixel had deviation 0.25
+    return root
+
+
+def dpdist(*words: object, cwd: Path, code: int = 0) -> str:
+    """The real command in a process of its own; its output, or its complaint."""
+    done = subprocess.run(
+        [*COMMAND, *map(str, words)], cwd=cwd, capture_output=True, text=True, timeout=240,
+        env={**os.environ, "COLUMNS": "200"},
+    )  # fmt: skip
+    assert done.returncode == code, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stdout if code == 0 else done.stderr
+
+
+# ---- a frozen denoiser before a private classifier --------------------------------------------
+
+
+def test_a_public_denoiser_stays_as_it_is_and_the_classifier_is_private(public, tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    model = train(with_denoiser(public / "denoiser"), folder)
+    spec = models.read_spec(folder.model)
+    assert spec.denoiser is not None and spec.classifier is None
+    before = models.load(public / "denoiser").state_dict()
+    after = model.get_submodule("denoiser").state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    start = initial_model(parse(with_denoiser(public / "denoiser"), "test"), spec)
+    moved = zip(
+        start.get_submodule("classifier").parameters(),
+        model.get_submodule("classifier").parameters(),
+        strict=True,
+    )
+    assert all(not torch.equal(a, b) for a, b in moved)
+    x = torch.rand(3, 1, 8, 8)
+    behind = model.get_submodule("classifier")
+    assert torch.equal(model(x), behind(models.load(public / "denoiser")(x)))
+    release(folder)
+    card = json.loads((folder.release / "privacy_card.json").read_text())
+    assert card["private"]
+    extra = card["extra"]
+    assert extra["classifier trained on"] == "the private records of digits, in this run"
+    assert "public records of digits/train" in extra["frozen denoiser trained on"]
+    assert extra["frozen denoiser trained on"] in card_markdown(card)
+
+
+def test_gradients_behind_a_frozen_denoiser_equal_autograd_one_by_one(public):
+    recipe = parse(with_denoiser(public / "denoiser"), "test")
+    dataset = training_data(recipe, source_of(recipe))
+    model = initial_model(recipe, model_spec(recipe, dataset))
+    x, y = dataset.batch(slice(0, 6)), dataset.targets(slice(0, 6))
+    engine = GradientEngine(model, cross_entropy, clipping=FlatClipping(0.05))
+    found = engine.clipped_sum(x, y, draw_key=bytes(32), record_ids=torch.arange(6)).flat
+    trained = [p for p in model.parameters() if p.requires_grad]
+    expected = torch.zeros(engine.size)
+    for place in range(6):
+        loss = cross_entropy(model(x[place : place + 1]), y[place : place + 1]).sum()
+        flat = torch.cat([g.reshape(-1) for g in torch.autograd.grad(loss, trained)])
+        expected += flat * min(1.0, 0.05 / float(flat.norm()))
+    assert engine.size == sum(p.numel() for p in model.get_submodule("classifier").parameters())
+    assert torch.allclose(found.float(), expected, atol=1e-6)
+
+
+def test_a_denoiser_that_saw_private_records_is_refused(public, tmp_path):
+    described = with_denoiser(public / "denoiser", data={"name": "digits", "public": 0.2})
+    with pytest.raises(UserError, match=r"model\.denoiser\.folder: .* are among the public ones"):
+        prepare(parse(described, "test"), RunFolder(tmp_path / "run"), "test")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"model": {**CNN, "denoiser": "d", "classifier": "c"}}, "the model is the rest"),
+        ({"method": "pixeldp", "privacy": {"noise_multiplier": 0, "clipping": "none",
+          "delta": 1e-4}}, "the frozen denoiser's"),
+        ({"method": "transdenoiser"}, "needs model.classifier"),
+        ({"public": {"model": DENOISER, "training": QUICK}}, "public.sigma belongs to"),
+        ({"model": CNN}, "public needs model.classifier or model.denoiser"),
+    ],
+)  # fmt: skip
+def test_recipes_with_a_denoiser_that_do_not_hold_together(changes, message):
+    with pytest.raises(UserError, match=message):
+        parse({**with_denoiser(Path("d")), **changes}, "test")
+
+
+def test_denoisers_that_do_not_fit_are_refused(public, tmp_path):
+    described = with_denoiser(public / "classifier")
+    described["model"]["denoiser"] = {"folder": str(public / "classifier")}
+    with pytest.raises(UserError, match="before a classifier it must keep the shape"):
+        prepare(parse(described, "test"), RunFolder(tmp_path / "run"), "test")
+    spec = models.ModelSpec("conv-autoencoder", (1, 28, 28), 10, {"channels": [2]})
+    models.save(models.build(spec), spec, tmp_path / "large")
+    described["model"]["denoiser"] = {"folder": str(tmp_path / "large"), "saw": "nothing"}
+    with pytest.raises(UserError, match=r"takes \(1, 28, 28\), digits/train has \(1, 8, 8\)"):
+        prepare(parse(described, "test"), RunFolder(tmp_path / "run"), "test")
+
+
+# ---- finished parts put together ---------------------------------------------------------------
+
+
+def test_the_commands_put_a_denoiser_before_any_classifier(public, tmp_path):
+    """pretrain, denoise both ways, certify on Ray, release: by the real command, on real runs."""
+    private_denoiser, private_classifier = RunFolder(tmp_path / "d"), RunFolder(tmp_path / "c")
+    train(with_classifier(public / "classifier"), private_denoiser)
+    own = train(raw(model=CNN), private_classifier)
+    (tmp_path / "other.yaml").write_text(
+        yaml.safe_dump(
+            with_classifier(tmp_path / "other")
+            | {"public": {"model": {"name": "mlp", "options": {"hidden": [16]}}, "training": QUICK}}
+        )
+    )
+    out = dpdist("pretrain", "other.yaml", cwd=tmp_path)
+    assert "% of the test split; trained on public records" in out
+
+    def denoise(*words: object, code: int = 0) -> str:
+        return dpdist("denoise", *words, "--runs", tmp_path, cwd=tmp_path, code=code)
+
+    out = denoise("d", "--classifier", "other", "--name", "moved")
+    assert "clean accuracy" in out and "epsilon = " in out
+    assert "put together" in out and "before another classifier" in out
+    moved = RunFolder(tmp_path / "moved")
+    x = torch.rand(4, 1, 8, 8)
+    denoiser = models.load(private_denoiser.model).get_submodule("denoiser")
+    assert torch.equal(models.load(moved.model)(x), models.load(tmp_path / "other")(denoiser(x)))
+    assert read_facts(moved).guarantee == read_facts(private_denoiser).guarantee
+
+    out = denoise("c", "--denoiser", public / "denoiser", "--name", "smoothed")
+    assert "frozen denoiser trained on" in out and "without this denoiser" in out
+    smoothed = RunFolder(tmp_path / "smoothed")
+    before = models.load(public / "denoiser")
+    assert torch.equal(models.load(smoothed.model)(x), own(before(x)))
+    assert read_facts(smoothed).guarantee == read_facts(private_classifier).guarantee
+
+    out = dpdist("certify", "smoothed", "--runs", tmp_path, "--actors", 1, cwd=tmp_path)
+    assert "certified at L2 radius 0.1" in out
+    (table,) = smoothed.certificates.glob("*/certificates.parquet")
+    assert pq.read_table(table).num_rows == 10
+    dpdist("release", "smoothed", "--runs", tmp_path, cwd=tmp_path)
+    card = json.loads((smoothed.release / "privacy_card.json").read_text())
+    assert card["private"]
+    assert card["extra"]["classifier trained on"] == "the private records of digits, in this run"
+    assert "public records" in card["extra"]["frozen denoiser trained on"]
+    assert "from run c" in card["extra"]["put together"]
+
+    for words, complaint in (
+        (("d", "--name", "x"), "give --classifier or --denoiser"),
+        (("d", "--name", "x", "--classifier", "a", "--denoiser", "b"), "give --classifier or"),
+        (("e", "--name", "x", "--classifier", "other"), "e: no such run under"),
+        (("d", "--name", "moved", "--classifier", "other"), "exists already"),
+        (("d", "--name", "a/b", "--classifier", "other"), "--name: names a folder in"),
+        (("d", "--name", "x", "--classifier", "nowhere"), "nowhere: no model there"),
+        (("d", "--name", "x", "--denoiser", public / "denoiser"), "is a denoiser already"),
+        (("c", "--name", "x", "--classifier", "other"), "no denoiser before a classifier"),
+    ):
+        assert complaint in denoise(*words, code=2)
+    assert not (tmp_path / "x").exists() and not list(tmp_path.glob(".*"))
+
+
+def test_parts_that_saw_private_records_are_not_put_together(public, tmp_path):
+    folder = RunFolder(tmp_path / "c")
+    train(raw(model=CNN), folder)
+    more = with_denoiser(tmp_path / "more", data={"name": "digits", "public": 0.6})
+    pretrain(parse(more, "test"), "test")
+    with pytest.raises(UserError, match="are among the public ones"):
+        put_together(folder, "denoiser", tmp_path / "more", RunFolder(tmp_path / "x"))
+    (tmp_path / "more" / PROVENANCE).unlink()
+    with pytest.raises(UserError, match=r"or declare it: model\.denoiser\.saw"):
+        put_together(folder, "denoiser", tmp_path / "more", RunFolder(tmp_path / "x"))
+    assert not (tmp_path / "x").exists() and not list(tmp_path.glob(".x*"))
+    put_together(folder, "denoiser", tmp_path / "more", RunFolder(tmp_path / "x"), saw="a book")
+    card = read_facts(RunFolder(tmp_path / "x")).card()
+    assert card["extra"]["frozen denoiser trained on"] == "a book (declared, not checked)"
+
+
+def test_the_denoiser_of_a_released_run_goes_before_a_classifier(public, tmp_path):
+    """Of a model that is a denoiser before a classifier, the denoiser alone."""
+    other = RunFolder(tmp_path / "d")
+    whole = train(with_classifier(public / "classifier"), other)
+    release(other)
+    folder = RunFolder(tmp_path / "c")
+    own = train(raw(model=CNN), folder)
+    # Both saw the private digits: refused, the costs would have to be added.
+    with pytest.raises(UserError, match="its cost would have to be added"):
+        put_together(folder, "denoiser", other.release, RunFolder(tmp_path / "x"))
+    path = other.release / "privacy_card.json"
+    card = json.loads(path.read_text())
+    card["extra"]["training data"] = "letters"
+    path.write_text(json.dumps(card))
+    put_together(folder, "denoiser", other.release, RunFolder(tmp_path / "x"))
+    x = torch.rand(3, 1, 8, 8)
+    joined = models.load(RunFolder(tmp_path / "x").model)
+    assert torch.equal(joined(x), own(whole.get_submodule("denoiser")(x)))
+    said = read_facts(RunFolder(tmp_path / "x")).card()["extra"]["frozen denoiser trained on"]
+    assert said.startswith("letters, with epsilon ") and "its own privacy card" in said
+
+
+def test_a_denoiser_with_noise_of_its_own_keeps_it_before_another_classifier(public, tmp_path):
+    described = with_classifier(public / "classifier") | {
+        "method": {"name": "secure-sgd", "redistribution": None}
+    }
+    folder = RunFolder(tmp_path / "d")
+    model = train(described, folder)
+    other = with_classifier(tmp_path / "other")
+    pretrain(parse(other, "test"), "test")
+    put_together(folder, "classifier", tmp_path / "other", RunFolder(tmp_path / "moved"))
+    mine, theirs = (
+        models.hidden_noise(m) for m in (models.load(tmp_path / "moved/private/model"), model)
+    )
+    assert mine is not None and theirs is not None
+    assert torch.equal(mine.std, theirs.std) and mine.scale > 0
+    # A denoiser before a network with such noise would move the noise: refused.
+    hgm = {"name": "hgm-cnn", "options": {"filters": [4], "kernels": [3], "strides": [2],
+           "dense": 8}}  # fmt: skip
+    plain = raw(model=hgm, method={"name": "secure-sgd", "redistribution": None})
+    train(plain, RunFolder(tmp_path / "noisy"))
+    with pytest.raises(UserError, match="would be the frozen denoiser's"):
+        put_together(
+            RunFolder(tmp_path / "noisy"), "denoiser", public / "denoiser",
+            RunFolder(tmp_path / "x"),
+        )  # fmt: skip
+
+
+# ---- noise shares r of Secure-SGD on a denoiser ------------------------------------------------
+
+
+def shares_by_hand(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Equation 7, one record after the other: K r for r ~ mean |dL/dh|, a tenth of it uniform."""
+    denoiser, classifier = model.get_submodule("denoiser"), model.get_submodule("classifier")
+    total = torch.zeros(1)
+    for place in range(len(x)):
+        h = denoiser[0](x[place : place + 1]).detach().requires_grad_()
+        logits = classifier(denoiser[1:](h))
+        loss = -torch.log_softmax(logits, 1)[0, y[place]]
+        total = total + torch.autograd.grad(loss, h)[0][0].abs().double()
+    return 0.1 + 0.9 * total * total.numel() / total.sum()
+
+
+@pytest.mark.parametrize("source", ["public", "private"])
+def test_r_is_computed_through_the_frozen_classifiers_own_weights(public, tmp_path, source):
+    section = {"source": source, "data": "digits", "steps": 0, "max_records": 40}
+    method = {"name": "secure-sgd", "sigma": 0.3, "redistribution": section}
+    method["paper_faithful"] = source == "private"
+    described = with_classifier(public / "classifier") | {"method": method}
+    recipe = parse(described, "test")
+    job = prepare(recipe, RunFolder(tmp_path / "run"), "test")
+    private = training_data(recipe, job.source)
+    spec = model_spec(recipe, private)
+    std = hidden.deviations(job, recipe.method, spec, private)
+    found = (std / 0.3).double().square()
+
+    everything = data.load(source_of(recipe), "train")
+    records = everything.part(0.0, 0.4) if source == "public" else private
+    rows = np.linspace(0, len(records) - 1, 40).astype(np.int64)
+    x, y = records.batch(rows), records.targets(rows)
+    model = initial_model(recipe, spec)
+    hidden.keep_within(models.require_split(model), recipe.method.sensitivity)
+    expected = shares_by_hand(model, x, y)
+    assert torch.allclose(found, expected, rtol=1e-4)
+    # The check can fail: with a classifier at its initial weights r is another.
+    random = models.initialise(spec, recipe.training.init_seed)
+    hidden.keep_within(models.require_split(random), recipe.method.sensitivity)
+    other = shares_by_hand(random, x, y)
+    assert not torch.allclose(other, expected, rtol=0.1)
+
+
+def test_public_records_of_other_classes_cannot_give_r_through_a_classifier(
+    public, tmp_path, monkeypatch
+):
+    section = {"source": "public", "data": "digits", "steps": 0}
+    described = with_classifier(public / "classifier") | {
+        "data": {"name": "digits", "public": 0.4},
+        "method": {"name": "secure-sgd", "redistribution": section | {"data": "letters"}},
+    }
+    real = data.load
+
+    def load(source: data.Source, split: str) -> data.Dataset:
+        if source.name != "letters":
+            return real(source, split)
+        import dataclasses
+
+        found = real(dataclasses.replace(source, name="digits", root=None), split)
+        return dataclasses.replace(found, name="letters/train", classes=26)
+
+    monkeypatch.setattr(data, "load", load)
+    with pytest.raises(UserError, match="26 classes, the frozen classifier tells 10"):
+        prepare(parse(described, "test"), RunFolder(tmp_path / "run"), "test")
