@@ -20,6 +20,7 @@ import yaml
 from torch import Tensor, nn
 
 from dpdist import data, models
+from dpdist.commands import denoise as denoise_command
 from dpdist.denoising import put_together
 from dpdist.errors import UserError
 from dpdist.gradients.clipping import FlatClipping
@@ -231,17 +232,20 @@ def test_the_commands_put_a_denoiser_before_any_classifier(public, tmp_path):
     assert "public records" in card["extra"]["frozen denoiser trained on"]
     assert "from run c" in card["extra"]["put together"]
 
-    for words, complaint in (
-        (("d", "--name", "x"), "give --classifier or --denoiser"),
-        (("d", "--name", "x", "--classifier", "a", "--denoiser", "b"), "give --classifier or"),
-        (("e", "--name", "x", "--classifier", "other"), "e: no such run under"),
-        (("d", "--name", "moved", "--classifier", "other"), "exists already"),
-        (("d", "--name", "a/b", "--classifier", "other"), "--name: names a folder in"),
-        (("d", "--name", "x", "--classifier", "nowhere"), "nowhere: no model there"),
-        (("d", "--name", "x", "--denoiser", public / "denoiser"), "is a denoiser already"),
-        (("c", "--name", "x", "--classifier", "other"), "no denoiser before a classifier"),
+    assert "give --classifier or --denoiser" in denoise("d", "--name", "x", code=2)
+    classifier, denoiser = {"classifier": tmp_path / "other"}, {"denoiser": public / "denoiser"}
+    for run, name, parts, complaint in (
+        ("d", "x", {}, "give --classifier or --denoiser"),
+        ("d", "x", classifier | denoiser, "give --classifier or --denoiser"),
+        ("e", "x", classifier, "e: no such run under"),
+        ("d", "moved", classifier, "exists already"),
+        ("d", "a/b", classifier, "--name: names a folder in"),
+        ("d", "x", {"classifier": tmp_path / "nowhere"}, "nowhere: no model there"),
+        ("d", "x", denoiser, "is a denoiser already"),
+        ("c", "x", classifier, "no denoiser before a classifier"),
     ):
-        assert complaint in denoise(*words, code=2)
+        with pytest.raises(UserError, match=complaint):
+            denoise_command.command(run, name, runs=tmp_path, **parts)
     assert not (tmp_path / "x").exists() and not list(tmp_path.glob(".*"))
 
 
