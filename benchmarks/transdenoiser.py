@@ -193,7 +193,7 @@ class Measured:
 
 
 def measured(bench: Bench, row: Row) -> list[Measured]:
-    """What the row's finished runs say; empty when one is missing."""
+    """What the row's finished runs say; those that are missing are left out."""
     if row.name == ALONE:
         folder = bench.out / "alone" / f"noise-{row.noise:g}"
         if not (folder / "accuracy.json").exists():
@@ -210,7 +210,7 @@ def measured(bench: Bench, row: Row) -> list[Measured]:
     for name in row.runs():
         folder = RunFolder(bench.runs / name)
         if not list((folder.path / "attacks").glob("*/attacks.parquet")):
-            return []
+            continue
         facts = read_facts(folder)
         assert facts.evaluation is not None
         (table,) = [t for t in facts.tables if t.mode == "fixed"]
@@ -328,7 +328,8 @@ def picture(bench: Bench, chosen: list[Row], path: Path) -> None:
     panels[2].set_title("under attack (input noise 0.25)")
     panels[2].set_xlabel("size of the L2 PGD attack")
     panels[2].set_ylabel("accuracy, %")
-    panels[0].legend(fontsize="x-small")
+    if panels[0].lines:
+        panels[0].legend(fontsize="x-small")
     for axes in panels:
         axes.grid(alpha=0.3)
     figure.savefig(path, dpi=100)
