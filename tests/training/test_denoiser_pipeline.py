@@ -1,0 +1,131 @@
+"""Denoisers through the whole pipeline on Ray: the CIFAR-10 recipe, the benchmark's own rows."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from PIL import Image
+
+from dpdist import cli, models, pipeline, vision
+from dpdist.models.torchvision_zoo import FixedBatchNorm
+from dpdist.recipe import RECIPES, load
+from dpdist.reports.facts import read_facts
+from dpdist.training.pretrain import pretrain
+
+pytestmark = pytest.mark.timeout(600)
+SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "transdenoiser.py"
+
+
+@pytest.fixture(scope="module")
+def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """One Ray session for all stages of all runs."""
+    from cluster.session import connect
+
+    log = tmp_path_factory.mktemp("ray") / "ray.log"
+    with connect(log, cpus=2, worker_setup=vision.install):
+        yield
+
+
+def colour_images(root: Path, records: int = 60) -> Path:
+    """Made-up records in CIFAR-10's layout."""
+    rng = np.random.default_rng(3)
+    for split in ("train", "test"):
+        rows = []
+        for _ in range(records):
+            buffer = io.BytesIO()
+            picture = rng.integers(0, 256, (32, 32, 3), dtype=np.uint8)
+            Image.fromarray(picture).save(buffer, format="PNG")
+            rows.append({"bytes": buffer.getvalue(), "path": ""})
+        (root / "cifar10").mkdir(parents=True, exist_ok=True)
+        table = pa.table({"image": rows, "label": rng.integers(0, 10, records)})
+        pq.write_table(table, root / "cifar10" / f"{split}.parquet")
+    return root
+
+
+def test_the_cifar10_recipe_with_a_torchvision_classifier(session, tmp_path):
+    """pretrain, train, evaluate, certify, report: a few steps of the recipe that comes along."""
+    small = {
+        "model.classifier": str(tmp_path / "classifier"),
+        "public.training": {"batch_size": 8, "steps": 2, "learning_rate": 0.01},
+        "training.batch_size": 8,
+        "training.steps": 3,
+        "privacy.delta": 1e-3,
+        "certify.n": 20,
+        "certify.n0": 5,
+        "certify.every": 30,
+        "certify.radii": [0.1],
+        "resources.workers": 2,
+        "resources.cpus_per_worker": 1,
+    }
+    recipe = load(RECIPES / "transdenoiser-cifar10.yaml", small)
+    recipe = pipeline.resolve(recipe, data_root=colour_images(tmp_path / "data"))
+    pretrain(recipe, "test")
+    folder = pipeline.run(recipe, runs=tmp_path / "runs")
+    facts = read_facts(folder)
+    assert facts.trained["steps"] == 3 and facts.guarantee.epsilon <= 3.0
+    assert len(facts.tables[0].index) == 2 and folder.report.exists()
+    assert facts.trained["fallback_layers"] == []
+    model = models.load(folder.model)
+    classifier = models.load(tmp_path / "classifier").state_dict()
+    behind = model.get_submodule("classifier")
+    assert any(isinstance(module, FixedBatchNorm) for module in behind.modules())
+    # Nothing of the classifier moved: weights, and the statistics it was pre-trained with.
+    assert all(torch.equal(value, classifier[key]) for key, value in behind.state_dict().items())
+
+
+@pytest.fixture
+def benchmark() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("transdenoiser_benchmark", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_benchmark_makes_its_table_and_its_picture(session, benchmark, tmp_path, monkeypatch):
+    """Rows of four kinds on the digits; the commands in this process, for the one session."""
+    asked = []
+
+    def command(bench, *words: str) -> None:
+        asked.append(words[0])
+        cli.app(list(words), standalone_mode=False)
+
+    monkeypatch.setattr(benchmark.Bench, "command", command)
+    only = ["classifier-noise-0.25-0", "separate-dp-1-*0.25-0", "full-tanh-noise-0.25-0"]
+    arguments = ["--quick", "--out", str(tmp_path), "--only", *only]
+    benchmark.main(arguments)
+    assert asked == ["pretrain", "run", "attack", "run", "attack"]
+    text = (tmp_path / "table.md").read_text()
+    lines = {line.split(" | ")[0][2:]: line.split(" | ") for line in text.splitlines()[3:7]}
+    assert lines.keys() == {"public classifier alone", "full, tanh denoiser", "separate-dp"}
+    assert 0.9 < float(lines["separate-dp"][1]) <= 1.0
+    assert lines["public classifier alone"][1] == "sees none of them"
+    assert "not sound" in lines["full, tanh denoiser"][1]
+    assert "full, tanh denoiser, noise 0.25: S_min " in text
+    # Its figures are those of the run folders.
+    folder = tmp_path / "runs" / "separate-dp-1-noise-0.25-0"
+    (certificates,) = folder.glob("certificates/*/certificates.parquet")
+    table = pq.read_table(certificates).to_pylist()
+    share = np.mean([r["prediction"] == r["label"] and r["radius"] >= 0.1 for r in table])
+    assert lines["separate-dp"][4] == f"{100 * share:.1f}"
+    evaluation = json.loads((folder / "evaluation.json").read_text())
+    assert lines["separate-dp"][2] == f"{100 * evaluation['accuracy']:.1f}"
+    assert (tmp_path / "denoisers.png").stat().st_size > 10_000
+    # What is done is not done again.
+    benchmark.main(arguments)
+    assert len(asked) == 5 and (tmp_path / "table.md").read_text() == text
+
+
+def test_cells_show_the_mean_and_the_range(benchmark):
+    assert benchmark.cell([0.5]) == "50.0"
+    assert benchmark.cell([0.5, 0.6, 0.55]) == "55.0 (50.0 to 60.0)"
