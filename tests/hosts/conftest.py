@@ -1,21 +1,37 @@
-"""One real cluster for all tests here: three hosts over SSH, started by `ray up`."""
+"""Real clusters over SSH for the tests here, started by `ray up`."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import rooms
-from over_ssh import Cluster
+from over_ssh import Cluster, Slow
 
 
 @pytest.fixture(scope="session")
-def cluster(tmp_path_factory):
-    # Ray gives a host 30 s to start, which a busy machine does not keep: not part of every run.
-    reason = rooms.why_not() if os.environ.get("DPDIST_HOSTS") else "set DPDIST_HOSTS=1"
+def cluster(tmp_path_factory) -> Iterator[Cluster]:
+    """A head and two workers, for the tests that take minutes."""
+    if not (os.environ.get("DPDIST_HOSTS") or os.environ.get("DPDIST_FAULTS")):
+        pytest.skip("takes minutes: set DPDIST_HOSTS=1")
+    yield from _up(tmp_path_factory, workers=2, head_cpus=0)
+
+
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory) -> Iterator[Cluster]:
+    """A head that works too, and one worker."""
+    yield from _up(tmp_path_factory, workers=1, head_cpus=1)
+
+
+def _up(tmp_path_factory, workers: int, head_cpus: int) -> Iterator[Cluster]:
+    reason = rooms.why_not()
     if reason:
         pytest.skip(reason)
     with rooms.room(tmp_path_factory.mktemp("room")) as room:
-        made = Cluster(room)
-        made.up()
+        made = Cluster(room, workers, head_cpus)
+        try:
+            made.up()
+        except Slow:
+            pytest.skip("three times, Ray could not start a host within the 30 s that it allows")
         yield made

@@ -14,6 +14,10 @@ import rooms
 import yaml
 
 
+class Slow(Exception):
+    """This machine is too busy for Ray to start a host in the time that Ray allows."""
+
+
 class Cluster:
     """A head and some workers that share a folder; `laptop` is outside and has the token.
 
@@ -53,33 +57,37 @@ class Cluster:
         return path
 
     def up(self) -> None:
+        """`ray up`, repeated on a machine too busy for the 30 seconds that Ray gives the head to
+        start. Raises Slow when that was the reason each time."""
         self.token = self.laptop.shell("ray get-auth-token --generate").split()[-1]
-        # Ray gives a host 30 s to start, whatever else the machine does meanwhile: try again then.
-        line = f"RAY_UP_enable_autoscaler_v2=0 ray up -y {self.path} && echo it is up"
-        for last in (False, False, True):
-            if "it is up" in self.laptop.shell(line, timeout=400, check=last):
+        line = f"RAY_UP_enable_autoscaler_v2=0 ray up -y {self.path} 2>&1 && echo it is up"
+        for _ in range(3):
+            said = self.laptop.shell(line, timeout=400, check=False)
+            if "it is up" in said:
                 break
-        self.wait_for_nodes(1 + len(self.workers))
+        else:
+            raise Slow if _TOO_SLOW in said else AssertionError(said[-4000:])
         self.tunnel = self.laptop.start(
             "ssh", "-N", "-i", str(self.laptop.key), "-o", "StrictHostKeyChecking=no",
             "-o", "UserKnownHostsFile=/dev/null", "-L", "8265:127.0.0.1:8265",
             f"root@{self.head.address}",
         )  # fmt: skip
+        self.wait_for_nodes(1 + len(self.workers))
 
     def wait_for_nodes(self, count: int, seconds: float = 300) -> None:
-        """Until so many hosts have joined. Looks at processes first: asking Ray takes seconds."""
-        hosts = [self.head, *self.workers][:count]
-        self.wait_for(
-            lambda: all(host.processes("raylet/raylet") for host in hosts), seconds, every=1
-        )
-        script = (
-            "RAY_AUTH_MODE=token python -c 'import ray, logging; "
-            'ray.init("auto", logging_level=logging.ERROR); '
-            'print("alive", sum(n["Alive"] for n in ray.nodes()))\''
-        )
-        self.wait_for(
-            lambda: f"alive {count}" in self.head.shell(script, check=False), seconds, every=1
-        )
+        """Until so many hosts have joined."""
+
+        def joined() -> bool:
+            found = self.ask("nodes?view=summary")
+            nodes = found["data"]["summary"] if found else []
+            return sum(node["raylet"].get("state") == "ALIVE" for node in nodes) >= count
+
+        self.wait_for(joined, seconds, every=1)
+
+    def ask(self, what: str) -> dict | None:
+        """What the head's dashboard answers; None while it does not."""
+        done = self.laptop.run(sys.executable, "-I", "-c", _ASK, what, self.token, check=False)
+        return json.loads(done.stdout) if done.returncode == 0 else None
 
     def command(self, *arguments: str, cwd: Path | None = None, token: str = "") -> list[str]:
         """The command line of dpdist on the laptop, as started from outside."""
@@ -122,8 +130,8 @@ class Cluster:
 
     def state(self, job: str) -> tuple[str, str]:
         """(state, message) of a job, straight from the job server: this is asked often."""
-        out = self.laptop.run(sys.executable, "-I", "-c", _STATE, job, self.token).stdout
-        found = json.loads(out)
+        found = self.ask(f"api/jobs/{job}")
+        assert found is not None, f"no answer about {job}"
         return found["status"], found["message"] or ""
 
     def end_of(self, job: str, seconds: float = 900) -> str:
@@ -165,11 +173,11 @@ class Cluster:
         host.kill()
 
 
-_STATE = """
+_TOO_SLOW = "The current node timed out during startup"
+_ASK = """
 import sys, urllib.request
 request = urllib.request.Request(
-    f"http://127.0.0.1:8265/api/jobs/{sys.argv[1]}",
-    headers={"Authorization": f"Bearer {sys.argv[2]}"},
+    f"http://127.0.0.1:8265/{sys.argv[1]}", headers={"Authorization": f"Bearer {sys.argv[2]}"}
 )
 print(urllib.request.urlopen(request, timeout=60).read().decode())
 """
