@@ -197,15 +197,16 @@ class PublicRecipe(_Section):
     """What `dpdist pretrain` trains WITHOUT privacy, on public records: the model's frozen part.
 
     data: another data set, all of whose training split is public (images are resized); without it,
-    the records that data.public sets aside. weights: a torchvision state dict in safetensors format
-    to begin with. sigma: of the input noise that a denoiser learns to remove.
+    the records that data.public sets aside. weights: to begin with; a torchvision state dict in
+    safetensors format, or "torchvision": the published ones, downloaded. sigma: of the input noise
+    that a denoiser learns to remove.
     """
 
     model: ModelRecipe
     training: TrainingRecipe
     sigma: Positive | None = None
     data: DataRecipe | None = None
-    weights: Path | None = None
+    weights: Literal["torchvision"] | Path | None = None
 
     @field_validator("model", mode="before")
     @classmethod

@@ -76,6 +76,18 @@ def torchvision_classifier(
     return fixed(network)
 
 
+def published_weights(architecture: str) -> tuple[dict[str, Tensor], str]:
+    """torchvision's default weights of an architecture, downloaded, and their name.
+
+    Kept where torch.hub keeps its files; the download is compared with its checksum and nothing in
+    it is executed. Raises ValueError when there are none, OSError or RuntimeError when they cannot
+    be had.
+    """
+    weights = torchvision("models").get_model_weights(architecture).DEFAULT
+    tensors = weights.get_state_dict(progress=False, check_hash=True, weights_only=True)
+    return tensors, str(weights)
+
+
 def fixed(module: nn.Module) -> nn.Module:
     """Replace, in place, every BatchNorm2d by `FixedBatchNorm` and every dropout by nothing."""
     for name, child in module.named_children():

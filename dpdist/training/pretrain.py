@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +24,7 @@ from dpdist.methods.compose import cross_entropy
 from dpdist.methods.hgm import resized
 from dpdist.methods.transdenoiser import squared_error
 from dpdist.models import ModelSpec
-from dpdist.models.torchvision_zoo import estimating
+from dpdist.models.torchvision_zoo import estimating, published_weights
 from dpdist.recipe import PublicRecipe, Recipe
 from dpdist.training.job import declared_public, source_of
 from dpdist.training.optimizer import FlatOptimizer
@@ -65,11 +65,10 @@ def pretrain(
     model = models.initialise(spec, section.training.init_seed)
     check = models.check_outputs if section.sigma is None else models.check_denoiser
     check(model, spec)
-    if section.weights is not None:
-        load_torchvision_weights(model, section.weights.expanduser())
+    began = {} if section.weights is None else {"began_with": _begin_with(model, section)}
     steps = _train(model, public, test.input_shape, section, progress)
     models.save(model.eval(), spec, folder)
-    facts = {"steps": steps, "batch_size": section.training.batch_size, "public": True}
+    facts = {"steps": steps, "batch_size": section.training.batch_size, "public": True, **began}
     write_provenance(folder, public, facts)
     if section.sigma is not None:
         return folder, reconstruction_error(model, test, section.sigma)
@@ -183,16 +182,37 @@ def accuracy(model: nn.Module, test: data.Dataset, batch: int = 1000) -> float:
     return right / len(test)
 
 
-def load_torchvision_weights(model: nn.Module, path: Path) -> list[str]:
-    """Copy a torchvision state dict (safetensors) into a model; returns the names left out.
-
-    Left out are the layers whose shapes differ: the head, when the number of classes does. Raises
-    UserError when the file cannot be read or little of it fits.
-    """
+def _begin_with(model: nn.Module, section: PublicRecipe) -> str:
+    """Copy public weights into the model before its first step; says which, for the card."""
+    if section.weights == "torchvision":
+        architecture = section.model.options.get("architecture", "resnet18")
+        if section.model.name != "torchvision":
+            raise UserError("public.weights: torchvision: needs public.model.name: torchvision")
+        try:
+            tensors, name = published_weights(architecture)
+        except (OSError, RuntimeError, ValueError) as error:
+            raise UserError(
+                f"public.weights: torchvision's weights of {architecture} cannot be had: {error}; "
+                "give a file instead"
+            ) from error
+        copy_weights(model, tensors, name)
+        return f"torchvision's {name}"
+    assert section.weights is not None
+    path = section.weights.expanduser()
     try:
         tensors = load_tensors(path.read_bytes())
     except (OSError, SafetensorError) as error:
         raise UserError(f"public.weights: {path}: cannot be read: {error}") from error
+    copy_weights(model, tensors, str(path))
+    return f"weights from a file, {path.name} (declared public, not checked)"
+
+
+def copy_weights(model: nn.Module, tensors: Mapping[str, Tensor], path: str) -> list[str]:
+    """Copy a torchvision state dict into a model; returns the names left out.
+
+    Left out are the layers whose shapes differ: the head, when the number of classes does. Raises
+    UserError when little of it fits.
+    """
     network = getattr(model, "network", model)  # behind a normalisation
     own = network.state_dict()
     fits = {n: v for n, v in tensors.items() if n in own and own[n].shape == v.shape}

@@ -144,13 +144,14 @@ def _pretrained(folder: Path, model: str, private: data.Dataset, begin: str) -> 
     if len(seen) != written["records"]:
         raise UserError(f"{folder / RECORDS}: {len(seen)} records, not {written['records']}")
     refuse_common(private, seen, begin)
+    began = f"; it began with {written['began_with']}" if "began_with" in written else ""
     return {
         "public": True,
         "checked": True,
         "saw": (
             f"{written['records']:,} public records of {written['data']}, without privacy "
             f"(fingerprint {written['fingerprint']}); none of them is among the "
-            "private records (compared by content)"
+            f"private records (compared by content){began}"
         ),
     }
 

@@ -6,17 +6,24 @@ and what of it all the privacy card says.
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
+from PIL import Image
+from safetensors.torch import save as save_tensors
 from torch import Tensor, nn
 
 from dpdist import data, models
@@ -36,6 +43,7 @@ from dpdist.training.job import initial_model, model_spec, prepare, source_of, t
 from dpdist.training.pretrain import pretrain
 from dpdist.training.provenance import PROVENANCE
 from dpdist.training.reducer import Reducer
+from dpdist.vision import torchvision
 
 COMMAND = [sys.executable, "-c", "from dpdist.cli import main; main()"]
 CNN = {"name": "small-cnn", "options": {"width": 4}}
@@ -369,11 +377,110 @@ def test_public_records_of_other_classes_cannot_give_r_through_a_classifier(
     def load(source: data.Source, split: str) -> data.Dataset:
         if source.name != "letters":
             return real(source, split)
-        import dataclasses
-
         found = real(dataclasses.replace(source, name="digits", root=None), split)
         return dataclasses.replace(found, name="letters/train", classes=26)
 
     monkeypatch.setattr(data, "load", load)
     with pytest.raises(UserError, match="26 classes, the frozen classifier tells 10"):
         prepare(parse(described, "test"), RunFolder(tmp_path / "run"), "test")
+
+
+# ---- weights to begin with ---------------------------------------------------------------------
+
+
+def torchvision_recipe(tmp_path: Path, weights: str) -> dict:
+    """A pre-training that takes one tiny step from `weights`, on colour images."""
+    return raw(
+        data={"name": "colours", "root": str(colours(tmp_path)), "public": 0.5},
+        model={**DENOISER, "classifier": str(tmp_path / "classifier")},
+        method={"name": "transdenoiser", "sigma": 0.25},
+        public={
+            "model": {"name": "torchvision", "options": {"architecture": "squeezenet1_1"}},
+            "training": {"batch_size": 4, "steps": 1, "learning_rate": 1e-9},
+            "weights": weights,
+        },
+        privacy={"noise_multiplier": 1.0, "delta": 1e-2},
+        training={"batch_size": 4, "steps": 1, "learning_rate": 0.1},
+    )
+
+
+def colours(root: Path) -> Path:
+    rng = np.random.default_rng(1)
+    pictures = rng.random((40, 3 * 32 * 32), dtype=np.float32)
+    (root / "colours").mkdir()
+    for split in ("train", "test"):
+        buffers = []
+        for picture in pictures:
+            buffer = io.BytesIO()
+            image = (255 * picture).astype(np.uint8).reshape(32, 32, 3)
+            Image.fromarray(image).save(buffer, format="PNG")
+            buffers.append({"bytes": buffer.getvalue(), "path": ""})
+        table = pa.table({"image": buffers, "label": rng.integers(0, 10, 40)})
+        pq.write_table(table, root / "colours" / f"{split}.parquet")
+    return root
+
+
+def published() -> dict[str, Tensor]:
+    """A state dict as torchvision publishes it: a thousand classes."""
+    torch.manual_seed(2)
+    network = torchvision("models").get_model("squeezenet1_1", weights=None, num_classes=1000)
+    return {name: value.clone() for name, value in network.state_dict().items()}
+
+
+def check_body(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """The body is the published one, the head of ten classes a fresh one."""
+    found = models.load(folder).state_dict()
+    same = [
+        name
+        for name, value in found.items()
+        if value.shape == tensors[name].shape and torch.allclose(value, tensors[name], atol=1e-6)
+    ]
+    assert set(found) - set(same) == {"classifier.1.weight", "classifier.1.bias"}
+
+
+def test_pretraining_begins_with_a_file_of_weights(tmp_path):
+    tensors = published()
+    (tmp_path / "weights.safetensors").write_bytes(save_tensors(tensors))
+    described = torchvision_recipe(tmp_path, str(tmp_path / "weights.safetensors"))
+    folder, _ = pretrain(parse(described, "test"), "test")
+    check_body(folder, tensors)
+    job = prepare(parse(described, "test"), RunFolder(tmp_path / "run"), "test")
+    saw = json.loads(job.folder.frozen.read_text())["saw"]
+    assert "it began with weights from a file, weights.safetensors (declared public" in saw
+    shutil.rmtree(folder)
+    (tmp_path / "weights.safetensors").write_bytes(b"no tensors")
+    with pytest.raises(UserError, match=r"weights\.safetensors: cannot be read"):
+        pretrain(parse(described, "test"), "test")
+    (tmp_path / "weights.safetensors").write_bytes(save_tensors({"other": torch.zeros(2)}))
+    with pytest.raises(UserError, match="0 of the model's 52 tensors are in it"):
+        pretrain(parse(described, "test"), "test")
+
+
+def test_pretraining_begins_with_torchvisions_published_weights(tmp_path, monkeypatch):
+    """torch.hub's own download, from a file instead of the network: checksum and all."""
+    tensors = published()
+    torch.save(tensors, tmp_path / "weights.pth")
+    digest = hashlib.sha256((tmp_path / "weights.pth").read_bytes()).hexdigest()[:8]
+    source = (tmp_path / "weights.pth").rename(tmp_path / f"squeezenet-{digest}.pth")
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "hub"))
+    monkeypatch.setattr(torch.hub, "_hub_dir", None)
+    enum = torchvision("models").get_model_weights("squeezenet1_1")
+    here = dataclasses.replace(enum.DEFAULT.value, url=source.as_uri())
+    monkeypatch.setattr(enum.DEFAULT, "_value_", here)
+    described = torchvision_recipe(tmp_path, "torchvision")
+    folder, _ = pretrain(parse(described, "test"), "test")
+    check_body(folder, tensors)
+    written = json.loads((folder / PROVENANCE).read_text())
+    assert written["began_with"] == "torchvision's SqueezeNet1_1_Weights.IMAGENET1K_V1"
+
+    shutil.rmtree(folder)
+    shutil.rmtree(tmp_path / "hub")
+    source.write_bytes(source.read_bytes() + b"tampered")
+    with pytest.raises(UserError, match=r"cannot be had: invalid hash value.*give a file instead"):
+        pretrain(parse(described, "test"), "test")
+    source.unlink()
+    with pytest.raises(UserError, match="cannot be had"):
+        pretrain(parse(described, "test"), "test")
+    described["public"]["model"] = CNN
+    with pytest.raises(UserError, match=r"needs public\.model\.name: torchvision"):
+        pretrain(parse(described, "test"), "test")
