@@ -77,7 +77,8 @@ def test_recipe_trains(path, tmp_path):
         make_up(tmp_path / "data", recipe.data)
         small["data.root"] = str(tmp_path / "data")
     if recipe.public is not None:
-        small["model.classifier"] = str(tmp_path / "classifier")
+        part, _ = recipe.model.frozen
+        small[f"model.{part}"] = str(tmp_path / part)
         small["public.training"] = {"batch_size": 8, "steps": 2, "learning_rate": 0.01}
     recipe = load(path, small)
     if recipe.public is not None:
