@@ -1,9 +1,10 @@
 """TransDenoiser and its ablations on MNIST: the table and the picture of docs/denoisers.md.
 
 Every row is made by the commands that a user has: `dpdist pretrain` once, then `dpdist run` and
-`dpdist attack` for each row and repetition (another initialisation, another run key). The
-classifier alone, which is no run, goes through the jobs that those commands start. What is done is
-not done again: the same command continues, --only makes a part. RAY_ADDRESS names a cluster.
+`dpdist attack` for each row and repetition (another initialisation, another run key); for a public
+denoiser before a private classifier `dpdist denoise` and `dpdist certify`. The classifier alone,
+which is no run, goes through the jobs that those commands start. What is done is not done again:
+the same command continues, --only makes a part. RAY_ADDRESS names a cluster.
 
     python benchmarks/transdenoiser.py --data-root data [--out DIR] [--only PATTERN ...] [--quick]
 """
@@ -11,6 +12,7 @@ not done again: the same command continues, --only makes a part. RAY_ADDRESS nam
 from __future__ import annotations
 
 import argparse
+import copy
 import fnmatch
 import json
 import statistics
@@ -25,7 +27,7 @@ import numpy as np
 
 from dpdist.certification.settings import CertifySettings
 from dpdist.privacy.guarantee import format_epsilon
-from dpdist.recipe import Recipe, find, load
+from dpdist.recipe import Recipe, find, load, parse
 from dpdist.reports.attacks import AttackTable, read_attack
 from dpdist.reports.facts import CertificateTable, read_facts, read_table
 from dpdist.runfolder import RunFolder
@@ -33,7 +35,8 @@ from dpdist.runfolder import RunFolder
 _COMMAND = [sys.executable, "-c", "from dpdist.cli import main; main()"]
 RADII = {0.25: (0.0, 0.1, 0.25, 0.5), 0.1: (0.0, 0.1, 0.2)}
 SIZES = (0.5, 1.0, 2.0)
-ALONE = "classifier"
+ALONE, PRIVATE, DENOISED = "classifier", "dp-sgd", "dp-sgd-denoised"
+SECURE, REVERSED = "transdenoiser-mnist-secure-sgd", "denoised-smoothing-public-mnist"
 
 FULL = {
     "training.batch_size": 256,
@@ -44,14 +47,16 @@ FULL = {
 # scikit-learn's digits and a tiny network: whether the script works, no result.
 QUICK = {
     "data.name": "digits",
-    "model.options": {"channels": [4]},
     "training.batch_size": 50,
     "training.steps": 3,
     "privacy.delta": 1e-4,
     "certify.n": 100,
     "certify.every": 30,
-    "public.model": {"name": "small-cnn", "options": {"width": 4}},
     "public.training": {"batch_size": 50, "steps": 20, "learning_rate": 0.1},
+}
+QUICK_NETWORKS = {
+    "denoiser": {"name": "conv-autoencoder", "options": {"channels": [4]}},
+    "classifier": {"name": "small-cnn", "options": {"width": 4}},
 }
 
 
@@ -90,32 +95,54 @@ def rows(repeats: int) -> list[Row]:
                 changes={"privacy.epsilon": 1.0},
                 repeats=many,
             ),
-            Row("secure-sgd", "Secure-SGD, pre-trained", noise, "transdenoiser-mnist-secure-sgd"),
+            Row("secure-sgd", "Secure-SGD, pre-trained", noise, SECURE),
         ]
+    private = {"method": "dp-sgd"}
+    found += [
+        Row(PRIVATE, "private classifier (DP-SGD)", 0.25, REVERSED, private),
+        Row(DENOISED, "the same behind a public denoiser", 0.25, REVERSED, private),
+    ]
     return found
 
 
 class Bench:
-    """Where it all lies: `out`/recipes, public (the classifier), runs, alone, and the results."""
+    """Where it all lies: `out`/recipes, public (the frozen parts), runs, alone, the results."""
 
     def __init__(self, out: Path, data_root: Path | None, quick: bool) -> None:
         self.out, self.data_root, self.quick = out.resolve(), data_root, quick
-        self.runs, self.public = self.out / "runs", self.out / "public" / "classifier"
+        self.runs, self.public = self.out / "runs", self.out / "public"
 
     def recipe(self, row: Row, repeat: int) -> Path:
         """The row's recipe as a file of its own."""
-        changes = (QUICK if self.quick else FULL) | row.changes
-        changes["model.classifier"] = str(self.public)
+        frozen, own = ("classifier", "denoiser")
+        if row.recipe == REVERSED:
+            frozen, own = own, frozen
+        changes = dict(QUICK if self.quick else FULL)
+        if self.quick:
+            changes |= {f"model.{key}": value for key, value in QUICK_NETWORKS[own].items()}
+            changes["public.model"] = QUICK_NETWORKS[frozen]
+        changes |= row.changes
+        changes[f"model.{frozen}"] = str(self.public / frozen)
         changes["training.init_seed"] = repeat
         changes["certify.sigma"] = row.noise
         changes["certify.radii"] = list(RADII[row.noise][1:])
-        if row.recipe != "transdenoiser-mnist-secure-sgd":
+        if row.recipe == REVERSED:
+            changes["public.sigma"] = row.noise
+        elif row.recipe != SECURE:
             changes["method.sigma"] = row.noise
         name = row.runs()[repeat]
-        recipe = load(find(row.recipe), {**changes, "name": name})
+        recipe = load(find(row.recipe), copy.deepcopy({**changes, "name": name}))
         path = self.out / "recipes" / f"{name}.yaml"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(recipe.to_yaml())
+        return path
+
+    def private_classifier(self, row: Row) -> Path:
+        """As `recipe`, without the denoiser: what `dpdist denoise` puts one before."""
+        raw = load(self.recipe(row, 0)).model_dump(mode="json")
+        raw["model"]["denoiser"] = raw["public"] = None
+        path = self.out / "recipes" / f"{row.runs()[0]}.yaml"
+        path.write_text(parse(raw, str(path)).to_yaml())
         return path
 
     def command(self, *words: str) -> None:
@@ -130,7 +157,8 @@ class Bench:
         """Whatever is missing of the row's runs that a pattern names."""
         if not any(fnmatch.fnmatch(name, pattern) for name in row.runs() for pattern in only):
             return
-        if not (self.public / "provenance.json").exists():
+        part = "denoiser" if row.recipe == REVERSED else "classifier"
+        if not (self.public / part / "provenance.json").exists():
             self.command("pretrain", str(self.recipe(row, 0)))
         if row.name == ALONE:
             self.alone(row)
@@ -138,14 +166,21 @@ class Bench:
         for repeat, name in enumerate(row.runs()):
             if not any(fnmatch.fnmatch(name, pattern) for pattern in only):
                 continue
-            path = self.recipe(row, repeat)
-            if not (self.runs / name / "report" / "index.html").exists():
-                self.command("run", str(path), "--runs", str(self.runs))
+            path, runs = self.recipe(row, repeat), ("--runs", str(self.runs))
+            if row.name == PRIVATE:
+                path = self.private_classifier(row)
+            if row.name == DENOISED:
+                if not (self.runs / name).exists():
+                    run, place = name.replace(DENOISED, PRIVATE), str(self.public / "denoiser")
+                    self.command("denoise", run, "--denoiser", place, "--name", name, *runs)
+                self.command("certify", name, *runs)
+            elif not (self.runs / name / "report" / "index.html").exists():
+                self.command("run", str(path), *runs)
             if not list((self.runs / name / "attacks").glob("*/attacks.parquet")):
                 every = str(load(path).certify.every)  # type: ignore[union-attr]
                 sizes = ",".join(f"{size:g}" for size in SIZES)
                 self.command(
-                    "attack", name, "--runs", str(self.runs), "--norm", "l2", "--attacks", "pgd",
+                    "attack", name, *runs, "--norm", "l2", "--attacks", "pgd",
                     "--sizes", sizes, "--every", every, "--n", "200",
                 )  # fmt: skip
 
@@ -168,10 +203,10 @@ class Bench:
         print(f"{row.title}, noise {row.noise:g}", flush=True)
         with connect(self.out / "ray.log", worker_setup=vision.install):
             settings = CertifySettings(row.noise, n=section.n, every=section.every)
-            certify(self.public, test, settings, folder / "certificates")
+            certify(self.public / ALONE, test, settings, folder / "certificates")
             attack = AttackSettings(norm="l2", sizes=SIZES, attacks=("pgd",), every=section.every)
-            attack_model(self.public, test, attack, folder / "attacks")
-        found = accuracy(models.load(self.public), test)
+            attack_model(self.public / ALONE, test, attack, folder / "attacks")
+        found = accuracy(models.load(self.public / ALONE), test)
         (folder / "accuracy.json").write_text(json.dumps(found))
 
 

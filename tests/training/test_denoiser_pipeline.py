@@ -93,7 +93,7 @@ def benchmark() -> ModuleType:
 
 
 def test_the_benchmark_makes_its_table_and_its_picture(session, benchmark, tmp_path, monkeypatch):
-    """Rows of four kinds on the digits; the commands in this process, for the one session."""
+    """Rows of five kinds on the digits; the commands in this process, for the one session."""
     asked = []
 
     def command(bench, *words: str) -> None:
@@ -101,13 +101,19 @@ def test_the_benchmark_makes_its_table_and_its_picture(session, benchmark, tmp_p
         cli.app(list(words), standalone_mode=False)
 
     monkeypatch.setattr(benchmark.Bench, "command", command)
-    only = ["classifier-noise-0.25-0", "separate-dp-1-*0.25-0", "full-tanh-noise-0.25-0"]
+    only = ["classifier-*0.25-0", "separate-dp-1-*0.25-0", "full-tanh-*0.25-0", "dp-sgd*"]
     arguments = ["--quick", "--out", str(tmp_path), "--only", *only]
     benchmark.main(arguments)
-    assert asked == ["pretrain", "run", "attack", "run", "attack"]
+    joined = ["pretrain", "run", "attack", "denoise", "certify", "attack"]
+    assert asked == ["pretrain", "run", "attack", "run", "attack", *joined]
     text = (tmp_path / "table.md").read_text()
-    lines = {line.split(" | ")[0][2:]: line.split(" | ") for line in text.splitlines()[3:7]}
-    assert lines.keys() == {"public classifier alone", "full, tanh denoiser", "separate-dp"}
+    lines = {line.split(" | ")[0][2:]: line.split(" | ") for line in text.splitlines()[3:8]}
+    assert lines.keys() == {
+        "public classifier alone", "full, tanh denoiser", "separate-dp",
+        "private classifier (DP-SGD)", "the same behind a public denoiser",
+    }  # fmt: skip
+    alone, behind = list(lines.values())[-2:]
+    assert alone[1] == behind[1] and 2.9 < float(alone[1]) <= 3.0
     assert 0.9 < float(lines["separate-dp"][1]) <= 1.0
     assert lines["public classifier alone"][1] == "sees none of them"
     assert "not sound" in lines["full, tanh denoiser"][1]
@@ -123,7 +129,7 @@ def test_the_benchmark_makes_its_table_and_its_picture(session, benchmark, tmp_p
     assert (tmp_path / "denoisers.png").stat().st_size > 10_000
     # What is done is not done again.
     benchmark.main(arguments)
-    assert len(asked) == 5 and (tmp_path / "table.md").read_text() == text
+    assert len(asked) == 11 and (tmp_path / "table.md").read_text() == text
 
 
 def test_cells_show_the_mean_and_the_range(benchmark):
