@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -84,10 +85,11 @@ def test_the_cifar10_recipe_with_a_torchvision_classifier(session, tmp_path):
 
 
 @pytest.fixture
-def benchmark() -> ModuleType:
+def benchmark(monkeypatch) -> ModuleType:
     spec = importlib.util.spec_from_file_location("transdenoiser_benchmark", SCRIPT)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)  # where its dataclasses look
     spec.loader.exec_module(module)
     return module
 
