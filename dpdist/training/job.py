@@ -228,7 +228,9 @@ def _check_same_data(folder: RunFolder, dataset: data.Dataset) -> None:
 
 def _check_same_frozen(folder: RunFolder, frozen: dict[str, Any] | None) -> None:
     """Raise UserError when the model's frozen part was replaced since the run was begun."""
-    if folder.frozen.exists() and read_json(folder.frozen) != frozen:
+    if frozen is None or not folder.frozen.exists():
+        return
+    if not frozen.items() <= read_json(folder.frozen).items():  # there may be more: "joined"
         raise UserError(
             f"{folder.path}: the model's frozen part has changed since this run was begun; restore "
             "it, or choose another --name"

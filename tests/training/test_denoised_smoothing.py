@@ -229,6 +229,8 @@ def test_the_commands_put_a_denoiser_before_any_classifier(public, tmp_path):
     assert torch.equal(models.load(smoothed.model)(x), own(before(x)))
     assert read_facts(smoothed).guarantee == read_facts(private_classifier).guarantee
 
+    # Its recipe continues it: nothing is left to train.
+    prepare(smoothed.read_recipe(), smoothed, "test")
     out = dpdist("certify", "smoothed", "--runs", tmp_path, "--actors", 1, cwd=tmp_path)
     assert "certified at L2 radius 0.1" in out
     (table,) = smoothed.certificates.glob("*/certificates.parquet")
