@@ -3,8 +3,9 @@
 Every row is made by the commands that a user has: `dpdist pretrain` once, then `dpdist run` and
 `dpdist attack` for each row and repetition (another initialisation, another run key); for a public
 denoiser before a private classifier `dpdist denoise` and `dpdist certify`. The classifier alone,
-which is no run, goes through the jobs that those commands start. What is done is not done again:
-the same command continues, --only makes a part. RAY_ADDRESS names a cluster.
+which is no run, goes through the jobs that those commands start. All share one Ray session (or the
+cluster at RAY_ADDRESS). What is done is not done again: the same command continues, --only makes a
+part, --minutes begins no further run after so many.
 
     python benchmarks/transdenoiser.py --data-root data [--out DIR] [--only PATTERN ...] [--quick]
 """
@@ -12,12 +13,12 @@ the same command continues, --only makes a part. RAY_ADDRESS names a cluster.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import fnmatch
+import io
 import json
 import statistics
-import subprocess
-import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,14 +26,16 @@ from typing import Any
 
 import numpy as np
 
+from cluster.session import connect
+from dpdist import vision
 from dpdist.certification.settings import CertifySettings
+from dpdist.cli import app
 from dpdist.privacy.guarantee import format_epsilon
 from dpdist.recipe import Recipe, find, load, parse
 from dpdist.reports.attacks import AttackTable, read_attack
 from dpdist.reports.facts import CertificateTable, read_facts, read_table
 from dpdist.runfolder import RunFolder
 
-_COMMAND = [sys.executable, "-c", "from dpdist.cli import main; main()"]
 RADII = {0.25: (0.0, 0.1, 0.25, 0.5), 0.1: (0.0, 0.1, 0.2)}
 SIZES = (0.5, 1.0, 2.0)
 ALONE, PRIVATE, DENOISED = "classifier", "dp-sgd", "dp-sgd-denoised"
@@ -146,51 +149,72 @@ class Bench:
         return path
 
     def command(self, *words: str) -> None:
-        """One dpdist command; stops the script when it fails."""
+        """One dpdist command, in this process."""
         root = ["--data-root", str(self.data_root)] if self.data_root is not None else []
-        print("$ dpdist", *words, flush=True)
+        print("$ dpdist", *words, *root, flush=True)
         began = time.monotonic()
-        subprocess.run([*_COMMAND, *words, *root], check=True, stdout=subprocess.DEVNULL)
+        with contextlib.redirect_stdout(io.StringIO()):
+            app([*words, *root], standalone_mode=False)
         print(f"  {time.monotonic() - began:.0f} s", flush=True)
 
-    def make(self, row: Row, only: list[str]) -> None:
-        """Whatever is missing of the row's runs that a pattern names."""
-        if not any(fnmatch.fnmatch(name, pattern) for name in row.runs() for pattern in only):
+    def missing(self, chosen: list[Row], only: list[str]) -> list[tuple[Row, int]]:
+        """Row and repetition of what is not done, by name: first all first repetitions."""
+        runs = [
+            (row, repeat)
+            for row in chosen
+            for repeat, name in enumerate(row.runs())
+            if any(fnmatch.fnmatch(name, pattern) for pattern in only)
+            and not (measured(self, row) if row.name == ALONE else attacked(self.runs / name))
+        ]
+        return sorted(runs, key=lambda run: run[1])
+
+    def make_all(self, todo: list[tuple[Row, int]], minutes: float) -> None:
+        """Run by run in one Ray session; none is begun after so many minutes."""
+        if not todo:
             return
+        self.out.mkdir(parents=True, exist_ok=True)
+        end = time.monotonic() + 60 * minutes
+        with connect(self.out / "ray.log", worker_setup=vision.install):
+            for place, (row, repeat) in enumerate(todo):
+                if time.monotonic() > end:
+                    print(f"{len(todo) - place} runs are left: the same command makes them")
+                    return
+                self.make(row, repeat)
+
+    def make(self, row: Row, repeat: int) -> None:
+        """Whatever is missing of a run."""
         part = "denoiser" if row.recipe == REVERSED else "classifier"
         if not (self.public / part / "provenance.json").exists():
             self.command("pretrain", str(self.recipe(row, 0)))
         if row.name == ALONE:
             self.alone(row)
             return
-        for repeat, name in enumerate(row.runs()):
-            if not any(fnmatch.fnmatch(name, pattern) for pattern in only):
-                continue
-            path, runs = self.recipe(row, repeat), ("--runs", str(self.runs))
-            if row.name == PRIVATE:
-                path = self.private_classifier(row)
-            if row.name == DENOISED:
-                if not (self.runs / name).exists():
-                    run, place = name.replace(DENOISED, PRIVATE), str(self.public / "denoiser")
-                    self.command("denoise", run, "--denoiser", place, "--name", name, *runs)
+        name = row.runs()[repeat]
+        path, runs = self.recipe(row, repeat), ("--runs", str(self.runs))
+        if row.name == PRIVATE:
+            path = self.private_classifier(row)
+        if row.name == DENOISED:
+            if not (self.runs / name).exists():
+                run, place = name.replace(DENOISED, PRIVATE), str(self.public / "denoiser")
+                self.command("denoise", run, "--denoiser", place, "--name", name, *runs)
+            if not list((self.runs / name / "certificates").glob("*/certificates.parquet")):
                 self.command("certify", name, *runs)
-            elif not (self.runs / name / "report" / "index.html").exists():
-                self.command("run", str(path), *runs)
-            if not list((self.runs / name / "attacks").glob("*/attacks.parquet")):
-                every = str(load(path).certify.every)  # type: ignore[union-attr]
-                sizes = ",".join(f"{size:g}" for size in SIZES)
-                self.command(
-                    "attack", name, *runs, "--norm", "l2", "--attacks", "pgd",
-                    "--sizes", sizes, "--every", every, "--n", "200",
-                )  # fmt: skip
+        elif not (self.runs / name / "report" / "index.html").exists():
+            self.command("run", str(path), *runs)
+        if not attacked(self.runs / name):
+            every = str(load(path).certify.every)  # type: ignore[union-attr]
+            sizes = ",".join(f"{size:g}" for size in SIZES)
+            self.command(
+                "attack", name, *runs, "--norm", "l2", "--attacks", "pgd",
+                "--sizes", sizes, "--every", every, "--n", "200",
+            )  # fmt: skip
 
     def alone(self, row: Row) -> None:
         """The frozen classifier without a denoiser: the jobs behind certify and attack."""
         folder = self.out / "alone" / f"noise-{row.noise:g}"
         if (folder / "accuracy.json").exists():
             return
-        from cluster.session import connect
-        from dpdist import models, pipeline, vision
+        from dpdist import models, pipeline
         from dpdist.attacks.job import attack_model
         from dpdist.attacks.settings import AttackSettings
         from dpdist.certification.job import certify
@@ -201,11 +225,10 @@ class Bench:
         assert section is not None
         test = pipeline.test_data(recipe)
         print(f"{row.title}, noise {row.noise:g}", flush=True)
-        with connect(self.out / "ray.log", worker_setup=vision.install):
-            settings = CertifySettings(row.noise, n=section.n, every=section.every)
-            certify(self.public / ALONE, test, settings, folder / "certificates")
-            attack = AttackSettings(norm="l2", sizes=SIZES, attacks=("pgd",), every=section.every)
-            attack_model(self.public / ALONE, test, attack, folder / "attacks")
+        settings = CertifySettings(row.noise, n=section.n, every=section.every)
+        certify(self.public / ALONE, test, settings, folder / "certificates")
+        attack = AttackSettings(norm="l2", sizes=SIZES, attacks=("pgd",), every=section.every)
+        attack_model(self.public / ALONE, test, attack, folder / "attacks")
         found = accuracy(models.load(self.public / ALONE), test)
         (folder / "accuracy.json").write_text(json.dumps(found))
 
@@ -227,6 +250,11 @@ class Measured:
         return self.attacks.accuracy("pgd", size)
 
 
+def attacked(folder: Path) -> bool:
+    """Whether the last stage of a run is done."""
+    return bool(list(folder.glob("attacks/*/attacks.parquet")))
+
+
 def measured(bench: Bench, row: Row) -> list[Measured]:
     """What the row's finished runs say; those that are missing are left out."""
     if row.name == ALONE:
@@ -244,7 +272,7 @@ def measured(bench: Bench, row: Row) -> list[Measured]:
     found = []
     for name in row.runs():
         folder = RunFolder(bench.runs / name)
-        if not list((folder.path / "attacks").glob("*/attacks.parquet")):
+        if not attacked(folder.path):
             continue
         facts = read_facts(folder)
         assert facts.evaluation is not None
@@ -389,12 +417,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--data-root", type=Path, help="folder with mnist/ as Parquet")
     parser.add_argument("--only", nargs="*", default=["*"], help="runs: NAME-noise-SIGMA-REPEAT")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--minutes", type=float, default=float("inf"))
     parser.add_argument("--quick", action="store_true", help="digits, three steps: a smoke test")
     given = parser.parse_args(arguments)
     bench = Bench(given.out, given.data_root, given.quick)
     everything = rows(1 if given.quick else given.repeats)
-    for row in everything:
-        bench.make(row, given.only)
+    bench.make_all(bench.missing(everything, given.only), given.minutes)
     text = table(bench, everything)
     (bench.out / "table.md").write_text(text + "\n")
     picture(bench, everything, bench.out / "denoisers.png")

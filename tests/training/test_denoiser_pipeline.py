@@ -95,14 +95,14 @@ def benchmark(monkeypatch) -> ModuleType:
 
 
 def test_the_benchmark_makes_its_table_and_its_picture(session, benchmark, tmp_path, monkeypatch):
-    """Rows of five kinds on the digits; the commands in this process, for the one session."""
+    """Rows of five kinds on the digits."""
     asked = []
 
-    def command(bench, *words: str) -> None:
+    def watch(words: list[str], **options: bool) -> None:
         asked.append(words[0])
-        cli.app(list(words), standalone_mode=False)
+        cli.app(words, **options)
 
-    monkeypatch.setattr(benchmark.Bench, "command", command)
+    monkeypatch.setattr(benchmark, "app", watch)
     only = ["classifier-*0.25-0", "separate-dp-1-*0.25-0", "full-tanh-*0.25-0", "dp-sgd*"]
     arguments = ["--quick", "--out", str(tmp_path), "--only", *only]
     benchmark.main(arguments)
