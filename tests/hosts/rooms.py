@@ -133,7 +133,7 @@ class Room(Host):
         self.run("mount", "-t", "tmpfs", "-o", f"size={_SMALL_SIZE}", "small", str(small))
         self.small = Path(f"/proc/{self.pid}/root") / small.relative_to("/")
 
-    def _start(self, name: str, address: str, *, sees_share: bool, disk: str = "4g") -> None:
+    def _start(self, name: str, address: str, *, sees_share: bool, disk: str = "600m") -> None:
         laptop = name == "laptop"
         keep = {str(path): str(path) for path in _needed()}
         if laptop:
@@ -187,7 +187,7 @@ class Room(Host):
                 return line.split()[-1]
         raise AssertionError("no NSpid")
 
-    def add(self, name: str, *, sees_share: bool = True, disk: str = "4g") -> Host:
+    def add(self, name: str, *, sees_share: bool = True, disk: str = "600m") -> Host:
         """A new host with its cable in the bridge; `disk` is the size of its /tmp."""
         self._start(name, f"10.77.0.{10 + len(self.hosts)}", sees_share=sees_share, disk=disk)
         return self.hosts[-1]
