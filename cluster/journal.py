@@ -2,27 +2,50 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import time
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
+
+from cluster.errors import ClusterError
+
+_LOCK_SECONDS = 2.0  # a writer that was just killed may need that long to be gone
+
+
+class InUse(ClusterError):
+    """Another process appends to the file."""
 
 
 class Journal:
     """One JSON value per line, each with its checksum; a torn last line is dropped on opening.
 
-    ``sync`` makes what was appended durable against a power cut; without it a killed process still
-    loses nothing, because each append reaches the operating system.
+    Holds an exclusive lock until ``close``, which the death of the process releases as well. Raises
+    InUse when another process holds it. ``sync`` makes what was appended durable against a power
+    cut; without it a killed process still loses nothing, because each append reaches the operating
+    system.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.entries, good = _read(self.path)
-        self._file = open(self.path, "ab")  # noqa: SIM115 - closed by close()
-        self._file.truncate(good)
+        self._file = _locked(self.path)
+        self._earlier = 0  # bytes of undamaged lines
+        for _, end in _lines(self.path):
+            self._earlier = end
+        self._file.truncate(self._earlier)
+
+    @property
+    def entries(self) -> Iterator[Any]:
+        """What the file held when it was opened, read one by one: it may be larger than memory."""
+        for text, end in _lines(self.path):
+            if end > self._earlier:
+                return
+            yield json.loads(text)
 
     def append(self, entry: Any) -> None:
         text = json.dumps(entry, separators=(",", ":"))
@@ -49,17 +72,30 @@ class Journal:
         self.close()
 
 
-def _read(path: Path) -> tuple[list[Any], int]:
-    """Entries up to the first damaged line, and how many bytes they take."""
-    entries: list[Any] = []
-    good = 0
-    if not path.exists():
-        return entries, good
+def _locked(path: Path) -> IO[bytes]:
+    """The file, opened to append and locked. Raises InUse."""
+    deadline = time.monotonic() + _LOCK_SECONDS
+    while True:
+        file = open(path, "ab")  # noqa: SIM115 - closed by close()
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                return file
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                file.close()
+                raise InUse(f"{path} is being written by another process") from None
+        file.close()  # held, or removed meanwhile by who held it
+        time.sleep(0.05)
+
+
+def _lines(path: Path) -> Iterator[tuple[bytes, int]]:
+    """(text, where its line ends) up to the first damaged line."""
+    end = 0
     with open(path, "rb") as file:
         for line in file:
             checksum, _, text = line.rstrip(b"\n").partition(b" ")
             if not line.endswith(b"\n") or checksum != f"{zlib.crc32(text):08x}".encode():
-                break
-            entries.append(json.loads(text))
-            good += len(line)
-    return entries, good
+                return
+            end += len(line)
+            yield text, end

@@ -3,6 +3,10 @@
 Every chunk is delivered to ``on_result`` exactly once, whatever dies or hangs in between: a chunk
 of a dead actor is queued again, a chunk that takes much longer than the others is also given to an
 idle actor, and the first answer wins. Chunks must therefore be pure functions of their payload.
+
+One call carries as many short chunks as an actor does in a tenth of a second, so that the driver
+keeps up with many actors and with a million chunks. An actor that is slower than it was gives the
+rest of a call back.
 """
 
 from __future__ import annotations
@@ -23,7 +27,10 @@ _MAX_ATTEMPTS = 5  # of one chunk: a chunk that fails or kills its actor this of
 _MAX_DEATHS_WITHOUT_RESULT = 6
 _GROW_EVERY = 2.0  # seconds between looks at the size of the cluster
 _STALL_EVERY = 1.0  # seconds between looks for stalled actors
-_AHEAD = 1000  # chunks taken from the caller before they are needed, at least
+_AHEAD = 64  # chunks taken from the caller before they are needed, at least
+_CALL_SECONDS = 0.1  # how long a call should take
+_CALLS_PER_SECOND = 500  # of all actors: one driver handles a few thousand, at most
+_LARGEST_CALL = 64  # chunks
 
 
 @dataclass(frozen=True)
@@ -93,8 +100,21 @@ class _Runner:
         self._work = self._factory(self._shared)
         return True
 
-    def run(self, payload: Any) -> Any:
-        return self._work(payload)
+    def run(self, payloads: list[Any], seconds: float) -> tuple[list[Any], float]:
+        """Results of the first payloads, as many as fit in ``seconds`` but one at least, and how
+        long they took. An error is raised by the call in which its payload comes first."""
+        results: list[Any] = []
+        begun = time.perf_counter()
+        for payload in payloads:
+            try:
+                results.append(self._work(payload))
+            except Exception:
+                if not results:
+                    raise
+                break
+            if time.perf_counter() - begun > seconds:
+                break
+        return results, time.perf_counter() - begun
 
 
 @dataclass(eq=False)
@@ -103,6 +123,7 @@ class _Slot:
     ready: Any
     live: bool = False
     last_answer: float = 0.0
+    size: int = 1  # chunks of its next call, at most
     refs: list[Any] = field(default_factory=list)
 
 
@@ -112,12 +133,13 @@ class _Todo:
     order: int
     attempts: int = 0
     copies: int = 0  # calls in flight
+    alone: bool = False  # it was in a call that failed: the next failure is its own
 
 
 @dataclass
 class _Call:
     slot: _Slot
-    chunk: Chunk
+    chunks: list[Chunk]
     since: float
 
 
@@ -167,6 +189,7 @@ class _Pool:
         self.durations: list[float] = []
         self.deaths = 0
         self.grown = self.looked = 0.0
+        self.limit = 1  # actors there could be
         self.begun = time.monotonic()
         self._read_ahead()
         if not self.todo:
@@ -195,7 +218,9 @@ class _Pool:
 
     def _read_ahead(self) -> None:
         """Keep the queue long enough for every actor, and no longer."""
-        while not self.exhausted and len(self.queue) < max(_AHEAD, 4 * len(self.slots)):
+        calls = max(self.limit, sum(slot.size for slot in self.slots))
+        ahead = max(_AHEAD, 2 * self.settings.in_flight * calls)
+        while not self.exhausted and len(self.queue) < ahead:
             chunk = next(self.source, None)
             if chunk is None:
                 self.exhausted = True
@@ -211,24 +236,24 @@ class _Pool:
             ray.kill(slot.actor, no_restart=True)
         self.slots.clear()
 
-    def _wanted(self) -> int:
+    def _most_actors(self) -> int:
         if self.settings.actors is not None:
-            limit = self.settings.actors
-        else:
-            have = ray.cluster_resources()
-            limit = (
-                int(have.get("CPU", 0) / self.settings.num_cpus) if self.settings.num_cpus else 1
-            )
-            if self.settings.num_gpus:
-                limit = int(have.get("GPU", 0) / self.settings.num_gpus)
-        return min(max(limit, 1), len(self.todo))
+            return self.settings.actors
+        have = ray.cluster_resources()
+        if self.settings.num_gpus:
+            return max(1, int(have.get("GPU", 0) / self.settings.num_gpus))
+        if self.settings.num_cpus:
+            return max(1, int(have.get("CPU", 0) / self.settings.num_cpus))
+        return 1
 
     def _grow(self) -> None:
         now = time.monotonic()
         if self.slots and now - self.grown < _GROW_EVERY:
             return
         self.grown = now
-        for _ in range(self._wanted() - len(self.slots)):
+        self.limit = self._most_actors()
+        self._read_ahead()
+        for _ in range(min(self.limit, len(self.todo)) - len(self.slots)):
             actor = self.runner.options(
                 num_cpus=self.settings.num_cpus, num_gpus=self.settings.num_gpus
             ).remote(self.factory, self.shared)
@@ -247,21 +272,36 @@ class _Pool:
         for depth in range(1, self.settings.in_flight + 1):
             for slot in self.slots:
                 while slot.live and len(slot.refs) < depth:
-                    chunk = self._next()
-                    if chunk is None:
+                    chunks = self._next_call(slot)
+                    if not chunks:
                         if late is None:
                             late = self._late()
                         if slot.refs or not late:
                             break
                         # Never from the slot itself: it has no calls.
-                        chunk = late.pop()
-                    self._send(slot, chunk)
+                        chunks = [late.pop()]
+                    self._send(slot, chunks)
 
-    def _next(self) -> Chunk | None:
+    def _next_call(self, slot: _Slot) -> list[Chunk]:
+        """Chunks for one call, none when the queue is empty. Near the end calls are small, so that
+        all actors finish together."""
+        share = -(-len(self.queue) // (2 * self.settings.in_flight * len(self.slots)))
+        size = max(1, min(slot.size, share))
+        chunks: list[Chunk] = []
+        while len(chunks) < size and (todo := self._next()) is not None:
+            if todo.alone and chunks:
+                self._requeue(todo.chunk.key)
+                break
+            chunks.append(todo.chunk)
+            if todo.alone:
+                break
+        return chunks
+
+    def _next(self) -> _Todo | None:
         while self.queue:
             _, _, key = heapq.heappop(self.queue)
             if key in self.todo and not self.todo[key].copies:
-                return self.todo[key].chunk
+                return self.todo[key]
         return None
 
     def _late(self) -> list[Chunk]:
@@ -270,47 +310,57 @@ class _Pool:
         if not self.durations:
             return []
         limit = time.monotonic() - max(3 * statistics.median(self.durations), 1.0)
-        late = [
-            call
-            for call in self.calls.values()
-            if call.since < limit
-            and call.chunk.key in self.todo
-            and self.todo[call.chunk.key].copies == 1
+        late = [call for call in self.calls.values() if call.since < limit]
+        return [
+            chunk
+            for call in sorted(late, key=lambda call: -call.since)
+            for chunk in reversed(call.chunks)
+            if chunk.key in self.todo and self.todo[chunk.key].copies == 1
         ]
-        return [call.chunk for call in sorted(late, key=lambda call: -call.since)]
 
-    def _send(self, slot: _Slot, chunk: Chunk) -> None:
-        ref = slot.actor.run.remote(chunk.payload)
+    def _call_seconds(self) -> float:
+        """How long a call should take: longer with very many actors, so that there are fewer."""
+        return max(_CALL_SECONDS, len(self.slots) / _CALLS_PER_SECOND)
+
+    def _send(self, slot: _Slot, chunks: list[Chunk]) -> None:
+        payloads = [chunk.payload for chunk in chunks]
+        ref = slot.actor.run.remote(payloads, 2 * self._call_seconds())
         now = time.monotonic()
         if not slot.refs:
             slot.last_answer = now
         slot.refs.append(ref)
-        self.calls[ref] = _Call(slot, chunk, now)
-        self.todo[chunk.key].copies += 1
+        self.calls[ref] = _Call(slot, chunks, now)
+        for chunk in chunks:
+            self.todo[chunk.key].copies += 1
 
     def _take(self, ref: Any, values: dict[Any, Any]) -> None:
         if ref not in self.calls:
             self._take_ready(ref)
             return
         call = self.calls[ref]
-        key = call.chunk.key
-        result = values[ref]
-        if isinstance(result, _Failed):
-            if isinstance(result.error, RayTaskError):
+        answer = values[ref]
+        if isinstance(answer, _Failed):
+            if isinstance(answer.error, RayTaskError):
                 self._forget(ref)
-                self._again(key, result.error)
+                self._again(call.chunks, answer.error)
             else:
-                self._bury(call.slot, result.error)
+                self._bury(call.slot, answer.error)
             return
+        results, seconds = answer
         now = time.monotonic()
         self.durations.append(now - max(call.since, call.slot.last_answer))
         del self.durations[:-200]
         call.slot.last_answer = now
+        fitting = int(self._call_seconds() * len(results) / max(seconds, 1e-9))
+        call.slot.size = max(1, min(fitting, 4 * len(results), _LARGEST_CALL))
         self._forget(ref)
         self.deaths = 0
-        if key in self.todo:
-            del self.todo[key]
-            self.on_result(key, result)
+        for chunk, result in zip(call.chunks, results, strict=False):
+            if chunk.key in self.todo:
+                del self.todo[chunk.key]
+                self.on_result(chunk.key, result)
+        for chunk in call.chunks[len(results) :]:
+            self._requeue(chunk.key)
 
     def _take_ready(self, ref: Any) -> None:
         slot = next((slot for slot in self.slots if slot.ready == ref), None)
@@ -326,18 +376,23 @@ class _Pool:
     def _forget(self, ref: Any) -> None:
         call = self.calls.pop(ref)
         call.slot.refs.remove(ref)
-        if call.chunk.key in self.todo:
-            self.todo[call.chunk.key].copies -= 1
+        for chunk in call.chunks:
+            if chunk.key in self.todo:
+                self.todo[chunk.key].copies -= 1
 
-    def _again(self, key: str, error: Exception) -> None:
-        if key not in self.todo:
-            return
-        todo = self.todo[key]
-        todo.attempts += 1
-        if todo.attempts >= _MAX_ATTEMPTS:
-            cause = error.cause if isinstance(error, RayTaskError) else error
-            raise ClusterError(f"{key} failed {_MAX_ATTEMPTS} times: {cause}") from cause
-        self._requeue(key)
+    def _again(self, chunks: list[Chunk], error: Exception) -> None:
+        """Queue the chunks of a failed call again. A chunk that was alone in it is to blame; of
+        several nobody knows, and each goes alone next time."""
+        for chunk in chunks:
+            todo = self.todo.get(chunk.key)
+            if todo is None:
+                continue
+            todo.alone = True
+            todo.attempts += len(chunks) == 1
+            if todo.attempts >= _MAX_ATTEMPTS:
+                cause = error.cause if isinstance(error, RayTaskError) else error
+                raise ClusterError(f"{chunk.key} failed {_MAX_ATTEMPTS} times: {cause}") from cause
+            self._requeue(chunk.key)
 
     def _requeue(self, key: str) -> None:
         todo = self.todo.get(key)
@@ -358,12 +413,13 @@ class _Pool:
                 f"{lines[-1] if lines else type(error).__name__}"
             ) from error
         for place, ref in enumerate(list(slot.refs)):
-            key = self.calls[ref].chunk.key
+            chunks = self.calls[ref].chunks
             self._forget(ref)
-            if place == 0:  # only the chunk it was working on can be to blame
-                self._again(key, error)
+            if place == 0:  # only the call it was working on can be to blame
+                self._again(chunks, error)
             else:
-                self._requeue(key)
+                for chunk in chunks:
+                    self._requeue(chunk.key)
 
     def _replace_stalled(self) -> None:
         now = time.monotonic()
@@ -371,6 +427,7 @@ class _Pool:
             return
         self.looked = now
         limit = max(self.settings.stall_after, 20 * statistics.median(self.durations))
+        limit += 2 * self._call_seconds()  # before the last chunk of a call is begun
         for slot in list(self.slots):
             if slot.refs and now - slot.last_answer > limit:
                 self._bury(slot, ClusterError(f"no answer for {limit:.0f} s"))

@@ -8,8 +8,9 @@ import os
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,14 +19,14 @@ import pyarrow as pa
 import ray
 from ray.exceptions import RayTaskError
 
-from cluster.journal import Journal
+from cluster.journal import InUse, Journal
 from cluster.pool import Chunk, PoolSettings, run_chunks
 from dpdist import models
 from dpdist.certification import scores, units
 from dpdist.certification import table as tables
 from dpdist.certification.bank import BLOCKS_PER_PIECE
 from dpdist.certification.classifier import ClassifierSpec
-from dpdist.certification.procedures import Procedure
+from dpdist.certification.procedures import Procedure, join
 from dpdist.certification.score_settings import ScoreSettings
 from dpdist.certification.settings import CertifySettings
 from dpdist.certification.worker import Assignment, Piece, Worker, probe, procedure
@@ -77,20 +78,22 @@ def certify(
     whole cluster and grows with it. progress(inputs done, inputs in all, inputs per second).
 
     Ray must be initialised. Raises UserError when ``output`` holds results of another model, data
-    set or setting (naming what differs), ClusterError when the cluster cannot do it.
+    set or setting (naming what differs) or another process is certifying into it, ClusterError
+    when the cluster cannot do it.
     """
     labels = np.asarray(dataset.labels)
     indices = settings.indices(len(labels))
     if not indices:
         raise UserError(f"certify: no inputs chosen out of {len(labels)}")
     assignment = _assignment(model_folder, dataset, settings, trusted_factory, indices)
-    assignment, about = _pin(output, assignment)
     finished = output / TABLE
     if finished.exists():
+        _pin(output, assignment)
         return tables.read(finished)
-    assert assignment.spec is not None
-    steps = procedure(assignment)
-    with Journal(output / "journal.jsonl") as journal:
+    with _journal(output) as journal:
+        assignment, about = _pin(output, assignment)
+        assert assignment.spec is not None
+        steps = procedure(assignment)
         book = _Book(steps, assignment, labels, indices)
         for entry in journal.entries:
             book.add(entry)
@@ -104,8 +107,9 @@ def certify(
             parts.write_if_due()
             meter.show()
 
-        chunks = _chunks(book, dataset, assignment.spec, chunk_seconds)
-        silence = _longest_silence(chunks, book, assignment.spec)
+        cut = _cut(book, assignment.spec, chunk_seconds)
+        chunks = _chunks(book, dataset, cut)
+        silence = _longest_silence(cut, book, assignment.spec)
         pool = PoolSettings(actors=actors, stall_after=silence)
         run_chunks(Worker, assignment, chunks, on_result, pool)
     table = tables.build(list(book.rows.values()), about, book.schema)
@@ -122,6 +126,30 @@ def timings(output: Path) -> dict[int, float]:
         return {}
     with open(path, newline="") as file:
         return {int(row["index"]): float(row["seconds"]) for row in csv.DictReader(file)}
+
+
+@contextmanager
+def _journal(output: Path) -> Iterator[Journal]:
+    """The journal, held by this process alone; a folder in which nothing was begun is removed.
+
+    Raises UserError when another process holds it.
+    """
+    known = output.exists()
+    try:
+        journal = Journal(output / "journal.jsonl")
+    except InUse as error:
+        raise UserError(
+            f"{output}: another process is certifying into this folder; wait for it, stop it, or "
+            "choose another folder (--output)"
+        ) from error
+    with journal:
+        try:
+            yield journal
+        finally:
+            if not (output / "settings.json").exists():
+                journal.path.unlink()
+                if not known:
+                    output.rmdir()
 
 
 def _assignment(
@@ -246,6 +274,9 @@ def _stored_rate(output: Path) -> float:
     return float(json.loads(path.read_text())) if path.exists() else 1000.0
 
 
+_Interval = tuple[int, int, dict[str, Any]]  # low, high, what was counted there
+
+
 class _Book:
     """What is done of each input, and the finished rows. Overlapping records count once."""
 
@@ -262,22 +293,22 @@ class _Book:
         self.rows: dict[int, dict[str, Any]] = {}
         self.seconds: dict[int, float] = defaultdict(float)
         self.draws = 0
-        self._done: dict[int, list[tuple[int, int, dict[str, Any]]]] = defaultdict(list)
+        self._done: dict[int, list[_Interval]] = defaultdict(list)
         self._wanted = set(indices)
 
     def add(self, entry: dict[str, Any]) -> None:
         index, low, high = entry["index"], entry["low"], entry["high"]
-        pieces = self._done[index]
-        known = index not in self._wanted or index in self.rows
-        if known or any(low < h and l < high for l, h, _ in pieces):  # noqa: E741
+        if index not in self._wanted or index in self.rows:
             return
-        pieces.append((low, high, entry["partial"]))
-        self.seconds[index] += entry["seconds"]
+        pieces = self._done[index]
+        if any(low < h and l < high for l, h, _ in pieces):  # noqa: E741
+            return
         partial = entry["partial"]
+        self.seconds[index] += entry["seconds"]
         self.draws += partial["n"] if "n" in partial else sum(partial["histogram"])
-        if sum(h - l for l, h, _ in pieces) == self.steps.units:  # noqa: E741
-            verdict = self.steps.verdict([partial for _, _, partial in _sorted(pieces)])
-            self.rows[index] = self._row(index, verdict)
+        pieces = self._done[index] = _with_piece(pieces, (low, high, partial))
+        if pieces[0][:2] == (0, self.steps.units):
+            self.rows[index] = self._row(index, self.steps.verdict([pieces[0][2]]))
             del self._done[index]
 
     def _row(self, index: int, verdict: Any) -> dict[str, Any]:
@@ -291,7 +322,7 @@ class _Book:
         if index in self.rows:
             return []
         gaps, at = [], 0
-        for low, high, _ in _sorted(self._done.get(index, [])):
+        for low, high, _ in self._done.get(index, []):
             if low > at:
                 gaps.append((at, low))
             at = high
@@ -300,46 +331,75 @@ class _Book:
         return gaps
 
 
-def _sorted(
-    pieces: Iterable[tuple[int, int, dict[str, Any]]],
-) -> list[tuple[int, int, dict[str, Any]]]:
-    return sorted(pieces, key=lambda piece: piece[0])
+def _with_piece(pieces: list[_Interval], new: _Interval) -> list[_Interval]:
+    """The intervals in order, those that touch joined: an input takes little memory at any time."""
+    joined: list[_Interval] = []
+    for low, high, partial in sorted([*pieces, new], key=lambda piece: piece[0]):
+        if joined and joined[-1][1] == low:
+            before, _, counts = joined.pop()
+            low, partial = before, join(counts, partial)
+        joined.append((low, high, partial))
+    return joined
 
 
-def _chunks(book: _Book, dataset: Data, spec: ClassifierSpec, seconds: float) -> list[Chunk]:
-    """Missing units, packed into chunks of about ``seconds``; the least finished input first."""
+@dataclass(frozen=True)
+class _Cut:
+    """How work is cut: at most ``budget`` units in a chunk, ``step`` of one input in a piece."""
+
+    budget: int
+    step: int
+
+
+def _cut(book: _Book, spec: ClassifierSpec, seconds: float) -> _Cut:
+    """Chunks of about ``seconds``; no result depends on how they are cut."""
     # A sequential test usually needs a small part of its cap; counting it as a twentieth keeps
-    # chunks near the wanted size, and no result depends on how chunks are cut.
+    # chunks near the wanted size.
     per_unit = spec.batch if book.steps.units > 1 else max(spec.batch, book.settings.n // 20)
     budget = max(1, int(seconds * spec.rate / per_unit))
     # With a noise bank the same few blocks are counted for many inputs in turn.
-    step = min(budget, BLOCKS_PER_PIECE) if book.settings.noise_bank else budget
-    todo = []
-    for index in book.indices:
+    return _Cut(budget, min(budget, BLOCKS_PER_PIECE) if book.settings.noise_bank else budget)
+
+
+def _pieces(book: _Book, cut: _Cut) -> Iterator[tuple[int, int, int]]:
+    """(input, low, high) of every missing interval of units, cut on a grid of ``cut.step``.
+
+    One input after the other, so that few are half done at any time; with a noise bank one stretch
+    of the bank after the other, for all inputs. What is missing of a piece is found out when its
+    turn comes: nobody else computes it, so that it does not matter when.
+    """
+    grid = range(0, book.steps.units, cut.step)
+    if book.settings.noise_bank:
+        places: Iterator[tuple[int, int]] = ((index, at) for at in grid for index in book.indices)
+    else:
+        places = ((index, at) for index in book.indices for at in grid)
+    for index, at in places:
         for low, high in book.missing(index):
-            todo += [(at, index, min(at + step, high)) for at in range(low, high, step)]
-    todo.sort()
-    chunks: list[Chunk] = []
+            if low < at + cut.step and at < high:
+                yield index, max(low, at), min(high, at + cut.step)
+
+
+def _chunks(book: _Book, dataset: Data, cut: _Cut) -> Iterator[Chunk]:
+    """Missing units, packed into chunks. A stream: a million chunks are never there at once."""
     pieces: list[tuple[int, int, int]] = []
-    for at, index, end in todo:
-        if pieces and sum(h - l for _, l, h in pieces) + end - at > budget:  # noqa: E741
-            chunks.append(_chunk(pieces, dataset, len(chunks)))
-            pieces = []
-        pieces.append((index, at, end))
+    number = units_in = 0
+    for piece in _pieces(book, cut):
+        size = piece[2] - piece[1]
+        if pieces and units_in + size > cut.budget:
+            yield _chunk(pieces, dataset, number)
+            pieces, units_in, number = [], 0, number + 1
+        pieces.append(piece)
+        units_in += size
     if pieces:
-        chunks.append(_chunk(pieces, dataset, len(chunks)))
-    return chunks
+        yield _chunk(pieces, dataset, number)
 
 
-def _longest_silence(chunks: list[Chunk], book: _Book, spec: ClassifierSpec) -> float:
+def _longest_silence(cut: _Cut, book: _Book, spec: ClassifierSpec) -> float:
     """Seconds after which a silent worker must be hanging: ten times the longest honest chunk.
 
     A sequential test may need its whole cap, on a machine slower than the probe found it.
     """
     per_unit = spec.batch if book.steps.units > 1 else book.settings.n
-    units_most = max(
-        (sum(piece.high - piece.low for piece in chunk.payload) for chunk in chunks), default=0
-    )
+    units_most = min(cut.budget, len(book.indices) * book.steps.units)
     return max(60.0, 10 * units_most * per_unit / spec.rate)
 
 
@@ -366,10 +426,12 @@ class _Parts:
 
     def write_if_due(self) -> None:
         now = time.monotonic()
-        fresh = [row for index, row in self._book.rows.items() if index not in self._written]
-        if now - self._last < _PART_SECONDS or not fresh:
+        if now - self._last < _PART_SECONDS:  # asked for every chunk: nothing else happens here
             return
         self._last = now
+        fresh = [row for index, row in self._book.rows.items() if index not in self._written]
+        if not fresh:
+            return
         self._written |= {row["index"] for row in fresh}
         number = len(list(self._folder.glob("*.parquet"))) if self._folder.exists() else 0
         tables.write(

@@ -69,6 +69,19 @@ class Procedure(Protocol):
         ...
 
 
+def join(first: Partial, second: Partial) -> Partial:
+    """The partial result of two intervals of units: counts and integer sums add up exactly."""
+    both: Partial = {
+        name: [a + b for a, b in zip(first[name], second[name], strict=True)]
+        for name in first
+        if name != "selected"
+    }
+    for part in (first, second):
+        if "selected" in part:
+            both["selected"] = part["selected"]
+    return both
+
+
 class Selecting(Protocol):
     """Settings with a number of draws that choose the class."""
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import tracemalloc
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +19,10 @@ from scipy import stats
 
 from dpdist import models
 from dpdist.certification import job, table
+from dpdist.certification.procedures import FixedDraws
 from dpdist.certification.settings import CertifySettings
+from dpdist.certification.units import UnitSource
+from dpdist.certification.worker import Assignment
 from dpdist.errors import UserError
 
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
@@ -120,6 +124,7 @@ def test_order_changes_no_byte(
     original = job.run_chunks
 
     def shuffled(factory, shared, chunks, on_result, settings):  # type: ignore[no-untyped-def]
+        chunks = list(chunks)
         order = np.random.default_rng(3).permutation(len(chunks))
         mixed = [replace(chunks[i], priority=float(place)) for place, i in enumerate(order)]
         assert len(mixed) > 20
@@ -242,6 +247,70 @@ def test_a_killed_driver_loses_nothing(reference: Path, model_folder: Path, tmp_
     job.certify(model_folder, FakeData(), SETTINGS, tmp_path, actors=2, chunk_seconds=1e-3)
     assert raw(tmp_path) == raw(reference)
     assert lines < journal.read_bytes().count(b"\n") <= 12 * 12
+
+
+def test_two_certifications_of_one_folder_are_refused(
+    reference: Path, model_folder: Path, tmp_path: Path
+) -> None:
+    """The second is another process that found the folder in use; the first is not disturbed."""
+    script = textwrap.dedent(
+        f"""
+        import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
+        from pathlib import Path
+        from test_job import FakeData, SETTINGS
+        from dpdist.certification import job
+        from dpdist.errors import UserError
+        try:
+            job.certify(Path({str(model_folder)!r}), FakeData(), SETTINGS, Path({str(tmp_path)!r}))
+        except UserError as error:
+            print("refused:", error)
+        """
+    )
+    seen: list[str] = []
+
+    def start_another(done: int, total: int, rate: float) -> None:
+        if not seen:
+            second = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+            seen.append(second.stdout + second.stderr)
+
+    job.certify(model_folder, FakeData(), SETTINGS, tmp_path, actors=1, progress=start_another)
+    assert seen[0].startswith(f"refused: {tmp_path}: another process is certifying into this")
+    assert "--output" in seen[0] and "Traceback" not in seen[0]
+    assert raw(tmp_path) == raw(reference)
+
+
+@pytest.mark.parametrize("noise_bank", [False, True])
+def test_many_chunks_need_little_memory(noise_bank: bool) -> None:
+    """Chunks are a stream, and what is counted of a half-done input is kept joined."""
+    inputs, blocks = 30, 200
+    settings = CertifySettings(sigma=0.5, n=blocks * 10, batch=10, noise_bank=noise_bank)
+    data = FakeData(count=inputs)
+    steps = FixedDraws(settings, 10)
+    source = UnitSource("certify", "0", "", "", "gaussian", 0.5)
+    assignment = Assignment(None, settings, source, 3, (1, 6, 6), None)  # type: ignore[arg-type]
+
+    def book() -> job._Book:
+        return job._Book(steps, assignment, data.labels, settings.indices(inputs))
+
+    cut = job._Cut(1, 1)
+    tracemalloc.start()
+    try:
+        done, count = book(), 0
+        for chunk in job._chunks(done, data, cut):
+            count += 1
+            for piece in chunk.payload:
+                partial = {"histogram": [9, 1, 0]} | ({"selected": 0} if not piece.low else {})
+                done.add({"index": piece.index, "low": piece.low, "high": piece.high,
+                          "partial": partial, "seconds": 0.0})  # fmt: skip
+        streamed = tracemalloc.get_traced_memory()[1]
+        tracemalloc.reset_peak()
+        stored = list(job._chunks(book(), data, cut))
+        kept = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert count == len(stored) == inputs * blocks == 6_000
+    assert [row["histogram"] for row in done.rows.values()] == [(1800, 200, 0)] * inputs
+    assert streamed < 0.5e6 and kept > 3e6
 
 
 @pytest.mark.parametrize("mode", ["target", "anytime"])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cluster.errors import ClusterError
-from cluster.pool import Chunk, PoolSettings, run_chunks
+from cluster.pool import Chunk, PoolSettings, _Runner, run_chunks
 
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -90,6 +90,69 @@ def test_a_stream_of_chunks_is_read_only_a_little_ahead() -> None:
     run_chunks(factory, None, stream(), on_result, PoolSettings(actors=2))
     assert delivered == made == 3000
     assert ahead <= 1000 + 2 * 2 + 1
+
+
+def counting(payload: int) -> Any:
+    if payload == 3:
+        raise ValueError("three")
+    time.sleep(0.05 * (payload == 5))
+    return payload
+
+
+def test_a_call_stops_at_its_time_and_before_an_error() -> None:
+    runner = _Runner(lambda _: counting, None)
+    runner.ready()
+    assert runner.run([0, 1, 2], 60.0)[0] == [0, 1, 2]
+    assert runner.run([1, 2, 3, 4], 60.0)[0] == [1, 2]
+    with pytest.raises(ValueError, match="three"):
+        runner.run([3, 4], 60.0)
+    results, seconds = runner.run([1, 5, 6], 0.04)
+    assert results == [1, 5] and seconds >= 0.05
+    assert runner.run([1, 2], 0.0)[0] == [1]
+
+
+def test_a_failure_among_thousands_is_blamed_on_its_own_chunk() -> None:
+    def factory(_: None) -> Any:
+        def work(payload: int) -> int:
+            if payload == 1777:
+                raise ValueError("no such pixel")
+            return payload
+
+        return work
+
+    with pytest.raises(ClusterError, match=r"^c1777 failed 5 times: no such pixel"):
+        collect(factory, None, chunks_of(3000), actors=2)
+
+
+def test_an_actor_killed_among_thousands_loses_nothing(tmp_path: Path) -> None:
+    def factory(folder: Path) -> Any:
+        def work(payload: int) -> int:
+            mark = folder / f"killed-{payload}"
+            if payload in (700, 1400) and not mark.exists():
+                mark.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return payload
+
+        return work
+
+    got = collect(factory, tmp_path, chunks_of(2000), actors=2)
+    assert got == {f"c{i}": i for i in range(2000)}
+    assert len(list(tmp_path.glob("killed-*"))) == 2
+
+
+def test_chunks_that_grow_long_are_shared_out() -> None:
+    """A call filled by the pace of short chunks does not keep fifty long ones from the others."""
+
+    def factory(_: None) -> Any:
+        def work(payload: int) -> int:
+            time.sleep(0.3 * (payload >= 1500))
+            return os.getpid()
+
+        return work
+
+    got = collect(factory, None, chunks_of(1516), actors=2)
+    shares = [list(got.values())[1500:].count(pid) for pid in set(got.values())]
+    assert len(shares) == 2 and min(shares) >= 4
 
 
 def test_two_chunks_of_one_name_are_refused() -> None:

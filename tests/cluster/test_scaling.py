@@ -58,3 +58,16 @@ def test_the_pool_alone_delivers_all_in_bounded_memory(scaling):
     assert found["chunks"] == 100_000
     assert found["grew_mib"] < 6
     assert scaling.scheduling(100_000, 16, stored=True)["grew_mib"] > 12
+
+
+def test_short_chunks_share_calls_and_long_ones_do_not(scaling):
+    short = scaling.scheduling(20_000, 4)
+    assert short["chunks"] == 20_000 and short["calls"] < 20_000 / 40
+    long = scaling.scheduling(2_000, 4, pace=0.2)
+    assert long["chunks"] == long["calls"] == 2_000
+
+
+def test_the_driver_with_ray_delivers_all_in_bounded_memory(scaling):
+    found = scaling.driver(20_000, 2)
+    assert found["chunks"] == 20_000
+    assert found["grew_mib"] < 40
