@@ -18,7 +18,7 @@ from dpdist.errors import UserError
 from dpdist.recipe import parse
 from dpdist.runfolder import RunFolder
 from dpdist.training.job import source_of
-from dpdist.training.provenance import check_frozen, load_frozen, with_frozen
+from dpdist.training.provenance import check_pretrained, load_frozen, with_frozen
 
 Part = Literal["classifier", "denoiser"]
 
@@ -60,7 +60,7 @@ def put_together(
     raw["model"][part] = {"folder": str(other.expanduser().resolve()), "saw": saw}
     new = parse(raw, str(target.path))
     private = dpdist.data.load(source_of(new), "train").part(new.data.public, 1.0)
-    about = check_frozen(new, private, str(target.path))
+    about = check_pretrained(new, private, str(target.path))
     assert about is not None
     spec = with_frozen(models.read_spec(folder.model), new, private)
     whole = models.build(spec)
@@ -82,7 +82,7 @@ def put_together(
         for path in (folder.plan, folder.data, folder.ledger, folder.run_key, folder.fixed_key):
             if path.exists():
                 shutil.copy2(path, aside.private / path.name)
-        write_json(aside.frozen, {**about, "joined": joined})
+        write_json(aside.pretrained, {**about, "joined": joined})
         models.save(whole, spec, aside.model)
         shutil.copy2(folder.trained, aside.trained)
         os.rename(aside.path, target.path)

@@ -132,10 +132,10 @@ def _with_absolute_paths(recipe: Recipe) -> Recipe:
     if section is not None:
         section = section.model_copy(update={"root": _absolute(section.root)})
         method = method.model_copy(update={"redistribution": section})
-    parts: dict[str, Any] = {"initial": _absolute(model.initial)}
-    if model.frozen is not None:
-        part, frozen = model.frozen
-        parts[part] = frozen.model_copy(update={"folder": _absolute(frozen.folder)})
+    parts: dict[str, Any] = {}
+    if model.pretrained is not None:
+        part, section = model.pretrained
+        parts[part] = section.model_copy(update={"folder": _absolute(section.folder)})
     return recipe.model_copy(
         update={
             "method": method,

@@ -66,8 +66,8 @@ class DataRecipe(_Section):
     )
 
 
-class FrozenRecipe(_Section):
-    """A frozen part of the model that others trained, without this run's records.
+class PretrainedRecipe(_Section):
+    """Weights that others trained, without this run's records.
 
     folder: a model folder, best written by `dpdist pretrain`; a run's release/ is one too. saw:
     what it was trained on, for a folder that does not say; declared, not checked.
@@ -80,33 +80,44 @@ class FrozenRecipe(_Section):
 class ModelRecipe(_Section):
     """A name from the zoo or package.module:factory. mean and std are public constants.
 
-    classifier: a frozen one behind the model, which then is a denoiser. denoiser: a frozen one
-    before the model, which then is a classifier.
+    initial: public weights that the training begins with. classifier: a frozen one behind the
+    model, which then is a denoiser. denoiser: a frozen one before the model, which then is a
+    classifier.
     """
 
     name: str
     options: dict[str, Any] = {}
-    initial: Path | None = Field(
-        default=None, description="start from this model folder; trained on PUBLIC data only"
-    )
     mean: list[float] = []
     std: list[float] = []
-    classifier: FrozenRecipe | None = None
-    denoiser: FrozenRecipe | None = None
+    initial: PretrainedRecipe | None = None
+    classifier: PretrainedRecipe | None = None
+    denoiser: PretrainedRecipe | None = None
 
-    @field_validator("classifier", "denoiser", mode="before")
+    @field_validator("initial", "classifier", "denoiser", mode="before")
     @classmethod
-    def _frozen_by_folder(cls, value: Any) -> Any:
+    def _by_folder(cls, value: Any) -> Any:
         return {"folder": value} if isinstance(value, str) else value
 
     @model_validator(mode="after")
-    def _something_to_train(self) -> ModelRecipe:
-        if self.classifier is not None and self.denoiser is not None:
-            raise ValueError("give a frozen classifier or a frozen denoiser: the model is the rest")
+    def _one_pretrained(self) -> ModelRecipe:
+        if sum(p is not None for p in (self.initial, self.classifier, self.denoiser)) > 1:
+            raise ValueError(
+                "give one of initial, a frozen classifier and a frozen denoiser: the run trains "
+                "the whole model or the rest of it"
+            )
         return self
 
     @property
-    def frozen(self) -> tuple[Literal["classifier", "denoiser"], FrozenRecipe] | None:
+    def pretrained(
+        self,
+    ) -> tuple[Literal["initial", "classifier", "denoiser"], PretrainedRecipe] | None:
+        """What others trained (initial, classifier or denoiser), and where it lies; or None."""
+        if self.initial is not None:
+            return "initial", self.initial
+        return self.frozen
+
+    @property
+    def frozen(self) -> tuple[Literal["classifier", "denoiser"], PretrainedRecipe] | None:
         """Which part is frozen, and where it comes from; None when there is none."""
         if self.classifier is not None:
             return "classifier", self.classifier
@@ -193,19 +204,47 @@ class TrainingRecipe(_Section):
         return self
 
 
+class AugmentRecipe(_Section):
+    """How public images are deformed at random; the defaults turn 8 x 8 digits into pen strokes.
+
+    Angles in radians; lengths in half widths of the canvas. scale: width and height of the whole
+    image on the canvas, drawn apart. elastic: standard deviation of the displacements on a 5 x 5
+    lattice. contrast: grey values become contrast * (value - middle) + 1/2, cut to [0, 1].
+    """
+
+    rotate: Annotated[float, Field(ge=0)] = 0.3
+    shear: Annotated[float, Field(ge=0)] = 0.35
+    scale: tuple[Positive, Positive] = (0.6, 0.95)
+    shift: Annotated[float, Field(ge=0)] = 0.15
+    elastic: Annotated[float, Field(ge=0)] = 0.07
+    middle: tuple[Probability, Probability] = (0.3, 0.65)
+    contrast: tuple[Positive, Positive] | None = (2.0, 5.0)
+
+    @model_validator(mode="after")
+    def _ranges(self) -> AugmentRecipe:
+        for name in ("scale", "middle", "contrast"):
+            pair = getattr(self, name)
+            if pair is not None and pair[0] > pair[1]:
+                raise ValueError(f"{name}: a range, low to high, got {list(pair)}")
+        return self
+
+
 class PublicRecipe(_Section):
-    """What `dpdist pretrain` trains WITHOUT privacy, on public records: the model's frozen part.
+    """What `dpdist pretrain` trains WITHOUT privacy, on public records: initial weights of the
+    model, or its frozen part.
 
     data: another data set, all of whose training split is public (images are resized); without it,
     the records that data.public sets aside. weights: to begin with; a torchvision state dict in
     safetensors format, or "torchvision": the published ones, downloaded. sigma: of the input noise
-    that a denoiser learns to remove.
+    that a denoiser learns to remove, or that a classifier learns to see through. augment: deform
+    the images at random.
     """
 
-    model: ModelRecipe
+    model: ModelRecipe | None = None
     training: TrainingRecipe
     sigma: Positive | None = None
     data: DataRecipe | None = None
+    augment: AugmentRecipe | None = None
     weights: Literal["torchvision"] | Path | None = None
 
     @field_validator("model", mode="before")
@@ -286,14 +325,20 @@ class Recipe(_Section):
         if isinstance(self.method, TransDenoiser):
             _check_denoiser(self.method, self)
         if self.public is not None:
-            frozen = self.model.frozen
-            if frozen is None:
+            pretrained = self.model.pretrained
+            if pretrained is None:
                 raise ValueError(
-                    "public needs model.classifier or model.denoiser: the folder that pretrain "
-                    "writes"
+                    "public needs model.initial, model.classifier or model.denoiser: the folder "
+                    "that pretrain writes"
                 )
-            if (frozen[0] == "denoiser") == (self.public.sigma is None):
-                raise ValueError("public.sigma belongs to model.denoiser, and is required there")
+            if pretrained[0] == "denoiser" and self.public.sigma is None:
+                raise ValueError("public.sigma: required, the noise that the denoiser removes")
+            if pretrained[0] == "initial" and self.public.model is not None:
+                raise ValueError(
+                    "public.model: leave it out; with model.initial it is the model itself"
+                )
+            if pretrained[0] != "initial" and self.public.model is None:
+                raise ValueError("public.model: required, the network of the frozen part")
         if self.model.denoiser is not None and isinstance(self.method, HiddenNoiseMethod):
             raise ValueError(
                 f"method {self.method.name} puts noise behind the first layer, which would be the "

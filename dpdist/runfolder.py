@@ -87,9 +87,9 @@ class RunFolder:
         return self.private / "data.json"
 
     @property
-    def frozen(self) -> Path:
-        """What the model's frozen part is and what it was trained on."""
-        return self.private / "frozen.json"
+    def pretrained(self) -> Path:
+        """Which part of the model others trained, and on what."""
+        return self.private / "pretrained.json"
 
     @property
     def trained(self) -> Path:

@@ -41,20 +41,28 @@ def mlp(
     return nn.Sequential(*layers, nn.Linear(sizes[-1], classes))
 
 
-def tf_cnn(input_shape: Sequence[int], classes: int, activation: str = "relu") -> nn.Module:
-    """The CNN of the TF-Privacy tutorial, as DPlis uses it: 26,010 parameters on 1x28x28."""
+def tf_cnn(
+    input_shape: Sequence[int], classes: int, activation: str = "relu", width: int = 16
+) -> nn.Module:
+    """The CNN of the TF-Privacy tutorial, as DPlis uses it: 26,010 parameters on 1x28x28.
+
+    width: of the first convolution; the second and the dense layer have twice as many.
+    """
     features = nn.Sequential(
-        nn.Conv2d(input_shape[0], 16, 8, stride=2, padding=2),
+        nn.Conv2d(input_shape[0], width, 8, stride=2, padding=2),
         activation_layer(activation),
         nn.MaxPool2d(2, stride=1),
-        nn.Conv2d(16, 32, 4, stride=2),
+        nn.Conv2d(width, 2 * width, 4, stride=2),
         activation_layer(activation),
         nn.MaxPool2d(2, stride=1),
         nn.Flatten(),
     )
     flat = _flat_size(features, input_shape)
     return nn.Sequential(
-        *features, nn.Linear(flat, 32), activation_layer(activation), nn.Linear(32, classes)
+        *features,
+        nn.Linear(flat, 2 * width),
+        activation_layer(activation),
+        nn.Linear(2 * width, classes),
     )
 
 

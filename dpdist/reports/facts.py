@@ -120,11 +120,13 @@ class Facts:
 
     @property
     def parts(self) -> dict[str, str]:
-        """Which part of a model with a frozen part saw which data; empty without one."""
-        if not self.folder.frozen.exists():
+        """Which part of the model saw which data; empty when all of it began at random."""
+        if not self.folder.pretrained.exists():
             return {}
-        about = read_json(self.folder.frozen)
+        about = read_json(self.folder.pretrained)
         frozen = about["part"]
+        if frozen == "initial":
+            return {"initial weights trained on": about["saw"]}
         trained = "denoiser" if frozen == "classifier" else "classifier"
         saw = {
             f"{trained} trained on": f"the private records of {self.recipe.data.name}, in this run",
@@ -160,7 +162,6 @@ class Facts:
                 "training data": self.recipe.data.name,
                 "model": self.recipe.model.name,
                 "method": self.recipe.method.name,
-                "initial weights": str(self.recipe.model.initial or "random"),
                 **self.parts,
                 "dpdist": __version__,
                 **searched,

@@ -25,7 +25,7 @@ from dpdist.privacy.calibrate import noise_multiplier_for
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.recipe import Recipe, check_against_data, field_error, step_count
 from dpdist.runfolder import RunFolder, read_json
-from dpdist.training.provenance import check_frozen, load_frozen, refuse_common, with_frozen
+from dpdist.training.provenance import check_pretrained, load_frozen, refuse_common, with_frozen
 
 PACKAGES = ("cluster", "dpdist", "tuning")
 CANONICAL_SHARDS = 8  # of `reproducible: true`; the most workers such a run can use
@@ -193,13 +193,13 @@ def prepare(recipe: Recipe, folder: RunFolder, where: str) -> TrainJob:
         rule = f"must be <= {CANONICAL_SHARDS} when training.reproducible is set"
         raise field_error(where, "resources.workers", rule, recipe.resources.workers)
     private = _private_part(recipe, source, 0.0, 1.0)
-    frozen = check_frozen(recipe, private, where)
+    pretrained = check_pretrained(recipe, private, where)
     check_model(recipe, dataset)
     public = public_data(recipe)
     if public is not None and recipe.privacy.noise_multiplier != 0:  # else nothing is promised
         refuse_common(private, public.hashes, f"{where}: method.redistribution.data")
     _check_same_data(folder, dataset)
-    _check_same_frozen(folder, frozen)
+    _check_same_pretrained(folder, pretrained)
     if continued and folder.plan.exists():
         plan = PrivacyPlan.from_dict(read_json(folder.plan))
     else:
@@ -208,8 +208,8 @@ def prepare(recipe: Recipe, folder: RunFolder, where: str) -> TrainJob:
         write_json(folder.plan, plan.to_dict())
     if not folder.data.exists():
         write_json(folder.data, {"train": dataset.fingerprint})
-    if frozen is not None and not folder.frozen.exists():
-        write_json(folder.frozen, frozen)
+    if pretrained is not None and not folder.pretrained.exists():
+        write_json(folder.pretrained, pretrained)
     _ensure_run_key(recipe, folder)
     absolute = RunFolder(folder.path.resolve())
     return TrainJob(recipe, plan, absolute, source, fingerprint(PACKAGES))
@@ -226,13 +226,13 @@ def _check_same_data(folder: RunFolder, dataset: data.Dataset) -> None:
             )
 
 
-def _check_same_frozen(folder: RunFolder, frozen: dict[str, Any] | None) -> None:
-    """Raise UserError when the model's frozen part was replaced since the run was begun."""
-    if frozen is None or not folder.frozen.exists():
+def _check_same_pretrained(folder: RunFolder, about: dict[str, Any] | None) -> None:
+    """Raise UserError when what others trained was replaced since the run was begun."""
+    if about is None or not folder.pretrained.exists():
         return
-    if not frozen.items() <= read_json(folder.frozen).items():  # there may be more: "joined"
+    if not about.items() <= read_json(folder.pretrained).items():  # there may be more: "joined"
         raise UserError(
-            f"{folder.path}: the model's frozen part has changed since this run was begun; restore "
+            f"{folder.path}: model.{about['part']} has changed since this run was begun; restore "
             "it, or choose another --name"
         )
 
@@ -253,7 +253,7 @@ def initial_model(recipe: Recipe, spec: ModelSpec) -> torch.nn.Module:
     if recipe.model.frozen is not None:
         load_frozen(module, recipe)
     if recipe.model.initial is not None:
-        models.load_weights(module, recipe.model.initial.expanduser())
+        models.load_weights(module, recipe.model.initial.folder.expanduser())
     return module
 
 

@@ -1,4 +1,4 @@
-"""Training WITHOUT privacy on public records: the frozen classifier or denoiser of a model.
+"""Training WITHOUT privacy on public records: initial weights, or a model's frozen part.
 
 Ordinary minibatches of shuffled records on one process. The model folder says what was seen
 (`dpdist.training.provenance`), so that a private run can make sure that none of it is private.
@@ -25,7 +25,8 @@ from dpdist.methods.hgm import resized
 from dpdist.methods.transdenoiser import squared_error
 from dpdist.models import ModelSpec
 from dpdist.models.torchvision_zoo import estimating, published_weights
-from dpdist.recipe import PublicRecipe, Recipe
+from dpdist.recipe import ModelRecipe, PublicRecipe, Recipe
+from dpdist.training.augment import deformed
 from dpdist.training.job import declared_public, source_of
 from dpdist.training.optimizer import FlatOptimizer
 from dpdist.training.provenance import refuse_common, write_provenance
@@ -43,10 +44,11 @@ def pretrain(
     when the recipe has no section public, the folder holds something else, or the records are
     private.
     """
-    section, frozen = recipe.public, recipe.model.frozen
-    if section is None or frozen is None:
+    section, pretrained = recipe.public, recipe.model.pretrained
+    if section is None or pretrained is None:
         raise UserError(f"{where}: no section public, which says what to train on public records")
-    folder = frozen[1].folder.expanduser()
+    part, folder = pretrained[0], pretrained[1].folder.expanduser()
+    network = recipe.model if section.model is None else section.model
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder}: exists already; remove it to train it again")
     source = source_of(recipe)
@@ -55,22 +57,23 @@ def pretrain(
     private = data.load(source, "train").part(recipe.data.public, 1.0)
     refuse_common(private, public.hashes, f"{where}: public.data")
     spec = ModelSpec(
-        section.model.name,
+        network.name,
         test.input_shape,
         test.classes,
-        dict(section.model.options),
-        tuple(section.model.mean),
-        tuple(section.model.std),
+        dict(network.options),
+        tuple(network.mean),
+        tuple(network.std),
     )
     model = models.initialise(spec, section.training.init_seed)
-    check = models.check_outputs if section.sigma is None else models.check_denoiser
+    check = models.check_denoiser if part == models.DENOISER else models.check_outputs
     check(model, spec)
-    began = {} if section.weights is None else {"began_with": _begin_with(model, section)}
-    steps = _train(model, public, test.input_shape, section, progress)
+    began = {} if section.weights is None else {"began_with": _begin_with(model, section, network)}
+    steps = _train(model, public, test.input_shape, section, part, progress)
     models.save(model.eval(), spec, folder)
     facts = {"steps": steps, "batch_size": section.training.batch_size, "public": True, **began}
     write_provenance(folder, public, facts)
-    if section.sigma is not None:
+    if part == models.DENOISER:
+        assert section.sigma is not None
         return folder, reconstruction_error(model, test, section.sigma)
     return folder, accuracy(model, test)
 
@@ -114,6 +117,7 @@ def _train(
     records: data.Dataset,
     shape: tuple[int, ...],
     section: PublicRecipe,
+    part: str,
     progress: Progress,
 ) -> int:
     training = section.training
@@ -128,7 +132,7 @@ def _train(
         parameter.data = piece.view(parameter.shape)
     optimizer = FlatOptimizer(training, steps, flat)
     order = np.random.default_rng(training.init_seed)
-    noise = torch.Generator().manual_seed(training.init_seed)
+    generator = torch.Generator().manual_seed(training.init_seed)
     queue = np.empty(0, dtype=np.int64)
     began = time.monotonic()
     with estimating(model.train()):
@@ -136,12 +140,18 @@ def _train(
             if len(queue) < training.batch_size:
                 queue = order.permutation(len(records))
             rows, queue = queue[: training.batch_size], queue[training.batch_size :]
-            inputs = _fit(records.batch(rows), shape, records)
-            if section.sigma is None:
-                loss = cross_entropy(model(inputs), records.targets(rows)).mean()
+            inputs = records.batch(rows)
+            if section.augment is None:
+                inputs = _fit(inputs, shape, records)
             else:
-                noisy = inputs + section.sigma * torch.randn(inputs.shape, generator=noise)
+                inputs = deformed(inputs, shape, section.augment, generator)
+            noisy = inputs
+            if section.sigma is not None:
+                noisy = inputs + section.sigma * torch.randn(inputs.shape, generator=generator)
+            if part == models.DENOISER:
                 loss = squared_error(model(noisy), inputs).mean() / inputs[0].numel()
+            else:
+                loss = cross_entropy(model(noisy), records.targets(rows)).mean()
             gradients = torch.autograd.grad(loss, parameters)
             optimizer.update(flat, torch.cat([g.reshape(-1) for g in gradients]), step)
             progress(step + 1, steps, (step + 1) / max(1e-9, time.monotonic() - began))
@@ -182,11 +192,11 @@ def accuracy(model: nn.Module, test: data.Dataset, batch: int = 1000) -> float:
     return right / len(test)
 
 
-def _begin_with(model: nn.Module, section: PublicRecipe) -> str:
+def _begin_with(model: nn.Module, section: PublicRecipe, network: ModelRecipe) -> str:
     """Copy public weights into the model before its first step; says which, for the card."""
     if section.weights == "torchvision":
-        architecture = section.model.options.get("architecture", "resnet18")
-        if section.model.name != "torchvision":
+        architecture = network.options.get("architecture", "resnet18")
+        if network.name != "torchvision":
             raise UserError("public.weights: torchvision: needs public.model.name: torchvision")
         try:
             tensors, name = published_weights(architecture)

@@ -1,8 +1,8 @@
-"""What a model's frozen part has seen: written by pretrain, checked before a run.
+"""What a model's public part has seen: written by pretrain, checked before a run.
 
-A run's epsilon speaks about the records it trains on. A frozen classifier or denoiser that saw them
-too, without privacy, would void it; so its folder says on which records it was trained, and none of
-them may be among the run's.
+A run's epsilon speaks about the records it trains on. Initial weights, a frozen classifier or a
+frozen denoiser that saw them too, without privacy, would void it; so their folder says on which
+records they were trained, and none of these may be among the run's.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dpdist import data, models
 from dpdist.errors import UserError
 from dpdist.models import ModelSpec
 from dpdist.models.zoo import ZOO
-from dpdist.recipe import FrozenRecipe, Recipe
+from dpdist.recipe import PretrainedRecipe, Recipe
 from dpdist.runfolder import read_json
 
 PROVENANCE, RECORDS = "provenance.json", "records.npy"
@@ -62,10 +62,7 @@ def frozen_spec(recipe: Recipe, dataset: data.Dataset) -> ModelSpec:
     part, section = recipe.model.frozen
     folder = section.folder.expanduser()
     begin = f"model.{part}.folder: {folder}"
-    if not (folder / "model.json").exists():
-        hint = "; `dpdist pretrain` makes it from this recipe" if recipe.public else ""
-        raise UserError(f"{begin}: no model there{hint}")
-    spec = models.read_spec(folder)
+    spec = _saved_spec(recipe, folder, begin)
     if spec.hidden_noise:
         raise UserError(f"{begin} has noise of its own; take one without")
     if part == models.DENOISER:
@@ -86,6 +83,34 @@ def frozen_spec(recipe: Recipe, dataset: data.Dataset) -> ModelSpec:
     return spec
 
 
+def _saved_spec(recipe: Recipe, folder: Path, begin: str) -> ModelSpec:
+    if not (folder / "model.json").exists():
+        hint = "; `dpdist pretrain` makes it from this recipe" if recipe.public else ""
+        raise UserError(f"{begin}: no model there{hint}")
+    return models.read_spec(folder)
+
+
+def _check_initial(recipe: Recipe, dataset: data.Dataset) -> None:
+    """Raise UserError unless the initial weights are those of the recipe's own network."""
+    model = recipe.model
+    assert model.initial is not None
+    folder = model.initial.folder.expanduser()
+    begin = f"model.initial.folder: {folder}"
+    saved = _saved_spec(recipe, folder, begin)
+    wanted = {
+        "name": model.name,
+        "options": model.options,
+        "mean": tuple(model.mean),
+        "std": tuple(model.std),
+        "input_shape": dataset.input_shape,
+        "classes": dataset.classes,
+    }
+    for name, value in wanted.items():
+        found = getattr(saved, name)
+        if found != value:
+            raise UserError(f"{begin} is another network: its {name} is {found}, not {value}")
+
+
 def _denoiser_of(spec: ModelSpec) -> ModelSpec:
     """The denoiser alone, of a model that may be a denoiser before a classifier."""
     return spec.denoiser or dataclasses.replace(spec, classifier=None)
@@ -102,16 +127,19 @@ def load_frozen(module: nn.Module, recipe: Recipe) -> None:
     models.load_weights(module.get_submodule(part), folder, inner)
 
 
-def check_frozen(recipe: Recipe, private: data.Dataset, where: str) -> dict[str, Any] | None:
-    """What the model's frozen part is and saw, as JSON types; None when there is none.
+def check_pretrained(recipe: Recipe, private: data.Dataset, where: str) -> dict[str, Any] | None:
+    """What the model's public part is and saw, as JSON types; None when there is none.
 
     private: all records of the data set that are not declared public. Raises UserError when one of
     them is among those that the part was trained on, or nobody says what it saw.
     """
-    if recipe.model.frozen is None:
+    if recipe.model.pretrained is None:
         return None
-    frozen_spec(recipe, private)
-    part, section = recipe.model.frozen
+    part, section = recipe.model.pretrained
+    if part == "initial":
+        _check_initial(recipe, private)
+    else:
+        frozen_spec(recipe, private)
     folder = section.folder.expanduser()
     begin = f"{where}: model.{part}.folder: {folder}"
     about = {"part": part, "model": models.model_hash(folder)}
@@ -172,7 +200,7 @@ def _released(card: dict[str, Any], recipe: Recipe, begin: str) -> dict[str, Any
     return {"public": False, "checked": False, "saw": f"{name}, {how} (its own privacy card)"}
 
 
-def _declared(part: str, section: FrozenRecipe, begin: str) -> dict[str, Any]:
+def _declared(part: str, section: PretrainedRecipe, begin: str) -> dict[str, Any]:
     if section.saw is None:
         raise UserError(
             f"{begin}: nothing says what it was trained on; make it with `dpdist pretrain`, or "

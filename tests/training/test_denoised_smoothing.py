@@ -168,12 +168,12 @@ def test_a_denoiser_that_saw_private_records_is_refused(public, tmp_path):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"model": {**CNN, "denoiser": "d", "classifier": "c"}}, "the model is the rest"),
+        ({"model": {**CNN, "denoiser": "d", "classifier": "c"}}, "or the rest of it"),
         ({"method": "pixeldp", "privacy": {"noise_multiplier": 0, "clipping": "none",
           "delta": 1e-4}}, "the frozen denoiser's"),
         ({"method": "transdenoiser"}, "needs model.classifier"),
-        ({"public": {"model": DENOISER, "training": QUICK}}, "public.sigma belongs to"),
-        ({"model": CNN}, "public needs model.classifier or model.denoiser"),
+        ({"public": {"model": DENOISER, "training": QUICK}}, "public.sigma: required"),
+        ({"model": CNN}, "public needs model.initial"),
     ],
 )  # fmt: skip
 def test_recipes_with_a_denoiser_that_do_not_hold_together(changes, message):
@@ -447,7 +447,7 @@ def test_pretraining_begins_with_a_file_of_weights(tmp_path):
     folder, _ = pretrain(parse(described, "test"), "test")
     check_body(folder, tensors)
     job = prepare(parse(described, "test"), RunFolder(tmp_path / "run"), "test")
-    saw = json.loads(job.folder.frozen.read_text())["saw"]
+    saw = json.loads(job.folder.pretrained.read_text())["saw"]
     assert "it began with weights from a file, weights.safetensors (declared public" in saw
     shutil.rmtree(folder)
     (tmp_path / "weights.safetensors").write_bytes(b"no tensors")

@@ -1,0 +1,207 @@
+"""Public initial weights: deformed images, pre-training by noise, and what a private run checks."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from dpdist import models
+from dpdist.errors import UserError
+from dpdist.recipe import AugmentRecipe, parse
+from dpdist.reports.facts import read_facts
+from dpdist.runfolder import RunFolder
+from dpdist.training import loop
+from dpdist.training.augment import deformed
+from dpdist.training.job import initial_model, model_spec, prepare, source_of, training_data
+from dpdist.training.pretrain import accuracy, pretrain
+from dpdist.training.reducer import Reducer
+
+CNN = {"name": "small-cnn", "options": {"width": 4}}
+STILL = {"rotate": 0, "shear": 0, "scale": [1, 1], "shift": 0, "elastic": 0, "contrast": None}
+
+
+def raw(folder: Path, **sections) -> dict:
+    return {
+        "name": "run",
+        "data": {"name": "digits", "public": 0.4},
+        "model": {**CNN, "initial": str(folder)},
+        "public": {
+            "sigma": 0.25,
+            "training": {
+                "batch_size": 50, "steps": 120, "learning_rate": 0.01, "optimizer": "adam"
+            },
+        },
+        "privacy": {"noise_multiplier": 1.0, "delta": 1e-4},
+        "training": {"batch_size": 40, "steps": 2, "learning_rate": 0.01},
+        **sections,
+    }  # fmt: skip
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+# --- deformations
+
+
+def images(count: int = 3, side: int = 9) -> torch.Tensor:
+    return torch.rand(count, 1, side, side, generator=generator(1))
+
+
+def test_without_deformations_images_stay_as_they_are():
+    same = deformed(images(), (1, 9, 9), AugmentRecipe.model_validate(STILL), generator())
+    torch.testing.assert_close(same, images(), atol=1e-5, rtol=0)
+
+
+def test_scale_is_the_share_of_the_canvas():
+    section = AugmentRecipe.model_validate({**STILL, "scale": [0.5, 0.5]})
+    small = deformed(torch.ones(1, 1, 9, 9), (1, 36, 36), section, generator())
+    assert float(small.sum()) == pytest.approx(18 * 18, rel=0.02)  # half as wide and as high
+    assert float(small[..., :4, :].max()) == 0 and float(small[..., 12:24, 12:24].min()) > 0.99
+
+
+def test_each_image_has_deformations_of_its_own_that_its_seed_repeats():
+    one = images(1).expand(4, -1, -1, -1)
+    first = deformed(one, (1, 9, 9), AugmentRecipe(), generator())
+    assert len({tuple(image.flatten().tolist()) for image in first}) == 4
+    assert torch.equal(first, deformed(one, (1, 9, 9), AugmentRecipe(), generator()))
+    assert first.min() >= 0 and first.max() <= 1
+
+
+def test_a_turn_is_a_rotation_matrix():
+    section = AugmentRecipe.model_validate({**STILL, "rotate": np.pi / 2})
+    drawn = float(2 * torch.rand(1, generator=generator(5)) - 1) * np.pi / 2
+    image = torch.zeros(1, 1, 21, 21)
+    image[0, 0, 2:9, 10] = 1  # a bar above the middle
+    turned = deformed(image, (1, 21, 21), section, generator(5))[0, 0]
+    rows, columns = torch.meshgrid(torch.arange(21.0), torch.arange(21.0), indexing="ij")
+    x = float((turned * (columns - 10)).sum() / turned.sum())
+    y = float((turned * (rows - 10)).sum() / turned.sum())
+    # The bar's middle was 5 above; output position p shows input position R p.
+    expected = np.array([[np.cos(drawn), -np.sin(drawn)], [np.sin(drawn), np.cos(drawn)]]) @ [0, -5]
+    np.testing.assert_allclose([x, y], expected, atol=0.15)
+
+
+def test_records_that_are_no_images_cannot_be_deformed():
+    with pytest.raises(UserError, match="needs images of 1 channels"):
+        deformed(torch.zeros(2, 5), (1, 9, 9), AugmentRecipe(), generator())
+
+
+@pytest.mark.parametrize("section", [{"scale": [0.9, 0.6]}, {"middle": [0.5, 1.5]}, {"twist": 1}])
+def test_ranges_are_checked(section, tmp_path):
+    described = raw(tmp_path / "w")
+    described["public"]["augment"] = section
+    with pytest.raises(UserError, match="augment"):
+        parse(described, "test")
+
+
+# --- pre-training, and the run that begins with it
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("initial") / "weights"
+    _, right = pretrain(parse(raw(folder), "test"), "test")
+    assert right > 0.6  # ten classes: chance is 0.1
+    return folder
+
+
+def test_a_run_begins_with_them_and_its_card_says_what_they_saw(weights, tmp_path):
+    recipe = parse(raw(weights, certify={"sigma": 0.25}), "test")
+    folder = RunFolder(tmp_path / "run")
+    job = prepare(recipe, folder, "test")
+    dataset = training_data(recipe, source_of(recipe))
+    begun = initial_model(recipe, model_spec(recipe, dataset))
+    for ours, theirs in zip(begun.parameters(), models.load(weights).parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    loop.run(job, Reducer(0, 1, torch.device("cpu")))
+    # One little step from weights that classify is far from one from random ones.
+    assert accuracy(models.load(folder.model).eval(), dataset) > 0.5
+    saw = read_facts(folder).card()["extra"]["initial weights trained on"]
+    assert "public records of digits" in saw and "compared by content" in saw
+
+
+def test_noise_in_pretraining_is_for_noisy_inputs(tmp_path):
+    plain = raw(tmp_path / "plain")
+    plain["public"].pop("sigma")
+    noisy = raw(tmp_path / "noisy")
+    noisy["public"]["sigma"] = 0.5
+    scores = []
+    for described in (plain, noisy):
+        recipe = parse(described, "test")
+        folder, _ = pretrain(recipe, "test")
+        dataset = training_data(recipe, source_of(recipe))
+        inputs = dataset.batch(slice(0, len(dataset)))
+        inputs = inputs + 0.5 * torch.randn(inputs.shape, generator=generator())
+        with torch.no_grad():
+            found = models.load(folder)(inputs).argmax(1)
+        scores.append(float((found == dataset.targets(slice(0, len(dataset)))).float().mean()))
+    assert scores[1] > scores[0] + 0.05
+
+
+def test_weights_that_saw_private_records_are_refused(weights, tmp_path):
+    recipe = parse(raw(weights, data={"name": "digits", "public": 0.2}), "test")
+    with pytest.raises(UserError, match=r"private records .* are among the public ones"):
+        prepare(recipe, RunFolder(tmp_path / "run"), "test")
+
+
+def test_weights_that_nobody_vouches_for_are_refused(weights, tmp_path):
+    bare = tmp_path / "bare"
+    models.save(models.load(weights), models.read_spec(weights), bare)
+    recipe = parse(raw(bare), "test")
+    with pytest.raises(
+        UserError, match=r"nothing says what it was trained on.*model\.initial\.saw"
+    ):
+        prepare(recipe, RunFolder(tmp_path / "run"), "test")
+    declared = raw(bare)
+    declared["model"]["initial"] = {"folder": str(bare), "saw": "a public set"}
+    prepare(parse(declared, "test"), RunFolder(tmp_path / "run"), "test")
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"options": {"width": 8}}, "its options is"),
+        ({"name": "linear", "options": {}}, "its name is small-cnn, not linear"),
+        ({"mean": [0.1]}, "its mean is"),
+    ],
+)
+def test_weights_of_another_network_are_refused(weights, tmp_path, change, message):
+    described = raw(weights)
+    described["model"].update(change)
+    with pytest.raises(UserError, match=message):
+        prepare(parse(described, "test"), RunFolder(tmp_path / "run"), "test")
+
+
+def test_weights_replaced_in_the_middle_of_a_run_stop_it(weights, tmp_path):
+    own, folder = tmp_path / "weights", RunFolder(tmp_path / "run")
+    shutil.copytree(weights, own)
+    recipe = parse(raw(own), "test")
+    prepare(recipe, folder, "test")
+    shutil.rmtree(own)
+    described = raw(own)
+    described["public"]["training"]["steps"] = 1
+    pretrain(parse(described, "test"), "test")
+    with pytest.raises(UserError, match="initial has changed"):
+        prepare(recipe, folder, "test")
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"model": {**CNN, "initial": "w", "denoiser": "d"}}, "one of initial"),
+        ({"model": CNN}, "public needs model.initial"),
+        (
+            {"public": {"model": CNN, "training": {"batch_size": 5, "steps": 1,
+                        "learning_rate": 1}}},
+            "leave it out",
+        ),
+    ],
+)  # fmt: skip
+def test_recipes_with_initial_weights_that_do_not_hold_together(change, message):
+    with pytest.raises(UserError, match=message):
+        parse(raw(Path("w"), **change), "test")
