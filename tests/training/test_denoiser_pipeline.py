@@ -111,7 +111,7 @@ def test_the_benchmark_makes_its_table_and_its_picture(session, benchmark, tmp_p
     text = (tmp_path / "table.md").read_text()
     lines = {line.split(" | ")[0][2:]: line.split(" | ") for line in text.splitlines()[3:6]}
     public, private, behind = lines.values()
-    assert list(lines)[0] == "public classifier alone" and public[1] == "sees none of them"
+    assert next(iter(lines)) == "public classifier alone" and public[1] == "sees none of them"
     assert private[1] == behind[1] and 2.9 < float(behind[1]) <= 3.0
     # Its figures are those of the run folders.
     folder = tmp_path / "runs" / "dp-sgd-denoised-noise-0.25-0"
