@@ -158,15 +158,16 @@ class Bench:
         print(f"  {time.monotonic() - began:.0f} s", flush=True)
 
     def missing(self, chosen: list[Row], only: list[str]) -> list[tuple[Row, int]]:
-        """Row and repetition of what is not done, by name: first all first repetitions."""
-        runs = [
-            (row, repeat)
-            for row in chosen
-            for repeat, name in enumerate(row.runs())
-            if any(fnmatch.fnmatch(name, pattern) for pattern in only)
-            and not (measured(self, row) if row.name == ALONE else attacked(self.runs / name))
-        ]
-        return sorted(runs, key=lambda run: run[1])
+        """Row and repetition of what is not done, in the order of the patterns `only`; of one
+        pattern, all first repetitions before the second ones."""
+        runs = []
+        for row in chosen:
+            for repeat, name in enumerate(row.runs()):
+                places = [k for k, pattern in enumerate(only) if fnmatch.fnmatch(name, pattern)]
+                done = measured(self, row) if row.name == ALONE else attacked(self.runs / name)
+                if places and not done:
+                    runs.append((places[0], repeat, row))
+        return [(row, repeat) for _, repeat, row in sorted(runs, key=lambda run: run[:2])]
 
     def make_all(self, todo: list[tuple[Row, int]], minutes: float) -> None:
         """Run by run in one Ray session; none is begun after so many minutes."""
@@ -415,7 +416,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--out", type=Path, default=Path("runs/transdenoiser"))
     parser.add_argument("--data-root", type=Path, help="folder with mnist/ as Parquet")
-    parser.add_argument("--only", nargs="*", default=["*"], help="runs: NAME-noise-SIGMA-REPEAT")
+    parser.add_argument(
+        "--only", nargs="*", default=["*"], help="in this order: NAME-noise-SIGMA-REPEAT"
+    )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--minutes", type=float, default=float("inf"))
     parser.add_argument("--quick", action="store_true", help="digits, three steps: a smoke test")
