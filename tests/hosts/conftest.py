@@ -12,9 +12,7 @@ from over_ssh import Cluster, Slow
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory) -> Iterator[Cluster]:
-    """A head and two workers, for the tests that take minutes."""
-    if not (os.environ.get("DPDIST_HOSTS") or os.environ.get("DPDIST_FAULTS")):
-        pytest.skip("takes minutes: set DPDIST_HOSTS=1")
+    """A head and two workers."""
     yield from _up(tmp_path_factory, workers=2, head_cpus=0)
 
 
@@ -25,7 +23,9 @@ def pair(tmp_path_factory) -> Iterator[Cluster]:
 
 
 def _up(tmp_path_factory, workers: int, head_cpus: int) -> Iterator[Cluster]:
-    reason = rooms.why_not()
+    # Ray gives a host 30 s to start, which a busy machine does not keep: not part of every run.
+    asked = os.environ.get("DPDIST_HOSTS") or os.environ.get("DPDIST_FAULTS")
+    reason = rooms.why_not() if asked else "set DPDIST_HOSTS=1"
     if reason:
         pytest.skip(reason)
     with rooms.room(tmp_path_factory.mktemp("room")) as room:

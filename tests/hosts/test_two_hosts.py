@@ -1,5 +1,5 @@
-"""The short proof on two hosts, part of every run where hosts can be made: `ray up`, a submitted
-recipe that trains on both and certifies, its report fetched, nothing left behind."""
+"""The short proof on two hosts: `ray up`, a submitted recipe that trains on both and certifies, its
+report fetched, nothing left behind."""
 
 from __future__ import annotations
 
