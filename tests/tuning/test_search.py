@@ -232,6 +232,26 @@ def test_failed_trials_count_and_are_not_replaced(recipe, begin, run_trials, mon
     assert json.loads(search.folder.outcome.read_text()) == {"winner": 2}
 
 
+def test_a_full_disk_is_not_a_failed_trial(recipe, begin, monkeypatch):
+    """The driver stops at once, with the reason, and gives up no trial: see also tests/hosts."""
+    search = begin(recipe(resources={"max_failures": 1}))
+    rounds = []
+
+    def meets_a_full_disk(concurrent):
+        rounds.append(concurrent)
+        search.folder.full.touch()
+
+    monkeypatch.setattr(search, "_round", meets_a_full_disk)
+    with pytest.raises(UserError, match="No space left on device; make room"):
+        search._trials(1)
+    assert len(rounds) == 1 and not any(search.folder.path.glob("scores/*"))
+
+    monkeypatch.setattr(search, "_round", rounds.append)
+    search._trials(1)  # with room again, workers that are lost each time are given up
+    assert len(rounds) == 3 and not search.folder.full.exists()
+    assert all(scores_of(search.folder, t.number)["failed"] for t in read_trials(search.folder))
+
+
 def test_no_model_is_an_outcome(recipe, begin, run_trials):
     """Poisson draws K = 0 with some key; the outcome says the guarantee and cannot be undone."""
     tune = recipe(tune={"law": POISSON}).tune
