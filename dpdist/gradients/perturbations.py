@@ -115,7 +115,8 @@ class ParameterDraws(Draws):
     std: per-weight standard deviation, or one per parameter name; public. per_example: every
     record has its own noise (the paper's Algorithm 2 as written; memory is micro-batch x
     parameters and there is no book-keeping to save it); False shares one draw over the batch, as
-    the authors' code does. Both are equally private.
+    the authors' code does. Both are equally private. input_std: the inputs of a draw get noise of
+    this standard deviation too, fresh for every record and draw.
     """
 
     def __init__(
@@ -125,8 +126,10 @@ class ParameterDraws(Draws):
         *,
         per_example: bool = False,
         aggregate: Aggregate = "mean",
+        input_std: float = 0.0,
     ) -> None:
         super().__init__(count, aggregate=aggregate)
+        self.input_std = _scale("input_std", input_std)
         if isinstance(std, Mapping):
             self.std: float | dict[str, float] = {
                 name: _scale(f"std of {name}", value) for name, value in std.items()
@@ -149,6 +152,15 @@ class ParameterDraws(Draws):
         size = sum(value.numel() for value in parameters.values())
         noise = standard_normal(draw_key, "draws/parameters", draw, size)
         return self._perturbed(parameters, noise)
+
+    def inputs(
+        self, inputs: Tensor, record_ids: Tensor | None, draw_key: bytes, draw: int
+    ) -> Tensor:
+        if self.input_std == 0:
+            return inputs
+        return inputs + self.input_std * _per_record_noise(
+            inputs, record_ids, draw_key, "draws/inputs", draw
+        )
 
     def parameters_per_example(
         self, parameters: Mapping[str, Tensor], record_ids: Tensor, draw_key: bytes, draw: int

@@ -114,6 +114,7 @@ def draws_for(
             draws=method.draws,
             aggregate=method.aggregate,
             per_example=method.per_example,
+            input_std=method.sigma,
         )
     if isinstance(method, InputNoise | TransDenoiser):
         return InputDraws(method.draws, method.sigma)

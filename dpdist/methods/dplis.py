@@ -59,15 +59,18 @@ def dplis_draws(
     draws: int = 10,
     aggregate: Aggregate = "mean",
     per_example: bool = False,
+    input_std: float = 0.0,
 ) -> ParameterDraws:
     """DPlis' parameter noise for the gradient engine; see `dplis_scale` for the arguments.
 
     draws: K (the paper uses 10, 20 on text; 3 already helps). per_example: a draw of its own for
     every record, as Algorithm 2 is written; False shares the draws over the batch, as the authors'
-    code does.
+    code does. input_std: of input noise in every draw, beside the paper's.
     """
     std = dplis_scale(radius, learning_rate, batch_size, noise_multiplier, clip_norm)
-    return ParameterDraws(draws, std, per_example=per_example, aggregate=aggregate)
+    return ParameterDraws(
+        draws, std, per_example=per_example, aggregate=aggregate, input_std=input_std
+    )
 
 
 def sum_control(draws: int = 10) -> Draws:

@@ -32,7 +32,8 @@ class DPlis(_Options):
     Smoothing noise per weight: radius * (learning_rate / batch_size) * noise_multiplier *
     clip_norm. aggregate "sum" is the authors' released code: the draws are summed, not averaged,
     before the clip. per_example: a draw of its own for every record, as the paper writes it; False
-    shares the draws over the batch, as the authors' code does.
+    shares the draws over the batch, as the authors' code does. sigma: each draw has input noise
+    too, as method input-noise; not in the paper.
     """
 
     name: Literal["dplis"] = "dplis"
@@ -40,6 +41,7 @@ class DPlis(_Options):
     draws: Annotated[int, Field(ge=1)] = 10
     aggregate: Literal["mean", "sum"] = "mean"
     per_example: bool = False
+    sigma: Annotated[float, Field(ge=0)] = 0.0
 
 
 class InputNoise(_Options):

@@ -73,6 +73,7 @@ DRAWS = {
     "DPlis, sum": ParameterDraws(3, 0.05, aggregate="sum"),
     "DPlis, per record": ParameterDraws(2, 0.05, per_example=True),
     "input noise": InputDraws(3, 0.25),
+    "parameter and input noise": ParameterDraws(3, 0.1, input_std=0.25),
     "hidden noise": HiddenDraws(3, "2", 0.25),
 }
 

@@ -83,6 +83,8 @@ ALL_DRAWS = [
     ParameterDraws(4, 0.1, aggregate="sum"),
     ParameterDraws(3, {"0.weight": 0.3, "5.bias": 0.1}),
     ParameterDraws(3, 0.1, per_example=True),
+    ParameterDraws(3, 0.1, input_std=0.5),
+    ParameterDraws(2, 0.1, per_example=True, input_std=0.5),
     InputDraws(3, 0.5),
     InputDraws(2, torch.linspace(0, 1, 6)),
     HiddenDraws(3, "1", 0.5),
