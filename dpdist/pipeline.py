@@ -31,6 +31,7 @@ from dpdist.methods.sharpness import loss_picture, sharpness
 from dpdist.recipe import Recipe
 from dpdist.runfolder import RunFolder
 from dpdist.training.job import PACKAGES, TrainJob, prepare, source_of
+from dpdist.training.pretrain import pretrain
 from dpdist.training.trainer import train
 from tuning.search import Search
 from tuning.search import prepare as prepare_search
@@ -55,6 +56,7 @@ def run(
     where = where or ("recipe" if isinstance(recipe, Recipe) else str(recipe))
     recipe = resolve(recipe, name=name, data_root=data_root)
     folder = RunFolder(Path(runs) / recipe.name)
+    public_stage(recipe, where)
     if recipe.tune is not None:
         search = prepare_search(recipe, folder, where)
     else:
@@ -166,6 +168,17 @@ def session(folder: RunFolder, workers_cpus: float = 0) -> Iterator[Session]:
             yield ray_session
     except KeyboardInterrupt:
         raise Interrupted("interrupted; the same command continues where it stopped") from None
+
+
+def public_stage(recipe: Recipe, where: str) -> None:
+    """The recipe's public pre-training, when it has one and its folder is not there yet."""
+    if recipe.public is None or recipe.model.pretrained is None:
+        return
+    if recipe.model.pretrained[1].folder.exists():
+        return
+    with console.progress("pretraining, WITHOUT privacy, on public records", "steps") as show:
+        path, _ = pretrain(recipe, where, show)
+    console.say(f"pretraining: {path}")
 
 
 def train_stage(job: TrainJob, ray_session: Session) -> None:

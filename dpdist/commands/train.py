@@ -19,6 +19,7 @@ def command(
 
     resolved = pipeline.resolve(recipe, name=name, data_root=data_root, workers=workers)
     folder = RunFolder(runs / resolved.name)
+    pipeline.public_stage(resolved, recipe)
     job = prepare(resolved, folder, recipe)
     with pipeline.session(folder, resolved.resources.cpus) as ray_session:
         pipeline.train_stage(job, ray_session)

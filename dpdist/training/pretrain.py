@@ -7,6 +7,8 @@ Ordinary minibatches of shuffled records on one process. The model folder says w
 from __future__ import annotations
 
 import math
+import os
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -69,9 +71,12 @@ def pretrain(
     check(model, spec)
     began = {} if section.weights is None else {"began_with": _begin_with(model, section, network)}
     steps = _train(model, public, test.input_shape, section, part, progress)
-    models.save(model.eval(), spec, folder)
+    aside = folder.with_name(f".{folder.name}.{os.getpid()}")  # the folder is whole or not there
+    shutil.rmtree(aside, ignore_errors=True)
+    models.save(model.eval(), spec, aside)
     facts = {"steps": steps, "batch_size": section.training.batch_size, "public": True, **began}
-    write_provenance(folder, public, facts)
+    write_provenance(aside, public, facts)
+    os.rename(aside, folder)
     if part == models.DENOISER:
         assert section.sigma is not None
         return folder, reconstruction_error(model, test, section.sigma)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from dpdist import models
+from dpdist import models, pipeline
 from dpdist.errors import UserError
 from dpdist.recipe import AugmentRecipe, parse
 from dpdist.reports.facts import read_facts
@@ -205,3 +205,21 @@ def test_weights_replaced_in_the_middle_of_a_run_stop_it(weights, tmp_path):
 def test_recipes_with_initial_weights_that_do_not_hold_together(change, message):
     with pytest.raises(UserError, match=message):
         parse(raw(Path("w"), **change), "test")
+
+
+def test_a_run_makes_its_public_part_first_and_only_once(tmp_path):
+    recipe = parse(raw(tmp_path / "made"), "test")
+    pipeline.public_stage(recipe, "test")
+    before = models.model_hash(tmp_path / "made")
+    prepare(recipe, RunFolder(tmp_path / "run"), "test")
+    pipeline.public_stage(recipe, "test")
+    assert models.model_hash(tmp_path / "made") == before
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_a_run_without_a_public_section_makes_nothing(tmp_path):
+    recipe = parse(raw(tmp_path / "made", public=None), "test")
+    pipeline.public_stage(recipe, "test")
+    assert not (tmp_path / "made").exists()
+    with pytest.raises(UserError, match="no model there"):
+        prepare(recipe, RunFolder(tmp_path / "run"), "test")
