@@ -18,6 +18,7 @@ from cluster.packages import check_nodes
 from cluster.session import Session, connect
 from cluster.storage import write_json
 from dpdist import console, models, vision
+from dpdist.archive import Archive
 from dpdist.attacks.check import Plausibility, check_certificates
 from dpdist.attacks.job import attack_model
 from dpdist.attacks.settings import AttackSettings
@@ -61,6 +62,7 @@ def run(
         search = prepare_search(recipe, folder, where)
     else:
         job = prepare(recipe, folder, where)
+    begin_archive(recipe, folder)
     with session(folder, recipe.resources.cpus) as ray_session:
         if recipe.tune is not None:
             search_stage(search, ray_session)
@@ -71,6 +73,7 @@ def run(
         if recipe.certify is not None:
             certify_stage(recipe, folder, settings_of(recipe.certify.model_dump()))
     report_stage(folder)
+    archive_stage(folder)
     return folder
 
 
@@ -85,9 +88,11 @@ def tune(
         raise UserError(f"{where}: tune: is required to search: the space and the law of trials")
     folder = RunFolder(Path(runs) / recipe.name)
     search = prepare_search(recipe, folder, where, only_resume=only_resume)
+    begin_archive(recipe, folder)
     with session(folder, recipe.resources.cpus) as ray_session:
         search_stage(search, ray_session)
     evaluate_stage(folder.read_recipe(), folder)
+    archive_stage(folder)
     return folder
 
 
@@ -97,6 +102,8 @@ def resolve(
     name: str | None = None,
     data_root: str | Path | None = None,
     workers: int | None = None,
+    archive: str | None = None,
+    archive_private: bool = False,
 ) -> Recipe:
     """The recipe with what the command line adds; its paths are made absolute.
 
@@ -111,6 +118,10 @@ def resolve(
         overrides["data.root"] = str(Path(data_root).expanduser().resolve())
     if workers is not None:
         overrides["resources.workers"] = workers
+    if archive is not None:
+        overrides["resources.archive"] = archive
+    if archive_private:
+        overrides["resources.archive_private"] = True
     if isinstance(recipe, Recipe):
         raw = recipe.model_dump(mode="json")
         for key, value in overrides.items():
@@ -170,6 +181,22 @@ def session(folder: RunFolder, workers_cpus: float = 0) -> Iterator[Session]:
         raise Interrupted("interrupted; the same command continues where it stopped") from None
 
 
+def begin_archive(recipe: Recipe, folder: RunFolder) -> None:
+    """Claim the archive that the recipe asks for, before anything is computed."""
+    resources = recipe.resources
+    archive = Archive.begin(folder, resources.archive, resources.archive_private)
+    if archive is not None:
+        console.say(archive.notice)
+
+
+def archive_stage(folder: RunFolder) -> None:
+    """Bring the run's archive up to date, if it has one."""
+    archive = Archive.of(folder)
+    if archive is not None:
+        archive.update()
+        console.say(f"archive: {archive.store.url} is up to date")
+
+
 def public_stage(recipe: Recipe, where: str) -> None:
     """The recipe's public pre-training, when it has one and its folder is not there yet."""
     if recipe.public is None or recipe.model.pretrained is None:
@@ -194,7 +221,7 @@ def train_stage(job: TrainJob, ray_session: Session) -> None:
         f"{job.plan.guarantee()}"
     )
     with console.progress("training", "steps") as show:
-        train(job, ray_session, show)
+        train(job, ray_session, show, console.say)
 
 
 def search_stage(search: Search, ray_session: Session) -> None:

@@ -294,6 +294,26 @@ class ResourcesRecipe(_Section):
     certify_actors: Count | None = Field(
         default=None, description="default: one for each CPU or GPU"
     )
+    archive: str | None = Field(
+        default=None, description="copy the run to s3://BUCKET/PREFIX (gs://, file://) as it goes"
+    )
+    archive_private: bool = Field(
+        default=False,
+        description="the private state too, so that a lost run folder can be brought back",
+    )
+
+    @model_validator(mode="after")
+    def _closed_archive(self) -> ResourcesRecipe:
+        # Not a rule of the field: its complaint would repeat a password.
+        address = self.archive
+        if address is not None and not re.fullmatch(r"(s3|gs|file)://[^@\s]+", address):
+            raise ValueError(
+                "archive must be s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or file:///FOLDER, "
+                "without credentials: those come from the environment"
+            )
+        if self.archive_private and address is None:
+            raise ValueError("archive_private needs archive, the place to copy to")
+        return self
 
     @property
     def cpus(self) -> float:
@@ -343,6 +363,11 @@ class Recipe(_Section):
             raise ValueError(
                 f"method {self.method.name} puts noise behind the first layer, which would be the "
                 "frozen denoiser's: take a method without hidden noise"
+            )
+        if self.tune is not None and self.resources.archive_private:
+            raise ValueError(
+                "resources.archive_private does not go with tune: what the trials of a search have "
+                "released is not known from an archive; leave it out, and keep the run folder"
             )
         has_noise = isinstance(self.method, HiddenNoiseMethod)
         if self.certify is not None and self.certify.sigma is None and not has_noise:

@@ -119,6 +119,21 @@ class RunFolder:
         return self.private / "checkpoints"
 
     @property
+    def archive(self) -> Path:
+        """Of a run that is archived: where, and the claim by which this folder owns the place."""
+        return self.private / "archive.json"
+
+    @property
+    def permit_asked(self) -> Path:
+        """Which steps the training wants the archive to know of before they are released."""
+        return self.private / "permit-asked.json"
+
+    @property
+    def permit(self) -> Path:
+        """Which of them it does know of."""
+        return self.private / "permit.json"
+
+    @property
     def log(self) -> Path:
         return self.private / "ray.log"
 

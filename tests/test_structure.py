@@ -25,6 +25,14 @@ ALLOWED = {
     "dpdist.recipe": {"dpdist.errors", "dpdist.methods", "dpdist.search_options"},
     "dpdist.runfolder": {"dpdist.errors", "dpdist.recipe", "dpdist.__init__", "cluster"},
     "dpdist.exporting": {"dpdist.errors", "dpdist.runfolder"},
+    "dpdist.archive": {
+        "dpdist.errors",
+        "dpdist.runfolder",
+        "dpdist.exporting",
+        "dpdist.privacy",
+        "dpdist.__init__",
+        "cluster",
+    },
     "dpdist.certification": {
         "dpdist.errors",
         "dpdist.privacy",
@@ -34,6 +42,7 @@ ALLOWED = {
     },
     "dpdist.attacks": {"dpdist.errors", "dpdist.models", "dpdist.certification", "cluster"},
     "dpdist.training": {
+        "dpdist.archive",
         "dpdist.errors",
         "dpdist.recipe",
         "dpdist.runfolder",

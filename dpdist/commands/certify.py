@@ -11,11 +11,11 @@ import typer
 from dpdist.commands.options import (
     RUNS,
     Actors,
+    ArchivedRunArgument,
     DataRoot,
     Every,
     MaxInputs,
     Output,
-    RunArgument,
     Runs,
     Start,
 )
@@ -30,7 +30,7 @@ DEFAULT_RADII = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 def command(
-    run: RunArgument,
+    run: ArchivedRunArgument,
     runs: Runs = RUNS,
     data_root: DataRoot = None,
     sigma: Annotated[float | None, typer.Option(help="Noise, in input units.")] = None,
@@ -71,10 +71,10 @@ def command(
     Settings not given are the recipe's. --rebound and --merge work on stored counts, without the
     model: on the table in --output, or on all tables of the run.
     """
+    from dpdist.archive import open_anywhere
     from dpdist.certification import table as tables
-    from dpdist.runfolder import open_run
 
-    folder = open_run(run, runs)
+    folder = open_anywhere(run, runs)
     if merge:
         table, path = _merged(folder, output)
     elif rebound is not None:
@@ -92,6 +92,10 @@ def command(
         tables.write_cohen_tsv(table, tsv, timings(path.parent))
     if csv is not None:
         tables.write_csv(table, csv)
+    if folder.archive.exists():
+        from dpdist import pipeline
+
+        pipeline.archive_stage(folder)
     _print(table, path)
 
 

@@ -186,10 +186,40 @@ def fetch(
     runs: ClusterRuns = None,
     into: Into = INTO,
 ) -> None:
-    """Fetch the report, certificates and released files of a run; private files stay."""
+    """Fetch the report, certificates and released files of a run; private files stay.
+
+    RUN may be the address of the run's archive (s3://BUCKET/PREFIX); no cluster is needed then.
+    """
     from cluster.jobs import Jobs
+    from dpdist import archive
+
+    if archive.is_address(run):
+        target, paths = archive.fetch(run, into)
+        typer.echo(f"fetched {len(paths)} files into {target}")
+        return
 
     _fetch(Jobs(address), run, runs, into)
+
+
+@app.command("restore")
+def restore(
+    address: Annotated[str, typer.Argument(metavar="URL", help="s3://BUCKET/PREFIX.")],
+    runs: LocalRuns = RUNS,
+    name: Annotated[str | None, typer.Option("--name", help="Name of the run here.")] = None,
+) -> None:
+    """Bring a lost run folder back from its private archive, to be continued by its recipe.
+
+    Takes the archive over: should the old folder still exist somewhere, it cannot go on. Steps
+    that the old folder may have released after the archived ledger are charged.
+    """
+    from dpdist import archive
+
+    folder, charged = archive.restore(address, runs, name)
+    typer.echo(f"restored {folder.path}")
+    if charged:
+        typer.echo(
+            f"charged {charged:,} steps that may have been released before the folder was lost"
+        )
 
 
 @app.command("export", hidden=True)

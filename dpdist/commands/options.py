@@ -11,6 +11,12 @@ RecipeArgument = Annotated[
     str,
     typer.Argument(metavar="RECIPE", help="A recipe file, or the name of one that comes along."),
 ]
+ArchivedRunArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN", help="A run folder, its name under --runs, or its archive's address."
+    ),
+]
 RunArgument = Annotated[
     str, typer.Argument(metavar="RUN", help="A run folder, or its name under --runs.")
 ]
@@ -27,6 +33,17 @@ DataRoot = Annotated[
 ]
 Workers = Annotated[
     int | None, typer.Option("--workers", min=1, help="Training workers (resources.workers).")
+]
+Archive = Annotated[
+    str | None,
+    typer.Option("--archive", help="Copy the run there as it goes: s3://BUCKET/PREFIX."),
+]
+ArchivePrivate = Annotated[
+    bool,
+    typer.Option(
+        "--archive-private",
+        help="The private state too (run key, ledger, checkpoints): brings a lost folder back.",
+    ),
 ]
 # Of the commands that take inputs of the test split, on Ray actors.
 Start = Annotated[int | None, typer.Option(help="First input.")]

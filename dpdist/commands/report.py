@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dpdist.commands.options import RUNS, RunArgument, Runs
+from dpdist.commands.options import RUNS, ArchivedRunArgument, Runs
 
 
-def command(run: RunArgument, runs: Runs = RUNS) -> None:
+def command(run: ArchivedRunArgument, runs: Runs = RUNS) -> None:
     """Write report/index.html of a run: one file that opens offline."""
     from dpdist import console, pipeline
-    from dpdist.runfolder import open_run
+    from dpdist.archive import open_anywhere
 
-    folder = open_run(run, runs)
+    folder = open_anywhere(run, runs)
     folder.require_trained()
     pipeline.report_stage(folder)
+    pipeline.archive_stage(folder)
     print(console.table(pipeline.summary(folder), title=f"run {folder.name}"))

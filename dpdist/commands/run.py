@@ -6,7 +6,16 @@ from typing import Annotated
 
 import typer
 
-from dpdist.commands.options import RUNS, DataRoot, Name, RecipeArgument, Runs, Workers
+from dpdist.commands.options import (
+    RUNS,
+    Archive,
+    ArchivePrivate,
+    DataRoot,
+    Name,
+    RecipeArgument,
+    Runs,
+    Workers,
+)
 
 
 def command(
@@ -15,6 +24,8 @@ def command(
     runs: Runs = RUNS,
     data_root: DataRoot = None,
     workers: Workers = None,
+    archive: Archive = None,
+    archive_private: ArchivePrivate = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the plan: epsilon, steps, memory, time.")
     ] = False,
@@ -22,7 +33,10 @@ def command(
     """Train privately, certify and report, as the recipe says. Continues what was interrupted."""
     from dpdist import console, pipeline
 
-    resolved = pipeline.resolve(recipe, name=name, data_root=data_root, workers=workers)
+    resolved = pipeline.resolve(
+        recipe, name=name, data_root=data_root, workers=workers, archive=archive,
+        archive_private=archive_private,
+    )  # fmt: skip
     if dry_run:
         from dpdist.training.estimate import describe
 

@@ -184,6 +184,10 @@ class Ledger(OnJournal):
         """step -> number of distinct releases (one per epoch in which it was announced)."""
         return dict(self._per_step)
 
+    def steps_of(self, epoch: int) -> set[int]:
+        """The steps that were released in one attempt epoch."""
+        return {step for of, step in self._releases if of == epoch}
+
     @property
     def events(self) -> list[dict[str, Any]]:
         """Other releases: name, event (a phase's dict), id."""

@@ -50,6 +50,7 @@ from dpdist.training.job import (
 )
 from dpdist.training.monitor import Monitor
 from dpdist.training.optimizer import FlatOptimizer
+from dpdist.training.permit import PermitGate
 from dpdist.training.reducer import MissingRank, Reducer
 
 
@@ -147,6 +148,7 @@ def run(job: TrainJob, reducer: Reducer, until: int | None = None) -> None:
             read_run_key(folder), "run", plan.fingerprint(), dataset.fingerprint, "trial", 0
         )
         monitor = Monitor(job, plan.steps, start) if first else None
+        permit = None if ledger is None else PermitGate(folder, ledger.epoch, start, plan.steps)
         shards = _shards(plan.records, reducer, recipe.training.reproducible)
 
         def draws(todo: StepPlan, rate: float) -> Draws:
@@ -188,7 +190,8 @@ def run(job: TrainJob, reducer: Reducer, until: int | None = None) -> None:
             total, save_now = reducer.sum(rows, first and due)
 
             summed = total.cpu().numpy()
-            if ledger is not None:
+            if ledger is not None and permit is not None:
+                permit.wait(step)
                 _announce(ledger, step, key, attempt, summed)
             noise_key = derive_key(key, "noise", attempt, step)
             noisy = add_noise(summed, noise_key, todo.noise_std)

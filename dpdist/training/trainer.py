@@ -16,6 +16,7 @@ from cluster.errors import ClusterError
 from cluster.packages import check_nodes
 from cluster.session import Session
 from cluster.storage import private_folder, write_atomic
+from dpdist.archive import Archive
 from dpdist.errors import NoRoom, UserError
 from dpdist.gradients.keys import key_id
 from dpdist.privacy.budget import BudgetExceeded, DataBudget
@@ -32,10 +33,11 @@ def train(
     job: TrainJob,
     session: Session,
     progress: Progress = lambda done, total, rate: None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Train to the end of the plan and return the summary; a finished run returns at once.
 
-    job: from `dpdist.training.job.prepare`.
+    job: from `dpdist.training.job.prepare`. say: hears of an archive that cannot be written.
 
     Worker failures are retried by Ray Train up to resources.max_failures times, each from the
     newest checkpoint as an exact replay. Raises UserError, ClusterError.
@@ -45,7 +47,8 @@ def train(
         if not folder.trained.exists():
             _check_room(job.recipe, session)
             check_nodes(PACKAGES, folder.private)
-            _wait(job, progress)
+            archive = Archive.of(folder)
+            _wait(job, progress, archive.follow(say) if archive else lambda: None)
     return folder.require_trained()
 
 
@@ -174,8 +177,9 @@ def _check_room(recipe: Recipe, session: Session) -> None:
         )
 
 
-def _wait(job: TrainJob, progress: Progress) -> None:
-    """Fit in a thread and show progress meanwhile. Ray would take Ctrl-C from the main thread."""
+def _wait(job: TrainJob, progress: Progress, look: Callable[[], None]) -> None:
+    """Fit in a thread, show progress and `look` meanwhile. Ray would take Ctrl-C from the main
+    thread."""
     errors: list[BaseException] = []
 
     def fit_and_keep_errors() -> None:
@@ -189,6 +193,7 @@ def _wait(job: TrainJob, progress: Progress) -> None:
     while thread.is_alive():
         thread.join(0.5)
         _show(job.folder.progress, progress)
+        look()
     if errors:
         raise errors[0]
 

@@ -1,0 +1,152 @@
+"""Whole objects under one prefix of S3, Google Cloud Storage, or a file system, by pyarrow.fs.
+
+Credentials come from the environment (AWS_ACCESS_KEY_ID, an instance's role, ...), never from the
+address. AWS_ENDPOINT_URL, or ``?endpoint_override=HOST:PORT&scheme=http`` in the address, leads to
+another store that speaks S3. The store must be strongly consistent: what was written is read and
+listed at once, as in S3 since December 2020, MinIO, Ceph and Google Cloud Storage.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from cluster.errors import ClusterError
+
+SCHEMES = ("s3", "gs", "file")
+_OPTIONS = {"region", "scheme", "endpoint_override"}
+_PIECE = 8 * 2**20  # bytes
+
+
+class Missing(ClusterError):
+    """There is no object of that name."""
+
+
+def check_url(url: str) -> None:
+    """Raise ClusterError unless `url` names a prefix. Never repeats an address with a password."""
+    parts = urlsplit(url)
+    if "@" in parts.netloc or set(parse_qs(parts.query)) - _OPTIONS:
+        raise ClusterError(
+            "the archive's address may not hold credentials or options besides "
+            f"{', '.join(sorted(_OPTIONS))}: credentials come from the environment"
+        )
+    prefix = parts.path.strip("/")
+    if parts.scheme not in SCHEMES or not prefix or (parts.scheme != "file" and not parts.netloc):
+        raise ClusterError(
+            f"{url}: must be s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or file:///FOLDER"
+        )
+
+
+class ObjectStore:
+    """Objects by name, each written whole. Raises ClusterError when the store cannot be used."""
+
+    def __init__(self, url: str) -> None:
+        from pyarrow import fs
+
+        check_url(url)
+        self.url = url.rstrip("/")
+        with self._errors():
+            self._fs, root = fs.FileSystem.from_uri(self.url)
+        self._root = root.rstrip("/")
+        self._local = isinstance(self._fs, fs.LocalFileSystem)
+
+    @contextmanager
+    def _errors(self, name: str = "") -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError as error:
+            raise Missing(f"{self.url}: there is no {name or 'such bucket'}") from error
+        except (OSError, ValueError) as error:
+            said = str(error).strip().splitlines()[0]
+            raise ClusterError(f"{self.url}: {name + ': ' if name else ''}{said}") from error
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}"
+
+    def put(self, name: str, source: bytes | Path) -> tuple[str, int]:
+        """Write an object; returns the digest and size of what was written."""
+        digest, size = hashlib.blake2b(digest_size=32), 0
+        target = self._path(name)
+        partial = f"{target}.{secrets.token_hex(4)}" if self._local else target
+        with self._errors(name):
+            if self._local:
+                self._fs.create_dir(target.rpartition("/")[0], recursive=True)
+            with self._fs.open_output_stream(partial) as stream:
+                for piece in _pieces(source):
+                    stream.write(piece)
+                    digest.update(piece)
+                    size += len(piece)
+            if self._local:
+                self._fs.move(partial, target)
+        return digest.hexdigest(), size
+
+    def get(self, name: str) -> bytes:
+        """An object's content. Raises Missing."""
+        with self._errors(name), self._fs.open_input_stream(self._path(name)) as stream:
+            return stream.read()
+
+    def download(self, name: str, target: Path) -> tuple[str, int]:
+        """Copy an object into the new file `target`; returns its digest and size. Raises
+        Missing."""
+        digest, size = hashlib.blake2b(digest_size=32), 0
+        with (
+            self._errors(name),
+            self._fs.open_input_stream(self._path(name)) as stream,
+            open(target, "xb") as file,
+        ):
+            while piece := stream.read(_PIECE):
+                file.write(piece)
+                digest.update(piece)
+                size += len(piece)
+        return digest.hexdigest(), size
+
+    def names(self, folder: str) -> list[str]:
+        """The names directly in `folder`, sorted."""
+        from pyarrow import fs
+
+        with self._errors(folder):
+            selector = fs.FileSelector(self._path(folder), allow_not_found=True)
+            return sorted(info.base_name for info in self._fs.get_file_info(selector))
+
+    def delete(self, name: str) -> None:
+        """Remove an object; one that is gone already is no error."""
+        with self._errors(name):
+            try:
+                self._fs.delete_file(self._path(name))
+            except FileNotFoundError:
+                return
+
+    def readable_by_all(self, name: str) -> bool:
+        """Whether somebody without credentials can read this object (of S3; False elsewhere)."""
+        from pyarrow import fs
+
+        parts = urlsplit(self.url)
+        if parts.scheme != "s3":
+            return False
+        options: dict[str, Any] = {key: values[0] for key, values in parse_qs(parts.query).items()}
+        options.setdefault("region", getattr(self._fs, "region", None))
+        endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+        if endpoint and "endpoint_override" not in options:
+            options["endpoint_override"] = endpoint
+        try:
+            stranger = fs.S3FileSystem(anonymous=True, **options)
+            with stranger.open_input_stream(self._path(name)) as stream:
+                stream.read(1)
+        except OSError:
+            return False
+        return True
+
+
+def _pieces(source: bytes | Path) -> Iterator[bytes]:
+    if isinstance(source, bytes):
+        yield source
+        return
+    with open(source, "rb") as file:
+        while piece := file.read(_PIECE):
+            yield piece
