@@ -19,6 +19,6 @@ def command(recipe: RecipeArgument, data_root: DataRoot = None) -> None:
     with console.progress("pretraining, WITHOUT privacy", "steps") as show:
         folder, score = pretrain(resolved, recipe, show)
     of = f"{100 * score:.2f} % of the test split"
-    if resolved.public is not None and resolved.public.sigma is not None:
+    if resolved.public is not None and resolved.model.denoiser is not None:
         of = f"noise {resolved.public.sigma:g} on the test split reduced to {score:.4f}"
     typer.echo(f"{folder}: {of}; trained on public records")
