@@ -17,6 +17,7 @@ from dpdist.gradients.clipping import (
 )
 from dpdist.gradients.engine import GradientEngine, Objective
 from dpdist.gradients.perturbations import Draws, HiddenDraws, InputDraws, OneHiddenDraw
+from dpdist.methods.consistency import agreed_targets, weighted_cross_entropy
 from dpdist.methods.dplis import dplis_draws
 from dpdist.methods.options import (
     DPSGD,
@@ -41,19 +42,30 @@ class Task:
     """What is learned: per-example losses (B,) of (outputs, targets).
 
     part: the submodule that is trained and whose outputs count; None for the whole model.
-    reconstructs: the targets are the clean inputs instead of the labels.
+    reconstructs: the targets are the clean inputs instead of the labels. consistency: weight of
+    the agreement of a record's noisy copies.
     """
 
     losses: Objective = cross_entropy
     part: str | None = None
     reconstructs: bool = False
+    consistency: float = 0.0
 
     def module(self, model: nn.Module) -> nn.Module:
         """The part of `model` to train."""
         return model if self.part is None else model.get_submodule(self.part)
 
-    def targets(self, inputs: Tensor, labels: Tensor) -> Tensor:
-        """What the outputs are compared with."""
+    def targets(
+        self,
+        engine: GradientEngine,
+        inputs: Tensor,
+        labels: Tensor,
+        draw_key: bytes,
+        record_ids: Tensor,
+    ) -> Tensor:
+        """What the outputs are compared with; row b depends on record b, the key and the model."""
+        if self.consistency:
+            return agreed_targets(engine, inputs, labels, self.consistency, draw_key, record_ids)
         return inputs if self.reconstructs else labels
 
 
@@ -61,6 +73,8 @@ def task_for(method: Method) -> Task:
     """The task of a method: classification, but for those that train a denoiser."""
     if isinstance(method, TransDenoiser):
         return Task(squared_error, DENOISER, reconstructs=True)
+    if isinstance(method, InputNoise) and method.consistency:
+        return Task(weighted_cross_entropy, consistency=method.consistency)
     return Task()
 
 

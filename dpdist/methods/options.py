@@ -46,11 +46,21 @@ class DPlis(_Options):
 
 class InputNoise(_Options):
     """Each record's gradient averaged over noisy copies of its input before the clip
-    (augmentation)."""
+    (augmentation).
+
+    consistency: weight of the term that lets a record's copies agree (Jeong & Shin, NeurIPS 2020).
+    """
 
     name: Literal["input-noise"] = "input-noise"
     sigma: Annotated[float, Field(gt=0)]
     draws: Annotated[int, Field(ge=1)] = 4
+    consistency: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+
+    @model_validator(mode="after")
+    def _copies_to_agree(self) -> InputNoise:
+        if self.consistency and self.draws < 2:
+            raise ValueError("consistency is between a record's copies: give draws >= 2")
+        return self
 
 
 class Redistribution(_Options):

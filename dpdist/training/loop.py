@@ -175,12 +175,9 @@ def run(job: TrainJob, reducer: Reducer, until: int | None = None) -> None:
                 )  # fmt: skip
                 inputs = dataset.batch(members).to(reducer.device)
                 labels = dataset.targets(members).to(reducer.device)
-                clipped = engine.clipped_sum(
-                    inputs,
-                    task.targets(inputs, labels),
-                    draw_key=draw_key,
-                    record_ids=torch.from_numpy(members),
-                )
+                ids = torch.from_numpy(members)
+                targets = task.targets(engine, inputs, labels, draw_key, ids)
+                clipped = engine.clipped_sum(inputs, targets, draw_key=draw_key, record_ids=ids)
                 rows[row] = clipped.flat
                 examples += clipped.examples
                 nonfinite += clipped.nonfinite

@@ -1,0 +1,45 @@
+"""Consistency of a record's noisy copies (Jeong & Shin, NeurIPS 2020), inside its own clip.
+
+To the cross-entropy of each of a record's K noisy copies, weight * KL(mean || p_k) is added: the
+divergence of its prediction p_k from the mean of the K predictions, which is held constant. So the
+copies learn to agree, which is what randomised smoothing certifies. The mean is of the record's own
+copies only; the gradients are clipped per record afterwards, so it costs no privacy.
+
+Up to a constant the sum of both is the cross-entropy against weighted classes, onehot(label) +
+weight * mean. That is how it is computed.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dpdist.gradients.engine import GradientEngine
+
+_CHUNK = 1024
+
+
+def weighted_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Logits (B, C) and weights of the classes (B, C), >= 0, of any sum, to losses (B,)."""
+    return -(targets * outputs.log_softmax(1)).sum(1)
+
+
+def agreed_targets(
+    engine: GradientEngine,
+    inputs: Tensor,
+    labels: Tensor,
+    weight: float,
+    draw_key: bytes,
+    record_ids: Tensor,
+) -> Tensor:
+    """Class weights (B, C) for `weighted_cross_entropy`, from the engine's draws of this key."""
+    parts = []
+    with torch.no_grad():
+        for seen, ids in zip(inputs.split(_CHUNK), record_ids.split(_CHUNK), strict=True):
+            copies = [
+                engine.model(engine.draws.inputs(seen, ids, draw_key, k)).softmax(1)
+                for k in range(engine.draws.count)
+            ]
+            parts.append(torch.stack(copies).mean(0))
+    mean = torch.cat(parts)
+    return torch.nn.functional.one_hot(labels, mean.shape[1]).to(mean) + weight * mean

@@ -1,0 +1,101 @@
+"""The consistency term: against the divergence by autograd, record by record, and its privacy."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from dpdist.errors import UserError
+from dpdist.gradients.clipping import FlatClipping
+from dpdist.gradients.engine import GradientEngine
+from dpdist.gradients.perturbations import InputDraws
+from dpdist.methods.compose import task_for
+from dpdist.methods.consistency import agreed_targets, weighted_cross_entropy
+from dpdist.methods.options import InputNoise
+from dpdist.recipe import parse
+
+KEY, DRAWS, WEIGHT = bytes(range(32)), 3, 4.0
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+
+
+def batch(count: int = 5) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(count, 6, generator=generator)
+    return inputs, torch.arange(count) % 4, 10 + 3 * torch.arange(count)
+
+
+def engine(clip_norm: float = 1e6) -> GradientEngine:
+    return GradientEngine(
+        network(), weighted_cross_entropy, clipping=FlatClipping(clip_norm),
+        draws=InputDraws(DRAWS, 0.5),
+    )  # fmt: skip
+
+
+def clipped_sum(of: GradientEngine, inputs, labels, ids) -> torch.Tensor:
+    task = task_for(InputNoise(sigma=0.5, draws=DRAWS, consistency=WEIGHT))
+    targets = task.targets(of, inputs, labels, KEY, ids)
+    return of.clipped_sum(inputs, targets, draw_key=KEY, record_ids=ids).flat
+
+
+def by_hand(clip_norm: float, weight: float = WEIGHT) -> torch.Tensor:
+    """Sum of clipped gradients of mean_k [CE_k + weight KL(mean || p_k)], one record at a time."""
+    of, total = engine(), 0.0
+    for x, label, record in zip(*batch(), strict=True):
+        copies = [of.draws.inputs(x[None], record[None], KEY, k) for k in range(DRAWS)]
+        logs = [of.model(copy).log_softmax(1)[0] for copy in copies]
+        mean = torch.stack([log.exp() for log in logs]).mean(0).detach()
+        losses = [-log[label] + weight * (mean * (mean.log() - log)).sum() for log in logs]
+        gradients = torch.autograd.grad(sum(losses) / DRAWS, list(of.model.parameters()))
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        total = total + flat * min(1.0, clip_norm / float(flat.norm()))
+    return total
+
+
+@pytest.mark.parametrize("clip_norm", [0.3, 1e6])
+def test_gradients_are_those_of_the_divergence(clip_norm):
+    ours = clipped_sum(engine(clip_norm), *batch())
+    torch.testing.assert_close(ours, by_hand(clip_norm), rtol=1e-4, atol=1e-5)
+    # The comparison can fail: without the term, or with another weight, the sum is another.
+    for weight in (0.0, 1.5 * WEIGHT):
+        assert float((ours - by_hand(clip_norm, weight)).norm()) > 1e-2 * float(ours.norm())
+
+
+def test_a_record_changes_the_sum_by_no_more_than_the_clip():
+    inputs, labels, ids = batch()
+    whole = clipped_sum(engine(0.3), inputs, labels, ids)
+    for gone in range(len(ids)):
+        rest = [k for k in range(len(ids)) if k != gone]
+        less = clipped_sum(engine(0.3), inputs[rest], labels[rest], ids[rest])
+        assert float((whole - less).norm()) <= 0.3 * (1 + 1e-5)
+
+
+def test_a_mean_over_the_batch_would_be_noticed():
+    inputs, labels, ids = batch()
+    of = engine(0.3)
+    right = agreed_targets(of, inputs, labels, WEIGHT, KEY, ids)
+    one_hot = nn.functional.one_hot(labels, 4).float()
+    mixed = one_hot + (right - one_hot).mean(0)  # another record's predictions inside the clip
+    assert float((mixed - right).abs().max()) > 0.05
+    less = agreed_targets(of, inputs[1:], labels[1:], WEIGHT, KEY, ids[1:])
+    torch.testing.assert_close(right[1:], less)
+
+
+def test_an_empty_batch_has_empty_targets():
+    inputs, labels, ids = (part[:0] for part in batch())
+    assert agreed_targets(engine(), inputs, labels, WEIGHT, KEY, ids).shape == (0, 4)
+
+
+def test_one_copy_cannot_agree():
+    raw = {
+        "name": "run", "data": {"name": "digits"}, "model": "linear",
+        "method": {"name": "input-noise", "sigma": 0.25, "draws": 1, "consistency": 5},
+        "privacy": {"noise_multiplier": 1.0, "delta": 1e-4},
+        "training": {"batch_size": 40, "steps": 1, "learning_rate": 0.1},
+    }  # fmt: skip
+    with pytest.raises(UserError, match="draws >= 2"):
+        parse(raw, "test")
