@@ -248,7 +248,10 @@ def _follow_and_fetch(jobs: Jobs, job: str, into: Path) -> None:
         ) from None
     if ended.state != "SUCCEEDED":
         reason = (ended.message.strip().splitlines() or [""])[0]
-        raise ClusterError(f"job {job} {ended.state.lower()}: {reason}")
+        again = "; submitting the same recipe again continues the run"
+        raise ClusterError(
+            f"job {job} {ended.state.lower()}: {reason}" + again * ("run" in ended.metadata)
+        )
     run = ended.metadata.get("run")
     if run:
         _fetch(jobs, run, ended.metadata.get("runs") or None, into)

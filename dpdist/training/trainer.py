@@ -16,6 +16,7 @@ from cluster.errors import ClusterError
 from cluster.packages import check_nodes
 from cluster.session import Session
 from cluster.storage import private_folder, write_atomic
+from cluster.waiting import Room
 from dpdist.archive import Archive
 from dpdist.errors import NoRoom, UserError
 from dpdist.gradients.keys import key_id
@@ -37,7 +38,8 @@ def train(
 ) -> dict[str, Any]:
     """Train to the end of the plan and return the summary; a finished run returns at once.
 
-    job: from `dpdist.training.job.prepare`. say: hears of an archive that cannot be written.
+    job: from `dpdist.training.job.prepare`. say: hears of an archive that cannot be written, and of
+    a cluster that has become too small.
 
     Worker failures are retried by Ray Train up to resources.max_failures times, each from the
     newest checkpoint as an exact replay. Raises UserError, ClusterError.
@@ -48,7 +50,10 @@ def train(
             _check_room(job.recipe, session)
             check_nodes(PACKAGES, folder.private)
             archive = Archive.of(folder)
-            _wait(job, progress, archive.follow(say) if archive else lambda: None)
+            looks = [archive.follow(say)] if archive else []
+            if not session.local:
+                looks.append(_room(job.recipe, say).look)
+            _wait(job, progress, looks)
     return folder.require_trained()
 
 
@@ -177,9 +182,15 @@ def _check_room(recipe: Recipe, session: Session) -> None:
         )
 
 
-def _wait(job: TrainJob, progress: Progress, look: Callable[[], None]) -> None:
-    """Fit in a thread, show progress and `look` meanwhile. Ray would take Ctrl-C from the main
-    thread."""
+def _room(recipe: Recipe, say: Callable[[str], None]) -> Room:
+    resources = recipe.resources
+    need = {"CPU": resources.cpus, "GPU": resources.workers * resources.gpus_per_worker}
+    return Room("training", need, say)
+
+
+def _wait(job: TrainJob, progress: Progress, looks: Sequence[Callable[[], None]]) -> None:
+    """Fit in a thread, show progress and call `looks` meanwhile. Ray would take Ctrl-C from the
+    main thread."""
     errors: list[BaseException] = []
 
     def fit_and_keep_errors() -> None:
@@ -193,7 +204,8 @@ def _wait(job: TrainJob, progress: Progress, look: Callable[[], None]) -> None:
     while thread.is_alive():
         thread.join(0.5)
         _show(job.folder.progress, progress)
-        look()
+        for look in looks:
+            look()
     if errors:
         raise errors[0]
 

@@ -1,0 +1,34 @@
+"""A cluster that has become too small for the work is named once, and once that it is whole."""
+
+from cluster.waiting import Room
+
+
+def test_a_missing_host_is_told_once_each_time():
+    said: list[str] = []
+    have = {"CPU": 2.0, "GPU": 0.0}
+    room = Room("training", {"CPU": 2, "GPU": 0}, said.append, lambda: dict(have), look_every=0)
+    room.look()
+    assert said == []
+    for _ in range(2):
+        have["CPU"] = 1.0
+        room.look()
+        room.look()
+        have["CPU"] = 2.0
+        room.look()
+        room.look()
+    assert len(said) == 4
+    assert said[0].startswith("training: waits for hosts: the cluster has 1 of 2 CPUs; ")
+    assert said[1] == "training: the cluster has room again" and said[2:] == said[:2]
+
+
+def test_it_does_not_ask_ray_at_every_look():
+    asked: list[int] = []
+
+    def have() -> dict[str, float]:
+        asked.append(1)
+        return {}
+
+    room = Room("training", {"CPU": 1}, lambda line: None, have, look_every=60)
+    for _ in range(5):
+        room.look()
+    assert not asked
