@@ -5,7 +5,8 @@ Every row is made by the commands that a user has: `dpdist pretrain` once, then 
 denoiser before a private classifier `dpdist denoise` and `dpdist certify`. The classifier alone,
 which is no run, goes through the jobs that those commands start. All share one Ray session (or the
 cluster at RAY_ADDRESS). What is done is not done again: the same command continues, --only makes a
-part, --minutes begins no further run after so many.
+part, --minutes begins no further run after so many. --eigenvalues: S_min itself, of denoisers
+small enough for all eigenvalues.
 
     python benchmarks/transdenoiser.py --data-root data [--out DIR] [--only PATTERN ...] [--quick]
 """
@@ -251,6 +252,45 @@ class Measured:
         return self.attacks.accuracy("pgd", size)
 
 
+def eigenvalues(activation: str, data_root: Path | None, sigma: float = 0.25) -> list[np.ndarray]:
+    """All eigenvalues of (1/B^2) sum A_i A_i^T in float64, ascending, of a denoiser of 208
+    parameters: before and after 200 steps on public records. B = 64 public records, of which those
+    with a remainder >= 0 count."""
+    import torch
+
+    from dpdist import data, models
+    from dpdist.methods.mixed_jacobian import MixedJacobian
+    from dpdist.methods.transdenoiser import remainders, squared_error
+
+    name = "digits" if data_root is None else "mnist"
+    public = data.load(data.Source(name, 10, data_root), "train").part(0.0, 0.5)
+    options = {"channels": [2, 3], "activation": activation}
+    spec = models.ModelSpec("conv-autoencoder", public.input_shape, 10, options)
+    denoiser = models.initialise(spec, 0).double()
+    generator = torch.Generator().manual_seed(0)
+
+    def noised(x: torch.Tensor) -> torch.Tensor:
+        return x + sigma * torch.randn(x.shape, generator=generator, dtype=x.dtype)
+
+    def spectrum() -> np.ndarray:
+        x = public.batch(slice(0, 64)).double()
+        chosen = x[remainders(denoiser, x, noised(x)) >= 0]
+        part = MixedJacobian(denoiser, squared_error, chosen, chosen)
+        identity = torch.eye(part.width, dtype=torch.float64)
+        m = torch.stack([part.squares(column) for column in identity]) / len(x) ** 2
+        return torch.linalg.eigvalsh((m + m.T) / 2).numpy()
+
+    before = spectrum()
+    optimizer = torch.optim.Adam(denoiser.parameters(), 3e-3)
+    rows = np.random.default_rng(0)
+    for _ in range(200):
+        x = public.batch(rows.choice(len(public), 256, replace=False)).double()
+        optimizer.zero_grad()
+        squared_error(denoiser(noised(x)), x).mean().backward()
+        optimizer.step()
+    return [before, spectrum()]
+
+
 def attacked(folder: Path) -> bool:
     """Whether the last stage of a run is done."""
     return bool(list(folder.glob("attacks/*/attacks.parquet")))
@@ -422,7 +462,20 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--minutes", type=float, default=float("inf"))
     parser.add_argument("--quick", action="store_true", help="digits, three steps: a smoke test")
+    parser.add_argument("--eigenvalues", action="store_true")
     given = parser.parse_args(arguments)
+    if given.eigenvalues:
+        for activation in ("relu", "tanh"):
+            for when, found in zip(
+                ("initial", "trained"), eigenvalues(activation, given.data_root), strict=True
+            ):
+                zeros = int((found < 1e-14 * found[-1]).sum())
+                print(
+                    f"{activation}, {when}: {len(found)} eigenvalues from {found[0]:.3g} to "
+                    f"{found[-1]:.3g}, {zeros} of them 0; credit of 200 steps at noise 0.25: "
+                    f"{(200 * max(0.0, found[0])) ** 0.5 * 0.25:.3g}"
+                )
+        return
     bench = Bench(given.out, given.data_root, given.quick)
     everything = rows(1 if given.quick else given.repeats)
     bench.make_all(bench.missing(everything, given.only), given.minutes)

@@ -146,6 +146,14 @@ def test_the_benchmark_shows_what_algorithm_1_measured(benchmark, tmp_path):
     assert "activation" not in benchmark.QUICK_NETWORKS["denoiser"]["options"]
 
 
+def test_exact_eigenvalues_relu_has_zeros_and_tanh_has_none(benchmark):
+    """One zero for each hidden channel of a ReLU network: 2 + 3 + 2; none with tanh."""
+    for activation, zeros in (("relu", 7), ("tanh", 0)):
+        for found in benchmark.eigenvalues(activation, None):
+            assert (found < 1e-14 * found[-1]).sum() >= zeros
+            assert (found[0] > 1e-12 * found[-1]) == (zeros == 0)
+
+
 def test_cells_show_the_mean_and_the_range(benchmark):
     assert benchmark.cell([0.5]) == "50.0"
     assert benchmark.cell([0.5, 0.6, 0.55]) == "55.0 (50.0 to 60.0)"
