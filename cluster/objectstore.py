@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs, quote, urlsplit
 
 from cluster.errors import ClusterError
 
@@ -52,7 +52,7 @@ class ObjectStore:
         check_url(url)
         self.url = url.rstrip("/")
         with self._errors():
-            self._fs, root = fs.FileSystem.from_uri(self.url)
+            self._fs, root = fs.FileSystem.from_uri(_with_region(self.url))
         self._root = root.rstrip("/")
         self._local = isinstance(self._fs, fs.LocalFileSystem)
 
@@ -141,6 +141,15 @@ class ObjectStore:
         except OSError:
             return False
         return True
+
+
+def _with_region(url: str) -> str:
+    """With the environment's region, so that nobody needs to be asked for the bucket's."""
+    parts = urlsplit(url)
+    region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+    if parts.scheme != "s3" or not region or "region" in parse_qs(parts.query):
+        return url
+    return f"{url}{'&' if parts.query else '?'}region={quote(region)}"
 
 
 def _pieces(source: bytes | Path) -> Iterator[bytes]:

@@ -48,6 +48,7 @@ FORMAT = 1
 _MANIFEST = "manifest.json"
 _CHECKPOINT = ("done.json", "state.safetensors")
 _RETRY_SECONDS = 600.0  # how long an archive that cannot be written is tried again
+_STEPS = "private/checkpoints/"
 _LEDGER = "private/ledger.jsonl"
 # Of private/, what a continued run does not need or must make anew.
 _NOT_KEPT = {
@@ -82,6 +83,14 @@ class Archive:
         return cls(folder, read_json(folder.archive)) if folder.archive.exists() else None
 
     @classmethod
+    def check_free(cls, folder: RunFolder, url: str | None) -> None:
+        """Raise UserError when a run that is not archived yet may not begin at this address."""
+        if url is not None and not folder.archive.exists():
+            store = ObjectStore(url)
+            if store.names("claims"):
+                raise UserError(_taken(store))
+
+    @classmethod
     def begin(cls, folder: RunFolder, url: str | None, private: bool) -> Archive | None:
         """The archive of a run at its start; None when none is asked for.
 
@@ -92,12 +101,9 @@ class Archive:
         if not folder.archive.exists():
             if url is None:
                 return None
-            number = {"url": url.rstrip("/"), "private": private, "number": 1}
-            about = {**number, "claim": _new_claim(1)}
-            store = ObjectStore(url)
-            if store.names("claims"):
-                raise UserError(_taken(store))
-            write_json(folder.archive, about)
+            cls.check_free(folder, url)
+            where = {"url": url.rstrip("/"), "private": private}
+            write_json(folder.archive, {**where, "number": 1, "claim": _new_claim(1)})
         about = read_json(folder.archive)
         if url is None or url.rstrip("/") != about["url"] or (about["private"] and not private):
             raise UserError(
@@ -162,8 +168,8 @@ class Archive:
         cannot be written: the archive is then as it was before.
         """
         permit = read_permit(self.folder.permit_asked) if self.private else None
-        before = dict(self._files)
-        files: dict[str, dict[str, Any]] = {}
+        before, files = self._files, {}
+        stamps: dict[str, tuple[int, int, int]] = {}
         # The checkpoint is chosen before the ledger is read: the ledger then covers it.
         chosen = self._chosen()
         if self.private and self.folder.ledger.exists():
@@ -171,10 +177,18 @@ class Archive:
             files[_LEDGER] = self._put(_LEDGER, raw[: raw.rfind(b"\n") + 1])
         for path in chosen:
             try:
-                files[path] = self._unchanged(path) or self._put(path, self.folder.path / path)
+                status = (self.folder.path / path).stat()
+                stamps[path] = (status.st_size, status.st_mtime_ns, status.st_ino)
+                unchanged = path in before and stamps[path] == self._stamps.get(path)
+                files[path] = (
+                    before[path] if unchanged else self._put(path, self.folder.path / path)
+                )
             except (FileNotFoundError, Missing):
                 continue  # replaced meanwhile; the next update finds what is there then
         checkpoint = _whole_checkpoint(files)
+        if not checkpoint:  # superseded while it was sent: the one before is covered as well
+            checkpoint = _whole_checkpoint(before)
+            files |= {path: entry for path, entry in before.items() if path.startswith(_STEPS)}
         body = {
             "format": FORMAT,
             "dpdist": __version__,
@@ -187,7 +201,7 @@ class Archive:
         }
         raw = json.dumps({**body, "check": _digest_of(body)}, sort_keys=True).encode()
         self.store.put(f"{_folder(self._number)}/{_MANIFEST}", raw)
-        self._files, self._checkpoint = files, checkpoint
+        self._files, self._stamps, self._checkpoint = files, stamps, checkpoint
         # Only now: a new owner that the look misses has not read a manifest yet, and reads this.
         self._check_claim()
         kept = {entry["object"] for entry in files.values()}
@@ -214,14 +228,6 @@ class Archive:
         newest = _complete(self.folder.checkpoints)[-1:]
         private += [file for step in newest for file in sorted(step.iterdir())]
         return [*found, "run.json", *(path.relative_to(root).as_posix() for path in private)]
-
-    def _unchanged(self, path: str) -> dict[str, Any] | None:
-        """The object that holds this file, if the file is as it was when it was written."""
-        status = (self.folder.path / path).stat()
-        stamp = (status.st_size, status.st_mtime_ns, status.st_ino)
-        known = self._files.get(path) if self._stamps.get(path) == stamp else None
-        self._stamps[path] = stamp
-        return known
 
     def _put(self, path: str, source: bytes | Path) -> dict[str, Any]:
         name = f"{_folder(self._number)}/files/{secrets.token_hex(8)}/{path}"
@@ -504,9 +510,9 @@ def _complete(checkpoints: Path) -> list[Path]:
 
 def _whole_checkpoint(files: dict[str, Any]) -> str:
     """The name of the checkpoint among these files; one that lacks a file is taken out of them."""
-    parts = {path for path in files if path.startswith("private/checkpoints/")}
+    parts = {path for path in files if path.startswith(_STEPS)}
     for name in {path.split("/")[2] for path in parts}:
-        wanted = {f"private/checkpoints/{name}/{file}" for file in _CHECKPOINT}
+        wanted = {f"{_STEPS}{name}/{file}" for file in _CHECKPOINT}
         if wanted <= parts:
             return name
     for path in parts:

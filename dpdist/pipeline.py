@@ -57,6 +57,7 @@ def run(
     where = where or ("recipe" if isinstance(recipe, Recipe) else str(recipe))
     recipe = resolve(recipe, name=name, data_root=data_root)
     folder = RunFolder(Path(runs) / recipe.name)
+    Archive.check_free(folder, recipe.resources.archive)  # before anything is written
     public_stage(recipe, where)
     if recipe.tune is not None:
         search = prepare_search(recipe, folder, where)

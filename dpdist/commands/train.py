@@ -33,6 +33,7 @@ def command(
         archive_private=archive_private,
     )  # fmt: skip
     folder = RunFolder(runs / resolved.name)
+    pipeline.Archive.check_free(folder, resolved.resources.archive)  # before anything is written
     pipeline.public_stage(resolved, recipe)
     job = prepare(resolved, folder, recipe)
     pipeline.begin_archive(resolved, folder)

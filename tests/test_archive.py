@@ -1,0 +1,465 @@
+"""A lost run folder is brought back from an S3 server, and no release is ever forgotten.
+
+The loop is the one Ray Train runs, in a thread; a second thread does what the command does beside
+it. "Lost" is a copy put aside at a random moment: it tells what the lost folder had released.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+import torch
+
+from cluster.errors import ClusterError
+from cluster.objectstore import Missing, ObjectStore, check_url
+from dpdist import archive as archives
+from dpdist.archive import Archive, Permit
+from dpdist.cli import main
+from dpdist.errors import UserError
+from dpdist.privacy.ledger import Ledger
+from dpdist.recipe import Recipe, parse
+from dpdist.runfolder import RunFolder, open_run, read_json
+from dpdist.training import loop
+from dpdist.training.job import prepare
+from dpdist.training.permit import PermitGate
+from dpdist.training.reducer import Reducer
+
+sys.path.insert(0, str(Path(__file__).parent))
+import s3_guard
+import s3_server
+
+SECRET = "wJalrXUtnFEMI-secret"
+STEPS = 400
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[tuple[str, str]]:
+    """Addresses of an S3 server that answers everybody and of a guarded one, with a bucket."""
+    program = s3_server.find_server()
+    if program is None:
+        pytest.skip("needs moto's S3 server (tests/s3_server.py says how)")
+    from pyarrow import fs
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ACCESS_KEY_ID", "tester")
+        patch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+        patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        patch.setenv("AWS_REGION", "us-east-1")
+        with s3_server.running(program) as url, s3_guard.guarded(url) as guard:
+            fs.S3FileSystem(allow_bucket_creation=True, endpoint_override=url).create_dir("bucket")
+            yield url, guard
+
+
+@pytest.fixture
+def url(server: tuple[str, str], request: pytest.FixtureRequest, monkeypatch) -> str:
+    """A fresh prefix on the guarded server."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", server[1])
+    return f"s3://bucket/{abs(hash(request.node.name)):x}"
+
+
+def make(tmp: Path, name: str = "run", steps: int = STEPS, **resources) -> tuple[Recipe, RunFolder]:
+    raw = {
+        "name": name,
+        "data": {"name": "digits", "max_train": 200},
+        "model": "linear",
+        "privacy": {"noise_multiplier": 1.0, "delta": 1e-4},
+        "training": {"batch_size": 10, "steps": steps, "learning_rate": 0.1},
+        "resources": {"checkpoint_seconds": 0.3, **resources},
+    }
+    return parse(raw, "test"), RunFolder(tmp / "runs" / name)
+
+
+class Stop(Exception):
+    pass
+
+
+@contextmanager
+def training(recipe: Recipe, folder: RunFolder) -> Iterator[threading.Thread]:
+    """The loop in a thread; ended with an error at the next step when the block is left."""
+    job = prepare(recipe, folder, "test")
+    Archive.begin(folder, recipe.resources.archive, recipe.resources.archive_private)
+    ended = threading.Event()
+    gate = PermitGate.wait
+
+    def wait(self: PermitGate, step: int) -> None:
+        until = threading.Thread(target=gate, args=(self, step), daemon=True)
+        until.start()
+        while until.is_alive() and not ended.is_set():
+            until.join(0.01)
+        if ended.is_set():
+            raise Stop
+
+    def work() -> None:
+        with suppress(Stop):
+            loop.run(job, Reducer(0, 1, torch.device("cpu")))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop.PermitGate, "wait", wait)
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        try:
+            yield thread
+        finally:
+            ended.set()
+            thread.join(30)
+
+
+def released(folder: RunFolder) -> dict[int, int]:
+    return Ledger.read(folder.ledger).releases if folder.ledger.exists() else {}
+
+
+def follow_until(folder: RunFolder, condition, seconds: float = 60) -> None:
+    archive = Archive.of(folder)
+    assert archive is not None
+    look, end = archive.follow(lambda line: None), time.monotonic() + seconds
+    while not condition(archive):
+        assert time.monotonic() < end, "waited in vain"
+        look()
+        time.sleep(0.01)
+
+
+def lose(recipe: Recipe, folder: RunFolder, steps: int) -> RunFolder:
+    """Train for at least so many steps with the archive, go on without it, and lose the folder.
+
+    Returns the lost folder: what it had released in the end."""
+    with training(recipe, folder):
+        follow_until(folder, lambda a: len(released(folder)) >= steps and a._checkpoint)
+        time.sleep(0.5)  # the archive hears nothing more
+    lost = folder.path.with_name("lost")
+    shutil.rmtree(lost, ignore_errors=True)
+    folder.path.rename(lost)
+    return RunFolder(lost)
+
+
+def test_nothing_is_released_before_the_archive_knows(tmp_path, url) -> None:
+    recipe, folder = make(tmp_path, archive=url, archive_private=True)
+    with training(recipe, folder) as thread:
+        time.sleep(1.0)
+        assert thread.is_alive() and not released(folder)
+        assert Archive.begin(folder, url, True).store.names("00000001") == []
+        follow_until(folder, lambda _: len(released(folder)) > 20)
+        permit = archives.read_permit(folder.permit)
+        assert permit.epoch == 0 and permit.step == 0
+        time.sleep(0.5)
+        assert max(released(folder)) < archives.read_permit(folder.permit).steps < STEPS
+
+
+def test_a_lost_run_is_restored_and_every_release_counts(tmp_path, url) -> None:
+    recipe, folder = make(tmp_path, archive=url, archive_private=True)
+    lost = lose(recipe, folder, 60)
+    seen, old = released(lost), Ledger.read(lost.ledger)
+    again, charged = archives.restore(url, tmp_path / "runs")
+    assert again.path == folder.path and charged > 0
+    restored = Ledger.read(folder.ledger)
+    # Before it goes on: never less than the lost folder released.
+    for step, count in seen.items():
+        assert restored.releases.get(step, 0) >= count
+    assert restored.attempts[-1]["reason"] == "restored from an archive"
+    assert restored.nonce not in {attempt["nonce"] for attempt in old.attempts}
+    assert oct(folder.run_key.stat().st_mode)[-3:] == "600"
+    start = int(sorted(folder.checkpoints.glob("step-*"))[-1].name[5:])
+    assert 0 < start <= max(seen) + 1
+
+    with training(recipe, folder) as thread:
+        follow_until(folder, lambda _: not thread.is_alive())
+    assert folder.trained.exists()
+    plan, final = prepare(recipe, folder, "test").plan, Ledger.read(folder.ledger)
+    own = dict.fromkeys(range(start, STEPS), 1)
+    for step in range(STEPS):
+        assert final.releases[step] >= seen.get(step, 0) + own.get(step, 0)
+    assert final.guarantee(plan).epsilon > old.guarantee(plan).epsilon
+    assert final.guarantee(plan).epsilon > plan.guarantee().epsilon
+
+    # The folder that was not lost after all may not go on.
+    with pytest.raises(UserError, match="claimed by another run folder"):
+        Archive.begin(lost, url, True)
+    with pytest.raises(UserError, match="claimed by another run folder"):
+        Archive.of(lost).update()
+
+
+def test_without_the_permit_releases_would_be_forgotten(tmp_path, url, monkeypatch) -> None:
+    """The check above can fail: a gate that lets everything pass loses releases."""
+    recipe, folder = make(tmp_path, archive=url, archive_private=True)
+    ask = PermitGate._ask
+
+    def open_gate(self: PermitGate, step: int) -> None:
+        ask(self, step)
+        self._granted = STEPS
+
+    monkeypatch.setattr(PermitGate, "_ask", open_gate)
+    lost = lose(recipe, folder, 60)
+    archives.restore(url, tmp_path / "runs")
+    restored = released(folder)
+    assert any(restored.get(step, 0) < count for step, count in released(lost).items())
+
+
+def read_archive(folder: RunFolder) -> dict:
+    about = read_json(folder.archive)
+    return json.loads(ObjectStore(about["url"]).get(f"{about['number']:08d}/manifest.json"))
+
+
+@pytest.fixture
+def archived(tmp_path, url) -> tuple[RunFolder, ObjectStore]:
+    """An unfinished run's archive; its folder is lost."""
+    recipe, folder = make(tmp_path, archive=url, archive_private=True)
+    lose(recipe, folder, 40)
+    return folder, ObjectStore(url)
+
+
+def refused(folder: RunFolder, match: str) -> None:
+    with pytest.raises(UserError, match=match):
+        archives.restore(f"{folder_url(folder)}", folder.path.parent)
+    assert not folder.path.exists()
+    assert not list(folder.path.parent.glob(".*"))
+
+
+def folder_url(folder: RunFolder) -> str:
+    return read_json(RunFolder(folder.path.with_name("lost")).archive)["url"]
+
+
+def rewrite(store: ObjectStore, change) -> None:
+    """Another manifest, with a valid check."""
+    manifest = json.loads(store.get("00000001/manifest.json"))
+    manifest.pop("check")
+    change(manifest)
+    raw = {**manifest, "check": archives._digest_of(manifest)}
+    store.put("00000001/manifest.json", json.dumps(raw).encode())
+
+
+def test_torn_and_damaged_archives_are_refused(archived) -> None:
+    folder, store = archived
+    good = store.get("00000001/manifest.json")
+    entry = json.loads(good)["files"]["private/ledger.jsonl"]
+    ledger = store.get(entry["object"])
+
+    store.put(entry["object"], ledger[: len(ledger) // 2])
+    refused(folder, "ledger.jsonl is not what was archived")
+    store.put(entry["object"], ledger.replace(b"0", b"1", 1))
+    refused(folder, "or changed")
+    store.delete(entry["object"])
+    refused(folder, "ledger.jsonl is named by the manifest and missing")
+    store.put(entry["object"], ledger)
+
+    store.put("00000001/manifest.json", good[:-20])
+    refused(folder, "manifest.json is damaged")
+    store.put("00000001/manifest.json", good.replace(b'"permit"', b'"pormit"'))
+    refused(folder, "its check does not fit")
+    rewrite_with = good.replace(b"private/run.key", b"private/../../x")
+    store.put("00000001/manifest.json", rewrite_with)
+    rewrite(store, lambda manifest: None)
+    refused(folder, "it names 'private/../../x'")
+    store.delete("00000001/manifest.json")
+    refused(folder, "no upload was ever finished")
+    store.put("00000001/manifest.json", good)
+    assert archives.restore(store.url, folder.path.parent)[1] > 0
+
+
+def test_a_cut_ledger_is_refused_whatever_the_manifest_says(archived) -> None:
+    """Cut at a line, so that its chain holds, and with digests that fit."""
+    folder, store = archived
+    name = "00000001/files/cut/private/ledger.jsonl"
+
+    def cut(manifest: dict) -> None:
+        entry = manifest["files"]["private/ledger.jsonl"]
+        lines = store.get(entry["object"]).splitlines(keepends=True)
+        digest, size = store.put(name, b"".join(lines[:4]))
+        manifest["files"]["private/ledger.jsonl"] = {
+            "object": name, "digest": digest, "size": size
+        }  # fmt: skip
+
+    rewrite(store, cut)
+    refused(folder, "lacks releases that the archived checkpoint was made of")
+
+
+def test_an_interrupted_upload_leaves_the_one_before(tmp_path, url, monkeypatch) -> None:
+    recipe, folder = make(tmp_path, archive=url)
+    prepare(recipe, folder, "test")
+    archive = Archive.begin(folder, url, False)
+    (folder.path / "report").mkdir()
+    folder.report.write_text("first")
+    archive.update()
+    folder.report.write_text("second, longer")
+    put = ObjectStore.put
+
+    def fail_on_manifest(self, name, source):
+        if name.endswith("manifest.json"):
+            raise ClusterError("the network is gone")
+        return put(self, name, source)
+
+    monkeypatch.setattr(ObjectStore, "put", fail_on_manifest)
+    with pytest.raises(ClusterError, match="network"):
+        archive.update()
+    monkeypatch.setattr(ObjectStore, "put", put)
+    target, _ = archives.fetch(url, tmp_path / "fetched")
+    assert (target / "report" / "index.html").read_text() == "first"
+    archive.update()
+    archives.fetch(url, tmp_path / "fetched")
+    assert (target / "report" / "index.html").read_text() == "second, longer"
+    kept = {entry["object"].split("/")[2] for entry in read_archive(folder)["files"].values()}
+    reports = [
+        token for token in archive.store.names("00000001/files")
+        if archive.store.names(f"00000001/files/{token}/report")
+    ]  # fmt: skip
+    assert len(reports) == 2 and len(set(reports) & kept) == 1  # the torn one is left over
+
+
+def test_private_state_is_archived_only_when_asked(tmp_path, url) -> None:
+    recipe, folder = make(tmp_path, steps=3, archive=url)
+    with training(recipe, folder) as thread:
+        thread.join(60)
+    archive = Archive.of(folder)
+    assert "no private state" in archive.notice
+    archive.update()
+    names = set(read_archive(folder)["files"])
+    assert "recipe.yaml" in names and not any(name.startswith("private") for name in names)
+    for reader in (archives.restore, archives.read_copy):
+        with pytest.raises(UserError, match=r"private state|may be published"):
+            reader(url, tmp_path / "elsewhere")
+    wider = Archive.begin(folder, url, True)
+    assert "PRIVATE" in wider.notice
+    wider.update()
+    names = set(read_archive(folder)["files"])
+    assert {"private/run.key", "private/ledger.jsonl", "private/trained.json", "run.json"} <= names
+    assert not names & {"private/archive.json", "private/permit.json"}
+    with pytest.raises(UserError, match="keep resources"):
+        Archive.begin(folder, url, False)
+    with pytest.raises(UserError, match="keep resources"):
+        Archive.begin(folder, None, False)
+
+
+def test_an_archive_that_everybody_can_read_gets_no_private_state(
+    tmp_path, server, monkeypatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", server[0])  # not guarded
+    recipe, folder = make(tmp_path)
+    prepare(recipe, folder, "test")
+    with pytest.raises(UserError, match="can be read without credentials"):
+        Archive.begin(folder, "s3://bucket/open", True)
+    assert not folder.archive.exists() and ObjectStore("s3://bucket/open").names("claims") == []
+    assert Archive.begin(folder, "s3://bucket/open", False) is not None
+
+
+def test_two_runs_in_one_prefix_are_refused(tmp_path, url, monkeypatch) -> None:
+    first, second = (make(tmp_path, name)[1] for name in ("first", "second"))
+    for name in ("first", "second"):
+        prepare(*make(tmp_path, name), "test")
+    Archive.begin(first, url, False)
+    Archive.begin(first, url, False)  # the same run again
+    with pytest.raises(UserError, match="holds the archive of a run already"):
+        Archive.begin(second, url, False)
+    # At the same moment: the second claims between the first one's look and its claim.
+    other = f"{url}-race"
+    put = ObjectStore.put
+
+    def claim_too(self, name, source):
+        if name.startswith("claims/"):
+            put(self, "claims/00000001-somebody", b"{}")
+        return put(self, name, source)
+
+    monkeypatch.setattr(ObjectStore, "put", claim_too)
+    with pytest.raises(UserError, match="claimed by another"):
+        Archive.begin(second, other, False)
+    assert ObjectStore(other).names("claims") == ["00000001-somebody"]
+    assert not second.archive.exists()
+
+
+def test_a_new_attempt_needs_its_own_permit(tmp_path) -> None:
+    folder = make(tmp_path)[1]
+    folder.private.mkdir(parents=True)
+    folder.archive.write_text(json.dumps({"private": True}))
+    folder.permit.write_text(json.dumps({"epoch": 0, "step": 0, "steps": 100}))
+    folder.permit_asked.write_text(folder.permit.read_text())
+    PermitGate(folder, 0, 30, 200).wait(99)
+    # Leave that was given stays asked for after a restart: the archive must not forget it.
+    asked = archives.read_permit(folder.permit_asked)
+    assert asked.step == 99 and asked.steps >= 149
+    PermitGate(folder, 0, 30, 200).wait(30)
+    assert archives.read_permit(folder.permit_asked) == Permit(0, 30, asked.steps)
+    gate = PermitGate(folder, 1, 30, 200)
+    waiting = threading.Thread(target=gate.wait, args=(30,), daemon=True)
+    waiting.start()
+    waiting.join(0.5)
+    assert waiting.is_alive()
+    folder.permit.write_text(json.dumps({"epoch": 1, "step": 30, "steps": 80}))
+    waiting.join(10)
+    assert not waiting.is_alive()
+
+
+def test_a_silent_store_stops_the_training_in_the_end(tmp_path, url, monkeypatch) -> None:
+    recipe, folder = make(tmp_path, archive=url, archive_private=True)
+    prepare(recipe, folder, "test")
+    archive = Archive.begin(folder, url, True)
+    folder.permit_asked.write_text(json.dumps({"epoch": 0, "step": 0, "steps": 50}))
+    clock = [1000.0]
+    monkeypatch.setattr(archives.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(ObjectStore, "put", lambda *_: (_ for _ in ()).throw(ClusterError("no")))
+    said: list[str] = []
+    look = archive.follow(said.append)
+    look()
+    assert said == ["archive: no; trying again"] and not folder.permit.exists()
+    clock[0] += 601
+    with pytest.raises(ClusterError, match="nothing may be released that the archive does not"):
+        look()
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        f"s3://me:{SECRET}@bucket/x",
+        f"s3://bucket/x?secret_key={SECRET}",
+        "s3://bucket",
+        "ftp://a/b",
+    ],
+)
+def test_addresses_that_cannot_be_used_are_explained(tmp_path, address, capsys, monkeypatch):
+    with pytest.raises(ClusterError) as error:
+        check_url(address)
+    assert SECRET not in str(error.value)
+    monkeypatch.setattr(
+        sys, "argv", ["dpdist", "run", "digits", "--archive", address, "--runs", str(tmp_path)]
+    )
+    with pytest.raises(SystemExit) as stop:
+        main()
+    said = capsys.readouterr()
+    assert stop.value.code == 2 and SECRET not in said.out + said.err
+    assert "archive" in said.err or "must be s3" in said.err
+
+
+def test_a_store_that_does_not_answer_is_named_without_secrets(url, monkeypatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    with pytest.raises(ClusterError) as error:
+        ObjectStore(url).names("claims")
+    assert url in str(error.value) and SECRET not in str(error.value)
+
+
+def test_objects_are_whole(url, tmp_path) -> None:
+    store = ObjectStore(url)
+    (tmp_path / "in").write_bytes(bytes(range(256)) * 50_000)  # 12.8 MB: in several parts
+    written = store.put("a/b", tmp_path / "in")
+    assert store.download("a/b", tmp_path / "out") == written
+    assert (tmp_path / "out").read_bytes() == (tmp_path / "in").read_bytes()
+    assert store.names("a") == ["b"] and store.names("nothing") == []
+    store.delete("a/b")
+    store.delete("a/b")
+    with pytest.raises(Missing):
+        store.get("a/b")
+
+
+def test_a_file_system_serves_as_well(tmp_path) -> None:
+    recipe, folder = make(tmp_path)
+    prepare(recipe, folder, "test")
+    url = f"file://{tmp_path}/nfs"
+    Archive.begin(folder, url, False).update()
+    assert not list((tmp_path / "nfs").rglob("*.tmp"))
+    target, paths = archives.fetch(url, tmp_path / "fetched")
+    assert paths == ["recipe.yaml"] and (target / "recipe.yaml").exists()
+    with pytest.raises(UserError, match=r"not a run folder|no such run"):
+        open_run(str(target), tmp_path)

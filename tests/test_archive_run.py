@@ -1,0 +1,146 @@
+"""The commands on a real S3 server: train with an archive, lose the host, restore, go on; read the
+finished run back from elsewhere. Starts Ray three times."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dpdist.privacy.ledger import Ledger
+
+sys.path.insert(0, str(Path(__file__).parent))
+import s3_guard
+import s3_server
+
+pytestmark = pytest.mark.timeout(900)
+COMMAND = [sys.executable, "-c", "from dpdist.cli import main; main()"]
+SECRET = "wJalrXUtnFEMI-secret"
+STEPS = 300
+
+
+@pytest.fixture
+def environment() -> Iterator[dict[str, str]]:
+    program = s3_server.find_server()
+    if program is None:
+        pytest.skip("needs moto's S3 server (tests/s3_server.py says how)")
+    from pyarrow import fs
+
+    with s3_server.running(program) as url, s3_guard.guarded(url) as guard:
+        open_store = fs.S3FileSystem(
+            access_key="tester", secret_key=SECRET, region="us-east-1", endpoint_override=url,
+            allow_bucket_creation=True,
+        )  # fmt: skip
+        open_store.create_dir("bucket")
+        yield {
+            **os.environ,
+            "AWS_ACCESS_KEY_ID": "tester",
+            "AWS_SECRET_ACCESS_KEY": SECRET,
+            "AWS_EC2_METADATA_DISABLED": "true",
+            "AWS_REGION": "us-east-1",
+            "AWS_ENDPOINT_URL": guard,
+            "OMP_NUM_THREADS": "1",
+        }
+
+
+def recipe(tmp_path: Path) -> Path:
+    raw = {
+        "name": "small",
+        "data": {"name": "digits"},
+        "model": "linear",
+        "privacy": {"noise_multiplier": 2.0, "delta": 1e-4},
+        "training": {"batch_size": 50, "steps": STEPS, "learning_rate": 0.2},
+        "resources": {"checkpoint_seconds": 0.5},
+    }
+    path = tmp_path / "r.yaml"
+    path.write_text(yaml.safe_dump(raw))
+    return path
+
+
+def test_a_lost_host_a_restored_run_and_a_reader_elsewhere(tmp_path, environment) -> None:
+    address = "s3://bucket/runs/small"
+    runs = tmp_path / "runs"
+    run = runs / "small"
+
+    def dpdist(*arguments: object, code: int = 0) -> str:
+        done = subprocess.run(
+            [*COMMAND, *map(str, arguments)], cwd=tmp_path, env=environment, text=True,
+            capture_output=True, timeout=400,
+        )  # fmt: skip
+        said = done.stdout + done.stderr
+        assert done.returncode == code and SECRET not in said, said
+        return said
+
+    train = ["run", recipe(tmp_path), "--archive", address, "--archive-private"]
+    paths = [str(slow_steps(tmp_path)), os.environ.get("PYTHONPATH", "")]
+    slow = {**environment, "PYTHONPATH": os.pathsep.join(paths)}
+    process = subprocess.Popen(
+        [*COMMAND, *map(str, train)], cwd=tmp_path, env=slow, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 200
+    while not list((run / "private" / "checkpoints").glob("step-*/done.json")) or steps(run) < 40:
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[1]
+        time.sleep(0.1)
+    time.sleep(1.5)  # the archive has the checkpoint
+    os.kill(process.pid, signal.SIGKILL)
+    said = process.communicate()[1]
+    assert "PRIVATE state too" in said and SECRET not in said
+    time.sleep(3)  # Ray's processes notice that their driver is gone
+    released = Ledger.read(run / "private" / "ledger.jsonl").releases
+    everything = b"".join(p.read_bytes() for p in run.rglob("*") if p.is_file())
+    assert SECRET.encode() not in everything
+    shutil.rmtree(run)
+
+    assert "holds the archive of a run already" in dpdist(*train, code=2)
+    assert not run.exists()
+    assert "has not finished training" in dpdist("report", address, code=2)
+    said = dpdist("cluster", "restore", address)
+    assert "restored" in said and "charged" in said
+    before = Ledger.read(run / "private" / "ledger.jsonl").releases
+    assert all(before[step] >= count for step, count in released.items())
+    assert "is up to date" in dpdist(*train)
+    trained = json.loads((run / "private" / "trained.json").read_text())
+    assert trained["superseded_releases"] > 0
+
+    # Elsewhere: a finished run is read back, certified and reported.
+    elsewhere = tmp_path / "elsewhere"
+    said = dpdist("report", address, "--runs", elsewhere)
+    assert "epsilon" in said and (elsewhere / "small" / "report" / "index.html").exists()
+    certify = ["certify", address, "--runs", elsewhere, "--sigma", 0.25, "--n", 200]
+    assert "certified at L2" in dpdist(*certify, "--max-inputs", 4)
+    fetched = dpdist("cluster", "fetch", address, "--into", tmp_path / "fetched")
+    assert "fetched" in fetched
+    here = tmp_path / "fetched" / "small"
+    assert (here / "report" / "index.html").exists() and not (here / "private").exists()
+
+
+def steps(run: Path) -> int:
+    try:
+        return len(Ledger.read(run / "private" / "ledger.jsonl").releases)
+    except Exception:
+        return 0
+
+
+def slow_steps(tmp_path: Path) -> Path:
+    """A sitecustomize that makes each release take 30 ms, so that a kill comes in mid-run."""
+    folder = tmp_path / "slow"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(
+        "import os, time\n"
+        "real = os.fsync\n"
+        "def slow(descriptor):\n"
+        "    time.sleep(0.03)\n"
+        "    return real(descriptor)\n"
+        "os.fsync = slow\n"
+    )
+    return folder
