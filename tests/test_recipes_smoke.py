@@ -77,9 +77,11 @@ def test_recipe_trains(path, tmp_path):
         make_up(tmp_path / "data", recipe.data)
         small["data.root"] = str(tmp_path / "data")
     if recipe.public is not None:
-        part, _ = recipe.model.frozen
+        part, _ = recipe.model.pretrained
         small[f"model.{part}"] = str(tmp_path / part)
-        small["public.training"] = {"batch_size": 8, "steps": 2, "learning_rate": 0.01}
+        if recipe.public.weights is not None:
+            small["public.weights"] = None  # nothing is downloaded here
+        small["public.training"] = {"batch_size": 4, "steps": 2, "learning_rate": 0.01}
     recipe = load(path, small)
     if recipe.public is not None:
         pretrain(recipe, str(path))
