@@ -18,11 +18,14 @@ help:
 
 install: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt tests/s3-requirements.txt
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found: install Python 3.11 or set PYTHON=/path/to/python3.11"; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) (about 2 GB, a few minutes the first time) ..."
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test]"
+	@# The S3 server of the tests, in an environment of its own (tests/s3_server.py says why).
+	@$(BIN)/python -m venv $(VENV)/moto
+	@$(VENV)/moto/bin/python -m pip install --quiet --disable-pip-version-check -r tests/s3-requirements.txt
 	@touch $(STAMP)
 
 demo: install

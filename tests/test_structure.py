@@ -79,7 +79,9 @@ ALLOWED = {
         "cluster",
     },
 }
-NO_TORCH_NO_RAY = ("dpdist.privacy", "dpdist.recipe", "dpdist.reports", "dpdist.runfolder")
+NO_TORCH_NO_RAY = (
+    "dpdist.archive", "dpdist.privacy", "dpdist.recipe", "dpdist.reports", "dpdist.runfolder"
+)  # fmt: skip
 
 
 def _files():
