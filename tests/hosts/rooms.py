@@ -203,7 +203,7 @@ class Room(Host):
 _PROFILE = f"""\
 export PATH={Path(sys.executable).parent}:$PATH
 export PYTHONPATH={ROOT} PYTHONDONTWRITEBYTECODE=1
-export RAY_USAGE_STATS_ENABLED=0
+export RAY_USAGE_STATS_ENABLED=0 RAY_worker_niceness=0
 """
 
 
