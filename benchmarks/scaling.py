@@ -6,7 +6,8 @@ Three parts, each by its own flag (all without one):
   scaling: the same expected batch shared out. Weak scaling: the same expected batch per worker.
   Then the model  step(W) = sampling + batch/(W rate) + reduce(W)  is fitted to what was measured
   and says what 8 to 512 workers would do, with the ring all-reduce's 2(W-1)/W of the gradient's
-  bytes over a link plus a latency per hop.
+  bytes over a link plus a latency per hop; for a GPU worker with the rate and link that are given
+  as arguments.
 * --certify: draws per second of 1, 2, 4 ... actors.
 * --driver: a million chunks without models through the actor pool, first its scheduling alone (for
   2, 64 and 512 actors that answer at once), then with Ray: chunks per second, the driver's CPU time
@@ -27,6 +28,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -130,7 +132,31 @@ def fit(steps: dict[tuple[int, float], float], sample: float, size: int) -> Step
     return StepModel(sample, 1 / solved[0], solved[1], size, solved[2], bandwidth)
 
 
-def training(quick: bool, limit: int | None) -> None:
+@dataclass(frozen=True)
+class Assumed:
+    """A GPU worker and its links, for the prediction: assumptions, never measured here.
+
+    rate: examples per second of one worker. gbit: of the link between two hosts. hop: seconds that
+    one message takes. parameters: of the model that is trained.
+    """
+
+    rate: float
+    gbit: float
+    hop: float
+    parameters: int
+
+    def model(self, sample: float, fixed: float) -> StepModel:
+        """Sampling and fixed costs stay as measured on this machine's CPU."""
+        bandwidth = self.gbit * 1e9 / 8
+        return StepModel(sample, self.rate, fixed, self.parameters, self.hop, bandwidth)
+
+
+def load() -> str:
+    """How busy the machine is: what was measured beside other work says so."""
+    return f"load average {os.getloadavg()[0]:.1f} on {len(os.sched_getaffinity(0))} cores"
+
+
+def training(quick: bool, limit: int | None, assumed: Assumed) -> None:
     from training_ray import RECORDS, make_images
 
     steps = 30 if quick else 150
@@ -139,7 +165,7 @@ def training(quick: bool, limit: int | None) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         make_images(folder / "data", "random", RECORDS)
-        print(f"training: TF-Privacy CNN, {size:,} parameters, {RECORDS:,} records")
+        print(f"training: TF-Privacy CNN, {size:,} parameters, {RECORDS:,} records; {load()}")
         print(f"{'workers':>8} {'batch':>6} {'steps/s':>8} {'examples/s':>11} {'efficiency':>11}")
         for kind in ("strong", "weak"):
             base = 0.0
@@ -152,7 +178,8 @@ def training(quick: bool, limit: int | None) -> None:
                 ideal = workers if kind == "strong" else 1
                 print(
                     f"{workers:8} {batch:6} {rate:8.2f} {rate * batch:11,.0f} "
-                    f"{rate / base / ideal:10.0%}  {kind}"
+                    f"{rate / base / ideal:10.0%}  {kind}; {load()}",
+                    flush=True,
                 )
         model = fit(measured, sampling_seconds(RECORDS), size)
     worst = max(abs(model.step(w, b) / s - 1) for (w, b), s in measured.items())
@@ -161,11 +188,12 @@ def training(quick: bool, limit: int | None) -> None:
         f"{1e6 * model.latency:.0f} us per hop (this machine, CPU); worst error {worst:.0%}"
     )
     predict("this CPU worker", model, 60_000)
-    # A GPU worker: a hundred times the examples, and the same kind of link; stated, not measured.
-    gpu = StepModel(model.sample, 100 * model.rate, model.fixed, size, 20e-6, 100e9 / 8)
-    predict("a worker 100 times as fast, 20 us per hop, 100 Gbit/s (assumed)", gpu, 60_000)
-    large = StepModel(model.sample, 5 * model.rate, model.fixed, 11_000_000, 20e-6, 100e9 / 8)
-    predict("the same links, 11 M parameters, 5 times the rate here (assumed)", large, 60_000)
+    predict(
+        f"ASSUMED: {assumed.rate:,.0f} examples/s per GPU, {assumed.parameters:,} parameters, "
+        f"{assumed.gbit:g} Gbit/s, {1e6 * assumed.hop:g} us per hop",
+        assumed.model(model.sample, model.fixed),
+        60_000,
+    )
 
 
 def predict(title: str, model: StepModel, largest: int) -> None:
@@ -209,7 +237,7 @@ def certification(quick: bool, limit: int | None) -> None:
             )  # fmt: skip
             rate = _draw_rate(process, output / "journal.jsonl", n * inputs)
             base = base or rate
-            print(f"{actors:8} {rate:10,.0f} {rate / base / actors:10.0%}")
+            print(f"{actors:8} {rate:10,.0f} {rate / base / actors:10.0%}  {load()}", flush=True)
 
 
 def _draw_rate(process: subprocess.Popen, journal: Path, total: int) -> float:
@@ -378,10 +406,18 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a minute; to see that it works")
     parser.add_argument("--workers", type=int, help="go up to so many (default: the cores here)")
     parser.add_argument("--chunks", type=int, help="of --driver (default: 1,000,000)")
+    gpu = parser.add_argument_group("the predicted GPU worker (assumptions)")
+    gpu.add_argument("--gpu-rate", type=float, default=50_000, help="examples per second")
+    gpu.add_argument("--link-gbit", type=float, default=100, help="between two hosts")
+    gpu.add_argument("--hop-us", type=float, default=20, help="one message, microseconds")
+    gpu.add_argument("--parameters", type=int, default=11_000_000, help="of the model")
     options = parser.parse_args()
+    assumed = Assumed(
+        options.gpu_rate, options.link_gbit, 1e-6 * options.hop_us, options.parameters
+    )
     everything = not (options.train or options.certify or options.driver)
     if options.train or everything:
-        training(options.quick, options.workers)
+        training(options.quick, options.workers, assumed)
     if options.certify or everything:
         certification(options.quick, options.workers)
     if options.driver or everything:
@@ -396,7 +432,7 @@ def main() -> None:
             )
         found = driver(chunks, 2)
         print(
-            f"\ndriver: {found['chunks']:,} chunks, {found['per_second']:,.0f}/s, "
+            f"\ndriver with Ray, 2 actors, {load()}: {found['chunks']:,} chunks, {found['per_second']:,.0f}/s, "
             f"{found['cpu_us']:.0f} us of its CPU each; memory peaked at {found['peak_mib']:.0f} "
             f"MiB and grew by {found['grew_mib']:.0f} MiB"
         )

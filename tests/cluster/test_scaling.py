@@ -52,6 +52,15 @@ def test_the_ring_moves_twice_the_gradient(scaling):
     assert scaling.StepModel(0, 1, 0, 0, 1.0, 1.0).reduce(5) == 8
 
 
+def test_a_faster_link_pays_for_more_workers(scaling):
+    def model(gbit):
+        return scaling.Assumed(50_000, gbit, 20e-6, 11_000_000).model(2e-3, 4e-3)
+
+    slow, fast = model(10), model(400)
+    assert slow.reduce(2) == pytest.approx(2 * 20e-6 + 8 * 11e6 * 8 / 10e9)
+    assert fast.pays_until(60_000) > slow.pays_until(60_000)
+
+
 def test_the_pool_alone_delivers_all_in_bounded_memory(scaling):
     """A hundred thousand chunks as a stream; as a list they take many times more."""
     found = scaling.scheduling(100_000, 16)
