@@ -432,7 +432,8 @@ def main() -> None:
             )
         found = driver(chunks, 2)
         print(
-            f"\ndriver with Ray, 2 actors, {load()}: {found['chunks']:,} chunks, {found['per_second']:,.0f}/s, "
+            f"\ndriver with Ray, 2 actors, {load()}: {found['chunks']:,} chunks, "
+            f"{found['per_second']:,.0f}/s, "
             f"{found['cpu_us']:.0f} us of its CPU each; memory peaked at {found['peak_mib']:.0f} "
             f"MiB and grew by {found['grew_mib']:.0f} MiB"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "scaling.py"
 def scaling():
     spec = importlib.util.spec_from_file_location("scaling_benchmark", SCRIPT)
     assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
