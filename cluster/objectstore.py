@@ -122,6 +122,14 @@ class ObjectStore:
             except FileNotFoundError:
                 return
 
+    def delete_folder(self, name: str) -> None:
+        """Remove every object below `name`; none is no error."""
+        with self._errors(name):
+            try:
+                self._fs.delete_dir(self._path(name))
+            except FileNotFoundError:
+                return
+
     def readable_by_all(self, name: str) -> bool:
         """Whether somebody without credentials can read this object (of S3; False elsewhere)."""
         from pyarrow import fs

@@ -208,6 +208,9 @@ class Archive:
         for entry in before.values():
             if entry["object"] not in kept:
                 self.store.delete(entry["object"])
+        if not before:  # the first of this process: what earlier owners left is not read again
+            for number in range(1, self._number):
+                self.store.delete_folder(_folder(number))
         return permit
 
     def _chosen(self) -> list[str]:

@@ -186,6 +186,8 @@ def test_a_lost_run_is_restored_and_every_release_counts(tmp_path, url) -> None:
         assert final.releases[step] >= seen.get(step, 0) + own.get(step, 0)
     assert final.guarantee(plan).epsilon > old.guarantee(plan).epsilon
     assert final.guarantee(plan).epsilon > plan.guarantee().epsilon
+    store = ObjectStore(url)
+    assert store.names("00000001/files") == [] != store.names("00000002/files")
 
     # The folder that was not lost after all may not go on.
     with pytest.raises(UserError, match="claimed by another run folder"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cluster.errors import ClusterError
-from cluster.packages import check_same, code_digest, fingerprint
+from cluster.packages import _check_node, check_same, code_digest, fingerprint
 from cluster.session import _check_reachable
 
 PACKAGES = ("cluster", "dpdist", "tuning")
@@ -36,6 +36,16 @@ def test_a_shadowing_package_changes_the_digest(tmp_path, monkeypatch):
     (folder / "__init__.py").write_text("x = 2\n")
     assert code_digest(("shadowed_package",)) != first
     assert code_digest(("cluster",)) == before
+
+
+def test_a_host_without_the_shared_folder_is_named(tmp_path):
+    token = tmp_path / ".seen"
+    token.write_bytes(b"driver's")
+    driver = fingerprint(PACKAGES)
+    _check_node(driver, PACKAGES, "node 7", token, b"driver's")
+    for other, content in ((token, b"another folder's"), (tmp_path / "x" / ".seen", b"driver's")):
+        with pytest.raises(ClusterError, match=r"^node 7 does not see the run folder .*--runs"):
+            _check_node(driver, PACKAGES, "node 7", other, content)
 
 
 @pytest.mark.parametrize("address", ["nonsense", "host:", ":", "host:abc"])
