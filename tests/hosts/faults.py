@@ -122,6 +122,23 @@ def no_orphans(cluster: Cluster, seconds: float = 90) -> None:
         raise AssertionError(f"left over: {left()}") from None
 
 
+def train_here(recipe: dict, runs: Path) -> Path:
+    """The training of a recipe in this process, without Ray and without a second host; its run
+    folder under `runs`."""
+    from dpdist.recipe import parse
+    from dpdist.runfolder import RunFolder
+    from dpdist.training import loop
+    from dpdist.training.job import prepare
+    from dpdist.training.reducer import Reducer
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    folder = RunFolder(runs / recipe["name"])
+    loop.run(prepare(parse(recipe, "r"), folder, "r"), Reducer(0, 1, torch.device("cpu")))
+    torch.set_num_threads(threads)
+    return folder.path
+
+
 def parameters(run: Path) -> torch.Tensor:
     """The trained model of a run folder, as one vector."""
     tensors = load_file(run / "private" / "model" / "model.safetensors")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from faults import Faults, asked_for, no_orphans, run_through
+from faults import Faults, asked_for, no_orphans, run_through, train_here
 from over_ssh import Cluster
 
 pytestmark = [pytest.mark.timeout(1800), asked_for]
@@ -66,9 +66,7 @@ class Certified:
 
 @pytest.fixture(scope="module")
 def certified(cluster):
-    project = cluster.project("certified", RECIPE)
-    assert cluster.end_of(cluster.submit("certified.yaml", project)) == "SUCCEEDED"
-    made = Certified(cluster, cluster.runs / "certified" / "certificates")
+    made = Certified(cluster, train_here(RECIPE, cluster.runs) / "certificates")
     assert cluster.end_of(made.start("quiet")) == "SUCCEEDED"
     return made
 

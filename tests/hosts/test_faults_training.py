@@ -13,7 +13,16 @@ from pathlib import Path
 import pytest
 import rooms
 import torch
-from faults import Faults, asked_for, no_orphans, parameters, releases, run_through, steps_done
+from faults import (
+    Faults,
+    asked_for,
+    no_orphans,
+    parameters,
+    releases,
+    run_through,
+    steps_done,
+    train_here,
+)  # fmt: skip
 from safetensors.torch import load_file, save_file
 
 pytestmark = pytest.mark.timeout(1800)
@@ -33,19 +42,7 @@ RECIPE = {
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """The same training in this process, without Ray and without a second host."""
-    from dpdist.recipe import parse
-    from dpdist.runfolder import RunFolder
-    from dpdist.training import loop
-    from dpdist.training.job import prepare
-    from dpdist.training.reducer import Reducer
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    folder = RunFolder(tmp_path_factory.mktemp("undisturbed") / "fault")
-    loop.run(prepare(parse(RECIPE, "r"), folder, "r"), Reducer(0, 1, torch.device("cpu")))
-    torch.set_num_threads(threads)
-    return folder.path
+    return train_here(RECIPE, tmp_path_factory.mktemp("undisturbed"))
 
 
 def same(run: Path, undisturbed: Path) -> None:
