@@ -353,6 +353,54 @@ def test_private_state_is_archived_only_when_asked(tmp_path, url) -> None:
         Archive.begin(folder, None, False)
 
 
+def test_a_finished_run_is_read_back_by_the_commands(tmp_path, url, monkeypatch, capsys) -> None:
+    def dpdist(*arguments: object) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["dpdist", *map(str, arguments)])
+        capsys.readouterr()
+        code = 0
+        try:
+            main()
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        said = capsys.readouterr()
+        return code, said.out + said.err
+
+    recipe, folder = make(tmp_path, steps=3, archive=url, archive_private=True)
+    elsewhere = tmp_path / "elsewhere"
+    code, said = dpdist("report", url, "--runs", elsewhere)
+    assert code == 2 and f"{url}: there is no archive of a run" in said
+    with training(recipe, folder) as thread:
+        follow_until(folder, lambda archive: archive._checkpoint and len(released(folder)) == 3)
+        thread.join(30)
+        shutil.move(folder.trained, tmp_path / "trained.json")
+        Archive.of(folder).update()
+        code, said = dpdist("report", url, "--runs", elsewhere)
+        assert code == 2 and f"dpdist cluster restore {url}" in said and not elsewhere.exists()
+        shutil.move(tmp_path / "trained.json", folder.trained)
+    Archive.of(folder).update()
+    for _ in range(2):  # the copy that the first one made is opened again
+        code, said = dpdist("report", url, "--runs", elsewhere)
+        assert code == 0 and "epsilon = " in said, said
+    copy = RunFolder(elsewhere / "run")
+    assert copy.report.exists() and not copy.archive.exists()
+    assert copy.ledger.read_bytes() == folder.ledger.read_bytes()
+    code, said = dpdist("certify", url, "--runs", elsewhere)
+    assert code == 2 and "give --sigma" in said  # it read the run's recipe
+
+    dpdist("report", "run", "--runs", folder.path.parent)  # the owner: the archive follows
+    code, said = dpdist("cluster", "fetch", url, "--into", tmp_path / "fetched")
+    here = tmp_path / "fetched" / "run"
+    assert code == 0 and (here / "report" / "index.html").exists()
+    assert not (here / "private").exists() and not (here / "run.json").exists()
+
+    code, said = dpdist("cluster", "restore", url, "--runs", folder.path.parent)
+    assert code == 2 and "is there already" in said
+    code, said = dpdist("cluster", "restore", url, "--runs", tmp_path / "new", "--name", "other")
+    assert code == 0 and "charged" not in said and (tmp_path / "new" / "other").is_dir()
+    code, said = dpdist("report", "run", "--runs", folder.path.parent)
+    assert code == 2 and "claimed by another run folder" in said
+
+
 def test_an_archive_that_everybody_can_read_gets_no_private_state(
     tmp_path, server, monkeypatch
 ) -> None:
