@@ -127,6 +127,7 @@ def test_a_late_host_is_used(cluster, certified):
         assert cluster.end_of(job) == "SUCCEEDED"
         certified.same("late")
         no_orphans(cluster)
+        cluster.wait_for(lambda: not late.processes("ray::_Runner"))
     finally:
         cluster.leave(late)
 

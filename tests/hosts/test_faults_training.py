@@ -45,10 +45,10 @@ def undisturbed(tmp_path_factory):
     return train_here(RECIPE, tmp_path_factory.mktemp("undisturbed"))
 
 
-def same(run: Path, undisturbed: Path) -> None:
+def same(run: Path, undisturbed: Path, steps: int = STEPS) -> None:
     assert torch.equal(parameters(run), parameters(undisturbed))
     ours, theirs = releases(run), releases(undisturbed)
-    assert len({step for _, step, _ in ours}) == STEPS
+    assert len({step for _, step, _ in ours}) == steps
     assert ours == theirs, "a step was released twice, or with another sum"
 
 
@@ -113,21 +113,22 @@ def test_full_storage_stops_the_run_with_a_clear_error(cluster, undisturbed):
     same(run, undisturbed)
 
 
-def test_the_comparison_can_fail(undisturbed, tmp_path):
-    """One changed parameter bit, or one release more, is seen."""
-    copy = tmp_path / "copy"
+def test_the_comparison_can_fail(tmp_path):
+    """One changed parameter bit, or one release of another attempt, is seen."""
+    short = {**RECIPE, "training": {**RECIPE["training"], "steps": 10}}
+    undisturbed, copy = train_here(short, tmp_path), tmp_path / "copy"
     shutil.copytree(undisturbed, copy)
-    same(copy, undisturbed)
+    same(copy, undisturbed, 10)
     model = copy / "private" / "model" / "model.safetensors"
     tensors = load_file(model)
     first = sorted(tensors)[0]
     tensors[first].view(-1)[0] += 1e-7
     save_file(tensors, model)
     with pytest.raises(AssertionError):
-        same(copy, undisturbed)
+        same(copy, undisturbed, 10)
     shutil.copy(undisturbed / "private/model/model.safetensors", model)
     ledger = copy / "private" / "ledger.jsonl"
     lines = ledger.read_text().splitlines(keepends=True)
     ledger.write_text("".join([*lines, re.sub('"epoch":0', '"epoch":1', lines[-1])]))
     with pytest.raises(AssertionError, match="released twice"):
-        same(copy, undisturbed)
+        same(copy, undisturbed, 10)
