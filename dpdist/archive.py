@@ -73,13 +73,13 @@ class Archive:
         self.folder, self.private = folder, bool(about["private"])
         self.store = ObjectStore(about["url"])
         self._number, self._claim = int(about["number"]), str(about["claim"])
-        self._files: dict[str, dict[str, Any]] = {}
+        self._files: dict[str, dict[str, Any]] | None = None  # unknown: another process wrote them
         self._stamps: dict[str, tuple[int, int, int]] = {}
         self._checkpoint = ""
 
     @classmethod
     def of(cls, folder: RunFolder) -> Archive | None:
-        """The archive that this run folder owns, None when it has none. Touches no network."""
+        """The archive that this run folder owns, None when it has none."""
         return cls(folder, read_json(folder.archive)) if folder.archive.exists() else None
 
     @classmethod
@@ -168,7 +168,9 @@ class Archive:
         cannot be written: the archive is then as it was before.
         """
         permit = read_permit(self.folder.permit_asked) if self.private else None
-        before, files = self._files, {}
+        first = self._files is None
+        before = self._stored() if self._files is None else self._files
+        files: dict[str, dict[str, Any]] = {}
         stamps: dict[str, tuple[int, int, int]] = {}
         # The checkpoint is chosen before the ledger is read: the ledger then covers it.
         chosen = self._chosen()
@@ -208,10 +210,17 @@ class Archive:
         for entry in before.values():
             if entry["object"] not in kept:
                 self.store.delete(entry["object"])
-        if not before:  # the first of this process: what earlier owners left is not read again
+        if first:  # what earlier owners left is not read again
             for number in range(1, self._number):
                 self.store.delete_folder(_folder(number))
         return permit
+
+    def _stored(self) -> dict[str, dict[str, Any]]:
+        """The files of the manifest that an earlier process of this owner wrote, if any."""
+        try:
+            return json.loads(self.store.get(f"{_folder(self._number)}/{_MANIFEST}"))["files"]
+        except Missing:
+            return {}
 
     def _chosen(self) -> list[str]:
         """Paths of the files to keep, relative to the run folder, the ledger left out."""
@@ -317,15 +326,18 @@ def restore(url: str, runs: Path, name: str | None = None) -> tuple[RunFolder, i
     number = max(number, *(_number(claim) for claim in store.names("claims"))) + 1
     about = {"url": store.url, "private": True, "number": number, "claim": _new_claim(number)}
     store.put(f"claims/{about['claim']}", json.dumps({"run": folder.name}).encode())
-    rivals = [claim for claim in store.names("claims") if _number(claim) >= number]
-    if rivals != [about["claim"]]:
-        store.delete(f"claims/{about['claim']}")
-        raise UserError(f"{store.url}: is being restored by somebody else at this moment")
-    _, manifest = _newest(store)  # only after the claim: the old owner's permits end here
-    with _aside(folder) as aside:
-        _download(store, manifest, aside)
-        charged = _charge(aside, manifest)
-        write_json(aside.archive, about)
+    try:
+        rivals = [claim for claim in store.names("claims") if _number(claim) >= number]
+        if rivals != [about["claim"]]:
+            raise UserError(f"{store.url}: is being restored by somebody else at this moment")
+        _, manifest = _newest(store)  # only after the claim: the old owner's permits end here
+        with _aside(folder) as aside:
+            _download(store, manifest, aside)
+            charged = _charge(aside, manifest)
+            write_json(aside.archive, about)
+    except BaseException:
+        store.delete(f"claims/{about['claim']}")  # nothing came of it: the old owner may go on
+        raise
     return folder, charged
 
 
