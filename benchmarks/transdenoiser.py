@@ -338,9 +338,11 @@ def split_line(folder: RunFolder, recipe: Recipe) -> str:
     values = [step["s_min"] for step in steps]
     whys = sorted({step["s_min_why"] for step in steps})
     added = [step["added_xi"] for step in steps]
+    bound = "" if all(step["s_min_exact"] for step in steps) else "at most "
     shares = [step["nonnegative"] / max(1, step["examples"]) for step in (steps[0], steps[-1])]
     return (
-        f"S_min {min(values):.3g} to {max(values):.3g} ({'; '.join(whys)}); added {min(added):g} "
+        f"S_min {bound}{min(values):.3g} to {max(values):.3g} ({'; '.join(whys)}); added "
+        f"{min(added):g} "
         f"to {max(added):g}; remainders >= 0: {100 * shares[0]:.0f} % of the first batch, "
         f"{100 * shares[1]:.0f} % of the last"
     )
@@ -409,11 +411,16 @@ def picture(bench: Bench, chosen: list[Row], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(13, 4), layout="constrained")
-    panels = figure.subplots(1, 3, sharey=False)
-    for axes, noise in zip(panels, RADII, strict=False):
-        end = CertifySettings(noise, n=1000).smoothing.radius(0.001 ** (1 / 1000))
-        grid = np.linspace(0, end, 200)
+    noises = [
+        noise
+        for noise in RADII
+        if any(row.name != ALONE for _, (row, _) in _curves(bench, chosen, noise))
+    ]
+    figure = Figure(figsize=(4.3 * (len(noises) + 1), 4), layout="constrained")
+    panels = figure.subplots(1, len(noises) + 1, squeeze=False)[0]
+    for axes, noise in zip(panels, noises, strict=False):
+        everything = [m for _, (_, found) in _curves(bench, chosen, noise) for m in found]
+        grid = np.linspace(0, max(m.certificates.radius.max() for m in everything), 200)
         for colour, (row, found) in _curves(bench, chosen, noise):
             heights = np.array([[100 * m.certified(r) for r in grid] for m in found])
             axes.plot(grid, heights.mean(0), color=colour, label=_label(row, found))
@@ -428,10 +435,10 @@ def picture(bench: Bench, chosen: list[Row], path: Path) -> None:
             [[100 * m.attacks.accuracy("none", 0.0), *(100 * m.attacked(s) for s in SIZES)]
              for m in found]
         )  # fmt: skip
-        panels[2].plot(sizes, heights.mean(0), "o-", markersize=3, color=colour)
-    panels[2].set_title("under attack (input noise 0.25)")
-    panels[2].set_xlabel("size of the L2 PGD attack")
-    panels[2].set_ylabel("accuracy, %")
+        panels[-1].plot(sizes, heights.mean(0), "o-", markersize=3, color=colour)
+    panels[-1].set_title("under attack (input noise 0.25)")
+    panels[-1].set_xlabel("size of the L2 PGD attack")
+    panels[-1].set_ylabel("accuracy, %")
     if panels[0].lines:
         panels[0].legend(fontsize="x-small")
     for axes in panels:

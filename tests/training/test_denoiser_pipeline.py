@@ -134,13 +134,20 @@ def test_the_benchmark_shows_what_algorithm_1_measured(benchmark, tmp_path):
     assert recipe.model.options["activation"] == "tanh" and recipe.method.sigma == 0.1
     folder.begin(recipe)
     steps = [
-        {"s_min": s_min, "s_min_why": why, "added_xi": 2.0, "nonnegative": count, "examples": 10}
+        {
+            "s_min": s_min,
+            "s_min_why": why,
+            "s_min_exact": not s_min,
+            "added_xi": 2.0,
+            "nonnegative": count,
+            "examples": 10,
+        }
         for s_min, why, count in ((0.0, "rank", 3), (1e-5, "Lanczos", 9))
     ]
     folder.metrics.write_text("".join(json.dumps(step) + "\n" for step in steps))
     assert benchmark.split_line(folder, recipe) == (
-        "S_min 0 to 1e-05 (Lanczos; rank); added 2 to 2; remainders >= 0: 30 % of the first "
-        "batch, 90 % of the last"
+        "S_min at most 0 to 1e-05 (Lanczos; rank); added 2 to 2; remainders >= 0: 30 % of the "
+        "first batch, 90 % of the last"
     )
     # The networks of the smoke test are as they were.
     assert "activation" not in benchmark.QUICK_NETWORKS["denoiser"]["options"]
