@@ -1,0 +1,200 @@
+"""The flagship recipe against what is published, and what each of its ingredients gives.
+
+Every row is `dpdist run` of recipes/mnist-flagship.yaml with the changes below, under a fresh key.
+Rows share the public pre-training. What is done is not done again: the same command continues.
+
+    python benchmarks/flagship.py --data-root data [--out DIR] [--only PATTERN ...] [--quick]
+
+Published: DP-CERT (Wu et al., TMLR 2024), certified accuracy on MNIST at n = 10,000, alpha = 0.001,
+epsilon about 2.9 at delta = 1e-6, without public data.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fnmatch
+import io
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from cluster.session import connect
+from dpdist import vision
+from dpdist.cli import app
+from dpdist.privacy.guarantee import format_epsilon
+from dpdist.recipe import find, load
+from dpdist.reports.facts import CertificateTable, read_facts
+from dpdist.runfolder import RunFolder
+
+PUBLISHED = {
+    0.25: {0.0: 98.0, 0.3: 95.6, 0.5: 92.8, 0.7: 87.4},
+    0.5: {0.0: 97.0, 0.5: 92.7, 1.0: 81.3},
+}
+RECIPE = "mnist-flagship"
+
+
+@dataclass(frozen=True)
+class Row:
+    """The recipe with `changes` (dotted keys; `without`: sections taken out), `repeats` times."""
+
+    name: str
+    title: str
+    sigma: float = 0.25
+    changes: dict[str, Any] = field(default_factory=dict)
+    repeats: int = 1
+
+    def runs(self) -> list[str]:
+        """Names of its run folders."""
+        return [f"{self.name}-{k}" for k in range(self.repeats)]
+
+
+def _epsilon(value: float, **changes: Any) -> dict[str, Any]:
+    return {"privacy.epsilon": value, **changes}
+
+
+ROWS = [
+    Row("flagship", "the recipe", repeats=3),
+    Row("flagship-0.5", "the recipe with noise 0.5", 0.5, repeats=3),
+    Row("epsilon-1", "epsilon 1", changes=_epsilon(1.0)),
+    Row("epsilon-0.5", "epsilon 0.5", changes=_epsilon(0.5)),
+    Row(
+        "no-public",
+        "random initial weights",
+        changes={"model.initial": None, "public": None},
+    ),
+    Row(
+        "no-public-2.9",
+        "random initial weights, epsilon 2.9",
+        changes=_epsilon(2.9, **{"model.initial": None, "public": None}),
+    ),
+    Row("no-noise", "no input noise in private training", changes={"method": {"name": "dp-sgd"}}),
+    Row(
+        "one-draw",
+        "one draw of noise, which has nothing to agree with",
+        changes={"method.draws": 1, "method.consistency": 0.0},
+    ),
+    Row("no-consistency", "without the consistency term", changes={"method.consistency": 0.0}),
+    Row("no-average", "without the average of the parameters", changes={"training.ema": None}),
+    Row(
+        "dplis",
+        "DPlis (R = 10) on top of the input noise",
+        changes={"method": {"name": "dplis", "radius": 10, "draws": 2, "sigma": 0.3}},
+    ),
+    Row("same-noise", "trained with the certificate's noise", changes={"method.sigma": 0.25}),
+]
+QUICK = {
+    "data.name": "digits",
+    "model": {"name": "small-cnn", "options": {"width": 4}},
+    "public.training": {"batch_size": 50, "steps": 20, "learning_rate": 0.1},
+    "privacy.delta": 1e-4,
+    "training.batch_size": 50,
+    "training.steps": 3,
+    "certify.n": 100,
+    "certify.every": 30,
+}
+
+
+class Bench:
+    """Where it all lies: `out`/recipes, public, runs, table.md."""
+
+    def __init__(self, out: Path, data_root: Path | None, quick: bool) -> None:
+        self.out, self.data_root, self.quick = out.resolve(), data_root, quick
+        self.runs = self.out / "runs"
+
+    def recipe(self, row: Row, name: str) -> Path:
+        """The row's recipe as a file of its own."""
+        changes: dict[str, Any] = dict(QUICK) if self.quick else {}
+        if self.quick:  # the private half and the public half of the digits
+            changes |= {"data.public": 0.5, "public.data": None}
+        changes["model.initial"] = str(self.out / "public" / f"sigma-{row.sigma:g}")
+        changes |= dict.fromkeys(("public.sigma", "certify.sigma"), row.sigma)
+        changes["method.sigma"] = 1.2 * row.sigma
+        changes["certify.radii"] = [radius for radius in PUBLISHED[row.sigma] if radius]
+        if "method" in row.changes:
+            del changes["method.sigma"]
+        changes |= row.changes
+        if changes["model.initial"] is None:
+            changes = {k: v for k, v in changes.items() if not k.startswith("public.")}
+        found = load(find(RECIPE), {**changes, "name": name})
+        path = self.out / "recipes" / f"{name}.yaml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(found.to_yaml())
+        return path
+
+    def make(self, row: Row, name: str) -> None:
+        """One `dpdist run`."""
+        words = ["run", str(self.recipe(row, name)), "--runs", str(self.runs)]
+        if self.data_root is not None:
+            words += ["--data-root", str(self.data_root)]
+        print("$ dpdist", *words, flush=True)
+        began = time.monotonic()
+        with contextlib.redirect_stdout(io.StringIO()):
+            app(words, standalone_mode=False)
+        print(f"  {time.monotonic() - began:.0f} s", flush=True)
+
+    def done(self, name: str) -> bool:
+        return (self.runs / name / "report" / "index.html").exists()
+
+
+def percent(values: list[float]) -> str:
+    """The mean, and the range of several."""
+    shown = f"{100 * mean(values):.1f}"
+    if len(values) > 1:
+        shown += f" ({100 * min(values):.1f} to {100 * max(values):.1f})"
+    return shown
+
+
+def table(bench: Bench) -> str:
+    """Markdown: a table for each sigma, the published figures first."""
+    lines: list[str] = []
+    for sigma, published in PUBLISHED.items():
+        head = [f"sigma {sigma:g}", "epsilon", "delta", "clean"]
+        head += [f"certified at {radius:g}" for radius in published]
+        lines += ["", *(f"| {' | '.join(part)} |" for part in (head, ["---"] * len(head)))]
+        cells = ["published (DP-CERT)", "2.9", "1e-6", ""]
+        cells += [f"{value:.1f}" for value in published.values()]
+        lines.append(f"| {' | '.join(cells)} |")
+        for row in ROWS:
+            names = [name for name in row.runs() if bench.done(name)]
+            if row.sigma != sigma or not names:
+                continue
+            facts = [read_facts(RunFolder(bench.runs / name)) for name in names]
+            tables: list[CertificateTable] = [f.tables[0] for f in facts]
+            guarantee = facts[0].guarantee
+            cells = [row.title, format_epsilon(guarantee.epsilon), f"{guarantee.delta:g}"]
+            cells.append(percent([f.evaluation["accuracy"] for f in facts if f.evaluation]))
+            cells += [percent([t.certified_accuracy(r) for t in tables]) for r in published]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--out", type=Path, default=Path("runs/flagship"))
+    parser.add_argument("--data-root", type=Path, help="folder with mnist/ as Parquet")
+    parser.add_argument("--only", nargs="*", default=["*"], help="runs by name, in this order")
+    parser.add_argument("--quick", action="store_true", help="digits, three steps: a smoke test")
+    given = parser.parse_args(arguments)
+    bench = Bench(given.out, given.data_root, given.quick)
+    todo = [
+        (row, name)
+        for pattern in given.only
+        for row in ROWS
+        for name in row.runs()
+        if fnmatch.fnmatch(name, pattern) and not bench.done(name)
+    ]
+    if todo:
+        bench.out.mkdir(parents=True, exist_ok=True)
+        with connect(bench.out / "ray.log", worker_setup=vision.install):
+            for row, name in dict.fromkeys((row.name, name) for row, name in todo):
+                bench.make(next(r for r in ROWS if r.name == row), name)
+    text = table(bench)
+    (bench.out / "table.md").write_text(text + "\n")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""The flagship benchmark: every row is a valid recipe, and its table says what the runs say."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from dpdist.recipe import load
+
+PATH = Path(__file__).parents[2] / "benchmarks" / "flagship.py"
+
+
+@pytest.fixture(scope="module")
+def flagship():
+    spec = importlib.util.spec_from_file_location("flagship", PATH)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["flagship"] = module  # where its dataclasses look for their types
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["flagship"]
+
+
+def test_every_row_changes_what_it_says(flagship, tmp_path):
+    bench = flagship.Bench(tmp_path, None, quick=False)
+    names = [name for row in flagship.ROWS for name in row.runs()]
+    assert len(set(names)) == len(names)
+    found = {row.name: load(bench.recipe(row, row.runs()[0])) for row in flagship.ROWS}
+    whole = found["flagship"]
+    assert whole.model.initial is not None and whole.certify.n == 10_000
+    assert found["flagship-0.5"].certify.sigma == 0.5
+    for row in flagship.ROWS:
+        recipe = found[row.name]
+        assert recipe.certify.sigma == row.sigma and recipe.privacy.delta == 1e-6
+        assert set(flagship.PUBLISHED[row.sigma]) - {0.0} == set(recipe.certify.radii)
+        if row.changes:
+            differ = recipe.same_experiment(load(bench.recipe(flagship.ROWS[0], "other")))
+            assert {key.split(".")[0] for key in row.changes} <= {k.split(".")[0] for k in differ}
+    assert found["no-public"].model.initial is None and found["no-public"].public is None
+
+
+def test_the_table_shows_the_runs_beside_what_is_published(flagship, tmp_path):
+    arguments = ["--quick", "--out", str(tmp_path), "--only", "flagship-0"]
+    flagship.main(arguments)
+    text = (tmp_path / "table.md").read_text()
+    published, ours = (line.split(" | ") for line in text.splitlines()[3:5])
+    assert published[1:4] == ["2.9", "1e-6", ""] and ours[0] == "| the recipe"
+    folder = tmp_path / "runs" / "flagship-0"
+    (certificates,) = folder.glob("certificates/*/certificates.parquet")
+    table = pq.read_table(certificates).to_pylist()
+    share = np.mean([r["prediction"] == r["label"] and r["radius"] >= 0.3 for r in table])
+    assert ours[5] == f"{100 * share:.1f}"
+    evaluation = json.loads((folder / "evaluation.json").read_text())
+    assert ours[3] == f"{100 * evaluation['accuracy']:.1f}"
+    # What is done is not done again.
+    before = (folder / "private" / "ledger.jsonl").read_bytes()
+    flagship.main(arguments)
+    assert (folder / "private" / "ledger.jsonl").read_bytes() == before
+    assert (tmp_path / "table.md").read_text() == text
