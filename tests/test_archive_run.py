@@ -25,7 +25,7 @@ import s3_server
 pytestmark = pytest.mark.timeout(900)
 COMMAND = [sys.executable, "-c", "from dpdist.cli import main; main()"]
 SECRET = "wJalrXUtnFEMI-secret"
-STEPS = 300
+STEPS = 150
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_a_lost_host_a_restored_run_and_a_reader_elsewhere(tmp_path, environment
         start_new_session=True,
     )  # fmt: skip
     deadline = time.monotonic() + 200
-    while not list((run / "private" / "checkpoints").glob("step-*/done.json")) or steps(run) < 40:
+    while not list((run / "private" / "checkpoints").glob("step-*/done.json")) or steps(run) < 20:
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()[1]
         time.sleep(0.1)
     time.sleep(1.5)  # the archive has the checkpoint
