@@ -1,19 +1,20 @@
 """How training and certification scale with workers, and whether the driver keeps up.
 
-Three parts, each by its own flag (all without one):
+Four parts, each by its own flag (all without one):
 
 * --train: TF-Privacy CNN, one thread per worker, 1, 2, 4 ... workers up to the cores here. Strong
   scaling: the same expected batch shared out. Weak scaling: the same expected batch per worker.
   Then the model  step(W) = sampling + batch/(W rate) + reduce(W)  is fitted to what was measured
   and says what 8 to 512 workers would do, with the ring all-reduce's 2(W-1)/W of the gradient's
-  bytes over a link plus a latency per hop; for a GPU worker with the rate and link that are given
-  as arguments.
+  bytes over a link plus a latency per hop.
+* --predict: the same model for GPU workers, with rate, link and fixed cost as given in arguments:
+  assumptions, of which only the sampling is measured.
 * --certify: draws per second of 1, 2, 4 ... actors.
 * --driver: a million chunks without models through the actor pool, first its scheduling alone (for
   2, 64 and 512 actors that answer at once), then with Ray: chunks per second, the driver's CPU time
   per chunk, its memory.
 
-    python benchmarks/scaling.py [--train] [--certify] [--driver] [--quick]
+    python benchmarks/scaling.py [--train] [--predict] [--certify] [--driver] [--quick]
 """
 
 from __future__ import annotations
@@ -137,18 +138,31 @@ class Assumed:
     """A GPU worker and its links, for the prediction: assumptions, never measured here.
 
     rate: examples per second of one worker. gbit: of the link between two hosts. hop: seconds that
-    one message takes. parameters: of the model that is trained.
+    one message takes. parameters: of the model that is trained. fixed: seconds of a step that no
+    worker shares (the ledger's write, noise, the update).
     """
 
     rate: float
     gbit: float
     hop: float
     parameters: int
+    fixed: float
 
-    def model(self, sample: float, fixed: float) -> StepModel:
-        """Sampling and fixed costs stay as measured on this machine's CPU."""
+    def model(self, sample: float) -> StepModel:
+        """Sampling takes what it takes on this machine's CPU."""
         bandwidth = self.gbit * 1e9 / 8
-        return StepModel(sample, self.rate, fixed, self.parameters, self.hop, bandwidth)
+        return StepModel(sample, self.rate, self.fixed, self.parameters, self.hop, bandwidth)
+
+    def predict(self) -> None:
+        """For a data set of 60,000 records; their sampling is measured here."""
+        sample = sampling_seconds(60_000)
+        predict(
+            f"ASSUMED: {self.rate:,.0f} examples/s per GPU, {self.parameters:,} parameters, "
+            f"{self.gbit:g} Gbit/s, {1e6 * self.hop:g} us per hop, {1e3 * self.fixed:g} ms fixed; "
+            f"measured: {1e3 * sample:.2f} ms to sample 60,000 records on one core",
+            self.model(sample),
+            60_000,
+        )
 
 
 def load() -> str:
@@ -156,7 +170,7 @@ def load() -> str:
     return f"load average {os.getloadavg()[0]:.1f} on {len(os.sched_getaffinity(0))} cores"
 
 
-def training(quick: bool, limit: int | None, assumed: Assumed) -> None:
+def training(quick: bool, limit: int | None) -> None:
     from training_ray import RECORDS, make_images
 
     steps = 30 if quick else 150
@@ -188,12 +202,6 @@ def training(quick: bool, limit: int | None, assumed: Assumed) -> None:
         f"{1e6 * model.latency:.0f} us per hop (this machine, CPU); worst error {worst:.0%}"
     )
     predict("this CPU worker", model, 60_000)
-    predict(
-        f"ASSUMED: {assumed.rate:,.0f} examples/s per GPU, {assumed.parameters:,} parameters, "
-        f"{assumed.gbit:g} Gbit/s, {1e6 * assumed.hop:g} us per hop",
-        assumed.model(model.sample, model.fixed),
-        60_000,
-    )
 
 
 def predict(title: str, model: StepModel, largest: int) -> None:
@@ -401,7 +409,7 @@ def resident() -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for part in ("train", "certify", "driver"):
+    for part in ("train", "predict", "certify", "driver"):
         parser.add_argument(f"--{part}", action="store_true")
     parser.add_argument("--quick", action="store_true", help="a minute; to see that it works")
     parser.add_argument("--workers", type=int, help="go up to so many (default: the cores here)")
@@ -411,13 +419,21 @@ def main() -> None:
     gpu.add_argument("--link-gbit", type=float, default=100, help="between two hosts")
     gpu.add_argument("--hop-us", type=float, default=20, help="one message, microseconds")
     gpu.add_argument("--parameters", type=int, default=11_000_000, help="of the model")
+    gpu.add_argument("--fixed-ms", type=float, default=5, help="of a step, on every worker")
     options = parser.parse_args()
     assumed = Assumed(
-        options.gpu_rate, options.link_gbit, 1e-6 * options.hop_us, options.parameters
+        options.gpu_rate,
+        options.link_gbit,
+        1e-6 * options.hop_us,
+        options.parameters,
+        1e-3 * options.fixed_ms,
     )
-    everything = not (options.train or options.certify or options.driver)
+    chosen = options.train, options.predict, options.certify, options.driver
+    everything = not any(chosen)
     if options.train or everything:
-        training(options.quick, options.workers, assumed)
+        training(options.quick, options.workers)
+    if options.predict or everything:
+        assumed.predict()
     if options.certify or everything:
         certification(options.quick, options.workers)
     if options.driver or everything:

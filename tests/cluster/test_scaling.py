@@ -55,7 +55,7 @@ def test_the_ring_moves_twice_the_gradient(scaling):
 
 def test_a_faster_link_pays_for_more_workers(scaling):
     def model(gbit):
-        return scaling.Assumed(50_000, gbit, 20e-6, 11_000_000).model(2e-3, 4e-3)
+        return scaling.Assumed(50_000, gbit, 20e-6, 11_000_000, 4e-3).model(2e-3)
 
     slow, fast = model(10), model(400)
     assert slow.reduce(2) == pytest.approx(2 * 20e-6 + 8 * 11e6 * 8 / 10e9)
