@@ -346,7 +346,7 @@ def test_somebody_must_say_what_the_classifier_saw(public, tmp_path):
     described = raw(copy)
     described["model"]["classifier"] = {"folder": str(copy), "saw": "a data set on paper"}
     prepare(parse(described, "test"), RunFolder(tmp_path / "b"), "test")
-    about = json.loads(RunFolder(tmp_path / "b").frozen.read_text())
+    about = json.loads(RunFolder(tmp_path / "b").pretrained.read_text())
     assert about["saw"] == "a data set on paper (declared, not checked)"
 
 
@@ -360,7 +360,7 @@ def test_a_released_classifier_brings_its_card(public, tmp_path):
     }
     (copy / "privacy_card.json").write_text(json.dumps(card))
     prepare(parse(raw(copy), "test"), RunFolder(tmp_path / "run"), "test")
-    about = json.loads(RunFolder(tmp_path / "run").frozen.read_text())
+    about = json.loads(RunFolder(tmp_path / "run").pretrained.read_text())
     assert about["saw"] == "mnist, with epsilon 2.0 at delta 1e-05 (its own privacy card)"
     card["extra"]["training data"] = "digits"
     (copy / "privacy_card.json").write_text(json.dumps(card))
