@@ -32,7 +32,7 @@ app.command("predict")(predict.command)
 app.command("compare")(compare.command)
 
 RECIPE = {
-    "data": {"name": "digits"},
+    "data": {"name": "digits", "public": 0.2},
     "model": {
         "name": "hgm-cnn",
         "options": {"filters": [8], "kernels": [3], "strides": [2], "dense": 16},
