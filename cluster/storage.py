@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,18 @@ def write_atomic(path: Path, data: bytes | str) -> None:
 def write_json(path: Path, value: Any) -> None:
     """`write_atomic` of JSON, sorted and indented."""
     write_atomic(path, json.dumps(value, indent=2, sort_keys=True) + "\n")
+
+
+@contextmanager
+def built_aside(folder: Path) -> Iterator[Path]:
+    """A path beside `folder` to build it at, moved there at the end: whole or not there."""
+    aside = folder.with_name(f".{folder.name}.{os.getpid()}")
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        yield aside
+        os.rename(aside, folder)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def private_folder(path: Path) -> Path:

@@ -27,16 +27,16 @@ import hashlib
 import json
 import os
 import secrets
-import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from cluster.errors import ClusterError
 from cluster.objectstore import Missing, ObjectStore
-from cluster.storage import private_folder, write_json
+from cluster.storage import built_aside, private_folder, write_json
 from dpdist import __version__
 from dpdist.errors import UserError
 from dpdist.exporting import publishable
@@ -424,25 +424,14 @@ def _free(folder: RunFolder) -> RunFolder:
     return folder
 
 
-class _aside:
+@contextmanager
+def _aside(folder: RunFolder) -> Iterator[RunFolder]:
     """A new run folder, built beside its place and moved there when it is whole."""
-
-    def __init__(self, folder: RunFolder) -> None:
-        self._folder = folder
-        path = folder.path.with_name(f".{folder.name}.{os.getpid()}")
-        self._aside = RunFolder(path)
-
-    def __enter__(self) -> RunFolder:
-        shutil.rmtree(self._aside.path, ignore_errors=True)
-        self._aside.path.mkdir(parents=True)
-        private_folder(self._aside.private)
-        return self._aside
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None:
-            os.rename(self._aside.path, self._folder.path)
-        else:
-            shutil.rmtree(self._aside.path, ignore_errors=True)
+    with built_aside(folder.path) as path:
+        path.mkdir(parents=True)
+        aside = RunFolder(path)
+        private_folder(aside.private)
+        yield aside
 
 
 def _download(store: ObjectStore, manifest: dict[str, Any], aside: RunFolder) -> None:

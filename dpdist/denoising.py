@@ -6,13 +6,12 @@ together is post-processing: it costs no privacy.
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 from typing import Literal
 
 import dpdist.data
-from cluster.storage import write_json
+from cluster.storage import built_aside, write_json
 from dpdist import models
 from dpdist.errors import UserError
 from dpdist.recipe import parse
@@ -74,18 +73,13 @@ def put_together(
     load_frozen(whole, new)
     joined = f"after training, by `dpdist denoise` from run {folder.name}: the {own} was trained "
     joined += "before another classifier" if own == "denoiser" else "without this denoiser"
-    # Built aside and renamed: the new run folder is whole or not there.
-    aside = RunFolder(target.path.with_name(f".{target.path.name}.{os.getpid()}"))
-    shutil.rmtree(aside.path, ignore_errors=True)
-    try:
+    with built_aside(target.path) as path:
+        aside = RunFolder(path)
         aside.begin(new)
-        for path in (folder.plan, folder.data, folder.ledger, folder.run_key, folder.fixed_key):
-            if path.exists():
-                shutil.copy2(path, aside.private / path.name)
+        for kept in (folder.plan, folder.data, folder.ledger, folder.run_key, folder.fixed_key):
+            if kept.exists():
+                shutil.copy2(kept, aside.private / kept.name)
         write_json(aside.pretrained, {**about, "joined": joined})
         models.save(whole, spec, aside.model)
         shutil.copy2(folder.trained, aside.trained)
-        os.rename(aside.path, target.path)
-    finally:
-        shutil.rmtree(aside.path, ignore_errors=True)
     return target

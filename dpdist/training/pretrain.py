@@ -7,8 +7,6 @@ Ordinary minibatches of shuffled records on one process. The model folder says w
 from __future__ import annotations
 
 import math
-import os
-import shutil
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from torch import Tensor, nn
 
+from cluster.storage import built_aside
 from dpdist import data, models
 from dpdist.data.dataset import check_same_kind
 from dpdist.errors import UserError
@@ -71,12 +70,10 @@ def pretrain(
     check(model, spec)
     began = {} if section.weights is None else {"began_with": _begin_with(model, section, network)}
     steps = _train(model, public, test.input_shape, section, part, progress)
-    aside = folder.with_name(f".{folder.name}.{os.getpid()}")  # the folder is whole or not there
-    shutil.rmtree(aside, ignore_errors=True)
-    models.save(model.eval(), spec, aside)
     facts = {"steps": steps, "batch_size": section.training.batch_size, "public": True, **began}
-    write_provenance(aside, public, facts)
-    os.rename(aside, folder)
+    with built_aside(folder) as aside:
+        models.save(model.eval(), spec, aside)
+        write_provenance(aside, public, facts)
     if part == models.DENOISER:
         assert section.sigma is not None
         return folder, reconstruction_error(model, test, section.sigma)
