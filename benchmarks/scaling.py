@@ -4,9 +4,10 @@ Four parts, each by its own flag (all without one):
 
 * --train: TF-Privacy CNN, one thread per worker, 1, 2, 4 ... workers up to the cores here. Strong
   scaling: the same expected batch shared out. Weak scaling: the same expected batch per worker.
-  Then the model  step(W) = sampling + batch/(W rate) + reduce(W)  is fitted to what was measured
-  and says what 8 to 512 workers would do, with the ring all-reduce's 2(W-1)/W of the gradient's
-  bytes over a link plus a latency per hop.
+  Then the model  step(W) = sampling + batch/(W rate) + reduce(W)  is fitted to what was measured,
+  two more batch sizes included, and says what 8 to 512 workers would do, with the ring
+  all-reduce's 2(W-1)/W of the gradient's bytes over a link plus a latency per hop. Each point is
+  also predicted from the others, and the prediction is given with the range of those fits.
 * --predict: the same model for GPU workers, with rate, link and fixed cost as given in arguments:
   assumptions, of which only the sampling is measured.
 * --certify: draws per second of 1, 2, 4 ... actors.
@@ -28,7 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -165,6 +166,19 @@ class Assumed:
         )
 
 
+def leave_one_out(
+    steps: dict[tuple[int, float], float], sample: float, size: int
+) -> tuple[list[StepModel], float]:
+    """The fits that each lack one point, and the worst relative error with which one predicts the
+    point that it lacks."""
+    models, errors = [], []
+    for (workers, batch), seconds in steps.items():
+        model = fit({k: v for k, v in steps.items() if k != (workers, batch)}, sample, size)
+        models.append(model)
+        errors.append(abs(model.step(workers, batch) / seconds - 1))
+    return models, max(errors)
+
+
 def load() -> str:
     """How busy the machine is: what was measured beside other work says so."""
     return f"load average {os.getloadavg()[0]:.1f} on {len(os.sched_getaffinity(0))} cores"
@@ -190,28 +204,47 @@ def training(quick: bool, limit: int | None) -> None:
                 rate = 1 / measured[workers, batch]
                 base = base or rate
                 ideal = workers if kind == "strong" else 1
-                print(
-                    f"{workers:8} {batch:6} {rate:8.2f} {rate * batch:11,.0f} "
-                    f"{rate / base / ideal:10.0%}  {kind}; {load()}",
-                    flush=True,
-                )
-        model = fit(measured, sampling_seconds(RECORDS), size)
+                _row(workers, batch, rate, f"{rate / base / ideal:10.0%}  {kind}")
+        # With one batch size, compute and fixed cost of a step could not be told apart.
+        for batch in (_BATCH // 4, 2 * _BATCH):
+            for workers in worker_counts(limit):
+                if (workers, batch) not in measured:
+                    more = steps if batch > _BATCH else 2 * steps
+                    measured[workers, batch] = 1 / train_rate(folder, batch, workers, more)
+                    _row(workers, batch, 1 / measured[workers, batch], f"{'':11} for the fit")
+        sample = sampling_seconds(RECORDS)
+        model = fit(measured, sample, size)
     worst = max(abs(model.step(w, b) / s - 1) for (w, b), s in measured.items())
-    print(
-        f"\nmodel: {model.rate:,.0f} examples/s per worker, {1e3 * model.fixed:.2f} ms fixed, "
-        f"{1e6 * model.latency:.0f} us per hop (this machine, CPU); worst error {worst:.0%}"
+    others, unseen = leave_one_out(measured, sample, size)
+    print(f"\nmodel: {_words(model)} (this machine, CPU); worst error {worst:.0%}")
+    for point, other in zip(measured, others, strict=True):
+        print(f"without {point[0]} workers, batch {point[1]:g}: {_words(other)}")
+    print(f"worst error for the point left out: {unseen:.0%}")
+    predict("this CPU worker", model, 60_000, others)
+
+
+def _row(workers: int, batch: int, rate: float, rest: str) -> None:
+    print(f"{workers:8} {batch:6} {rate:8.2f} {rate * batch:11,.0f} {rest}; {load()}", flush=True)
+
+
+def _words(model: StepModel) -> str:
+    return (
+        f"{model.rate:,.0f} examples/s per worker, {1e3 * model.fixed:.2f} ms fixed, "
+        f"{1e6 * model.latency:.0f} us per hop"
     )
-    predict("this CPU worker", model, 60_000)
 
 
-def predict(title: str, model: StepModel, largest: int) -> None:
-    """The table of strong-scaling efficiency for 8 to 512 workers."""
+def predict(title: str, model: StepModel, largest: int, others: Sequence[StepModel] = ()) -> None:
+    """The table of strong-scaling efficiency for 8 to 512 workers. others: fits that lack a point,
+    for the range of where it stops paying."""
     print(f"\npredicted strong-scaling efficiency, {title}")
     counts = [8, 16, 32, 64, 128, 256, 512]
     print(f"{'batch':>8} " + " ".join(f"{w:>6}" for w in counts) + "   50 % up to")
     for batch in (512, 4096, 16_384, largest):
         cells = " ".join(f"{model.efficiency(w, batch):6.0%}" for w in counts)
-        print(f"{batch:8,} {cells}   {model.pays_until(batch):,} workers")
+        limits = [other.pays_until(batch) for other in others]
+        spread = f" ({min(limits):,} to {max(limits):,} with a point left out)" if limits else ""
+        print(f"{batch:8,} {cells}   {model.pays_until(batch):,} workers{spread}")
 
 
 # --- certification

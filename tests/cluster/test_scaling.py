@@ -34,6 +34,15 @@ def test_the_fit_recovers_planted_times(scaling):
     assert scaling.fit(slower, 2e-3, 26_010).rate < 0.6 * true.rate
 
 
+def test_a_point_left_out_is_predicted_by_the_others(scaling):
+    true = scaling.StepModel(2e-3, 1500.0, 4e-3, 26_010, 3e-4, 10e9 / 8)
+    measured = {(w, b): true.step(w, b) for w in (1, 2) for b in (128.0, 512.0, 1024.0)}
+    models, worst = scaling.leave_one_out(measured, 2e-3, 26_010)
+    assert len(models) == 6 and worst < 1e-4
+    measured[2, 512.0] *= 1.5  # a disturbed measurement shows
+    assert scaling.leave_one_out(measured, 2e-3, 26_010)[1] > 0.2
+
+
 def test_efficiency_falls_with_workers_and_rises_with_the_batch(scaling):
     model = scaling.StepModel(2e-3, 1500.0, 1e-3, 26_010, 1e-4, 10e9 / 8)
     counts = [2**k for k in range(10)]
