@@ -21,7 +21,7 @@ import torch
 from cluster.errors import ClusterError
 from cluster.objectstore import Missing, ObjectStore, check_url
 from dpdist import archive as archives
-from dpdist.archive import Archive, Permit
+from dpdist.archive import Archive, Permit, layout, writing
 from dpdist.cli import main
 from dpdist.errors import UserError
 from dpdist.privacy.ledger import Ledger
@@ -247,7 +247,7 @@ def rewrite(store: ObjectStore, change) -> None:
     manifest = json.loads(store.get("00000001/manifest.json"))
     manifest.pop("check")
     change(manifest)
-    raw = {**manifest, "check": archives._digest_of(manifest)}
+    raw = {**manifest, "check": layout.digest_of(manifest)}
     store.put("00000001/manifest.json", json.dumps(raw).encode())
 
 
@@ -472,7 +472,7 @@ def test_a_silent_store_stops_the_training_in_the_end(tmp_path, url, monkeypatch
     archive = Archive.begin(folder, url, True)
     folder.permit_asked.write_text(json.dumps({"epoch": 0, "step": 0, "steps": 50}))
     clock = [1000.0]
-    monkeypatch.setattr(archives.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(writing.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(ObjectStore, "put", lambda *_: (_ for _ in ()).throw(ClusterError("no")))
     said: list[str] = []
     look = archive.follow(said.append)

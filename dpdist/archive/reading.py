@@ -1,0 +1,183 @@
+"""From an archive back to files: restore a lost run, copy a finished one, fetch what is public."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from cluster.objectstore import Missing, ObjectStore
+from cluster.storage import built_aside, private_folder, write_json
+from dpdist.archive.layout import Permit, complete, new_claim, newest, number_of
+from dpdist.errors import UserError
+from dpdist.privacy.journal import JournalError
+from dpdist.privacy.ledger import Ledger
+from dpdist.runfolder import RunFolder, open_run, read_json
+
+
+def is_address(run: str) -> bool:
+    """Whether a run is named by the address of its archive."""
+    return "://" in run
+
+
+def open_anywhere(run: str, runs: Path) -> RunFolder:
+    """The run folder by path or name, or a copy under `runs` of a finished run's archive.
+
+    Raises UserError when there is none, ClusterError when the store does not answer.
+    """
+    return read_copy(run, runs) if is_address(run) else open_run(run, runs)
+
+
+def restore(url: str, runs: Path, name: str | None = None) -> tuple[RunFolder, int]:
+    """Bring a lost run folder back and take its archive over; the folder and how many steps were
+    charged that the lost one may have released.
+
+    Raises UserError for an archive that is incomplete, damaged, or without private state;
+    ClusterError when the store does not answer. The folder is whole or not there.
+    """
+    store = ObjectStore(url)
+    number, manifest = newest(store)
+    if not manifest["private"]:
+        raise UserError(
+            f"{store.url}: holds no private state (archive_private was not given), so nothing can "
+            f"be continued; `dpdist cluster fetch {store.url}` copies what may be published"
+        )
+    folder = _free(RunFolder(runs / (name or manifest["run"])))
+    number = max(number, *(number_of(claim) for claim in store.names("claims"))) + 1
+    about = {"url": store.url, "private": True, "number": number, "claim": new_claim(number)}
+    store.put(f"claims/{about['claim']}", json.dumps({"run": folder.name}).encode())
+    try:
+        rivals = [claim for claim in store.names("claims") if number_of(claim) >= number]
+        if rivals != [about["claim"]]:
+            raise UserError(f"{store.url}: is being restored by somebody else at this moment")
+        _, manifest = newest(store)  # only after the claim: the old owner's permits end here
+        with _aside(folder) as aside:
+            _download(store, manifest, aside)
+            charged = _charge(aside, manifest)
+            write_json(aside.archive, about)
+    except BaseException:
+        store.delete(f"claims/{about['claim']}")  # nothing came of it: the old owner may go on
+        raise
+    return folder, charged
+
+
+def read_copy(url: str, runs: Path) -> RunFolder:
+    """A copy of a finished run, to certify and report on; its archive is left alone.
+
+    A copy made before is opened again. Raises as `restore`, and UserError for an unfinished run.
+    """
+    store = ObjectStore(url)
+    _, manifest = newest(store)
+    if not manifest["private"]:
+        raise UserError(
+            f"{store.url}: holds only what may be published (archive_private was not given); "
+            f"`dpdist cluster fetch {store.url}` copies it, the report included"
+        )
+    if not manifest["trained"]:
+        raise UserError(
+            f"{store.url}: this run has not finished training; if its folder is lost, `dpdist "
+            f"cluster restore {store.url}` brings it back to be continued"
+        )
+    folder = RunFolder(runs / manifest["run"])
+    source = folder.private / "copy-of.json"
+    if source.exists() and read_json(source).get("url") == store.url:
+        return open_run(folder.name, runs)
+    _free(folder)
+    with _aside(folder) as aside:
+        _download(store, manifest, aside)
+        write_json(aside.private / source.name, {"url": store.url})
+    return folder
+
+
+def fetch(url: str, into: Path) -> tuple[Path, list[str]]:
+    """Copy what may be published of an archived run into a folder of its name under `into`."""
+    store = ObjectStore(url)
+    _, manifest = newest(store)
+    target = into / manifest["run"]
+    paths = sorted(path for path in manifest["files"] if _is_publishable(path))
+    for path in paths:
+        place = target / path
+        place.parent.mkdir(parents=True, exist_ok=True)
+        partial = place.with_name(f".{place.name}.{os.getpid()}")
+        partial.unlink(missing_ok=True)
+        _download_file(store, path, manifest["files"][path], partial)
+        os.replace(partial, place)
+    return target, paths
+
+
+def _is_publishable(path: str) -> bool:
+    return path.split("/")[0] not in ("private", "run.json")
+
+
+def _free(folder: RunFolder) -> RunFolder:
+    if folder.path.exists():
+        raise UserError(f"{folder.path}: is there already; choose another --runs or --name")
+    return folder
+
+
+@contextmanager
+def _aside(folder: RunFolder) -> Iterator[RunFolder]:
+    """A new run folder, built beside its place and moved there when it is whole."""
+    with built_aside(folder.path) as path:
+        path.mkdir(parents=True)
+        aside = RunFolder(path)
+        private_folder(aside.private)
+        yield aside
+
+
+def _download(store: ObjectStore, manifest: dict[str, Any], aside: RunFolder) -> None:
+    for path, entry in manifest["files"].items():
+        target = aside.path / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _download_file(store, path, entry, target)
+        if path.startswith("private/"):
+            target.chmod(0o600)
+    aside.check_format()
+
+
+def _download_file(store: ObjectStore, path: str, entry: dict[str, Any], target: Path) -> None:
+    try:
+        found = store.download(entry["object"], target)
+    except Missing as error:
+        raise UserError(
+            f"{store.url}: {path} is named by the manifest and missing; if a run was still writing "
+            "there, try again"
+        ) from error
+    if found != (entry["digest"], entry["size"]):
+        raise UserError(
+            f"{store.url}: {path} is not what was archived ({found[1]} bytes instead of "
+            f"{entry['size']}, or changed): the archive is damaged"
+        )
+
+
+def _charge(aside: RunFolder, manifest: dict[str, Any]) -> int:
+    """Put on record what the lost folder may have released beyond the archived ledger, and begin
+    a new attempt. Raises UserError when the ledger does not cover the checkpoint."""
+    if manifest["trained"] or not aside.ledger.exists():
+        return 0
+    try:
+        plan = Ledger.read(aside.ledger).plan_fingerprint
+        with Ledger.open(aside.ledger, plan) as ledger:
+            steps = [int(step.name.partition("-")[2]) for step in complete(aside.checkpoints)]
+            if not ledger.releases.keys() >= set(range(max(steps, default=0))):
+                raise UserError(
+                    f"{aside.ledger.name} lacks releases that the archived checkpoint was made of: "
+                    "epsilon cannot be stated"
+                )
+            charged = 0
+            permit = manifest["permit"] and Permit(**manifest["permit"])
+            if permit:
+                known = ledger.steps_of(permit.epoch)
+                for step in range(permit.step, permit.steps):
+                    if step not in known:
+                        ledger.record(step, secrets.token_hex(32))
+                        charged += 1
+            if ledger.epoch is not None:
+                ledger.new_epoch("restored from an archive")
+            return charged
+    except JournalError as error:
+        raise UserError(f"the archived ledger cannot be used: {error}") from error
