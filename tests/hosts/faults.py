@@ -85,11 +85,28 @@ class Faults:
         yield
 
     @contextmanager
+    def lose_head(self, job: str) -> Iterator[None]:
+        """The head's machine is gone, and with it the driver, the job and Ray's tables."""
+        self.cluster.laptop.replace(self.cluster.head)
+        yield
+        self.cluster.down()  # else `ray up` takes the new machine for the one it has set up
+        self.cluster.up()
+
+    @contextmanager
     def stop_job(self, job: str) -> Iterator[None]:
         assert "stopping" in self.cluster.dpdist("cluster", "stop", job).stdout
         assert self.cluster.end_of(job) == "STOPPED"
         yield
         no_orphans(self.cluster)
+
+
+def fill(disk: Path) -> Path:
+    """Leave no room on a disk, not even a page; the file to remove afterwards."""
+    filler = disk / "filler"
+    with pytest.raises(OSError, match="No space left"), filler.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+    return filler
 
 
 def run_through(

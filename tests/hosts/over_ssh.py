@@ -67,12 +67,23 @@ class Cluster:
                 break
         else:
             raise Slow if _TOO_SLOW in said else AssertionError(said[-4000:])
-        self.tunnel = self.laptop.start(
+        self.dig_tunnel()
+        self.wait_for_nodes(1 + len(self.workers))
+
+    def down(self) -> None:
+        said = self.laptop.shell(f"ray down -y {self.path} 2>&1", timeout=200)
+        assert "No nodes remaining" in said, said[-4000:]
+
+    def dig_tunnel(self) -> None:
+        """What `ray dashboard` does: the laptop's port 8265 leads to the head's."""
+        way = "8265:127.0.0.1:8265"
+        for pid in self.laptop.processes(way):  # to a head that is gone
+            self.laptop.run("kill", str(pid), check=False)
+        self.laptop.start(
             "ssh", "-N", "-i", str(self.laptop.key), "-o", "StrictHostKeyChecking=no",
-            "-o", "UserKnownHostsFile=/dev/null", "-L", "8265:127.0.0.1:8265",
+            "-o", "UserKnownHostsFile=/dev/null", "-o", "ExitOnForwardFailure=yes", "-L", way,
             f"root@{self.head.address}",
         )  # fmt: skip
-        self.wait_for_nodes(1 + len(self.workers))
 
     def wait_for_nodes(self, count: int, seconds: float = 300) -> None:
         """Until so many hosts have joined."""
@@ -85,7 +96,8 @@ class Cluster:
         self.wait_for(joined, seconds, every=1)
 
     def ask(self, what: str) -> dict | None:
-        """What the head's dashboard answers; None while it does not."""
+        """What the head's dashboard answers, {} for what it does not know; None while it does not
+        answer."""
         done = self.laptop.run(sys.executable, "-I", "-c", _ASK, what, self.token, check=False)
         return json.loads(done.stdout) if done.returncode == 0 else None
 
@@ -129,10 +141,11 @@ class Cluster:
         return re.search(r"raysubmit_\w+", said)[0]
 
     def state(self, job: str) -> tuple[str, str]:
-        """(state, message) of a job, straight from the job server: this is asked often."""
+        """(state, message) of a job, straight from the job server: this is asked often. LOST: a
+        new head does not know it."""
         found = self.ask(f"api/jobs/{job}")
         assert found is not None, f"no answer about {job}"
-        return found["status"], found["message"] or ""
+        return (found["status"], found["message"] or "") if found else ("LOST", "")
 
     def end_of(self, job: str, seconds: float = 900) -> str:
         """The state in which a job ends."""
@@ -141,7 +154,7 @@ class Cluster:
             state, message = self.state(job)
             if state == "FAILED":
                 print(f"{job}: {message}")
-            return state if state in ("SUCCEEDED", "FAILED", "STOPPED") else None
+            return state if state in ("SUCCEEDED", "FAILED", "STOPPED", "LOST") else None
 
         return self.wait_for(ended, seconds, every=1)
 
@@ -175,9 +188,14 @@ class Cluster:
 
 _TOO_SLOW = "The current node timed out during startup"
 _ASK = """
-import sys, urllib.request
+import sys, urllib.error, urllib.request
 request = urllib.request.Request(
     f"http://127.0.0.1:8265/{sys.argv[1]}", headers={"Authorization": f"Bearer {sys.argv[2]}"}
 )
-print(urllib.request.urlopen(request, timeout=60).read().decode())
+try:
+    print(urllib.request.urlopen(request, timeout=60).read().decode())
+except urllib.error.HTTPError as error:
+    if error.code != 404:
+        raise
+    print("{}")
 """

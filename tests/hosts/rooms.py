@@ -110,8 +110,10 @@ class Host:
             self.run("kill", f"-{name}", str(pid), check=False)
 
     def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
+        """The machine is gone: process 1 ends with its input, and the kernel kills the others."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(timeout=60)
 
 
 class Room(Host):
@@ -133,7 +135,7 @@ class Room(Host):
         self.run("mount", "-t", "tmpfs", "-o", f"size={_SMALL_SIZE}", "small", str(small))
         self.small = Path(f"/proc/{self.pid}/root") / small.relative_to("/")
 
-    def _start(self, name: str, address: str, *, sees_share: bool, disk: str = "600m") -> None:
+    def _start(self, name: str, address: str, *, sees_share: bool, disk: str = "600m") -> Host:
         laptop = name == "laptop"
         keep = {str(path): str(path) for path in _needed()}
         if laptop:
@@ -167,15 +169,17 @@ class Room(Host):
             _expect("ready", process, name)
             super().__init__(name, address, process, _first_child(process.pid))
             self.profile()
-            return
+            return self
         unshared = _first_child(process.pid)  # nsenter forks into the room's processes
-        cable = f"v{address.rpartition('.')[2]}"
+        cable = _cable(address)
         peer = self._inside(unshared)
+        # Of a machine that had this address: the kernel takes it away a little after its death.
+        self.run("ip", "link", "delete", cable, check=False)
         self.run("ip", "link", "add", cable, "type", "veth", "peer", "name", "eth0", "netns", peer)
         self.run("ip", "link", "set", cable, "master", "br0")
         self.run("ip", "link", "set", cable, "up")
         _expect("ready", process, name)
-        self.hosts.append(Host(name, address, process, _first_child(unshared)))
+        return Host(name, address, process, _first_child(unshared))
 
     def profile(self) -> None:
         self.run("sh", "-c", f"cat > {HOME}/.bashrc <<'END'\n{_PROFILE}END")
@@ -189,15 +193,22 @@ class Room(Host):
 
     def add(self, name: str, *, sees_share: bool = True, disk: str = "600m") -> Host:
         """A new host with its cable in the bridge; `disk` is the size of its /tmp."""
-        self._start(name, f"10.77.0.{10 + len(self.hosts)}", sees_share=sees_share, disk=disk)
+        address = f"10.77.0.{10 + len(self.hosts)}"
+        self.hosts.append(self._start(name, address, sees_share=sees_share, disk=disk))
         return self.hosts[-1]
+
+    def replace(self, host: Host) -> None:
+        """The machine is lost with its disk; an empty one of the same name and address comes."""
+        host.kill()
+        fresh = self._start(host.name, host.address, sees_share=True)
+        host.process, host.pid = fresh.process, fresh.pid
 
     def cut(self, host: Host) -> None:
         """Pull the host's cable."""
-        self.run("ip", "link", "set", f"v{host.address.rpartition('.')[2]}", "down")
+        self.run("ip", "link", "set", _cable(host.address), "down")
 
     def plug(self, host: Host) -> None:
-        self.run("ip", "link", "set", f"v{host.address.rpartition('.')[2]}", "up")
+        self.run("ip", "link", "set", _cable(host.address), "up")
 
 
 _PROFILE = f"""\
@@ -221,6 +232,11 @@ def _needed() -> list[Path]:
     """What every host must see: the interpreter, the libraries, this checkout."""
     places = {Path(sys.base_prefix), Path(sys.prefix), ROOT}
     return sorted(path.resolve() for path in places)
+
+
+def _cable(address: str) -> str:
+    """The bridge's end of the cable to a host."""
+    return f"v{address.rpartition('.')[2]}"
 
 
 def _first_child(pid: int) -> int:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from faults import Faults, asked_for, no_orphans, run_through, train_here
+from faults import Faults, asked_for, fill, no_orphans, run_through, train_here
 from over_ssh import Cluster
-from rooms import Host
+from rooms import SHARED, SMALL, Host
 
 pytestmark = [pytest.mark.timeout(1800), asked_for]
 
 RUNNER = "_Runner"
+FULL = "full"
 RECIPE = {
     "name": "certified",
     "data": {"name": "digits"},
@@ -32,23 +34,29 @@ class Certified:
     cluster: Cluster
     folder: Path
 
+    def place(self, case: str) -> tuple[Path, str]:
+        """The folder of a case, as the tests and as the hosts see it."""
+        if case == FULL:  # on a small disk
+            return self.cluster.laptop.small / case, f"{SHARED}/{SMALL}/{case}"
+        return self.folder / case, f"{self.cluster.there}/certified/certificates/{case}"
+
     def start(self, case: str) -> str:
         """Begin the certification `case`, or go on with it; the job."""
         return self.cluster.entrypoint(
             "dpdist certify certified --sigma 0.25 --n 10000 --max-inputs 240 "
-            f"--output {self.cluster.there}/certified/certificates/{case}"
+            f"--output {self.place(case)[1]}"
         )
 
     def begin(self, case: str) -> str:
         """The same, with the seed and the classifier of the undisturbed one."""
-        own = self.folder / case
+        own, _ = self.place(case)
         own.mkdir()
         for pinned in ("settings.json", "rate.json"):
             shutil.copy(self.folder / "quiet" / pinned, own / pinned)
         return self.start(case)
 
     def blocks(self, case: str) -> int:
-        journal = self.folder / case / "journal.jsonl"
+        journal = self.place(case)[0] / "journal.jsonl"
         return len(journal.read_bytes().splitlines()) if journal.exists() else 0
 
     def wait_for_blocks(self, case: str, more: int) -> None:
@@ -56,11 +64,11 @@ class Certified:
         self.cluster.wait_for(lambda: self.blocks(case) >= wanted)
 
     def done(self, case: str) -> bool:
-        return (self.folder / case / "certificates.parquet").exists()
+        return (self.place(case)[0] / "certificates.parquet").exists()
 
     def same(self, case: str) -> None:
         ours, theirs = (
-            (self.folder / name / "certificates.parquet").read_bytes() for name in (case, "quiet")
+            (self.place(name)[0] / "certificates.parquet").read_bytes() for name in (case, "quiet")
         )
         assert ours == theirs
 
@@ -73,7 +81,17 @@ def certified(cluster):
 
 
 @pytest.mark.parametrize(
-    "fault", ["kill_worker", "stop_host", "spot_interruption", "kill_driver", "stop_job"]
+    "fault",
+    [
+        "kill_worker",
+        "stop_host",
+        "spot_interruption",
+        "cut_network",
+        "fill_disk",
+        "kill_driver",
+        "stop_job",
+        "lose_head",
+    ],
 )
 def test_certification_survives(cluster, certified, fault):
     job = certified.begin(fault)
@@ -103,6 +121,21 @@ def test_a_host_that_is_cut_off_is_done_without(cluster, certified):
     cluster.restart(victim)
     cluster.wait_for_nodes(1 + len(cluster.workers))
     no_orphans(cluster)
+
+
+def test_full_storage_stops_the_certification_with_a_clear_error(cluster, certified):
+    """The disk that all hosts share is full; with space again the same command goes on."""
+    job = certified.begin(FULL)
+    certified.wait_for_blocks(FULL, 20)
+    filler = fill(cluster.laptop.small)
+    assert not certified.done(FULL), "the certification was over before the disk was full"
+    assert cluster.end_of(job) == "FAILED"
+    log = cluster.dpdist("cluster", "status", job).stdout
+    assert "No space left on device" in log and "Traceback" not in log, log
+    no_orphans(cluster)
+    filler.unlink()
+    assert cluster.end_of(certified.start(FULL)) == "SUCCEEDED"
+    certified.same(FULL)
 
 
 def test_a_late_host_is_used(cluster, certified):
@@ -138,10 +171,11 @@ def test_a_slow_host_holds_nothing_back(cluster, certified):
     certified.wait_for_blocks("slow", 20)
     slow, fast = ((host, host.processes(RUNNER)[0]) for host in cluster.workers)
 
-    def cpu(host: Host, pid: int) -> int | None:
-        """CPU seconds of a process; None when it has ended."""
-        said = host.run("ps", "-o", "cputimes=", "-p", str(pid), check=False).stdout
-        return int(said) if said.strip() else None
+    def cpu(host: Host, pid: int) -> float | None:
+        """CPU seconds of a process, to the hundredth; None when it has ended."""
+        said = host.run("cat", f"/proc/{pid}/stat", check=False).stdout
+        used = said.rpartition(")")[2].split()[11:13]  # utime and stime, after the name
+        return sum(map(int, used)) / os.sysconf("SC_CLK_TCK") if used else None
 
     before = used = cpu(*slow), cpu(*fast)
     host, pid = slow
@@ -153,7 +187,7 @@ def test_a_slow_host_holds_nothing_back(cluster, certified):
     assert cluster.end_of(job) == "SUCCEEDED"
     certified.same("slow")
     by_slow, by_fast = (after - first for after, first in zip(used, before, strict=True))
-    print(f"CPU seconds of the slow worker {by_slow}, of the other one {by_fast}")
+    print(f"CPU seconds of the slow worker {by_slow:.2f}, of the other one {by_fast:.2f}")
     # Equal shares would have cost them equal CPU time.
     assert by_fast > 2 * by_slow
     no_orphans(cluster)
