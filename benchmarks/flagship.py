@@ -1,6 +1,7 @@
 """The flagship recipe against what is published, and what each of its ingredients gives.
 
-Every row is `dpdist run` of recipes/mnist-flagship.yaml with the changes below, under a fresh key.
+Every row is `dpdist run` of recipes/mnist-flagship.yaml with the changes below (one row: of
+recipes/mnist-flagship-search.yaml), under a fresh key.
 Rows share the public pre-training. What is done is not done again: the same command continues.
 
     python benchmarks/flagship.py --data-root data [--out DIR] [--only PATTERN ...] [--quick]
@@ -37,11 +38,12 @@ PUBLISHED = {
     0.5: {0.0: 97.0, 0.5: 92.7, 1.0: 81.3},
 }
 RECIPE = "mnist-flagship"
+SEARCH = "mnist-flagship-search"
 
 
 @dataclass(frozen=True)
 class Row:
-    """The recipe with `changes` (dotted keys; None takes a section out), `repeats` times.
+    """`recipe` with `changes` (dotted keys; None takes a section out), `repeats` times.
 
     compared: beside what is published, so --all certifies its first run on all test images.
     """
@@ -52,6 +54,7 @@ class Row:
     changes: dict[str, Any] = field(default_factory=dict)
     repeats: int = 1
     compared: bool = False
+    recipe: str = RECIPE
 
     def runs(self) -> list[str]:
         """Names of its run folders."""
@@ -67,6 +70,7 @@ ROWS = [
     Row("flagship-0.5", "the recipe with noise 0.5", 0.5, repeats=3, compared=True),
     Row("epsilon-1", "epsilon 1", changes=_epsilon(1.0), compared=True),
     Row("epsilon-0.5", "epsilon 0.5", changes=_epsilon(0.5), compared=True),
+    Row("searched", "searched: the tuning is counted", compared=True, recipe=SEARCH),
     Row(
         "no-public",
         "random initial weights",
@@ -125,7 +129,7 @@ class Bench:
         changes |= row.changes
         if changes["model.initial"] is None:
             changes = {k: v for k, v in changes.items() if not k.startswith("public.")}
-        found = load(find(RECIPE), {**changes, "name": name})
+        found = load(find(row.recipe), {**changes, "name": name})
         path = self.out / "recipes" / f"{name}.yaml"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(found.to_yaml())
