@@ -56,26 +56,18 @@ def run(
     """
     where = where or ("recipe" if isinstance(recipe, Recipe) else str(recipe))
     recipe = resolve(recipe, name=name, data_root=data_root)
-    folder = RunFolder(Path(runs) / recipe.name)
-    Archive.check_free(folder, recipe.resources.archive)  # before anything is written
-    public_stage(recipe, where)
-    if recipe.tune is not None:
-        search = prepare_search(recipe, folder, where)
-    else:
-        job = prepare(recipe, folder, where)
-    begin_archive(recipe, folder)
-    with session(folder, recipe.resources.cpus) as ray_session:
-        if recipe.tune is not None:
-            search_stage(search, ray_session)
-            recipe = folder.read_recipe()  # with the values that the search chose
-        else:
-            train_stage(job, ray_session)
-        evaluate_stage(recipe, folder)
+    searching = recipe.tune is not None
+    with _trained(recipe, Path(runs), where, search=searching) as (recipe, folder):
         if recipe.certify is not None:
             certify_stage(recipe, folder, settings_of(recipe.certify.model_dump()))
-    report_stage(folder)
-    archive_stage(folder)
+        report_stage(folder)
     return folder
+
+
+def train_alone(recipe: Recipe, *, runs: str | Path = "runs", where: str = "recipe") -> RunFolder:
+    """Train a recipe as it stands, without a search, and measure its accuracy. Raises as `run`."""
+    with _trained(recipe, Path(runs), where, search=False) as (_, folder):
+        return folder
 
 
 def tune(
@@ -87,14 +79,37 @@ def tune(
     """
     if recipe.tune is None:
         raise UserError(f"{where}: tune: is required to search: the space and the law of trials")
-    folder = RunFolder(Path(runs) / recipe.name)
-    search = prepare_search(recipe, folder, where, only_resume=only_resume)
+    trained = _trained(recipe, Path(runs), where, search=True, only_resume=only_resume)
+    with trained as (_, folder):
+        return folder
+
+
+@contextmanager
+def _trained(
+    recipe: Recipe, runs: Path, where: str, *, search: bool, only_resume: bool = False
+) -> Iterator[tuple[Recipe, RunFolder]]:
+    """The run, trained and evaluated, with its Ray session open; afterwards its archive follows.
+
+    The recipe it gives has the values that a search chose.
+    """
+    folder = RunFolder(runs / recipe.name)
+    Archive.check_free(folder, recipe.resources.archive)  # before anything is written
+    public_stage(recipe, where)
+    # Complaints come before the archive is claimed and Ray started.
+    if search:
+        trials = prepare_search(recipe, folder, where, only_resume=only_resume)
+    else:
+        job = prepare(recipe, folder, where)
     begin_archive(recipe, folder)
     with session(folder, recipe.resources.cpus) as ray_session:
-        search_stage(search, ray_session)
-    evaluate_stage(folder.read_recipe(), folder)
+        if search:
+            search_stage(trials, ray_session)
+            recipe = folder.read_recipe()
+        else:
+            train_stage(job, ray_session)
+        evaluate_stage(recipe, folder)
+        yield recipe, folder
     archive_stage(folder)
-    return folder
 
 
 def resolve(
@@ -287,6 +302,16 @@ def evaluate_stage(recipe: Recipe, folder: RunFolder) -> None:
     )
 
 
+def _shared(recipe: Recipe, folder: RunFolder, actors: int | None) -> dict[str, Any]:
+    """What certification and attacks have in common, after the checks before them."""
+    folder.require_trained()
+    check_nodes(PACKAGES, folder.private.resolve())
+    return {
+        "actors": actors or recipe.resources.certify_actors,
+        "trusted_factory": recipe.model.name,
+    }
+
+
 def certify_stage(
     recipe: Recipe,
     folder: RunFolder,
@@ -298,8 +323,7 @@ def certify_stage(
 
     output: its folder; by default one in the run folder, named by the settings.
     """
-    folder.require_trained()
-    check_nodes(PACKAGES, folder.private.resolve())
+    shared = _shared(recipe, folder, actors)
     output = output or folder.certificates / settings.folder_name
     with console.progress(f"certifying, {settings.folder_name}", "inputs", "draws") as show:
         certify(
@@ -307,9 +331,8 @@ def certify_stage(
             test_data(recipe),
             settings,
             output,
-            actors=actors or recipe.resources.certify_actors,
             progress=show,
-            trusted_factory=recipe.model.name,
+            **shared,
         )
     for note in json.loads((output / "settings.json").read_text())["classifier"]["notes"]:
         console.say(f"certifying: {note}")
@@ -327,8 +350,7 @@ def attack_stage(
 
     output: its folder; by default one in the run folder, named by the settings.
     """
-    folder.require_trained()
-    check_nodes(PACKAGES, folder.private.resolve())
+    shared = _shared(recipe, folder, actors)
     output = output or folder.path / "attacks" / settings.folder_name
     with console.progress(f"attacking, {settings.norm}", "inputs") as show:
         attack_model(
@@ -336,9 +358,8 @@ def attack_stage(
             test_data(recipe),
             settings,
             output,
-            actors=actors or recipe.resources.certify_actors,
             progress=show,
-            trusted_factory=recipe.model.name,
+            **shared,
         )
     return output / ATTACK_TABLE
 
@@ -352,8 +373,7 @@ def check_stage(
     actors: int | None = None,
 ) -> Plausibility:
     """Attacks on the certificates of a table, each within its radius, on Ray actors."""
-    folder.require_trained()
-    check_nodes(PACKAGES, folder.private.resolve())
+    shared = _shared(recipe, folder, actors)
     output = output or folder.path / "attacks" / f"check-{certificates.parent.name}"
     with console.progress(f"attacking certificates, {certificates.parent.name}", "inputs") as show:
         _, verdict = check_certificates(
@@ -362,9 +382,8 @@ def check_stage(
             certificates,
             settings,
             output,
-            actors=actors or recipe.resources.certify_actors,
             progress=show,
-            trusted_factory=recipe.model.name,
+            **shared,
         )
     return verdict
 
