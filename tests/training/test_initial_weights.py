@@ -223,3 +223,21 @@ def test_a_run_without_a_public_section_makes_nothing(tmp_path):
     assert not (tmp_path / "made").exists()
     with pytest.raises(UserError, match="no model there"):
         prepare(recipe, RunFolder(tmp_path / "run"), "test")
+
+
+@pytest.mark.parametrize("command", [pipeline.run, pipeline.train_alone, pipeline.tune])
+def test_every_command_that_trains_makes_the_public_part(command, tmp_path, monkeypatch):
+    class Reached(Exception):
+        """The training or the search would begin now."""
+
+    def stop(*_: object, **__: object) -> None:
+        raise Reached
+
+    monkeypatch.setattr(pipeline, "prepare", stop)
+    monkeypatch.setattr(pipeline, "prepare_search", stop)
+    space = {"training.learning_rate": {"choice": [0.1, 1.0]}}
+    search = {"space": space, "law": {"name": "poisson", "mean": 2}}
+    recipe = parse(raw(tmp_path / "made", tune=search), "test")
+    with pytest.raises(Reached):
+        command(recipe, runs=tmp_path / "runs", where="test")
+    assert (tmp_path / "made" / "model.safetensors").exists()
