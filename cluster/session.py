@@ -76,8 +76,8 @@ def connect(
         read_environment_again()
     else:
         _check_reachable(address)
-    handler = _log_to(log_file)
     options: dict = {"log_to_driver": False, "configure_logging": False}
+    handler: logging.Handler | None = None
     if worker_setup is not None:
         options["runtime_env"] = {"worker_process_setup_hook": worker_setup}
     if address is None:
@@ -95,6 +95,7 @@ def connect(
         except Exception as error:  # Ray raises a bare Exception when its own start takes too long
             where = f"RAY_ADDRESS={address}" if address else "a new local session"
             raise ClusterError(f"no Ray cluster at {where}: {_first_line(error)}") from error
+        handler = _log_to(log_file)
         yield _describe(address)
     finally:
         ray.shutdown()
@@ -103,7 +104,8 @@ def connect(
         read_environment_again()
         if handler is not None:
             logging.getLogger("ray").removeHandler(handler)
-            handler.close()
+            with contextlib.suppress(OSError):
+                handler.close()
 
 
 def read_environment_again() -> None:
@@ -141,15 +143,21 @@ def _check_reachable(address: str) -> None:
         ) from error
 
 
-def _log_to(log_file: Path | None) -> logging.Handler | None:
+class _LogFile(logging.FileHandler):
+    def handleError(self, record: logging.LogRecord) -> None:
+        """On a full disk Ray's chatter is lost; logging would print a traceback for each line."""
+
+
+def _log_to(log_file: Path | None) -> logging.Handler:
+    """After `ray.init`, which takes all handlers away. Without one, Python's own would print
+    warnings and errors, tracebacks of lost workers among them."""
     logger = logging.getLogger("ray")
     logger.propagate = False
-    if log_file is None:
-        logger.addHandler(logging.NullHandler())
-        return None
-    log_file.parent.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(log_file)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
+    handler: logging.Handler = logging.NullHandler()
+    if log_file is not None:
+        log_file.parent.mkdir(parents=True, exist_ok=True)
+        handler = _LogFile(log_file)
+        handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
     logger.addHandler(handler)
     return handler
 

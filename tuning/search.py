@@ -9,7 +9,6 @@ broken off releases nothing.
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import secrets
 import shutil
@@ -155,8 +154,6 @@ class Search:
 
         from tuning.searchers import METRIC, ManifestSearcher
 
-        # Its warnings are about its own speed, and go round the run's log file.
-        logging.getLogger("ray.tune").setLevel(logging.ERROR)
         trials = read_trials(self.folder)
         adaptive = self._suggestions() if self.tune.searcher != "random" else None
         searcher = ManifestSearcher(
