@@ -85,6 +85,15 @@ class Faults:
         yield
 
     @contextmanager
+    def restart_head(self, job: str) -> Iterator[None]:
+        """All processes of the head die; its disk stays."""
+        self.cluster.head.shell("ray stop --force", check=False)
+        for pid in self.cluster.head.processes("bin/dpdist"):  # dies a little after Ray
+            self.cluster.head.run("kill", "-KILL", str(pid), check=False)
+        yield
+        self.cluster.up()
+
+    @contextmanager
     def lose_head(self, job: str) -> Iterator[None]:
         """The head's machine is gone, and with it the driver, the job and Ray's tables."""
         self.cluster.laptop.replace(self.cluster.head)

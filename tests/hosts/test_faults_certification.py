@@ -90,6 +90,7 @@ def certified(cluster):
         "fill_disk",
         "kill_driver",
         "stop_job",
+        "restart_head",
         "lose_head",
     ],
 )

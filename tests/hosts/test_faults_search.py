@@ -10,8 +10,18 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from faults import Faults, asked_for, no_orphans, parameters, releases, run_through, steps_done
-from rooms import SHARED
+from faults import (
+    Faults,
+    asked_for,
+    fill,
+    no_orphans,
+    parameters,
+    releases,
+    run_through,
+    steps_done,
+)  # fmt: skip
+from over_ssh import Cluster
+from rooms import SHARED, SMALL
 
 pytestmark = [pytest.mark.timeout(1800), asked_for]
 
@@ -75,26 +85,58 @@ def same(run: Path, undisturbed: Path) -> None:
     assert torch.equal(parameters(run), parameters(undisturbed))
 
 
+def start(cluster: Cluster, name: str, *more: str) -> str:
+    """Begin the search `name`, or go on with it; the job."""
+    (cluster.laptop.shared / f"{name}.yaml").write_text(yaml.safe_dump({**RECIPE, "name": name}))
+    return cluster.entrypoint(shlex.join(["dpdist", "tune", f"{SHARED}/{name}.yaml", *more]))
+
+
+def deepest(run: Path) -> int:
+    """Steps of the trial that has made most."""
+    trials = run / "private" / "search" / "trials"
+    return max(steps_done(trials / f"{n:05d}") for n in range(TRIALS))
+
+
 @pytest.mark.parametrize(
-    "fault", ["kill_worker", "stop_host", "cut_network", "kill_driver", "stop_job"]
+    "fault",
+    [
+        "kill_worker",
+        "stop_host",
+        "spot_interruption",
+        "cut_network",
+        "fill_disk",
+        "kill_driver",
+        "stop_job",
+        "restart_head",
+        "lose_head",
+    ],
 )
 def test_search_survives(cluster, undisturbed, fault):
     name = f"search-{fault.replace('_', '')}"
-    (cluster.laptop.shared / f"{name}.yaml").write_text(yaml.safe_dump({**RECIPE, "name": name}))
     run = cluster.runs / name
-
-    def start(*more: str) -> str:
-        return cluster.entrypoint(shlex.join(["dpdist", "tune", f"{SHARED}/{name}.yaml", *more]))
-
-    def deepest() -> int:
-        trials = run / "private" / "search" / "trials"
-        return max((steps_done(trials / f"{n:05d}") for n in range(TRIALS)), default=0)
-
-    job = start()
-    cluster.wait_for(lambda: deepest() >= 60)
+    job = start(cluster, name)
+    cluster.wait_for(lambda: deepest(run) >= 60)
     with getattr(Faults(cluster, TRIAL), fault)(job):
         assert not (run / "private" / "trained.json").exists(), "over before the fault"
-    _, again = run_through(cluster, job, lambda: start("--resume"))
+    _, again = run_through(cluster, job, lambda: start(cluster, name, "--resume"))
     same(run, undisturbed)
     no_orphans(cluster)
     print(f"{name}: submitted again {again} times; the same trials, ledgers and winner")
+
+
+def test_full_storage_stops_the_search_with_a_clear_error(cluster, undisturbed):
+    """The disk that all hosts share is full: no trial has failed, and with space again the same
+    search goes on."""
+    name, there = "search-full", ("--runs", f"{SHARED}/{SMALL}/runs")
+    run = cluster.laptop.small / "runs" / name
+    job = start(cluster, name, *there)
+    cluster.wait_for(lambda: deepest(run) >= 60)
+    filler = fill(cluster.laptop.small)
+    assert not (run / "private" / "trained.json").exists(), "over before the disk was full"
+    assert cluster.end_of(job) == "FAILED"
+    log = cluster.dpdist("cluster", "status", job).stdout
+    assert "No space left on device" in log and "Traceback" not in log, log
+    no_orphans(cluster)
+    filler.unlink()
+    assert cluster.end_of(start(cluster, name, *there, "--resume")) == "SUCCEEDED"
+    same(run, undisturbed)

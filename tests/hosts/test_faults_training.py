@@ -66,6 +66,7 @@ def _set(*names: str, always: bool = False):
         _set("fill_disk"),
         _set("kill_driver"),
         _set("stop_job"),
+        _set("restart_head"),
         _set("lose_head"),
     ],
 )
