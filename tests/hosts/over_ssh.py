@@ -140,6 +140,10 @@ class Cluster:
         )
         return re.search(r"raysubmit_\w+", said)[0]
 
+    def said(self, job: str) -> str:
+        """All that a job has printed."""
+        return self.ask(f"api/jobs/{job}/logs")["logs"]
+
     def state(self, job: str) -> tuple[str, str]:
         """(state, message) of a job, straight from the job server: this is asked often. LOST: a
         new head does not know it."""

@@ -134,7 +134,7 @@ def test_full_storage_stops_the_search_with_a_clear_error(cluster, undisturbed):
     filler = fill(cluster.laptop.small)
     assert not (run / "private" / "trained.json").exists(), "over before the disk was full"
     assert cluster.end_of(job) == "FAILED"
-    log = cluster.dpdist("cluster", "status", job).stdout
+    log = cluster.said(job)
     assert "No space left on device" in log and "Traceback" not in log, log
     no_orphans(cluster)
     filler.unlink()

@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file
 
 pytestmark = pytest.mark.timeout(1800)
 
-STEPS = 400
+STEPS, LONG = 400, 5000
 RECIPE = {
     "name": "fault",
     "data": {"name": "digits"},
@@ -53,6 +53,15 @@ def same(run: Path, undisturbed: Path, steps: int = STEPS) -> None:
     assert ours == theirs, "a step was released twice, or with another sum"
 
 
+@pytest.fixture(scope="module")
+def undisturbed_long(tmp_path_factory):
+    return train_here(_recipe("fault", LONG), tmp_path_factory.mktemp("undisturbed"))
+
+
+def _recipe(name: str, steps: int) -> dict:
+    return {**RECIPE, "name": name, "training": {**RECIPE["training"], "steps": steps}}
+
+
 def _set(*names: str, always: bool = False):
     return pytest.param(names, id="+".join(names), marks=() if always else (asked_for,))
 
@@ -66,13 +75,11 @@ def _set(*names: str, always: bool = False):
         _set("fill_disk"),
         _set("kill_driver"),
         _set("stop_job"),
-        _set("restart_head"),
-        _set("lose_head"),
     ],
 )
 def test_training_survives(cluster, undisturbed, faults):
     name = "-".join(faults).replace("_", "")
-    project = cluster.project(name, {**RECIPE, "name": name})
+    project = cluster.project(name, _recipe(name, STEPS))
     run = cluster.runs / name
 
     def submit() -> str:
@@ -83,11 +90,35 @@ def test_training_survives(cluster, undisturbed, faults):
         cluster.wait_for(lambda number=number: steps_done(run) >= 40 + 80 * number)
         with getattr(Faults(cluster, "RayTrainWorker"), fault)(job):
             assert steps_done(run) < STEPS, "the training was over before the fault"
-    print(f"{name}: {steps_done(run)} steps were done when it was mended")
     _, again = run_through(cluster, job, submit)
     same(run, undisturbed)
     no_orphans(cluster)
     print(f"{name}: submitted again {again} times; the same parameters and ledger")
+
+
+@asked_for
+@pytest.mark.parametrize("fault", ["restart_head", "lose_head"])
+def test_training_survives_its_head(cluster, undisturbed_long, fault):
+    """The workers go on without a head until their own Ray ends: long enough to be cut off too."""
+    name = fault.replace("_", "")
+    project = cluster.project(name, _recipe(name, LONG))
+    run = cluster.runs / name
+
+    def submit() -> str:
+        return cluster.submit(f"{name}.yaml", project)
+
+    job = submit()
+    cluster.wait_for(lambda: steps_done(run) >= 40)
+    before = steps_done(run)
+    with getattr(Faults(cluster, "RayTrainWorker"), fault)(job):
+        pass
+    after = steps_done(run)
+    assert after < LONG, "the training was over before the fault"
+    _, again = run_through(cluster, job, submit)
+    assert again == 1
+    same(run, undisturbed_long, LONG)
+    no_orphans(cluster)
+    print(f"{name}: {before} steps before, {after} when a head was there again; the same ledger")
 
 
 @asked_for
@@ -105,7 +136,7 @@ def test_full_storage_stops_the_run_with_a_clear_error(cluster, undisturbed):
     filler = fill(small)
     assert steps_done(run) < STEPS, "the training was over before the disk was full"
     assert cluster.end_of(job) == "FAILED"
-    log = cluster.dpdist("cluster", "status", job).stdout
+    log = cluster.said(job)
     assert "No space left on device" in log and "Traceback" not in log, log
     no_orphans(cluster)
     filler.unlink()
