@@ -70,6 +70,16 @@ class Faults:
         self.cluster.laptop.plug(self.victim)
 
     @contextmanager
+    def cut_off(self, job: str) -> Iterator[None]:
+        """Long enough for Ray to give the host up, and for the host's own Ray to end."""
+        self.cluster.laptop.cut(self.victim)
+        yield
+        time.sleep(120)
+        self.cluster.laptop.plug(self.victim)
+        self.victim.shell("ray stop --force", check=False)
+        self.cluster.restart(self.victim)
+
+    @contextmanager
     def fill_disk(self, job: str) -> Iterator[None]:
         """The host's own disk, where Ray keeps its session."""
         self.victim.run("sh", "-c", "cat /dev/zero > /tmp/filler", check=False)

@@ -104,6 +104,7 @@ def deepest(run: Path) -> int:
         "stop_host",
         "spot_interruption",
         "cut_network",
+        "cut_off",
         "fill_disk",
         "kill_driver",
         "stop_job",

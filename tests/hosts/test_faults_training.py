@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file
 
 pytestmark = pytest.mark.timeout(1800)
 
-STEPS, LONG = 400, 5000
+STEPS, LONG = 400, 2500
 RECIPE = {
     "name": "fault",
     "data": {"name": "digits"},
@@ -72,6 +72,7 @@ def _set(*names: str, always: bool = False):
         _set("kill_worker", "stop_host", always=True),
         _set("spot_interruption"),
         _set("cut_network"),
+        _set("cut_off"),
         _set("fill_disk"),
         _set("kill_driver"),
         _set("stop_job"),
