@@ -70,6 +70,22 @@ ROWS = [
     Row("flagship-0.5", "the recipe with noise 0.5", 0.5, repeats=3, compared=True),
     Row("epsilon-1", "epsilon 1", changes=_epsilon(1.0), compared=True),
     Row("epsilon-0.5", "epsilon 0.5", changes=_epsilon(0.5), compared=True),
+    Row(
+        "longer",
+        "600 steps, learning rate 3, consistency 4, epsilon 2.5",
+        changes=_epsilon(
+            2.5,
+            **{"training.steps": 600, "training.learning_rate": 3.0, "method.consistency": 4.0},
+        ),
+    ),
+    Row(
+        "longer-0.5",
+        "noise 0.5 in training too, 600 steps, consistency 1, epsilon 2.9",
+        0.5,
+        changes=_epsilon(
+            2.9, **{"training.steps": 600, "method.sigma": 0.5, "method.consistency": 1.0}
+        ),
+    ),
     Row("searched", "searched: the tuning is counted", compared=True, recipe=SEARCH),
     Row(
         "no-public",
