@@ -30,7 +30,7 @@ from dpdist import vision
 from dpdist.cli import app
 from dpdist.privacy.guarantee import format_epsilon
 from dpdist.recipe import find, load
-from dpdist.reports.facts import CertificateTable, read_facts
+from dpdist.reports.facts import CertificateTable, Facts, read_facts
 from dpdist.runfolder import RunFolder
 
 PUBLISHED = {
@@ -173,12 +173,15 @@ class Bench:
         return (self.runs / name / "report" / "index.html").exists()
 
     def all_done(self, name: str) -> bool:
-        return self.done(name) and self.certificates(name, "target") is not None
+        return self.done(name) and certificates(self.facts(name), "target") is not None
 
-    def certificates(self, name: str, mode: str) -> CertificateTable | None:
-        """The run's table of that mode."""
-        tables = read_facts(RunFolder(self.runs / name)).tables
-        return next((table for table in tables if table.mode == mode), None)
+    def facts(self, name: str) -> Facts:
+        return read_facts(RunFolder(self.runs / name))
+
+
+def certificates(facts: Facts, mode: str) -> CertificateTable | None:
+    """The run's table of that mode."""
+    return next((table for table in facts.tables if table.mode == mode), None)
 
 
 def percent(values: list[float]) -> str:
@@ -198,17 +201,16 @@ def table(bench: Bench) -> str:
         cells += [f"{value:.1f}" for value in published.values()]
         spaced, whole = [cells], [[*cells[:3], *cells[5:]]]
         for row in (row for row in ROWS if row.sigma == sigma):
-            names = [name for name in row.runs() if bench.done(name)]
-            if not names:
+            facts = [bench.facts(name) for name in row.runs() if bench.done(name)]
+            if not facts:
                 continue
-            facts = [read_facts(RunFolder(bench.runs / name)) for name in names]
             guarantee = facts[0].guarantee
             begin = [row.title, format_epsilon(guarantee.epsilon), f"{guarantee.delta:g}"]
             clean = percent([f.evaluation["accuracy"] for f in facts if f.evaluation])
-            tables = [t for name in names if (t := bench.certificates(name, "fixed"))]
+            tables = [t for f in facts if (t := certificates(f, "fixed"))]
             found = [percent([t.certified_accuracy(r) for t in tables]) for r in published]
             spaced.append([*begin, clean, *found])
-            every = bench.certificates(names[0], "target")
+            every = certificates(facts[0], "target")
             if every is not None:
                 whole.append(begin + [percent([every.certified_accuracy(r)]) for r in every.radii])
         head = [f"sigma {sigma:g}", "epsilon", "delta"]
