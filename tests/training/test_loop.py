@@ -9,26 +9,21 @@ from __future__ import annotations
 import json
 import shutil
 import threading
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from safetensors.torch import load_file
+from support.training import Interrupt, ThreadReducer, interrupted, make, together, train
 
 from dpdist.errors import UserError
 from dpdist.gradients.engine import ClippedSum, GradientEngine
 from dpdist.privacy.ledger import Ledger, LedgerError, ReplayConflict
-from dpdist.recipe import Recipe, parse
 from dpdist.runfolder import RunFolder
 from dpdist.training import checkpoint, loop
 from dpdist.training.job import prepare
-from dpdist.training.reducer import MissingRank, Reducer
-
-KEY = "5a" * 32
+from dpdist.training.reducer import MissingRank
 
 
 @pytest.fixture(autouse=True)
@@ -38,79 +33,6 @@ def _one_thread_each():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-class ThreadReducer(Reducer):
-    """Reducer whose workers are threads of this process."""
-
-    def __init__(self, rank: int, world_size: int, meeting: dict) -> None:
-        super().__init__(rank, world_size, torch.device("cpu"))
-        self.meeting = meeting
-
-    def _meet(self, value):
-        box, barrier = self.meeting["box"], self.meeting["barrier"]
-        box[self.rank] = value
-        barrier.wait()
-        values = [box[r] for r in sorted(box)]
-        barrier.wait()
-        return values
-
-    def all_sum(self, buffer):
-        buffer.copy_(torch.stack(self._meet(buffer.clone())).sum(0))
-
-    def same_everywhere(self, digest):
-        return len({int(d) for d in self._meet(digest)}) == 1
-
-    def from_first(self, value):
-        return self._meet(value)[0]
-
-    def gather(self, text):
-        return self._meet(text)
-
-
-def make(tmp: Path, name: str = "run", **overrides) -> tuple[Recipe, RunFolder]:
-    raw = {
-        "name": "x",
-        "data": {"name": "digits", "max_train": 400},
-        "model": {"name": "small-cnn", "options": {"width": 4}},
-        "privacy": {"noise_multiplier": 1.0, "delta": 1e-4, "run_key": KEY},
-        "training": {"batch_size": 40, "steps": 12, "learning_rate": 0.5, "momentum": 0.5},
-        "resources": {"checkpoint_seconds": 1e-6},
-    }
-    for key, value in overrides.items():
-        section, _, field = key.partition("__")
-        if field:
-            raw[section][field] = value
-        else:
-            raw[section] = value
-    recipe = parse(raw, "test")
-    return recipe, RunFolder(tmp / name)
-
-
-def train(recipe: Recipe, folder: RunFolder, world_size: int = 1) -> torch.Tensor:
-    """Train with `world_size` thread workers; returns the parameters as one vector."""
-    job = prepare(recipe, folder, "test")
-    meeting = {"box": {}, "barrier": threading.Barrier(world_size)}
-
-    def work(rank: int) -> None:
-        try:
-            loop.run(job, ThreadReducer(rank, world_size, meeting))
-        except BaseException:
-            meeting["barrier"].abort()
-            raise
-
-    with ThreadPoolExecutor(world_size) as pool:
-        futures = [pool.submit(work, rank) for rank in range(world_size)]
-        errors = [future.exception() for future in futures]
-    real = [e for e in errors if e and not isinstance(e, threading.BrokenBarrierError)]
-    if real:
-        raise real[0]
-    return parameters(folder)
-
-
-def parameters(folder: RunFolder) -> torch.Tensor:
-    tensors = load_file(folder.model / "model.safetensors")
-    return torch.cat([tensors[name].flatten() for name in sorted(tensors)])
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -182,27 +104,6 @@ def test_the_loop_executes_the_plan(tmp_path, monkeypatch):
     assert ledger.guarantee(plan) == plan.guarantee()
     batches = [json.loads(line)["examples"] for line in folder.metrics.read_text().splitlines()]
     assert len(set(batches)) > 1, "Poisson batches vary"
-
-
-class Interrupt(Exception):
-    pass
-
-
-def interrupted(recipe, folder, monkeypatch, at: int, workers: int = 1) -> None:
-    """Train and die right after the ledger entry of step `at`: the worst moment."""
-    with monkeypatch.context() as patch:
-        real = loop.add_noise
-        state = {"calls": 0}
-
-        def dies(*args):
-            state["calls"] += 1
-            if state["calls"] == at + 1:
-                raise Interrupt
-            return real(*args)
-
-        patch.setattr(loop, "add_noise", dies)
-        with pytest.raises(Interrupt):
-            train(recipe, folder, workers)
 
 
 def test_exact_replay_after_a_crash_is_recorded_once(tmp_path, monkeypatch):
@@ -281,11 +182,8 @@ def test_a_missing_rank_never_updates_the_model(tmp_path):
 
     recipe, folder = make(tmp_path)
     job = prepare(recipe, folder, "test")
-    meeting = {"box": {}, "barrier": threading.Barrier(2)}
-    with ThreadPoolExecutor(2) as pool:
-        futures = [pool.submit(loop.run, job, Silent(rank, 2, meeting)) for rank in range(2)]
-        errors = [future.exception() for future in futures]
-    assert any(isinstance(error, MissingRank) for error in errors)
+    with pytest.raises(MissingRank):
+        together(2, lambda reducer: loop.run(job, reducer), Silent)
     assert Ledger.read(folder.ledger).releases == {}
     assert not folder.trained.exists()
 

@@ -1,0 +1,126 @@
+"""A recorder of keys: which were derived from which, and which random streams they opened.
+
+It wraps the functions that derive and expand keys wherever a module of ours holds them, so it sees
+the real wiring and changes nothing: every wrapped call returns what the original returns.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from dpdist.certification.units import UnitSource
+from dpdist.gradients import keys, perturbations
+
+
+@dataclass(frozen=True)
+class Derived:
+    """One call of derive_key."""
+
+    parent: bytes
+    purpose: str
+    labels: tuple[str | int, ...]
+    key: bytes
+
+
+@dataclass(frozen=True)
+class Stream:
+    """One use of a key's stream: entries start to start + count - 1. kind: words (ChaCha20, with
+    the function that asked for them), draws (Philox) or units (certification)."""
+
+    key: bytes
+    kind: str
+    caller: str
+    start: int = 0
+    count: int = 0
+
+
+@dataclass
+class Recorder:
+    """What was seen. root: the run key, once known; all keys should descend from it."""
+
+    derived: list[Derived] = field(default_factory=list)
+    streams: list[Stream] = field(default_factory=list)
+
+    def clear(self) -> None:
+        self.derived.clear()
+        self.streams.clear()
+
+    def of(self, caller: str) -> list[bytes]:
+        """Keys whose streams one function opened, in order of first use."""
+        return list(dict.fromkeys(s.key for s in self.streams if s.caller == caller))
+
+    def origin(self, key: bytes) -> Derived | None:
+        """How a key was derived; None for one that was not (a run key, a seed)."""
+        return next((d for d in self.derived if d.key == key), None)
+
+    def chain(self, key: bytes) -> list[Derived]:
+        """From a key up to what it was derived from in the end."""
+        found = []
+        while (step := self.origin(key)) is not None:
+            found.append(step)
+            key = step.parent
+        return found
+
+    def ancestors(self, key: bytes) -> set[bytes]:
+        return {step.parent for step in self.chain(key)}
+
+    def labels(self, key: bytes) -> set[str]:
+        """All labels on the way from the root to a key, as text."""
+        return {str(label) for step in self.chain(key) for label in (step.purpose, *step.labels)}
+
+
+SAMPLING, NOISE, DRAWS, UNITS = "poisson_sample", "standard_normal", "draws", "units"
+
+
+def replace_everywhere(
+    patch: pytest.MonkeyPatch, original: Callable[..., Any], new: Callable[..., Any]
+) -> None:
+    """Put `new` wherever a module of ours holds `original` under any name."""
+    for module in _ours():
+        for name, value in list(vars(module).items()):
+            if value is original:
+                patch.setattr(module, name, new)
+
+
+def _ours() -> Iterable[ModuleType]:
+    names = ("dpdist", "tuning", "cluster")
+    return [m for n, m in sys.modules.items() if m is not None and n.split(".")[0] in names]
+
+
+def record(patch: pytest.MonkeyPatch) -> Recorder:
+    """Begin to record; ends with the monkeypatch. Modules must be imported before."""
+    seen = Recorder()
+    derive, words, philox = keys.derive_key, keys.words, perturbations._philox_key
+    unit = UnitSource.key
+
+    def derive_key(key: bytes, purpose: str, *labels: str | int) -> bytes:
+        found = derive(key, purpose, *labels)
+        seen.derived.append(Derived(key, purpose, labels, found))
+        return found
+
+    def expanded(key: bytes, start: int, count: int) -> Any:
+        caller = sys._getframe(1).f_code.co_name
+        seen.streams.append(Stream(key, "words", caller, start, count))
+        return words(key, start, count)
+
+    def philox_key(draw_key: bytes, purpose: str, draw: int) -> int:
+        found = philox(draw_key, purpose, draw)
+        seen.streams.append(Stream(found.to_bytes(16, "little"), "draws", DRAWS, draw))
+        return found
+
+    def unit_key(self: UnitSource, index: int | None, stage: str, block: int) -> bytes:
+        found = unit(self, index, stage, block)
+        seen.streams.append(Stream(found, f"{stage}/{index}/{block}", UNITS))
+        return found
+
+    replace_everywhere(patch, derive, derive_key)
+    replace_everywhere(patch, words, expanded)
+    replace_everywhere(patch, philox, philox_key)
+    patch.setattr(UnitSource, "key", unit_key)
+    return seen

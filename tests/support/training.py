@@ -1,0 +1,140 @@
+"""The training loop without Ray: workers are threads that meet in a barrier.
+
+The loop is the one Ray Train runs; only the all-reduce is replaced.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dpdist.recipe import Recipe, parse
+from dpdist.runfolder import RunFolder
+from dpdist.training import loop
+from dpdist.training.job import TrainJob, prepare
+from dpdist.training.reducer import Reducer
+
+KEY = "5a" * 32
+
+
+class ThreadReducer(Reducer):
+    """Reducer whose workers are threads of this process."""
+
+    def __init__(self, rank: int, world_size: int, meeting: dict[str, Any]) -> None:
+        super().__init__(rank, world_size, torch.device("cpu"))
+        self.meeting = meeting
+
+    def _meet(self, value: Any) -> list[Any]:
+        box, barrier = self.meeting["box"], self.meeting["barrier"]
+        box[self.rank] = value
+        barrier.wait()
+        values = [box[r] for r in sorted(box)]
+        barrier.wait()
+        return values
+
+    def all_sum(self, buffer: torch.Tensor) -> None:
+        buffer.copy_(torch.stack(self._meet(buffer.clone())).sum(0))
+
+    def same_everywhere(self, digest: torch.Tensor) -> bool:
+        return len({int(d) for d in self._meet(digest)}) == 1
+
+    def from_first(self, value: int) -> int:
+        return self._meet(value)[0]
+
+    def gather(self, text: str) -> list[str]:
+        return self._meet(text)
+
+
+def together(
+    world_size: int, work: Callable[[ThreadReducer], None], reducer: type = ThreadReducer
+) -> None:
+    """Do `work` with so many thread workers; raises the first error that is not a consequence."""
+    meeting = {"box": {}, "barrier": threading.Barrier(world_size)}
+
+    def one(rank: int) -> None:
+        try:
+            work(reducer(rank, world_size, meeting))
+        except BaseException:
+            meeting["barrier"].abort()
+            raise
+
+    with ThreadPoolExecutor(world_size) as pool:
+        futures = [pool.submit(one, rank) for rank in range(world_size)]
+        errors = [future.exception() for future in futures]
+    real = [e for e in errors if e and not isinstance(e, threading.BrokenBarrierError)]
+    if real:
+        raise real[0]
+
+
+def execute(job: TrainJob, world_size: int = 1, until: int | None = None) -> None:
+    """Run a prepared job with so many thread workers."""
+    together(world_size, lambda reducer: loop.run(job, reducer, until))
+
+
+def merged(raw: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """`raw` with sections merged into it; None removes a field."""
+    for key, value in more.items():
+        both = isinstance(value, dict) and isinstance(raw.get(key), dict)
+        raw[key] = merged(dict(raw[key]), value) if both else value
+    return raw
+
+
+def make(tmp: Path, name: str = "run", **overrides: Any) -> tuple[Recipe, RunFolder]:
+    """A small recipe on the digits, with fields replaced (section__field), and its folder."""
+    raw: dict[str, Any] = {
+        "name": "x",
+        "data": {"name": "digits", "max_train": 400},
+        "model": {"name": "small-cnn", "options": {"width": 4}},
+        "privacy": {"noise_multiplier": 1.0, "delta": 1e-4, "run_key": KEY},
+        "training": {"batch_size": 40, "steps": 12, "learning_rate": 0.5, "momentum": 0.5},
+        "resources": {"checkpoint_seconds": 1e-6},
+    }
+    for key, value in overrides.items():
+        section, _, field = key.partition("__")
+        if field:
+            raw[section][field] = value
+        else:
+            raw[section] = value
+    recipe = parse(raw, "test")
+    return recipe, RunFolder(tmp / name)
+
+
+def train(recipe: Recipe, folder: RunFolder, world_size: int = 1) -> torch.Tensor:
+    """Train with `world_size` thread workers; returns the parameters as one vector."""
+    execute(prepare(recipe, folder, "test"), world_size)
+    return parameters(folder)
+
+
+def parameters(folder: RunFolder) -> torch.Tensor:
+    tensors = load_file(folder.model / "model.safetensors")
+    return torch.cat([tensors[name].flatten() for name in sorted(tensors)])
+
+
+class Interrupt(Exception):
+    """A crash on purpose."""
+
+
+def interrupted(
+    recipe: Recipe, folder: RunFolder, patch: pytest.MonkeyPatch, at: int, workers: int = 1
+) -> None:
+    """Train and die right after the ledger entry of step `at`: the worst moment."""
+    with patch.context() as inner:
+        real = loop.add_noise
+        state = {"calls": 0}
+
+        def dies(*args: Any) -> Any:
+            state["calls"] += 1
+            if state["calls"] == at + 1:
+                raise Interrupt
+            return real(*args)
+
+        inner.setattr(loop, "add_noise", dies)
+        with pytest.raises(Interrupt):
+            train(recipe, folder, workers)
