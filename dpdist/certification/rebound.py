@@ -91,15 +91,21 @@ class Band:
     """Certified accuracy at one radius, and what holds with confidence for the whole set.
 
     accuracy: share of inputs with a right, certified prediction; each certificate errs with
-    probability alpha on its own. lower, upper: bounds of the share of inputs on which the smoothed
-    classifier is right and robust at the radius, valid together, and for all radii together, with
-    probability 1 - error. upper is None where the counts of all classes were not kept.
+    probability alpha on its own. lower: at most the share of inputs on which the smoothed
+    classifier is right and robust at the radius. certifiable: at least the share of inputs whose
+    label's own probability p gives a one-class radius of this size, R(p) >= radius: what this kind
+    of certificate could reach with any number of draws. None where the counts of all classes were
+    not kept. Both hold together, and for all radii together, with probability 1 - error.
+
+    Nothing bounds the share that is right and robust from above but 1: R(p) is the largest radius
+    that p alone proves, and a classifier with p = 0.6 everywhere is robust at every radius. Only an
+    attack that finds another class shows that an input is not robust.
     """
 
     radius: float
     accuracy: float
     lower: float
-    upper: float | None
+    certifiable: float | None
     error: float
     method: str
 
@@ -113,6 +119,15 @@ def certified_accuracy_band(
     a Binomial(N, alpha) quantile; each false certificate is the same event at every radius. With
     ``bonferroni`` (the only choice for a shared noise bank) every certificate is made anew at
     error / (2N), so that none is false; possible at fixed n and for anytime results.
+
+    Proof. Input i has label probability p_i, certified class probability bound l_i and the upper
+    bound u_i of p_i from the label's count, each wrong with probability at most alpha. lower: a
+    right certificate of radius >= r that is not false names a right and robust input, so certified
+    minus false counts are at most the robust count. certifiable: R is increasing, so R(p_i) >= r
+    implies R(u_i) >= r unless p_i > u_i; the count of R(u_i) >= r plus false u_i is at least
+    the count of R(p_i) >= r. Neither count of false bounds depends on r, and each exceeds the
+    allowance with probability at most error / 2: stochastically at most Binomial(N, alpha) by
+    independence, or none by the union bound over N bounds at error / (2N).
 
     Raises UserError for an empty table or a noise bank without ``bonferroni``.
     """
@@ -137,25 +152,26 @@ def certified_accuracy_band(
         level = rows[0]["alpha"]
         allowance = int(stats.binom.isf(error / 2, count, level))
         method = f"at most {allowance} of {count} certificates at alpha = {level:g} are false"
-    upper_radii = _upper_radii(rows, level)
+    reach = _reach(rows, level)
     bands = []
     for r, accuracy in zip(at, plain, strict=True):
         lower = max(0.0, tables.certified_accuracy(table, r) - allowance / count)
-        upper = None
-        if upper_radii is not None:
-            upper = min(1.0, (int((upper_radii >= r).sum()) + allowance) / count)
-        bands.append(Band(r, accuracy, lower, upper, error, method))
+        certifiable = None
+        if reach is not None:
+            certifiable = min(1.0, (int((reach >= r).sum()) + allowance) / count)
+        bands.append(Band(r, accuracy, lower, certifiable, error, method))
     return bands
 
 
-def _upper_radii(rows: list[dict[str, Any]], alpha: float) -> np.ndarray | None:
-    """Radius that the label's own probability could reach at most, per input."""
+def _reach(rows: list[dict[str, Any]], alpha: float) -> np.ndarray | None:
+    """The one-class radius R(u) of an upper bound u of each label's own probability; -1: none."""
     if any(row["histogram"] is None for row in rows):
         return None
     upper = [clopper_pearson_upper(row["histogram"][row["label"]], row["n"], alpha) for row in rows]
     return np.array(
         [
-            float(_noise(row).radius(min(p, 1.0))) if p > 0.5 else -1.0
+            # R rounds down; here it must not.
+            float(_noise(row).radius(min(p, 1.0))) * (1 + 1e-12) if p > 0.5 else -1.0
             for row, p in zip(rows, upper, strict=True)
         ]
     )
