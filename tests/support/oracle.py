@@ -1,0 +1,235 @@
+"""One training step worked out the slow way: one example at a time, float64, torch's optimizers.
+
+Nothing of the engine, the loop or the optimizer is used. What is taken from the run are the keys it
+used (`support.keys`), because they are secret by design; the random numbers are the library's own
+functions of them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dpdist.gradients import keys, noise, perturbations
+from dpdist.methods.compose import task_for
+from dpdist.recipe import Recipe
+from dpdist.training.hidden import read_hidden_noise
+from dpdist.training.job import TrainJob, initial_model, model_spec, training_data
+from support.keys import NOISE, SAMPLING, Recorder
+
+
+class Oracle:
+    """Works out each step of a job from the keys that a recorder saw in it."""
+
+    def __init__(self, job: TrainJob) -> None:
+        self.job, self.recipe, self.plan = job, job.recipe, job.plan
+        self.dataset = training_data(job.recipe, job.source)
+        model = initial_model(job.recipe, model_spec(job.recipe, self.dataset))
+        self.model = task_for(job.recipe.method).module(model).double().eval()
+        self.whole = model
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.flat = flatten(self.parameters).clone()
+        self._constrain()
+        # A tensor's step, whatever its shape: all optimizers here work entry by entry.
+        self.leaf = self.flat.clone().requires_grad_()
+        self.optimizer = torch_optimizer(job.recipe, self.leaf)
+        self.average = self.flat.clone()
+
+    def learning_rate(self, t: int) -> float:
+        training, done = self.recipe.training, t / self.plan.steps
+        factors = {
+            "constant": 1.0,
+            "linear": 1 - done,
+            "cosine": 0.5 + math.cos(math.pi * done) / 2,
+        }
+        return training.learning_rate * factors[training.schedule]
+
+    def members(self, seen: Recorder, t: int) -> np.ndarray:
+        """Record i joins iff the step's stream gives it a number below the rate."""
+        (key,) = seen.of(SAMPLING)
+        uniform = keys.words(key, 0, self.plan.records).astype(np.float64) * 2.0**-64
+        batch = np.flatnonzero(uniform < self.plan.step(t).sample_rate)
+        cap = self.plan.step(t).batch_cap
+        if cap is not None and len(batch) > cap:
+            batch = np.sort(batch[np.argsort(uniform[batch])[:cap]])
+        return batch
+
+    def noisy_sum(self, seen: Recorder, t: int) -> np.ndarray:
+        """Sum of clipped gradients plus the step's noise: float64 (size,)."""
+        draw_key = draw_key_of(seen)
+        total = np.zeros(len(self.flat))
+        for i in self.members(seen, t):
+            total += self.clipped(int(i), draw_key, t)
+        std = self.plan.step(t).noise_std
+        if std:
+            (key,) = seen.of(NOISE)
+            total += std * noise.standard_normal(key, 0, len(total))
+        return total
+
+    def step(self, seen: Recorder, t: int, gradient: np.ndarray) -> None:
+        """Move on by a noisy gradient."""
+        rate = self.learning_rate(t)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        with torch.no_grad():
+            self.leaf.copy_(self.flat)
+        self.leaf.grad = torch.from_numpy(gradient)
+        self.optimizer.step()
+        self.flat = self.leaf.detach().clone()
+        self._constrain()
+        if self.recipe.training.ema is not None:
+            decay = min(self.recipe.training.ema, (t + 1) / (t + 10))
+            self.average = decay * self.average + (1 - decay) * self.flat
+
+    def take_over(self, flat: Tensor) -> None:
+        """Go on from the run's own parameters, so that rounding does not add up."""
+        self.flat = flat.double().clone()
+
+    def _constrain(self) -> None:
+        limit = getattr(self.recipe.method, "sensitivity", None)
+        if limit is None:
+            return
+        load(self.parameters, self.flat)
+        weight = next(
+            m for m in self.model.modules() if isinstance(m, nn.Conv2d | nn.Linear)
+        ).weight
+        layer = next(m for m in self.model.modules() if isinstance(m, nn.Conv2d | nn.Linear))
+        norm = float(torch.linalg.matrix_norm(weight.detach().flatten(1), 2))
+        if isinstance(layer, nn.Conv2d):
+            sides = zip(layer.kernel_size, layer.stride, strict=True)
+            norm *= math.sqrt(math.prod(math.ceil(k / s) for k, s in sides))
+        if norm > limit:
+            weight.data.mul_(limit / norm)
+        self.flat = flatten(self.parameters).clone()
+
+    # --- one example
+
+    def clipped(self, i: int, draw_key: bytes, t: int) -> np.ndarray:
+        gradient = self.gradient(i, draw_key, t)
+        privacy = self.recipe.privacy
+        norm, limit = np.linalg.norm(gradient), privacy.clip_norm
+        if privacy.clipping == "none":
+            return gradient
+        if privacy.clipping == "automatic":
+            return gradient * limit / (norm + 0.01)
+        if privacy.clipping == "flat":
+            return gradient * min(1.0, limit / norm)
+        return self._per_layer(gradient, limit)
+
+    def _per_layer(self, gradient: np.ndarray, limit: float) -> np.ndarray:
+        layers: dict[str, list[int]] = {}
+        for name, p in self.model.named_parameters():
+            layers.setdefault(name.rpartition(".")[0], []).append(p.numel())
+        own = limit / math.sqrt(len(layers))
+        pieces = np.split(gradient, np.cumsum([sum(sizes) for sizes in layers.values()])[:-1])
+        return np.concatenate([p * min(1.0, own / np.linalg.norm(p)) for p in pieces])
+
+    def gradient(self, i: int, draw_key: bytes, t: int) -> np.ndarray:
+        """Of record i: the mean (or sum) over its draws."""
+        method: Any = self.recipe.method
+        x = self.dataset.batch(np.array([i])).double()
+        label = self.dataset.targets(np.array([i]))
+        count = getattr(method, "draws", 1)
+        total = np.zeros(len(self.flat))
+        for draw in range(count):
+            total += self._one_draw(x, label, i, draw_key, draw, t)
+        scale = getattr(method, "gradient_scale", 1.0)
+        return total * scale / (1 if getattr(method, "aggregate", "mean") == "sum" else count)
+
+    def _one_draw(
+        self, x: Tensor, label: Tensor, i: int, draw_key: bytes, draw: int, t: int
+    ) -> np.ndarray:
+        load(self.parameters, self.flat + self._parameter_noise(i, draw_key, draw, t))
+        seen = x + self._input_noise(x, i, draw_key, draw)
+        handle = self._hidden_hook(i, draw_key, draw)
+        try:
+            loss = self._loss(self.model(seen), x, label, i, draw_key)
+        finally:
+            if handle is not None:
+                handle.remove()
+        gradients = torch.autograd.grad(loss, self.parameters)
+        return flatten(list(gradients)).numpy()
+
+    def _loss(self, output: Tensor, x: Tensor, label: Tensor, i: int, draw_key: bytes) -> Tensor:
+        if self.recipe.method.name == "transdenoiser":
+            return (output - x).square().sum()
+        losses = nn.functional.cross_entropy(output, label, reduction="sum")
+        weight = getattr(self.recipe.method, "consistency", 0.0)
+        if weight:
+            with torch.no_grad():
+                count = self.recipe.method.draws  # type: ignore[union-attr]
+                copies = [x + self._input_noise(x, i, draw_key, k) for k in range(count)]
+                mean = torch.stack([self.model(copy).softmax(1) for copy in copies]).mean(0)
+            losses = losses - weight * (mean * output.log_softmax(1)).sum()
+        return losses
+
+    # --- its noises
+
+    def _parameter_noise(self, i: int, draw_key: bytes, draw: int, t: int) -> Tensor:
+        method: Any = self.recipe.method
+        if method.name != "dplis":
+            return torch.zeros(())
+        plan = self.plan.step(t)
+        scale = method.radius * self.learning_rate(t) / plan.expected_batch
+        scale *= plan.noise_multiplier * self.recipe.privacy.clip_norm
+        size = len(self.flat)
+        if method.per_example:
+            normals = perturbations.standard_normal_per_record(
+                draw_key, "draws/parameters", draw, torch.tensor([i]), size
+            )[0]
+        else:
+            normals = perturbations.standard_normal(draw_key, "draws/parameters", draw, size)
+        return scale * normals.double()
+
+    def _input_noise(self, x: Tensor, i: int, draw_key: bytes, draw: int) -> Tensor:
+        method: Any = self.recipe.method
+        if method.name not in ("input-noise", "transdenoiser") and not (
+            method.name == "dplis" and method.sigma
+        ):
+            return torch.zeros(())
+        normals = perturbations.standard_normal_per_record(
+            draw_key, "draws/inputs", draw, torch.tensor([i]), x.numel()
+        )
+        return method.sigma * normals.view_as(x).double()
+
+    def _hidden_hook(self, i: int, draw_key: bytes, draw: int) -> Any:
+        if not hasattr(self.recipe.method, "sensitivity"):
+            return None
+        found = read_hidden_noise(self.job, self.whole)
+        assert found is not None
+
+        def add(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+            normals = perturbations.standard_normal_per_record(
+                draw_key, "draws/hidden", draw, torch.tensor([i]), output.numel()
+            )
+            return output + found.std.double() * normals.view_as(output).double()
+
+        return self.model.get_submodule(found.module).register_forward_hook(add, prepend=True)
+
+
+def draw_key_of(seen: Recorder) -> bytes:
+    """The key under which this step's perturbations were drawn; b"" when there were none."""
+    parents = {d.parent for d in seen.derived if d.purpose.startswith("draws/")}
+    assert len(parents) <= 1, "perturbations of one step come from one key"
+    return parents.pop() if parents else b""
+
+
+def flatten(tensors: list[Any]) -> Tensor:
+    return torch.cat([t.detach().reshape(-1) for t in tensors])
+
+
+def load(parameters: list[Tensor], flat: Tensor) -> None:
+    pieces = flat.split([p.numel() for p in parameters])
+    for parameter, piece in zip(parameters, pieces, strict=True):
+        parameter.data.copy_(piece.view(parameter.shape))
+
+
+def torch_optimizer(recipe: Recipe, leaf: Tensor) -> torch.optim.Optimizer:
+    training = recipe.training
+    if training.optimizer == "adam":
+        return torch.optim.Adam([leaf], lr=training.learning_rate)
+    return torch.optim.SGD([leaf], lr=training.learning_rate, momentum=training.momentum)

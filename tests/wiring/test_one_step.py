@@ -1,0 +1,228 @@
+"""Every step of a real run, entry by entry, against the same step worked out one example at a time.
+
+new parameters = old parameters - optimizer's step of (sum of clipped gradients + keyed noise) / L.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.keys import record
+from support.oracle import Oracle, flatten
+from support.training import execute, make, parameters
+
+from dpdist import models
+from dpdist.models import ModelSpec
+from dpdist.privacy.ledger import Ledger
+from dpdist.privacy.plan import GaussianSteps, PrivacyPlan
+from dpdist.training import checkpoint
+from dpdist.training.job import TrainJob, prepare
+
+STEPS = 4
+NO_PRIVACY = {"noise_multiplier": 0, "clipping": "none", "delta": 1e-3}
+NET = {"name": "hgm-cnn", "options": {"filters": [3], "kernels": [3], "strides": [2], "dense": 6}}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread_each():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def job_of(tmp: Path, **changes: Any) -> TrainJob:
+    base: dict[str, Any] = {
+        "data": {"name": "digits", "max_train": 120},
+        "model": {"name": "linear"},
+        "privacy__delta": 1e-3,
+        "training__batch_size": 12,
+        "training__steps": STEPS,
+        "training__momentum": 0.0,
+        "training__learning_rate": 0.4,
+    }
+    recipe, folder = make(tmp, **(base | changes))
+    return prepare(recipe, folder, "test")
+
+
+def follow(job: TrainJob, patch: pytest.MonkeyPatch, workers: int = 1) -> list[int]:
+    """Execute a job step by step beside the oracle; the sizes of the batches.
+
+    Each step is a run of its own, continued from the checkpoint: what a restart loses would show.
+    """
+    oracle, folder = Oracle(job), job.folder
+    sizes = []
+    seen = record(patch)
+    for t in range(job.plan.steps):
+        seen.clear()
+        execute(job, workers, until=t + 1)
+        before = oracle.flat.clone()
+        plan = job.plan.step(t)
+        gradient = oracle.noisy_sum(seen, t) / plan.expected_batch
+        sizes.append(len(oracle.members(seen, t)))
+        oracle.step(seen, t, gradient)
+        state = checkpoint.latest(folder.checkpoints)
+        assert state is not None and state.step == t + 1
+        close(state.flat, oracle.flat, before)
+        if job.recipe.training.ema is not None:
+            close(released(job), oracle.average, before)
+        else:
+            assert torch.equal(released(job), state.flat), "what is saved is what was trained"
+        oracle.take_over(state.flat)
+    assert Ledger.read(folder.ledger).releases == dict.fromkeys(range(job.plan.steps), 1)
+    return sizes
+
+
+def close(found: torch.Tensor, wanted: torch.Tensor, before: torch.Tensor) -> None:
+    """Equal up to float32: a thousandth of the step's largest entry."""
+    step = (wanted - before).abs().max()
+    error = (found.double() - wanted).abs().max()
+    assert error <= 1e-3 * step, f"off by {float(error / step):.3g} of the largest entry"
+
+
+def released(job: TrainJob) -> torch.Tensor:
+    """The trained parameters of the saved model, in the order of the flat vector."""
+    tensors = load_file(job.folder.model / "model.safetensors")
+    names = [n for n, p in Oracle(job).whole.named_parameters() if p.requires_grad]
+    return flatten([tensors[name] for name in names])
+
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "sgd": {},
+    "linear-schedule": {"training__schedule": "linear"},
+    "cosine-schedule": {"training__schedule": "cosine"},
+    "momentum": {"training__momentum": 0.9},
+    "adam": {"training__optimizer": "adam", "training__learning_rate": 0.02},
+    "ema": {"training__ema": 0.5},
+    "ema-momentum-cosine": {
+        "training__ema": 0.15, "training__momentum": 0.7, "training__schedule": "cosine",
+    },
+    "adam-ema-linear": {
+        "training__optimizer": "adam", "training__ema": 0.9, "training__schedule": "linear",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer(tmp_path, monkeypatch, name):
+    follow(job_of(tmp_path, **OPTIMIZERS[name]), monkeypatch)
+
+
+PRIVACIES: dict[str, dict[str, Any]] = {
+    "clip-and-noise": {"privacy__clip_norm": 0.3, "privacy__noise_multiplier": 1.7},
+    "large-clip": {"privacy__clip_norm": 50.0, "privacy__noise_multiplier": 0.01},
+    "automatic": {"privacy__clipping": "automatic", "privacy__clip_norm": 0.5},
+    "per-layer": {"privacy__clipping": "per-layer", "privacy__clip_norm": 0.5, "model": NET},
+    "capped": {"privacy__batch_cap": 12},
+    "gradient-scale": {"method": {"name": "dp-sgd", "gradient_scale": 0.1}},
+    "without-noise": {"privacy": NO_PRIVACY},
+    "full-batches": {"data": {"name": "digits", "max_train": 20}, "training__batch_size": 20},
+    "reproducible": {"training__reproducible": True},
+    "micro-batches": {"resources__micro_batch": 5},
+}
+
+
+@pytest.mark.parametrize("name", PRIVACIES)
+def test_every_clip_and_noise(tmp_path, monkeypatch, name):
+    follow(job_of(tmp_path, **PRIVACIES[name]), monkeypatch)
+
+
+QUICK = {"data": "digits", "steps": 2, "max_records": 20}
+METHODS: dict[str, dict[str, Any]] = {
+    "dplis": {"method": {"name": "dplis", "draws": 2}},
+    "dplis-sum": {"method": {"name": "dplis", "draws": 3, "aggregate": "sum"}},
+    "dplis-per-example": {"method": {"name": "dplis", "draws": 2, "per_example": True}},
+    "dplis-inputs": {
+        "method": {"name": "dplis", "draws": 2, "sigma": 0.2}, "training__schedule": "linear",
+    },
+    "input-noise": {"method": {"name": "input-noise", "sigma": 0.3, "draws": 2}},
+    "consistency": {
+        "method": {"name": "input-noise", "sigma": 0.3, "draws": 2, "consistency": 2.0}
+    },
+    "secure-sgd": {
+        "method": {"name": "secure-sgd", "sigma": 0.2, "redistribution": None}, "model": NET,
+    },
+    "secure-sgd-public": {
+        "method": {"name": "secure-sgd", "redistribution": QUICK}, "model": NET,
+        "data": {"name": "digits", "max_train": 240, "public": 0.5},
+    },
+    "pixeldp": {"method": {"name": "pixeldp", "draws": 2}, "model": NET, "privacy": NO_PRIVACY},
+    "hgm-pixeldp": {
+        "method": {"name": "hgm-pixeldp", "redistribution": QUICK}, "model": NET,
+        "privacy": NO_PRIVACY,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method(tmp_path, monkeypatch, name):
+    follow(job_of(tmp_path, **METHODS[name]), monkeypatch)
+
+
+def test_a_denoiser_before_a_frozen_classifier(tmp_path, monkeypatch):
+    spec = ModelSpec("small-cnn", (1, 8, 8), 10, {"width": 2})
+    models.save(models.initialise(spec, 3), spec, tmp_path / "classifier")
+    job = job_of(
+        tmp_path,
+        method={"name": "transdenoiser", "sigma": 0.25, "draws": 2},
+        model={
+            "name": "conv-autoencoder", "options": {"channels": [2]},
+            "classifier": {"folder": str(tmp_path / "classifier"), "saw": "nothing"},
+        },
+        training__learning_rate=0.02,
+    )  # fmt: skip
+    frozen = load_file(tmp_path / "classifier" / "model.safetensors")
+    follow(job, monkeypatch)
+    saved = load_file(job.folder.model / "model.safetensors")
+    for name, value in frozen.items():
+        assert torch.equal(saved[f"classifier.{name}"], value), "the frozen part stays as it is"
+
+
+def test_several_phases_each_with_its_own_rate_and_noise(tmp_path, monkeypatch):
+    job = job_of(tmp_path, privacy__clip_norm=0.5)
+    phases = (GaussianSteps(2, 0.7, 0.05), GaussianSteps(1, 3.0, 0.5), GaussianSteps(2, 1.5, 1.0))
+    plan = PrivacyPlan(job.plan.records, phases, 1e-3, job.plan.clip_norm)
+    sizes = follow(dataclasses.replace(job, plan=plan), monkeypatch)
+    assert sizes[3] == sizes[4] == job.plan.records and sizes[2] > 30 and sizes[0] < 20
+
+
+def test_an_empty_batch_is_a_step_like_any_other(tmp_path, monkeypatch):
+    """Its noise is released and charged: skipping it would tell that nobody was drawn. Expected
+    batch 1 of 60: a batch is empty with probability 0.36, none of 8 with 0.03; the key is fixed."""
+    job = job_of(
+        tmp_path, data={"name": "digits", "max_train": 60}, training__batch_size=1,
+        training__steps=8,
+    )  # fmt: skip
+    assert 0 in follow(job, monkeypatch)
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_several_workers(tmp_path, monkeypatch, workers):
+    """Expected batch 2 over 3 workers: some shares are empty."""
+    job = job_of(tmp_path, training__batch_size=2, training__momentum=0.5)
+    follow(job, monkeypatch, workers)
+
+
+def test_one_run_equals_the_same_run_in_pieces(tmp_path, monkeypatch):
+    changes = {"training__optimizer": "adam", "training__ema": 0.5, "privacy__clip_norm": 0.5}
+    (tmp_path / "whole").mkdir()
+    whole, pieces = job_of(tmp_path / "whole", **changes), job_of(tmp_path, **changes)
+    execute(whole)
+    for t in range(STEPS):
+        execute(pieces, until=t + 1)
+    assert torch.equal(parameters(whole.folder), parameters(pieces.folder))
+
+
+def test_the_noise_on_the_sum_is_what_the_recipe_asks_for(tmp_path):
+    """At least noise multiplier * clip norm, and not much above it: the guarantee counts on it."""
+    job = job_of(tmp_path, privacy__clip_norm=0.25, privacy__noise_multiplier=2.0)
+    plan = job.plan.step(0)
+    assert 0.5 <= plan.noise_std <= 0.5 * 1.05
+    assert (plan.sample_rate, plan.expected_batch) == (12 / 120, 12)
+    (phase,) = job.plan.phases
+    assert (phase.noise_multiplier, phase.steps, phase.sample_rate) == (2.0, STEPS, 0.1)
