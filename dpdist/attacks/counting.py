@@ -19,7 +19,7 @@ from dpdist.certification.noises import Gaussian
 from dpdist.certification.sampling import Counter, HiddenNoiseSampler, Sampler
 from dpdist.certification.units import CHECK, UnitSource
 from dpdist.errors import UserError
-from dpdist.models import require_split
+from dpdist.models import mixing, require_split
 
 _ROWS = 500
 _MAX_NUMBERS = 16 * 2**20
@@ -48,7 +48,7 @@ def fix_form(counted: Counted, source: UnitSource, like: ClassifierSpec | None) 
 
 
 def require_logits(counted: Counted) -> None:
-    """Raise UserError unless the model gives finite logits for each class."""
+    """Raise UserError unless the model gives each input finite logits for each class by itself."""
     batch = torch.from_numpy(counted.inputs)
     with torch.inference_mode():
         logits = counted.model.eval()(batch)
@@ -64,6 +64,8 @@ def require_logits(counted: Counted) -> None:
             "the model cannot be attacked: its outputs are not finite numbers (did the training "
             "diverge?)"
         )
+    if found := mixing(counted.model, batch):
+        raise UserError(f"the model cannot be attacked: it looks at its batch: {found}")
 
 
 class Counters:

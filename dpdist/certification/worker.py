@@ -25,7 +25,7 @@ from dpdist.certification.score_settings import ScoreSettings
 from dpdist.certification.scores import ExpectedScores, Sensitivity
 from dpdist.certification.settings import CertifySettings
 from dpdist.errors import UserError
-from dpdist.models import hidden_noise, require_split
+from dpdist.models import hidden_noise, mixing, require_split
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,8 @@ def procedure(assignment: Assignment) -> Procedure:
 def probe(assignment: Assignment) -> ClassifierSpec:
     """Choose the executed classifier, on the kind of machine that will execute it.
 
-    Raises ValueError when the model does not give finite logits for each class.
+    Raises ValueError when the model does not give finite logits for each class, or when its answer
+    to one input depends on what else is in the batch, or where.
     """
     network, batch = _check_batch(assignment)
     with torch.inference_mode():
@@ -82,6 +83,8 @@ def probe(assignment: Assignment) -> ClassifierSpec:
     if not bool(torch.isfinite(logits).all()):
         # The argmax of NaN is a constant, which would be certified with the largest radius.
         raise ValueError("its outputs are not finite numbers (did the training diverge?)")
+    if found := mixing(network, batch):
+        raise ValueError(f"it looks at its batch: {found}; no certificate holds for such a model")
     form = assignment.settings.form
     spec, _ = choose(network, batch, (form,) if form else ())
     return spec

@@ -14,6 +14,7 @@ from dpdist.models.build import (
     read_spec,
     save,
 )
+from dpdist.models.company import mixing
 from dpdist.models.hidden import HiddenNoise, attach_noise, hidden_noise
 from dpdist.models.split import Split, require_split, split_first
 
@@ -31,6 +32,7 @@ __all__ = [
     "initialise",
     "load",
     "load_weights",
+    "mixing",
     "model_hash",
     "read_spec",
     "require_split",

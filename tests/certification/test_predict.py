@@ -8,9 +8,13 @@ import torch
 from scipy import stats
 from torch import nn
 
+from dpdist import models
+from dpdist.attacks.counting import Counted, require_logits
 from dpdist.certification import predict
 from dpdist.certification.predict import Predictor, as_input, label_from_counts
+from dpdist.certification.score_settings import ScoreSettings
 from dpdist.certification.settings import CertifySettings
+from dpdist.errors import UserError
 
 
 class Threshold(nn.Module):
@@ -40,6 +44,25 @@ def test_certificates_never_exceed_the_true_distance() -> None:
     assert all(v.prediction == 1 and v.radius > 0.15 for v in verdicts)
     # Fresh secret noise each time: equal counts throughout would be reuse.
     assert len({v.k for v in verdicts}) > 3
+
+
+class BatchMean(Threshold):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x - 1e-3 * x.detach().mean(0, keepdim=True))
+
+
+def test_a_model_that_looks_at_its_batch_is_not_certified() -> None:
+    with pytest.raises(ValueError, match=r"looks at its batch: .*in other company"):
+        Predictor(BatchMean(), CertifySettings(sigma=0.25, n=2000), 2, (1, 2, 2))
+    # Also behind the noise that a model has of its own.
+    behind = nn.BatchNorm1d(4, track_running_stats=False)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(4, 4), behind, nn.Linear(4, 2)).eval()
+    models.attach_noise(model, torch.ones(4))
+    with pytest.raises(ValueError, match="looks at its batch"):
+        Predictor(model, ScoreSettings(n=200), 2, (1, 2, 2))
+    with pytest.raises(UserError, match="cannot be attacked: it looks at its batch"):
+        inputs = np.random.default_rng(0).random((8, 1, 2, 2), dtype=np.float32)
+        require_logits(Counted(BatchMean(), None, 2, inputs))
 
 
 def test_two_predictors_do_not_share_noise() -> None:

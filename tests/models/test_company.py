@@ -1,0 +1,127 @@
+"""Models that look at their batch are seen; those that do not are let pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dpdist import models
+from dpdist.models import ModelSpec, mixing
+
+
+class Of(nn.Module):
+    """A network behind a function of its batch of inputs."""
+
+    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.change, self.network = change, network()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.network(self.change(x))
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def position(x: Tensor) -> Tensor:
+    return x * torch.linspace(1, 1.01, len(x)).to(x).view(-1, 1, 1, 1)
+
+
+def symmetric(x: Tensor) -> Tensor:
+    return x * (1 + 0.01 * torch.linspace(-1, 1, len(x)).to(x).abs().view(-1, 1, 1, 1))
+
+
+def one_row(x: Tensor) -> Tensor:
+    return torch.cat([x[:77], x[77:78] + 0.01, x[78:]])
+
+
+CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": lambda x: x - x.mean(0),
+    "detached": lambda x: x - x.detach().mean(0),
+    "small": lambda x: x - 1e-4 * x.mean(0),
+    "largest": lambda x: x / x.abs().max(),
+    "next": lambda x: x + 0.01 * x.roll(1, 0),
+    "first": lambda x: x + 0.01 * x[:1],
+    "size": lambda x: x * (1 + 1 / len(x)),
+    "position": position,
+    "symmetric": symmetric,
+    "one row": one_row,
+    "random": lambda x: x + 0.01 * torch.rand_like(x),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_mixes_is_seen(name: str) -> None:
+    batch = torch.rand(100, 1, 4, 4, generator=torch.Generator().manual_seed(1))
+    found = mixing(Of(CHANGES[name]).eval(), batch)
+    assert found is not None
+    assert "in another position" in found or name not in ("position", "symmetric", "one row")
+
+
+@pytest.mark.parametrize("dimensions", [1, 2])
+def test_batch_statistics_at_inference_are_seen(dimensions: int) -> None:
+    shape: tuple[int, ...]
+    if dimensions == 1:
+        norm, shape = nn.BatchNorm1d(5, track_running_stats=False), (5,)
+    else:
+        norm, shape = nn.BatchNorm2d(5, track_running_stats=False), (5, 3, 3)
+    model = nn.Sequential(norm, nn.Flatten(), nn.LazyLinear(3)).eval()
+    model(torch.rand(2, *shape))
+    assert mixing(model, torch.rand(30, *shape)) is not None
+
+
+def test_whole_numbers_are_tried_with_other_ones() -> None:
+    class Tokens(nn.Module):
+        def __init__(self, mix: float) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.table, self.mix = nn.Embedding(20, 4), mix
+
+        def forward(self, x: Tensor) -> Tensor:
+            answers = self.table(x).mean(1)
+            return answers + self.mix * answers.mean(0)
+
+    batch = torch.randint(20, (30, 6), generator=torch.Generator().manual_seed(0))
+    assert mixing(Tokens(0.0), batch) is None
+    assert mixing(Tokens(0.1), batch) is not None
+
+
+MODELS = [
+    ModelSpec("small-cnn", (1, 12, 12), 3),
+    ModelSpec("mlp", (1, 12, 12), 3, mean=(0.5,), std=(0.3,)),
+    ModelSpec("hgm-cnn", (1, 12, 12), 3),
+]
+
+
+@pytest.mark.parametrize("spec", MODELS, ids=lambda spec: spec.name)
+@pytest.mark.parametrize("rows", [1, 2, 333])
+def test_what_does_not_mix_passes(spec: ModelSpec, rows: int) -> None:
+    model = models.initialise(spec, 0).eval()
+    batch = torch.randn(rows, *spec.input_shape, generator=torch.Generator().manual_seed(2))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    assert mixing(model, batch) is None
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_stored_statistics_and_large_numbers_that_cancel_pass() -> None:
+    # Logits of size 1 as differences of numbers of size 1e4: float32 leaves 1e-3 of rounding.
+    last = nn.Linear(8, 3)
+    with torch.no_grad():
+        last.weight[:, ::2] = 1e4 + torch.rand(3, 4)
+        last.weight[:, 1::2] = -last.weight[:, ::2]
+    model = nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 4), nn.ReLU()
+    )
+    head = nn.Sequential(model, Twice(), last)
+    head(torch.rand(50, 1, 4, 4))
+    assert mixing(head.eval(), torch.rand(200, 1, 4, 4)) is None
+
+
+class Twice(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.repeat_interleave(2, 1)
