@@ -1,7 +1,9 @@
 """The network cut after its first affine layer: where noise goes that certifies inputs.
 
-Everything behind the cut must see the input through that layer only. So a model is cut when it is a
-sequence of layers beginning with a convolution or a dense layer, and refused otherwise.
+Everything behind the cut must see the input through that layer only, and that layer must be the
+affine map that its weights say. So a model is cut when it is a sequence of layers beginning with a
+plain convolution or dense layer, and refused otherwise: subclasses, parametrisations, hooks and
+replaced forward functions may compute anything. `Split.affine` checks what is left by numbers.
 """
 
 from __future__ import annotations
@@ -15,26 +17,31 @@ from torch import Tensor, nn
 from dpdist.errors import UserError
 from dpdist.models.normalised import Normalised
 
+_SCALES = (1e-3, 1.0, 1e3)  # of the inputs on which a cut is checked
+_AFFINE, _WHOLE = 1e-9, 1e-6  # what is rounding in float64 and float32, of the largest output
+
 
 class Normalise(nn.Module):
     """(x - mean) / std alone, as the first step of a sequence."""
 
     def __init__(self, mean: Tensor, std: Tensor) -> None:
         super().__init__()
-        self.mean, self.std = mean, std
+        self.register_buffer("mean", mean, persistent=False)
+        self.register_buffer("std", std, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return (x - self.mean) / self.std
+        return (x - self.mean) / self.std  # type: ignore[operator]
 
 
 @dataclass(frozen=True)
 class Split:
-    """rest(first(x)) = model(x); both share the model's parameters.
+    """rest(first(x)) = model(x); all share the model's parameters.
 
-    name: of ``layer``, the last module of ``first``, in ``model.named_modules()``. std: of the
-    normalisation before it, or None.
+    name: of ``layer``, the last module of ``first``, in ``model.named_modules()``. std: product of
+    the normalisations before it (float64), or None.
     """
 
+    model: nn.Module
     name: str
     layer: nn.Linear | nn.Conv2d
     first: nn.Module
@@ -47,52 +54,109 @@ class Split:
             return tuple(self.first(torch.zeros(1, *input_shape)).shape[1:])
 
     def affine(self, input_shape: tuple[int, ...]) -> nn.Linear | nn.Conv2d:
-        """A copy of ``layer`` whose weight is that of ``first`` as a whole, in input units."""
-        layer = copy.deepcopy(self.layer).requires_grad_(False)
-        if self.std is None:
-            return layer
-        if isinstance(layer, nn.Linear):
-            layer.weight /= self.std.expand(input_shape).reshape(1, -1)
-        else:
-            if layer.groups != 1:
+        """A float64 copy of ``layer`` whose weight is that of ``first`` as a whole, in input units.
+
+        Checked on inputs of several sizes: ``first`` moves as this layer does, and ``rest`` of it
+        is the model. Raises UserError where that does not hold.
+        """
+        layer = copy.deepcopy(self.layer).double().requires_grad_(False)
+        if self.std is not None:
+            std = self.std
+            if isinstance(layer, nn.Linear):
+                layer.weight /= std.expand(input_shape).reshape(1, -1)
+            elif layer.groups != 1:
                 raise UserError("a grouped first convolution behind a normalisation is not handled")
-            layer.weight /= self.std.reshape(1, -1, 1, 1)
+            else:
+                layer.weight /= std.reshape(1, -1, 1, 1)
+        self._check(layer, input_shape)
         return layer
+
+    def _check(self, layer: nn.Linear | nn.Conv2d, input_shape: tuple[int, ...]) -> None:
+        generator = torch.Generator().manual_seed(0)
+        unit = torch.randn(4, *input_shape, generator=generator)
+        try:
+            with torch.no_grad():
+                for x in (scale * unit for scale in _SCALES):
+                    seen = x.double().flatten(1) if isinstance(layer, nn.Linear) else x.double()
+                    shown = layer(seen) - layer(torch.zeros_like(seen))
+                    exact = copy.deepcopy(self.first).double()
+                    moved = exact(x.double()) - exact(torch.zeros_like(x.double()))
+                    _require_equal(moved, shown, _AFFINE, "its first layer is not the map it shows")
+                    whole, parts = self.model(x), self.rest(self.first(x))
+                    _require_equal(parts, whole, _WHOLE, "cut behind that layer it is another")
+        except (RuntimeError, TypeError, IndexError) as error:  # shapes that do not fit, mostly
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise UserError(f"the model cannot be cut behind its first layer: {reason}") from error
+
+
+def _require_equal(got: Tensor, expected: Tensor, rounding: float, what: str) -> None:
+    atol = rounding * float(expected.abs().nan_to_num(0.0).max())
+    if not torch.allclose(got, expected, rtol=0.0, atol=atol, equal_nan=True):
+        raise UserError(f"noise in the first hidden layer does not fit this model: {what}")
 
 
 def split_first(model: nn.Module) -> Split | None:
     """The cut after the first convolution or dense layer; None when the model cannot be cut."""
-    modules = _flatten(model, "")
-    std = None
-    for place, (name, module) in enumerate(modules):
-        if isinstance(module, nn.Linear | nn.Conv2d):
-            first = nn.Sequential(*[m for _, m in modules[: place + 1]]).train(model.training)
-            rest = nn.Sequential(*[m for _, m in modules[place + 1 :]]).train(model.training)
-            return Split(name, module, first, rest, std)
-        if isinstance(module, Normalise):
-            std = module.std
-        elif not isinstance(module, nn.Flatten | nn.Identity):
-            return None
-    return None
+    found = _cut(model)
+    return found if isinstance(found, Split) else None
 
 
 def require_split(model: nn.Module) -> Split:
-    """As `split_first`. Raises UserError when the model cannot be cut."""
-    split = split_first(model)
-    if split is None:
+    """As `split_first`. Raises UserError when the model cannot be cut, saying why."""
+    found = _cut(model)
+    if isinstance(found, str):
         raise UserError(
             "noise in the first hidden layer needs a model that is a sequence of layers beginning "
-            "with a convolution or a dense layer"
+            f"with a convolution or a dense layer: {found}"
         )
-    return split
+    return found
 
 
-def _flatten(model: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
+def _cut(model: nn.Module) -> Split | str:
+    """The cut, or why there is none."""
+    changed: list[str] = []
+    modules = _flatten(model, "", changed)
+    std: Tensor | None = None
+    for place, (name, module) in enumerate(modules):
+        where = f"{name or 'the model itself'} ({type(module).__name__})"
+        if _changed(module):
+            changed.append(name)
+        if changed:
+            return f"{changed[0] or 'the model itself'} has hooks or a forward of its own"
+        if type(module) is nn.Linear or type(module) is nn.Conv2d:
+            if isinstance(module, nn.Conv2d) and module.padding_mode != "zeros":
+                return f"{where} has padding_mode {module.padding_mode!r}, only zeros is handled"
+            if any(
+                module is again for _, later in modules[place + 1 :] for again in later.modules()
+            ):
+                return f"{where} is used again further on"
+            first = nn.Sequential(*[m for _, m in modules[: place + 1]]).train(model.training)
+            rest = nn.Sequential(*[m for _, m in modules[place + 1 :]]).train(model.training)
+            return Split(model, name, module, first, rest, std)
+        if type(module) is Normalise:
+            mine = module.std
+            assert isinstance(mine, Tensor)
+            std = mine.double() if std is None else std * mine.double()
+        elif type(module) not in (nn.Flatten, nn.Identity):
+            return f"{where} is none (subclasses and parametrisations may compute anything)"
+    return "it has no layers"
+
+
+def _changed(module: nn.Module) -> bool:
+    """Whether calling the module does something else than its class's forward."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks)
+    return any(hooks) or "forward" in vars(module)
+
+
+def _flatten(model: nn.Module, name: str, changed: list[str]) -> list[tuple[str, nn.Module]]:
+    """(name, module) in order; changed: names of opened containers that are more than they hold."""
     prefix = f"{name}." if name else ""
+    if type(model) not in (Normalised, nn.Sequential):
+        return [(name, model)]
+    if _changed(model):
+        changed.append(name)
     if isinstance(model, Normalised):
-        inner = _flatten(model.network, f"{prefix}network")
+        inner = _flatten(model.network, f"{prefix}network", changed)
         return [(name, Normalise(model.mean, model.std)), *inner]
-    if type(model) is nn.Sequential:
-        children = model.named_children()
-        return [pair for key, child in children for pair in _flatten(child, prefix + key)]
-    return [(name, model)]
+    children = model._modules.items()  # named_children leaves out what comes a second time
+    return [pair for key, child in children for pair in _flatten(child, prefix + key, changed)]  # type: ignore[arg-type]

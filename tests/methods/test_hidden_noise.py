@@ -118,7 +118,7 @@ LAYERS = [
 def test_the_quick_bound_is_one_and_keeps_the_layer(layer: nn.Module, shape) -> None:
     torch.manual_seed(0)
     nn.init.normal_(layer.weight)  # type: ignore[arg-type, union-attr]
-    split = Split("0", layer, nn.Sequential(layer), nn.Identity(), None)  # type: ignore[arg-type]
+    split = Split(layer, "0", layer, nn.Sequential(layer), nn.Identity(), None)  # type: ignore[arg-type]
     exact = l2_to_l2(layer, shape)  # type: ignore[arg-type]
     assert exact <= layer_bound(split) * (1 + 1e-6)
     keep_within(split, 0.5)

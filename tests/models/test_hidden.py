@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
 
 from dpdist import models
+from dpdist.certification.scores import sensitivity
 from dpdist.errors import UserError
-from dpdist.models import ModelSpec
+from dpdist.methods.sensitivity import keep_within, layer_bound
+from dpdist.models import HiddenNoise, ModelSpec
+from dpdist.models.normalised import Normalised
 
 CNN = ModelSpec("hgm-cnn", (2, 8, 8), 3, {"filters": [4], "kernels": [3], "strides": [2]})
 SPECS = [
@@ -32,9 +37,10 @@ def test_the_cut_is_the_model_and_its_first_part_is_affine(spec: ModelSpec) -> N
     moved = (jacobian * direction).flatten(-len(spec.input_shape)).sum(-1)
     still = torch.zeros_like(direction)[None]
     flat = isinstance(layer, nn.Linear)
+    direction = direction.double()
     shift = layer(direction[None].flatten(1) if flat else direction[None])
-    shift = shift - layer(still.flatten(1) if flat else still)
-    assert torch.allclose(shift[0], moved, atol=1e-5)
+    shift = shift - layer(still.flatten(1).double() if flat else still.double())
+    assert torch.allclose(shift[0], moved.double(), atol=1e-5)
 
 
 def test_a_model_that_sees_its_input_twice_is_not_cut() -> None:
@@ -50,6 +56,153 @@ def test_a_model_that_sees_its_input_twice_is_not_cut() -> None:
     assert models.split_first(nn.Sequential(nn.ReLU(), nn.Linear(4, 4))) is None
     with pytest.raises(UserError, match="sequence of layers"):
         models.attach_noise(Skip(), torch.ones(4))
+
+
+class Standardised(nn.Conv2d):
+    """Weight standardisation: what it computes is not what its weight says."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        w = self.weight
+        w = (w - w.mean((1, 2, 3), keepdim=True)) / (w.std((1, 2, 3), keepdim=True) + 1e-5)
+        return self._conv_forward(x, 300 * w, self.bias)
+
+
+class Wider(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 330 * super().forward(x)
+
+
+def dense(layer: nn.Module | None = None) -> nn.Sequential:
+    return nn.Sequential(nn.Flatten(), layer or nn.Linear(16, 6), nn.ReLU(), nn.Linear(6, 3))
+
+
+def hooked(place: str) -> nn.Module:
+    model = nn.Sequential(dense(), nn.Identity())
+    model.get_submodule(place).register_forward_hook(lambda module, args, out: 100 * out)
+    return model
+
+
+def pre_hooked() -> nn.Module:
+    model = dense()
+    model[1].register_forward_pre_hook(lambda module, args: (100 * args[0],))
+    return model
+
+
+def replaced() -> nn.Module:
+    model = dense()
+    layer = model[1]
+    layer.forward = lambda x: 100 * nn.functional.linear(x, layer.weight)  # type: ignore[method-assign]
+    return model
+
+
+def parametrised() -> nn.Module:
+    layer = nn.Linear(16, 6)
+    nn.utils.parametrize.register_parametrization(layer, "weight", nn.Softplus())
+    return dense(layer)
+
+
+def twice() -> nn.Module:
+    layer = nn.Linear(16, 16)
+    return nn.Sequential(nn.Flatten(), layer, nn.ReLU(), layer, nn.Linear(16, 3))
+
+
+REFUSED = {
+    "weight standardisation": lambda: nn.Sequential(Standardised(1, 6, 3), nn.Flatten()),
+    "dense subclass": lambda: dense(Wider(16, 6)),
+    "parametrisation": parametrised,
+    "weight norm": lambda: dense(nn.utils.weight_norm(nn.Linear(16, 6))),
+    "spectral norm": lambda: dense(nn.utils.spectral_norm(nn.Linear(16, 6))),
+    "hook on the layer": lambda: hooked("0.1"),
+    "hook on the container": lambda: hooked("0"),
+    "hook on the model": lambda: hooked(""),
+    "pre-hook": pre_hooked,
+    "replaced forward": replaced,
+    "used twice": twice,
+    "reflecting padding": lambda: nn.Sequential(
+        nn.Conv2d(1, 2, 3, padding=1, padding_mode="reflect"), nn.Flatten()
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_first_layer_that_computes_something_else_is_refused(name: str) -> None:
+    model = REFUSED[name]().eval()
+    assert models.split_first(model) is None
+    with pytest.raises(UserError, match=r"hooks|is none|used again|padding_mode"):
+        models.require_split(model)
+
+
+def test_what_the_cut_does_not_see_is_found_by_numbers() -> None:
+    model = dense().eval()
+    split = models.require_split(model)
+    assert isinstance(split.affine((1, 4, 4)), nn.Linear)
+    with torch.no_grad():
+        other = dataclasses.replace(split, first=nn.Sequential(split.first, nn.ReLU()))
+        with pytest.raises(UserError, match="not the map it shows"):
+            other.affine((1, 4, 4))
+        other = dataclasses.replace(split, rest=nn.Sequential(nn.ReLU(), nn.ReLU(), model[3]))
+        other.affine((1, 4, 4))  # the same function
+        other = dataclasses.replace(split, rest=nn.Sequential(nn.Tanh(), model[3]))
+        with pytest.raises(UserError, match="it is another"):
+            other.affine((1, 4, 4))
+    # A dense layer along the last dimension of an image is not the dense layer of its pixels.
+    rows = nn.Sequential(nn.Linear(4, 2), nn.Flatten(), nn.Linear(8, 3)).eval()
+    with pytest.raises(UserError, match="cannot be cut behind"):
+        models.require_split(rows).affine((1, 4, 4))
+
+
+def test_a_module_that_comes_twice_is_there_twice() -> None:
+    act = nn.ReLU()
+    model = nn.Sequential(nn.Flatten(), nn.Linear(16, 6), act, nn.Linear(6, 6), act, nn.Flatten())
+    split = models.require_split(model.eval())
+    x = torch.randn(50, 1, 4, 4)
+    assert torch.equal(split.rest(split.first(x)), model(x))
+
+
+NORMALISED = {
+    "one": lambda layer: Normalised(layer, constant(0.4), constant(0.1)),
+    "nested": lambda layer: Normalised(
+        Normalised(layer, constant(0.0), constant(0.01)), constant(0.5, 0.4), constant(0.3, 2.0)
+    ),
+    "inside": lambda layer: nn.Sequential(
+        Normalised(nn.Identity(), constant(0.1), constant(0.05)),
+        Normalised(layer, constant(0.2), constant(0.2)),
+    ),
+}
+
+
+def constant(*values: float) -> torch.Tensor:
+    return torch.tensor(values).view(-1, 1, 1)
+
+
+@pytest.mark.parametrize("kind", ["dense", "convolution"])
+@pytest.mark.parametrize("name", NORMALISED)
+def test_norms_are_of_the_normalised_first_layer(name: str, kind: str) -> None:
+    """Every norm that noise is measured by, against the Jacobian of the model's own first part."""
+    torch.manual_seed(0)
+    shape = (2, 4, 4)
+    layer: nn.Module = nn.Conv2d(2, 3, 3, stride=2, padding=1)
+    if kind == "dense":
+        layer = nn.Sequential(nn.Flatten(), nn.Linear(32, 5))
+    model = nn.Sequential(NORMALISED[name](layer), nn.ReLU(), nn.Flatten(), nn.LazyLinear(3))
+    model(torch.zeros(1, *shape))
+    split = models.require_split(model.eval())
+    jacobian = torch.autograd.functional.jacobian(
+        lambda v: split.first(v[None])[0], torch.rand(shape)
+    )
+    matrix = jacobian.reshape(-1, 32).double()
+    spectral = float(torch.linalg.matrix_norm(matrix, 2))
+    std = torch.full(split.hidden_shape(shape), 0.7)
+    norms = sensitivity(split, HiddenNoise(split.name, std), shape)
+    assert norms.l2 == pytest.approx(spectral, rel=1e-5)
+    rows = matrix.abs().sum(1).norm()
+    assert norms.linf == pytest.approx(min(float(rows), 32**0.5 * spectral), rel=1e-5)
+    # The bound that training keeps is of the same map.
+    assert layer_bound(split) >= spectral * (1 - 1e-6)
+    keep_within(split, 1.0)
+    again = torch.autograd.functional.jacobian(lambda v: split.first(v[None])[0], torch.rand(shape))
+    assert float(torch.linalg.matrix_norm(again.reshape(-1, 32), 2)) <= 1 + 1e-5
 
 
 def test_noise_is_saved_and_loaded_with_the_weights(tmp_path) -> None:
