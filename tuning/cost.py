@@ -21,7 +21,6 @@ from functools import cached_property
 from typing import Any
 
 from dpdist.errors import UserError
-from dpdist.methods.secure_sgd import redistribution_cost
 from dpdist.privacy.guarantee import Guarantee
 from dpdist.privacy.plan import (
     GaussianReleases,
@@ -33,8 +32,9 @@ from dpdist.privacy.plan import (
     WorstOf,
 )
 from dpdist.privacy.selection import SelectionLaw
-from dpdist.recipe import Recipe, step_count
+from dpdist.recipe import Recipe
 from dpdist.search_options import LawRecipe
+from dpdist.training.planning import plan_at
 from tuning.space import COSTLY, ends_of, varies
 
 # Ranges of whole numbers and shares are covered by intervals this narrow (ratio of their ends).
@@ -59,22 +59,6 @@ class Sizes:
         if self.counted is not None:
             return self.counted(fraction)
         return max(1, math.floor(self.whole * (1 - self.hold_out) * fraction))
-
-
-def base_phases(recipe: Recipe, records: int, noise_multiplier: float) -> tuple[Phase, ...]:
-    """What one training of this recipe on `records` records executes."""
-    steps = GaussianSteps(
-        step_count(recipe, records),
-        noise_multiplier,
-        min(1.0, recipe.training.batch_size / records),
-        recipe.privacy.batch_cap,
-    )
-    return (*besides(recipe), steps)
-
-
-def besides(recipe: Recipe) -> tuple[Phase, ...]:
-    """What the method itself reads from the records, beside the steps."""
-    return redistribution_cost(recipe.method)
 
 
 @dataclass(frozen=True)
@@ -105,9 +89,9 @@ class SearchCost:
     def _one_training(self, noise: float, max_order: float | None) -> tuple[Phase, ...]:
         """The train side of the base mechanism, at a noise multiplier of the recipe's setting."""
         if not self.costly:
-            return base_phases(self.recipe, self._records, noise)
+            return plan_at(self.recipe, self._records, noise).phases
         if self.recipe.privacy.epsilon is not None:
-            own = base_phases(self.recipe, self._records, noise)
+            own = plan_at(self.recipe, self._records, noise).phases
             return (WorstOf((own,), max_order),)
         return (WorstOf(tuple(self._settings()), None),)
 
@@ -138,7 +122,7 @@ class SearchCost:
             known = near.get(place, (0.0, 0))
             near[place] = (max(rate, known[0]), max(steps, known[1]))
         return [
-            (*besides(recipe), GaussianSteps(steps, noise, rate, recipe.privacy.batch_cap))
+            (*recipe.method.besides, GaussianSteps(steps, noise, rate, recipe.privacy.batch_cap))
             for rate, steps in sorted(near.values())
         ]
 
@@ -308,7 +292,7 @@ class SearchCost:
         limit = ceiling.rdp[ceiling.rdp < math.inf]
 
         def fits(noise: float) -> bool:
-            phases = base_phases(trial, records, noise)
+            phases = plan_at(trial, records, noise).phases
             event = self._plan(phases).event()
             return bool((accounting.compose_rdp(event, neighbours, orders).rdp <= limit).all())
 
@@ -327,13 +311,13 @@ class SearchCost:
     def trial_plan(self, trial: Recipe) -> PrivacyPlan:
         """What a trial's training executes. Raises UserError when the method of this trial reads
         the records in another way than the recipe's own."""
-        if besides(trial) != besides(self.recipe):
+        if trial.method.besides != self.recipe.method.besides:
             raise UserError(
                 f"{self.where}: tune.space: a searched field changes what the method itself reads "
                 "from the records, and no bound here covers such a search"
             )
         records = self.sizes.train(trial.data.fraction)
-        phases = base_phases(trial, records, self.trial_noise(trial))
+        phases = plan_at(trial, records, self.trial_noise(trial)).phases
         return replace(self._plan(phases), records=records, clip_norm=trial.privacy.sensitivity)
 
 

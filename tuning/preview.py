@@ -13,7 +13,8 @@ from dpdist.privacy.plan import PrivacyPlan
 from dpdist.privacy.selection import SelectionLaw
 from dpdist.recipe import Recipe
 from dpdist.search_options import LawRecipe
-from tuning.cost import SearchCost, Sizes, base_phases
+from dpdist.training.planning import make_plan
+from tuning.cost import SearchCost, Sizes
 
 # Training records of data sets that everybody has; --records tells of others.
 KNOWN_SIZES = {
@@ -66,46 +67,14 @@ def sizes_without_data(recipe: Recipe, records: int | None, where: str) -> Sizes
         )
     if recipe.data.max_train is not None:
         whole = min(whole, recipe.data.max_train)
+    whole = math.floor(whole * (1 - recipe.data.public))
     score = recipe.tune.score
     return Sizes(whole, recipe.data.hold_out if score.public else score.hold_out)
 
 
-def untuned_noise(recipe: Recipe, sizes: Sizes, where: str) -> float:
-    """The noise multiplier of one run of the recipe without a search, on the same records."""
-    alone = recipe.model_copy(update={"tune": None})
-    if alone.privacy.noise_multiplier is not None:
-        return alone.privacy.noise_multiplier
-    from dpdist.privacy.calibrate import noise_multiplier_for
-    from dpdist.recipe import step_count
-
-    records = sizes.train(recipe.data.fraction)
-    assert alone.privacy.epsilon is not None
-    try:
-        return noise_multiplier_for(
-            alone.privacy.epsilon,
-            records=records,
-            batch_size=alone.training.batch_size,
-            steps=step_count(alone, records),
-            delta=alone.privacy.delta,
-            neighbours=alone.privacy.neighbours,
-            batch_cap=alone.privacy.batch_cap,
-        )
-    except ValueError as error:
-        raise UserError(f"{where}: privacy.epsilon: {error}") from error
-
-
-def one_run(recipe: Recipe, sizes: Sizes, noise: float) -> float:
-    """Epsilon of one run with this noise, without a search."""
-    records = sizes.train(recipe.data.fraction)
-    privacy = recipe.privacy
-    plan = PrivacyPlan(
-        records,
-        base_phases(recipe, records, noise),
-        privacy.delta,
-        privacy.sensitivity,
-        privacy.neighbours,
-    )
-    return plan.guarantee().epsilon
+def one_run(recipe: Recipe, sizes: Sizes, where: str) -> PrivacyPlan:
+    """The plan of one run of the recipe without a search, on the same records."""
+    return make_plan(recipe, sizes.train(recipe.data.fraction), where)
 
 
 def laws(recipe: Recipe, means: Sequence[int]) -> Iterator[tuple[LawRecipe, bool]]:
@@ -162,7 +131,7 @@ def default_means(recipe: Recipe) -> tuple[int, ...]:
 
 
 def row(recipe: Recipe, law: LawRecipe, own: bool, sizes: Sizes, noise: float, where: str) -> Row:
-    """What a law costs. noise: that of one untuned run (`untuned_noise`)."""
+    """What a law costs. noise: that of one untuned run (`one_run`)."""
     privacy = recipe.privacy
     untuned = privacy.model_copy(update={"epsilon": None, "noise_multiplier": noise})
     unchanged = SearchCost(recipe.model_copy(update={"privacy": untuned}), sizes, law, where)

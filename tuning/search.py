@@ -37,10 +37,10 @@ from dpdist.training.job import (
     PACKAGES,
     check_groups,
     check_model,
-    make_plan,
     source_of,
     training_data,
 )
+from dpdist.training.planning import make_plan
 from tuning.cost import SearchCost, Sizes
 from tuning.manifest import SearchFolder, best, ensure_manifest, read_settings, read_trials
 from tuning.room import live_nodes, trial_resources, trials_at_once

@@ -68,14 +68,14 @@ def _plan(
     check_space(recipe, name)
     sizes = preview.sizes_without_data(recipe, records, name)
     means = preview.default_means(recipe) if trials is None else _means(trials)
-    noise = preview.untuned_noise(recipe, sizes, name)
+    alone = preview.one_run(recipe, sizes, name)
+    noise = alone.step(0).noise_multiplier
     rows = [
         preview.row(recipe, law, own, sizes, noise, name)
         for law, own in preview.laws(recipe, means)
     ]
     if plot is not None:
-        one_run = preview.one_run(recipe, sizes, noise)
-        preview.plot(rows, one_run, recipe.privacy.delta, plot)
+        preview.plot(rows, alone.guarantee().epsilon, recipe.privacy.delta, plot)
     if as_json:
         typer.echo(json.dumps([row.to_dict() for row in rows]))
         return

@@ -7,12 +7,22 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from dpdist.privacy.plan import GaussianReleases, NonPrivate, Phase
+
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(gt=0, le=1)]
 
 
 class _Options(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @property
+    def besides(self) -> tuple[Phase, ...]:
+        """What the method itself reads from the private records, beside the steps of training.
+
+        Whoever states or searches the cost of a training takes it from here.
+        """
+        return ()
 
 
 class DPSGD(_Options):
@@ -125,6 +135,16 @@ class HiddenNoiseMethod(_Options):
             )
         return self
 
+    @property
+    def besides(self) -> tuple[Phase, ...]:
+        """What the shares r cost: nothing, one noised sum, or everything."""
+        section = self.redistribution
+        if section is None or section.source == "public":
+            return ()
+        if section.source == "paid":
+            return (GaussianReleases(section.noise_multiplier, 1, section.sample_rate),)
+        return (NonPrivate("the redistribution r is computed from private records"),)
+
 
 class PixelDP(HiddenNoiseMethod):
     """Certified robustness by equal noise behind the first layer (Lecuyer et al., IEEE S&P 2019).
@@ -147,6 +167,8 @@ class HGMPixelDP(HiddenNoiseMethod):
 class SecureSGD(HiddenNoiseMethod):
     """DP-SGD on a network with noise behind its first layer (HGM, IJCAI 2019, Algorithm 1).
 
+    A composition: DP-SGD (clip, noise, Poisson sampling), HGM's noise behind the first layer,
+    PixelDP's certificate at prediction. Privacy is that of DP-SGD and of what r cost.
     redistribution: null gives every component the same noise; with mechanism: analytic that is the
     paper's AGM variant.
     """
@@ -187,6 +209,18 @@ class TransDenoiser(_Options):
         if self.variant == "full" and self.draws != 1:
             raise ValueError("variant full has one draw for each record: draws: 1")
         return self
+
+    @property
+    def besides(self) -> tuple[Phase, ...]:
+        """What the split between transformed and added noise costs: all, in variant full."""
+        if self.variant != "full":
+            return ()
+        return (
+            NonPrivate(
+                "TransDenoiser's Algorithm 1 chooses the added noise from the private records "
+                "(sign of the remainder, S_min)"
+            ),
+        )
 
 
 Method = Annotated[

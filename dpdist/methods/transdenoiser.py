@@ -32,23 +32,11 @@ from dpdist.methods.mixed_jacobian import (
 )
 from dpdist.methods.options import TransDenoiser
 from dpdist.privacy.mechanisms import mixed_gaussian_added_std
-from dpdist.privacy.plan import NonPrivate, Phase
-
-WHY_NOT_PRIVATE = (
-    "TransDenoiser's Algorithm 1 chooses the added noise from the private records (sign of the "
-    "remainder, S_min)"
-)
 
 
 def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
     """||g(z) - x||_2^2 of each record: (B, ...), (B, ...) to (B,)."""
     return (outputs - targets).square().flatten(1).sum(1)
-
-
-def split_cost(method: object) -> tuple[Phase, ...]:
-    """What the split between transformed and added noise costs: everything, in variant full."""
-    full = isinstance(method, TransDenoiser) and method.variant == "full"
-    return (NonPrivate(WHY_NOT_PRIVATE),) if full else ()
 
 
 def remainders(denoiser: nn.Module, inputs: Tensor, noisy: Tensor) -> Tensor:

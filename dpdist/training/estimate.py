@@ -18,11 +18,11 @@ from dpdist.training.job import (
     build_engine,
     check_model,
     initial_model,
-    make_plan,
     model_spec,
     source_of,
     training_data,
 )
+from dpdist.training.planning import make_plan
 
 _PROBE_EXAMPLES = 64
 _PROBE_KEY = bytes(32)

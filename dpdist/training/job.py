@@ -1,4 +1,4 @@
-"""What a training worker needs to know, and the plan that a recipe and a data set make."""
+"""What a training worker needs to know: recipe, plan, folder and records, all checked first."""
 
 from __future__ import annotations
 
@@ -18,13 +18,11 @@ from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.keys import new_run_key
 from dpdist.methods.compose import clipping_for, engine_for
 from dpdist.methods.options import HiddenNoiseMethod
-from dpdist.methods.secure_sgd import redistribution_cost
-from dpdist.methods.transdenoiser import split_cost
 from dpdist.models import ModelSpec
-from dpdist.privacy.calibrate import noise_multiplier_for
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.recipe import Recipe, check_against_data, field_error, step_count
+from dpdist.recipe import Recipe, field_error
 from dpdist.runfolder import RunFolder, read_json
+from dpdist.training.planning import make_plan
 from dpdist.training.provenance import check_pretrained, load_frozen, refuse_common, with_frozen
 
 PACKAGES = ("cluster", "dpdist", "tuning")
@@ -133,47 +131,6 @@ def check_groups(recipe: Recipe, dataset: data.Dataset, where: str) -> None:
     if largest is not None and largest > size:
         rule = f"{dataset.name} has a group of {largest} records; raise it, or drop records first"
         raise field_error(where, "privacy.group_size", rule, size)
-
-
-def make_plan(recipe: Recipe, records: int, where: str) -> PrivacyPlan:
-    """The plan of a recipe on `records` records; the noise is calibrated when epsilon is given.
-
-    Raises UserError when the recipe does not fit the data or the target cannot be reached.
-    """
-    check_against_data(recipe, records, where)
-    privacy, training = recipe.privacy, recipe.training
-    steps = step_count(recipe, records)
-    noise_multiplier = privacy.noise_multiplier
-    besides = (*redistribution_cost(recipe.method), *split_cost(recipe.method))
-    if noise_multiplier is None:
-        assert privacy.epsilon is not None
-        try:
-            noise_multiplier = noise_multiplier_for(
-                privacy.epsilon,
-                records=records,
-                batch_size=training.batch_size,
-                steps=steps,
-                delta=privacy.delta,
-                neighbours=privacy.neighbours,
-                batch_cap=privacy.batch_cap,
-                besides=besides,
-            )
-        except ValueError as error:
-            raise field_error(where, "privacy.epsilon", str(error), privacy.epsilon) from error
-    try:
-        return PrivacyPlan.dp_sgd(
-            records=records,
-            batch_size=training.batch_size,
-            noise_multiplier=noise_multiplier,
-            steps=steps,
-            delta=privacy.delta,
-            clip_norm=privacy.sensitivity,
-            neighbours=privacy.neighbours,
-            batch_cap=privacy.batch_cap,
-            besides=besides,
-        )
-    except ValueError as error:
-        raise UserError(f"{where}: privacy: {error}") from error
 
 
 def prepare(recipe: Recipe, folder: RunFolder, where: str) -> TrainJob:

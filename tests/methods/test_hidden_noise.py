@@ -16,7 +16,6 @@ from dpdist.certification.operator_norms import l2_to_l2
 from dpdist.methods import hgm
 from dpdist.methods.options import HGMPixelDP, PixelDP, Redistribution, SecureSGD
 from dpdist.methods.pixeldp import noise_scale
-from dpdist.methods.secure_sgd import redistribution_cost
 from dpdist.methods.sensitivity import keep_within, layer_bound
 from dpdist.models import ModelSpec, Split
 from dpdist.privacy.plan import GaussianReleases, NonPrivate
@@ -52,11 +51,11 @@ def test_options_refuse_what_does_not_hold() -> None:
         PixelDP(epsilon_r=4)
     with pytest.raises(ValidationError, match="paper_faithful: true"):
         SecureSGD(redistribution=Redistribution(source="private"))
-    assert redistribution_cost(SecureSGD()) == ()
+    assert SecureSGD().besides == ()
     paid = Redistribution(source="paid", noise_multiplier=5, sample_rate=0.1)
-    assert redistribution_cost(SecureSGD(redistribution=paid)) == (GaussianReleases(5, 1, 0.1),)
+    assert SecureSGD(redistribution=paid).besides == (GaussianReleases(5, 1, 0.1),)
     private = Redistribution(source="private")
-    (phase,) = redistribution_cost(HGMPixelDP(redistribution=private, paper_faithful=True))
+    (phase,) = HGMPixelDP(redistribution=private, paper_faithful=True).besides
     assert isinstance(phase, NonPrivate)
 
 

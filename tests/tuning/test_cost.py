@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 
@@ -12,12 +13,14 @@ import pytest
 import yaml
 from dp_accounting.rdp import RdpAccountant
 
+from dpdist.commands.tune import _plan as plan_search
 from dpdist.errors import UserError
 from dpdist.privacy import accounting
 from dpdist.privacy.plan import GaussianReleases, GaussianSteps, ParallelParts, PrivacyPlan
 from dpdist.privacy.selection import SelectionLaw, search_guarantee
 from dpdist.search_options import LawRecipe, TuneRecipe
-from tuning.cost import SearchCost, Sizes, base_phases
+from dpdist.training.planning import plan_at
+from tuning.cost import SearchCost, Sizes
 from tuning.space import with_values
 
 LAWS = [
@@ -112,12 +115,12 @@ def test_the_bound_lies_above_every_setting(searched, length):
         }
         trial = with_values(asked, values, "r.yaml")
         records = SIZES.train(trial.data.fraction)
-        ratio = bound / curve(base_phases(trial, records, cost.trial_noise(trial)), ORDERS)
+        ratio = bound / curve(plan_at(trial, records, cost.trial_noise(trial)).phases, ORDERS)
         assert (ratio >= 1).all()
         closest = min(closest, ratio.min())
     corner = {**values, "privacy.noise_multiplier": 1.0, "data.fraction": 0.5}
     trial = with_values(asked, {**corner, "training.batch_size": 400}, "r.yaml")
-    tight = bound / curve(base_phases(trial, SIZES.train(0.5), 1.0), ORDERS)
+    tight = bound / curve(plan_at(trial, SIZES.train(0.5), 1.0).phases, ORDERS)
     assert tight.min() < (1.01 if "epochs" not in length else 2.3)
 
 
@@ -128,14 +131,14 @@ def test_with_a_target_each_setting_gets_noise_of_its_own(searched):
     assert cost.guarantee.epsilon <= 2.0 and cost.max_order is not None
     orders = RdpAccountant().orders
     orders = orders[orders <= cost.max_order]
-    accounted = curve(base_phases(cost.recipe, 9000, cost.noise_multiplier), orders)
+    accounted = curve(plan_at(cost.recipe, 9000, cost.noise_multiplier).phases, orders)
     noises = []
     for batch in (100, 200, 400):
         trial = with_values(cost.recipe, {"training.batch_size": batch}, "r.yaml")
         noises.append(cost.trial_noise(trial))
-        own = curve(base_phases(trial, 9000, noises[-1]), orders)
+        own = curve(plan_at(trial, 9000, noises[-1]).phases, orders)
         assert (own <= accounted * (1 + 1e-12)).all()
-        looser = curve(base_phases(trial, 9000, 0.99 * noises[-1]), orders)
+        looser = curve(plan_at(trial, 9000, 0.99 * noises[-1]).phases, orders)
         assert (looser > accounted).any()
     assert noises[0] < noises[1] < noises[2]
     assert noises[1] == pytest.approx(cost.noise_multiplier, rel=1e-3)
@@ -215,3 +218,25 @@ def test_the_plan_reads_no_data_and_imports_neither_torch_nor_ray(recipe, tmp_pa
     law = SelectionLaw(3.0, 1.0)
     expected = search_guarantee(one.phases, law, records=1800, delta=1e-4).epsilon
     assert own["epsilon_at_untuned_noise"] == pytest.approx(expected, rel=2e-3)
+
+
+def test_the_plan_prices_what_the_method_reads_besides_its_steps(recipe, tmp_path, capsys):
+    """Secure-SGD's paid r: the noise said to meet epsilon 2 meets it together with r's release."""
+    paid = {"source": "paid", "noise_multiplier": 6.0}
+    asked = recipe(
+        data={"name": "mine", "root": "/nowhere"},
+        method={"name": "secure-sgd", "redistribution": paid},
+        privacy=TARGET,
+        training={"batch_size": 200, "steps": 100},
+        tune={"score": {"public": {"name": "digits"}}},
+    )
+    plan_search(str(write(tmp_path, asked)), None, 2000, False, None)
+    head, _, own = capsys.readouterr().out.splitlines()[:3]
+    noise = float(re.search(r"one untuned run: noise multiplier ([\d.]+), epsilon 2", head)[1])
+    together = (GaussianReleases(6.0), GaussianSteps(100, noise, 200 / 2000))
+    assert 1.99 < PrivacyPlan(2000, together, 1e-5).guarantee().epsilon < 2.001
+    law = SelectionLaw(3.0, 1.0)
+    expected = search_guarantee(together, law, records=2000, delta=1e-5).epsilon
+    assert float(re.search(r"mean 3 +([\d.]+)", own)[1]) == pytest.approx(expected, rel=2e-3)
+    steps_alone = search_guarantee(together[1:], law, records=2000, delta=1e-5).epsilon
+    assert steps_alone < 0.95 * expected
