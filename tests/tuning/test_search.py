@@ -107,19 +107,6 @@ def test_the_winner_becomes_an_ordinary_run_with_the_search_in_its_guarantee(
     assert "trials.json" not in public and "seconds" not in run.trained.read_text()
 
 
-def test_what_is_public_does_not_change_with_the_number_of_trials(recipe, begin, run_trials):
-    """Two searches of different K with the same winner publish the same bytes."""
-    published = []
-    for name, key in (("one", "11" * 32), ("two", "22" * 32)):
-        search = begin(recipe(name=name, privacy={"run_key": key}))
-        trials = read_trials(search.folder)
-        terms = search._terms_of_the_guarantee()
-        terms.pop("charge")
-        published.append((len(trials), terms))
-    assert published[0][0] != published[1][0]
-    assert published[0][1] == published[1][1]
-
-
 def test_an_interrupted_search_is_continued_to_the_same_end(recipe, begin, run_trials, monkeypatch):
     """Stopped inside a training, before a score and between trials: same keys, settings, scores."""
     fixed = {"run_key": "7f" * 32}

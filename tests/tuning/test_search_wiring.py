@@ -1,0 +1,261 @@
+"""The wiring of a real search, its trials run in this process: whose keys, whose records, whose
+noise, whose model."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+from support.keys import NOISE, SAMPLING, Recorder, record
+
+from cluster.session import Session
+from cluster.storage import write_json
+from dpdist import models
+from dpdist.gradients.keys import derive_key
+from dpdist.gradients.noise import standard_normal
+from dpdist.privacy.ledger import Ledger
+from dpdist.privacy.plan import GaussianReleases
+from dpdist.releasing import release
+from dpdist.reports.facts import read_facts
+from dpdist.reports.page import write_report
+from dpdist.runfolder import RunFolder
+from dpdist.training.job import prepare as prepare_training
+from dpdist.training.job import read_run_key, training_data
+from tuning import manifest, scoring
+from tuning import trial as trial_module
+from tuning.manifest import read_trials
+from tuning.search import prepare
+from tuning.trial import scores_of, scoring_data
+
+SESSION = Session(None, 2, 0, 1)
+RUNS = 3
+FIXED = {"run_key": "7f" * 32}
+ASHA = {"law": {"name": "fixed", "runs": RUNS, "mean": None}, "asha": {"rungs": 2}}
+
+
+def finish(search) -> None:
+    """What `Search.run` does after the trials."""
+    search._decide()
+    search.run(SESSION)
+
+
+def searched(asked, begin, run_trials, patch) -> tuple[Any, Recorder]:
+    """A search from its first draw to its last score, with every key it used."""
+    with patch.context() as inner:
+        seen = record(inner)
+        search = begin(asked)
+        run_trials(search)
+    return search, seen
+
+
+def of_trial(seen: Recorder, keys: list[bytes], trial) -> list[bytes]:
+    return [key for key in keys if trial.key in seen.ancestors(key)]
+
+
+@pytest.mark.parametrize("privacy", [FIXED, {}], ids=["fixed-key", "secret-key"])
+def test_every_trial_rung_and_purpose_has_a_key_of_its_own(
+    recipe, begin, run_trials, monkeypatch, privacy
+):
+    asked = recipe(privacy=privacy, tune=ASHA)
+    search, seen = searched(asked, begin, run_trials, monkeypatch)
+    trials = read_trials(search.folder)
+    steps = 4
+    score_noise = [key for key in seen.of(NOISE) if "rung" in seen.labels(key)]
+    train_noise = [key for key in seen.of(NOISE) if "rung" not in seen.labels(key)]
+    # A score at each of two rungs of each trial, a noise and a sample for each step of each trial:
+    # keys that were shared would be fewer.
+    assert len(score_noise) == RUNS * 2
+    assert len(train_noise) == len(seen.of(SAMPLING)) == RUNS * steps
+    assert not set(train_noise) & set(seen.of(SAMPLING))
+    for trial in trials:
+        assert len(of_trial(seen, score_noise, trial)) == 2
+        assert len(of_trial(seen, train_noise, trial)) in (0, steps)  # a run key read from a file
+    # Each training descends from its own run key, and that from the trial's.
+    run_keys = [read_run_key(search.folder.trial(t.number)) for t in trials]
+    everything = {t.key for t in trials} | {bytes.fromhex("7f" * 32)}
+    assert len(set(run_keys)) == RUNS and not set(run_keys) & everything
+    for trial, key in zip(trials, run_keys, strict=True):
+        assert trial.key in seen.ancestors(key), "the run key is not the trial's own"
+        for of in (train_noise, seen.of(SAMPLING)):
+            assert sum(key in seen.ancestors(one) for one in of) == steps
+    # What draws K, values and ties serves nothing else, and no stream's key is a parent.
+    assert not {s.key for s in seen.streams} & {d.parent for d in seen.derived}
+    callers: dict[bytes, set[str]] = {}
+    for stream in seen.streams:
+        callers.setdefault(stream.key, set()).add(stream.caller)
+    assert all(len(found) == 1 for found in callers.values())
+
+
+def test_certified_scores_use_draws_of_their_own(recipe, begin, run_trials, monkeypatch):
+    """The smoothing noise of a score is fresh at every rung and trial, and for every record."""
+    score = {"objectives": {"certified-accuracy": 1.0}, "radius": 0.02, "draws": 10,
+             "hold_out": 0.02}  # fmt: skip
+    asked = recipe(privacy=FIXED, tune={**ASHA, "score": score})
+    search, seen = searched(asked, begin, run_trials, monkeypatch)
+    units = [s for s in seen.streams if s.caller == "units"]
+    records = len(scoring_data(search.recipe))
+    counted = {s.key for s in units if not s.kind.startswith("check")}
+    # Selecting and counting, for each record, at each rung of each trial; never the same noise.
+    assert len(counted) == RUNS * 2 * records * 2
+    selecting = {s.key for s in units if s.kind.startswith("select")}
+    counting = {s.key for s in units if s.kind.startswith("estimate")}
+    assert len(selecting) == len(counting) == RUNS * 2 * records and not selecting & counting
+
+
+def test_no_trial_trains_on_what_is_scored(recipe, begin, run_trials, tmp_path, monkeypatch):
+    """By record: what each trial's training loop reads, and what its score reads, are disjoint and
+    together all private records; the plan counts the first."""
+    scored, trained = [], []
+    real_score, real_run = trial_module.score, trial_module.run
+
+    def score(folder, dataset, *args, **kwargs):
+        scored.append(dataset.hashes)
+        return real_score(folder, dataset, *args, **kwargs)
+
+    def run(job, *args):
+        trained.append((training_data(job.recipe, job.source).hashes, job.plan.records))
+        return real_run(job, *args)
+
+    monkeypatch.setattr(trial_module, "score", score)
+    monkeypatch.setattr(trial_module, "run", run)
+    asked = recipe(data={"max_train": 600}, tune={**ASHA, "score": {"hold_out": 0.2}})
+    search, seen = searched(asked, begin, run_trials, monkeypatch)
+    assert len(scored) == len(trained) == RUNS * 2
+    small = recipe(data={"max_train": 600})
+    whole = prepare_training(small, RunFolder(tmp_path / "whole"), "r.yaml")
+    everything = training_data(whole.recipe, whole.source).hashes
+    for held, (own, records) in zip(scored, trained, strict=True):
+        assert len(held) and not np.isin(held, own).any()
+        assert sorted([*held, *own]) == sorted(everything)
+        assert records == len(own)
+    # The loop drew among these records and no others.
+    assert {s.start + s.count for s in seen.streams if s.caller == SAMPLING} == {len(trained[0][0])}
+
+
+def test_each_score_carries_the_noise_that_was_paid_for(recipe, begin, run_trials, monkeypatch):
+    """score = (right ones + std * normal) / records, with the accounted std, at every rung."""
+    found = []
+    real = scoring.add_noise
+
+    def noted(total, key, std):
+        found.append((float(total[0]), key, std))
+        return real(total, key, std)
+
+    monkeypatch.setattr(scoring, "add_noise", noted)
+    asked = recipe(tune=ASHA)
+    search = begin(asked)
+    reports = [value for report in run_trials(search) for _, value in report]
+    paid = [p for p in _phases(search.cost.plan.phases) if isinstance(p, GaussianReleases)]
+    assert paid and {p.noise_multiplier for p in paid} == {search.cost.score_noise}
+    assert search.cost.score_noise > 0 and {std for _, _, std in found} == {search.cost.score_noise}
+    records = scoring_data(asked)
+    for value, (right, key, std) in zip(reports, found, strict=True):
+        noise = float(standard_normal(key, 0, 1)[0]) * std
+        assert value * len(records) == pytest.approx(right + noise, abs=1e-4)
+    # What the noise was added to is the count of the right ones: the last trial's model is there.
+    model = models.load(search.folder.trial(RUNS - 1).model)
+    right = int((model(records.batch(slice(None))).argmax(1) == records.targets(slice(None))).sum())
+    assert found[-1][0] == right
+
+
+def _phases(phases):
+    """All leaves of nested phases."""
+    for phase in phases:
+        groups = [*getattr(phase, "choices", ()), *getattr(phase, "parts", ())]
+        inner = [*getattr(phase, "phases", ()), *(one for group in groups for one in group)]
+        yield from _phases(inner) if inner else [phase]
+
+
+def test_every_trial_executes_its_own_settings(recipe, begin, run_trials):
+    """Values, noise, steps and rate of each trial's plan are those on record for it."""
+    space = {
+        "training.learning_rate": {"log_uniform": [0.1, 1.0]},
+        "privacy.clip_norm": {"choice": [0.5, 1.0, 2.0]},
+    }
+    search = begin(recipe(tune={**ASHA, "space": space}))
+    run_trials(search)
+    for trial in read_trials(search.folder):
+        own = search.folder.trial(trial.number)
+        settings = json.loads(search.folder.settings(trial.number).read_text())
+        chosen = own.read_recipe()
+        assert settings["values"] == trial.values
+        assert chosen.training.learning_rate == trial.values["training.learning_rate"]
+        assert chosen.privacy.clip_norm == trial.values["privacy.clip_norm"]
+        plan = prepare_training(chosen, own, "r.yaml").plan
+        assert plan.step(0).noise_multiplier == settings["noise_multiplier"] == 4.0
+        assert plan.clip_norm == pytest.approx(trial.values["privacy.clip_norm"], rel=0.05)
+        assert plan.steps == 4 and own.require_trained()["steps"] == 4
+
+
+def test_the_winner_is_the_best_that_did_not_fail(recipe, begin, run_trials):
+    """Its model, ledger, key, plan and recipe become the run's, and no other trial's."""
+    search = begin(recipe(privacy=FIXED, tune=ASHA))
+    run_trials(search)
+    scores = [0.3, 0.9, 0.5]
+    for number, value in enumerate(scores):
+        state = {"scores": [0.99 - value, value], "done": True, "failed": None}
+        write_json(search.folder.scores(number), state)
+    best = search.folder.scores(1)
+    write_json(best, {"scores": [0.1, 0.9], "done": True, "failed": "lost"})
+    finish(search)
+    run, winner = search.run_folder, search.folder.trial(2)
+    for name in ("plan.json", "ledger.jsonl", "run.key", "data.json", "fixed-key"):
+        assert (run.private / name).read_bytes() == (winner.private / name).read_bytes(), name
+        assert (run.private / name).stat().st_mode & 0o777 == 0o600, name
+    ours, theirs = (load_file(f.model / "model.safetensors") for f in (run, winner))
+    assert all((ours[name] == theirs[name]).all() for name in theirs)
+    assert run.read_recipe().training == winner.read_recipe().training
+    assert Ledger.read(run.ledger).releases == dict.fromkeys(range(4), 1)
+    assert read_facts(run).fixed_key
+
+
+def test_what_is_public_does_not_change_with_the_number_of_trials(
+    recipe, run_trials, tmp_path, monkeypatch
+):
+    """Two searches of different K with the same winner publish the same bytes."""
+    published = []
+    law = {"name": "geometric", "mean": 3.0}
+    for count in (1, 4):
+        with monkeypatch.context() as patch:
+            patch.setattr(manifest, "number_of_trials", lambda law, key, count=count: count)
+            folder = RunFolder(tmp_path / str(count) / "run")
+            folder.path.parent.mkdir()
+            asked = recipe(name="run", privacy=FIXED, tune={"law": law})
+            search = prepare(asked, folder, "r.yaml")
+            assert len(read_trials(search.folder)) == count
+            run_trials(search)
+        for number in range(1, count):
+            state = {"scores": [-1.0], "done": True, "failed": None}
+            write_json(search.folder.scores(number), state)
+        assert scores_of(search.folder, 0)["scores"][0] > -1
+        finish(search)
+        monkeypatch.chdir(folder.path.parent)
+        run = RunFolder(folder.path.relative_to(folder.path.parent))
+        write_report(run)
+        release(run, not_private=True)
+        files = {
+            str(p.relative_to(folder.path)): p.read_bytes()
+            for p in folder.path.rglob("*")
+            if p.is_file() and "private" not in p.parts
+        }
+        published.append(files)
+    assert published[0].keys() == published[1].keys() and len(published[0]) >= 8
+    for name, content in published[0].items():
+        assert content == published[1][name], f"{name} depends on the number of trials"
+
+
+def test_the_count_is_drawn_with_a_key_of_its_own(recipe, monkeypatch):
+    """K, values and ties of trials come from different streams of the secret key."""
+    key = bytes(range(32))
+    with monkeypatch.context() as patch:
+        seen = record(patch)
+        trials = manifest.draw_trials(recipe().tune, key)
+    assert len({t.key for t in trials} | {bytes.fromhex(t.tie) for t in trials}) == 2 * len(trials)
+    streams = {s.key for s in seen.streams}
+    assert len(streams) == 1 + len(trials)
+    assert not streams & {t.key for t in trials}
+    other = manifest.draw_trials(recipe().tune, derive_key(key, "another"))
+    assert not {t.key for t in other} & {t.key for t in trials}
