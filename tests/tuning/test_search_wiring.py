@@ -122,7 +122,7 @@ def test_no_trial_trains_on_what_is_scored(recipe, begin, run_trials, tmp_path, 
     monkeypatch.setattr(trial_module, "score", score)
     monkeypatch.setattr(trial_module, "run", run)
     asked = recipe(data={"max_train": 600}, tune={**ASHA, "score": {"hold_out": 0.2}})
-    search, seen = searched(asked, begin, run_trials, monkeypatch)
+    _, seen = searched(asked, begin, run_trials, monkeypatch)
     assert len(scored) == len(trained) == RUNS * 2
     small = recipe(data={"max_train": 600})
     whole = prepare_training(small, RunFolder(tmp_path / "whole"), "r.yaml")
