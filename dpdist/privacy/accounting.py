@@ -5,9 +5,6 @@ record's contribution, whatever the neighbouring relation. Under replace-one a c
 turn into its opposite, so the sensitivity is twice that bound. The library applies this factor 2
 in PLD and leaves it out in RDP; here it is applied in both: under RDP the multipliers are halved
 before the library sees them.
-
-Counts are applied by us: the library's PLD accountant ignores the count of some events (randomized
-response), so composition goes through `compose_pld`, which self-composes every leaf itself.
 """
 
 from __future__ import annotations
@@ -15,146 +12,22 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import dp_accounting as dpa
 import numpy as np
 from dp_accounting.dp_event import RepeatAndSelectDpEvent
-from dp_accounting.pld import privacy_loss_distribution as pld_library
-from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 from dp_accounting.rdp import RdpAccountant
 
 from dpdist.privacy.events import WorstOfDpEvent
 from dpdist.privacy.guarantee import Neighbours
-from dpdist.privacy.subsampled import sampled_gaussian_pld, truncated_gaussian_pld
+from dpdist.privacy.losses import FINEST_GRID, Loss, LossTooLarge, Unsupported, loss_of, relation
 
-_RELATIONS = {
-    "add-or-remove-one": dpa.NeighboringRelation.ADD_OR_REMOVE_ONE,
-    "replace-one": dpa.NeighboringRelation.REPLACE_ONE,
-}
-FINEST_GRID = 1e-4
 _LARGEST_SPAN = 1e6  # beyond, a guarantee is meaningless and the library overflows
 _MAX_GRID_POINTS = 1e6  # about one second and 100 MB per composition
 # Whole orders are computed in closed form, fractional ones by slow series.
 QUICK_ORDERS = (*range(2, 33), 40, 48, 64, 96, 128, 256, 512)
-
-
-class Unsupported(ValueError):
-    """No theorem we implement covers this event under this accountant and neighbouring relation."""
-
-
-class LossTooLarge(Unsupported):
-    """The privacy loss is so large (little or no noise) that no PLD is computed."""
-
-
-def relation(neighbours: Neighbours) -> dpa.NeighboringRelation:
-    """The library's name of the relation. Raises ValueError for an unknown one."""
-    if neighbours not in _RELATIONS:
-        raise ValueError(f"neighbours must be one of {sorted(_RELATIONS)}, got {neighbours!r}")
-    return _RELATIONS[neighbours]
-
-
-# --- privacy loss distributions ---------------------------------------------------------------
-
-
-@lru_cache(maxsize=4)  # one entry can hold tens of megabytes
-def _gaussian_pld(
-    noise_multiplier: float, sample_rate: float, neighbours: Neighbours, grid: float
-) -> PrivacyLossDistribution:
-    if sample_rate < 1.0:
-        return sampled_gaussian_pld(noise_multiplier, sample_rate, neighbours, grid)
-    return pld_library.from_gaussian_mechanism(
-        standard_deviation=noise_multiplier,
-        value_discretization_interval=grid,
-        neighboring_relation=relation(neighbours),
-    )
-
-
-@lru_cache(maxsize=4)  # one entry can hold tens of megabytes
-def _truncated_pld(
-    event: dpa.TruncatedSubsampledGaussianDpEvent, neighbours: Neighbours, grid: float
-) -> PrivacyLossDistribution:
-    return truncated_gaussian_pld(
-        records=event.dataset_size,
-        noise_multiplier=event.noise_multiplier,
-        sample_rate=event.sampling_probability,
-        batch_cap=event.truncated_batch_size,
-        neighbours=neighbours,
-        grid=grid,
-    )
-
-
-def _laplace_pld(
-    noise_multiplier: float, sample_rate: float, neighbours: Neighbours, grid: float
-) -> PrivacyLossDistribution:
-    if neighbours == "replace-one":
-        if sample_rate < 1.0:
-            raise Unsupported("subsampled Laplace noise is not supported under replace-one")
-        noise_multiplier = noise_multiplier / 2
-    return pld_library.from_laplace_mechanism(
-        noise_multiplier, sampling_prob=sample_rate, value_discretization_interval=grid
-    )
-
-
-def compose_pld(
-    event: dpa.DpEvent, neighbours: Neighbours, grid: float = FINEST_GRID, count: int = 1
-) -> PrivacyLossDistribution | None:
-    """The privacy loss distribution of `count` adaptive runs of `event`; None if it is not private.
-
-    Pessimistic at every grid width. Raises Unsupported where no PLD is known to us.
-    """
-    identity = pld_library.identity(value_discretization_interval=grid)
-    if count == 0 or isinstance(event, dpa.NoOpDpEvent):
-        return identity
-    if isinstance(event, dpa.NonPrivateDpEvent):
-        return None
-    if isinstance(event, dpa.SelfComposedDpEvent):
-        return compose_pld(event.event, neighbours, grid, count * event.count)
-    if isinstance(event, dpa.ComposedDpEvent):
-        total = identity
-        for part in event.events:
-            piece = compose_pld(part, neighbours, grid, count)
-            if piece is None:
-                return None
-            total = total.compose(piece)
-        return total
-
-    sample_rate, inner = 1.0, event
-    if isinstance(event, dpa.PoissonSampledDpEvent):
-        sample_rate, inner = event.sampling_probability, event.event
-        if sample_rate == 0:
-            return identity
-    if isinstance(inner, dpa.GaussianDpEvent):
-        if inner.noise_multiplier == 0:
-            return None
-        if sample_rate == 1.0:  # n Gaussian releases are one with sigma / sqrt(n), exactly
-            return _gaussian_pld(inner.noise_multiplier / math.sqrt(count), 1.0, neighbours, grid)
-        one = _gaussian_pld(inner.noise_multiplier, sample_rate, neighbours, grid)
-        return one.self_compose(count)
-    if isinstance(inner, dpa.LaplaceDpEvent):
-        if inner.noise_multiplier == 0:
-            return None
-        one = _laplace_pld(inner.noise_multiplier, sample_rate, neighbours, grid)
-        return one.self_compose(count)
-    if isinstance(event, dpa.TruncatedSubsampledGaussianDpEvent):
-        if event.noise_multiplier == 0:
-            return None
-        return _truncated_pld(event, neighbours, grid).self_compose(count)
-    if isinstance(event, dpa.RandomizedResponseDpEvent):
-        if neighbours != "replace-one":
-            raise Unsupported("randomized response is accounted under replace-one only")
-        if event.noise_parameter == 0 and event.num_buckets > 1:
-            return None
-        if event.num_buckets == 1:
-            return identity
-        return pld_library.from_randomized_response(
-            noise_parameter=event.noise_parameter,
-            num_buckets=event.num_buckets,
-            value_discretization_interval=grid,
-            neighboring_relation=relation(neighbours),
-        ).self_compose(count)
-    raise Unsupported(f"no privacy loss distribution is known for {type(event).__name__}")
 
 
 # --- Renyi differential privacy ---------------------------------------------------------------
@@ -293,65 +166,91 @@ def epsilon(
     """(epsilon, accountant's name) at `delta`: the worst of the paths a record may take.
 
     alternatives: one event per part of the data a record may lie in (one event: no parallel parts).
-    PLD is used when it covers every alternative, RDP otherwise, and where the grid is too coarse
-    for the PLD to be the smaller bound (deltas below 1e-14, losses in the hundreds).
-    Raises Unsupported when neither covers them.
+    PLD is used when it covers every alternative, RDP otherwise, and where it is the smaller bound:
+    the grid is coarse (losses in the hundreds), or the delta is hardly above the rounding that a
+    PLD is charged for. Raises Unsupported when neither covers them.
     """
     try:
-        grids = [grid_for(event, neighbours) for event in alternatives]
-        losses = [
-            compose_pld(event, neighbours, grid)
-            for event, grid in zip(alternatives, grids, strict=True)
-        ]
+        grids, losses = _losses(alternatives, neighbours)
     except Unsupported as no_pld:
         try:
-            accountants = [compose_rdp(event, neighbours) for event in alternatives]
+            return _rdp_epsilon(alternatives, delta, neighbours), rdp_name()
         except Unsupported as no_rdp:
             if isinstance(no_pld, LossTooLarge):
                 return math.inf, f"no finite bound ({no_pld})"
             raise Unsupported(f"{no_rdp} (and {no_pld})") from no_rdp
-        return _worst([accountant.get_epsilon(delta) for accountant in accountants]), rdp_name()
-    values = [math.inf if loss is None else loss.get_epsilon_for_delta(delta) for loss in losses]
-    value, grid = float(_worst(values)), max(grids, default=FINEST_GRID)
-    if math.isinf(value) or grid > FINEST_GRID:
+    value, grid = _worst([loss.epsilon(delta) for loss in losses]), max(grids, default=FINEST_GRID)
+    resolved = all(loss.resolves(delta) for loss in losses)
+    if resolved and math.isfinite(value) and grid <= FINEST_GRID:
+        return value, pld_name(grid)
+    try:
         by_rdp = _rdp_epsilon(alternatives, delta, neighbours)
         if by_rdp < value:
             return by_rdp, rdp_name()
+    except Unsupported:
+        if math.isinf(value) and not resolved:
+            return value, f"no finite bound (PLD does not resolve delta {delta:g})"
     return value, pld_name(grid)
+
+
+def _losses(
+    alternatives: Sequence[dpa.DpEvent], neighbours: Neighbours, coarser: int = 1
+) -> tuple[list[float], list[Loss]]:
+    """Grids and losses, one per alternative. Raises Unsupported."""
+    grids = [coarser * grid_for(event, neighbours) for event in alternatives]
+    found = [loss_of(e, neighbours, grid) for e, grid in zip(alternatives, grids, strict=True)]
+    return grids, found
 
 
 def _rdp_epsilon(
     alternatives: Sequence[dpa.DpEvent], delta: float, neighbours: Neighbours
 ) -> float:
-    """Epsilon by RDP, infinity where it does not apply: for deltas and losses too fine for a
-    grid."""
-    try:
-        accountants = [compose_rdp(event, neighbours) for event in alternatives]
-    except Unsupported:
-        return math.inf
+    """Epsilon by RDP. Raises Unsupported."""
+    accountants = [compose_rdp(event, neighbours) for event in alternatives]
     return _worst([accountant.get_epsilon(delta) for accountant in accountants])
 
 
 def coarse_epsilon(
     alternatives: Sequence[dpa.DpEvent], delta: float, neighbours: Neighbours
 ) -> float:
-    """An upper bound on epsilon from a grid ten times coarser: for curves and searches."""
-    losses = [compose_pld(e, neighbours, 10 * grid_for(e, neighbours)) for e in alternatives]
-    return _worst([math.inf if x is None else x.get_epsilon_for_delta(delta) for x in losses])
+    """An upper bound on epsilon from a grid ten times coarser: for curves and searches.
+
+    Raises Unsupported where there is no PLD or it does not resolve `delta`.
+    """
+    _, losses = _losses(alternatives, neighbours, coarser=10)
+    if not all(loss.resolves(delta) for loss in losses):
+        raise Unsupported(f"PLD does not resolve delta {delta:g}")
+    return _worst([loss.epsilon(delta) for loss in losses])
 
 
 def delta_profile(
     alternatives: Sequence[dpa.DpEvent], neighbours: Neighbours
 ) -> Callable[[float], float]:
-    """epsilon -> the smallest proved delta, by the accountant that `epsilon` would use."""
+    """epsilon -> the smallest proved delta, by the accountants that `epsilon` would use."""
+
+    @cache
+    def accountants() -> list[RdpAccountant]:
+        return [compose_rdp(event, neighbours) for event in alternatives]
+
+    def by_rdp(at: float) -> float:
+        return _worst([float(accountant.get_delta(at)) for accountant in accountants()])
+
     try:
-        losses = [compose_pld(e, neighbours, grid_for(e, neighbours)) for e in alternatives]
+        _, losses = _losses(alternatives, neighbours)
     except Unsupported:
-        accountants = [compose_rdp(event, neighbours) for event in alternatives]
-        return lambda at: _worst([accountant.get_delta(at) for accountant in accountants])
-    return lambda at: _worst(
-        [1.0 if loss is None else float(loss.get_delta_for_epsilon(at)) for loss in losses]
-    )
+        accountants()
+        return by_rdp
+
+    def profile(at: float) -> float:
+        value = _worst([loss.delta(at) for loss in losses])
+        if all(loss.resolves(value) for loss in losses):
+            return value
+        try:
+            return min(value, by_rdp(at))
+        except Unsupported:
+            return value
+
+    return profile
 
 
 def delta_at(

@@ -70,9 +70,10 @@ def group_guarantee(plan: PrivacyPlan, size: int, delta: float | None = None) ->
     if size == 1:
         return plan.guarantee(delta=delta)
     unit = f"the unit is a group of up to {size} records"
+    value, source = math.inf, "PLD of mixtures of Gaussians"
     if plan.neighbours == "add-or-remove-one" and _exact_phases(plan.phases):
-        value, source = _mixture_epsilon(plan, size, delta), "PLD of mixtures of Gaussians"
-    else:
+        value = _mixture_epsilon(plan, size, delta)
+    if math.isinf(value):
         from dpdist.privacy import accounting
 
         paths = plan.alternatives(plan.phases)
@@ -86,7 +87,9 @@ def _mixture_epsilon(plan: PrivacyPlan, size: int, delta: float) -> float:
     from dp_accounting.pld import privacy_loss_distribution as library
     from scipy.stats import binom
 
-    total = library.identity(value_discretization_interval=_GROUP_GRID)
+    from dpdist.privacy.losses import Loss, rounding
+
+    total, releases = library.identity(value_discretization_interval=_GROUP_GRID), 0
     for phase in plan.phases:
         if phase.noise_multiplier == 0:  # type: ignore[union-attr]
             return math.inf
@@ -95,6 +98,7 @@ def _mixture_epsilon(plan: PrivacyPlan, size: int, delta: float) -> float:
                 phase.noise_multiplier / size, value_discretization_interval=_GROUP_GRID
             )
             total = total.compose(step.self_compose(phase.count))
+            releases += phase.count
         elif isinstance(phase, GaussianSteps):
             if phase.sample_rate == 1.0:
                 step = library.from_gaussian_mechanism(
@@ -109,4 +113,5 @@ def _mixture_epsilon(plan: PrivacyPlan, size: int, delta: float) -> float:
                     value_discretization_interval=_GROUP_GRID,
                 )
             total = total.compose(step.self_compose(phase.steps))
-    return float(total.get_epsilon_for_delta(delta))
+            releases += phase.steps
+    return Loss(total, rounding(releases)).epsilon(delta)

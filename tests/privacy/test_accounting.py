@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpdist.privacy import accounting
-from dpdist.privacy.accounting import Unsupported, compose_pld, compose_rdp, delta_at, epsilon
+from dpdist.privacy.accounting import compose_rdp, delta_at, epsilon
+from dpdist.privacy.losses import Unsupported, compose_pld, relation
 from dpdist.privacy.mechanisms import gaussian_delta, gaussian_epsilon, laplace_epsilon
 from dpdist.privacy.subsampled import sampled_gaussian_pld, truncated_gaussian_pld
 
@@ -102,13 +103,12 @@ def test_the_library_ignores_a_count_that_we_apply():
 @pytest.mark.parametrize("neighbours", BOTH)
 @pytest.mark.parametrize(("noise", "rate"), [(1.1, 0.004), (0.4, 0.3), (12.0, 1e-4), (1.0, 0.99)])
 def test_arrays_give_the_library_s_own_losses(neighbours, noise, rate):
-    relation = accounting.relation(neighbours)
     ours = sampled_gaussian_pld(noise, rate, neighbours, 1e-3)
     theirs = library.from_gaussian_mechanism(
         noise,
         sampling_prob=rate,
         value_discretization_interval=1e-3,
-        neighboring_relation=relation,
+        neighboring_relation=relation(neighbours),
     )
     grid = np.array([-1.0, -0.01, 0.0, 0.01, 0.5, 2.0, 8.0])
     assert ours.get_delta_for_epsilon(grid) == pytest.approx(
@@ -121,7 +121,7 @@ def test_arrays_give_the_library_s_own_losses(neighbours, noise, rate):
 def test_truncated_sampling_gives_the_library_s_own_losses(neighbours, cap):
     ours = truncated_gaussian_pld(1000, 0.9, 0.02, cap, neighbours, 1e-3)
     theirs = library.from_truncated_subsampled_gaussian_mechanism(
-        1000, 0.02, cap, 0.9, 1e-3, neighboring_relation=accounting.relation(neighbours)
+        1000, 0.02, cap, 0.9, 1e-3, neighboring_relation=relation(neighbours)
     )
     grid = np.array([-1.0, 0.0, 0.01, 0.5, 2.0, 8.0])
     assert ours.get_delta_for_epsilon(grid) == pytest.approx(
@@ -302,3 +302,41 @@ def test_neither_torch_nor_ray_is_imported():
         "sys.exit(f'imported {bad}' if bad else 0)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+# --- the floating-point floor of PLD ------------------------------------------------------------
+
+TINY = [1e-5, 1e-10, 1e-12, 1e-13, 1e-15]
+
+
+@pytest.mark.parametrize(("noise", "count"), [(1.0, 10_000), (2.0, 100_000)])
+def test_epsilon_is_never_below_the_exact_one_however_small_delta_is(noise, count):
+    """Rounding in the transforms: delta 1.46e-13 where 1e-13 was stated, 2e-12 for 100,000 steps.
+
+    Sampling at a rate of almost 1 is composed step by step, and its profile is the full batch's.
+    """
+    step = dpa.PoissonSampledDpEvent(1 - 2.0**-50, dpa.GaussianDpEvent(noise * math.sqrt(count)))
+    event = dpa.SelfComposedDpEvent(step, count)
+    for delta in TINY:
+        value, name = epsilon([event], delta, BOTH[0])
+        exact = float(gaussian_epsilon(delta, noise))
+        assert exact * (1 - 1e-12) <= value <= 1.15 * exact, (delta, name)
+    assert name.startswith("RDP")
+    with pytest.raises(Unsupported, match="does not resolve"):
+        accounting.coarse_epsilon([event], 1e-15, BOTH[0])
+
+
+def test_a_delta_profile_is_never_below_the_exact_one():
+    """The group lemma asks for the deltas of single records, which are tiny."""
+    step = dpa.PoissonSampledDpEvent(1 - 2.0**-50, dpa.GaussianDpEvent(100.0))
+    profile = accounting.delta_profile([dpa.SelfComposedDpEvent(step, 10_000)], BOTH[0])
+    for delta in TINY:
+        at = float(gaussian_epsilon(delta, 1.0))
+        assert delta * (1 - 1e-9) <= profile(at) <= 10 * delta
+
+
+def test_where_neither_accountant_resolves_delta_nothing_is_stated():
+    event = dpa.SelfComposedDpEvent(TRUNCATED, 10)
+    value, name = epsilon([event], 1e-14, BOTH[0])
+    assert math.isinf(value) and "does not resolve delta 1e-14" in name
+    assert math.isfinite(epsilon([event], 1e-11, BOTH[0])[0])
