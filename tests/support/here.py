@@ -1,0 +1,115 @@
+"""Whole commands without Ray: training workers are threads, actors are calls, trials run one after
+another. Everything else is what the command does."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+import cluster.packages
+import cluster.pool
+import cluster.session
+import dpdist.cli
+import dpdist.pipeline
+import dpdist.training.trainer as trainer
+import tuning.room
+import tuning.trial
+from cluster.packages import fingerprint
+from dpdist.training.job import PACKAGES, TrainJob
+from support.keys import replace_everywhere
+from support.training import execute
+from tuning.manifest import read_trials
+from tuning.search import Search
+from tuning.searchers import ManifestSearcher
+from tuning.trial import run_trial
+
+SESSION = cluster.session.Session(None, 8, 0, 1)
+
+
+def without_ray(patch: pytest.MonkeyPatch) -> None:
+    """From now on nothing starts Ray; ends with the monkeypatch."""
+    replace_everywhere(patch, cluster.session.connect, _connect)
+    replace_everywhere(patch, cluster.packages.check_nodes, lambda *_: None)
+    replace_everywhere(patch, cluster.pool.run_chunks, run_chunks)
+    replace_everywhere(patch, trainer.fit, _fit)
+    patch.setattr(tuning.trial, "_train_on_ray_train", lambda job, until: _fit(job, until=until))
+    replace_everywhere(patch, tuning.room.live_nodes, lambda: [tuning.room.Node(8.0, 0.0)])
+    patch.setattr(Search, "_round", _round)
+    patch.setattr(ray, "remote", lambda function=None, **_: _Remote(function))
+    patch.setattr(ray, "get", lambda value, **_: value)
+    patch.setattr(ray, "put", lambda value, **_: value)
+
+
+@contextmanager
+def _connect(*_: Any, **__: Any) -> Iterator[cluster.session.Session]:
+    yield SESSION
+
+
+def run_chunks(
+    factory: Callable[..., Callable[[Any], Any]],
+    shared: Any,
+    chunks: Iterable[cluster.pool.Chunk],
+    on_result: Callable[[str, Any], None],
+    settings: Any = None,
+) -> None:
+    """As `cluster.pool.run_chunks`, in this process."""
+    work = factory(shared)
+    for chunk in chunks:
+        on_result(chunk.key, work(chunk.payload))
+
+
+def _fit(job: TrainJob, *, until: int | None = None, **_: Any) -> None:
+    execute(job, job.recipe.resources.workers, until)
+
+
+def _round(search: Search, concurrent: int) -> None:
+    trials = read_trials(search.folder)
+    searcher = ManifestSearcher(search.folder, trials, search.noise_of)
+    for number in range(len(trials)):
+        searcher.suggest(f"id-{number}")
+        run_trial(search.folder.run.path, fingerprint(PACKAGES), number, lambda rung, score: None)
+
+
+class _Remote:
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def options(self, **_: Any) -> _Remote:
+        return self
+
+    def remote(self, *arguments: Any, **named: Any) -> Any:
+        return self._function(*arguments, **named)
+
+
+@dataclass
+class Done:
+    """What a command left: its exit code and what it printed."""
+
+    code: int
+    out: str
+    err: str
+
+
+def command(
+    patch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], cwd: Path, *arguments: object
+) -> Done:
+    """`dpdist ARGUMENTS` in this process, in a working directory."""
+    with patch.context() as inner:
+        inner.setattr(sys, "argv", ["dpdist", *map(str, arguments)])
+        inner.setattr(sys, "path", list(sys.path))
+        inner.chdir(cwd)
+        capsys.readouterr()
+        code = 0
+        try:
+            dpdist.cli.main()
+        except SystemExit as stop:
+            code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        captured = capsys.readouterr()
+    return Done(code, captured.out, captured.err)

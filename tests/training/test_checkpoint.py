@@ -1,0 +1,143 @@
+"""Checkpoints: whole or not there, the newest is taken, everything a step changes is in them."""
+
+from __future__ import annotations
+
+import io
+import os
+
+import numpy as np
+import pytest
+import torch
+from support.training import execute, make
+
+from dpdist import models
+from dpdist.errors import UserError
+from dpdist.gradients.keys import KEY_BYTES
+from dpdist.models import ModelSpec
+from dpdist.runfolder import RunFolder
+from dpdist.training import checkpoint, provenance
+from dpdist.training.checkpoint import TrainState
+from dpdist.training.job import prepare, read_run_key
+from dpdist.training.reducer import MissingRank
+
+
+def state(step: int) -> TrainState:
+    flat = torch.arange(5.0) + step
+    return TrainState(step, flat, {"momentum": -flat, "ema": flat / 3})
+
+
+def test_the_newest_whole_one_comes_back_as_it_was(tmp_path):
+    for step in (1, 9, 10, 100):
+        checkpoint.save(tmp_path, state(step))
+    found = checkpoint.latest(tmp_path)
+    assert found is not None and found.step == 100
+    assert torch.equal(found.flat, state(100).flat) and found.slots.keys() == {"momentum", "ema"}
+    for name, slot in found.slots.items():
+        assert torch.equal(slot, state(100).slots[name])
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000010", "step-00000100"]
+    assert tmp_path.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_half_written_one_is_not_taken(tmp_path, monkeypatch):
+    checkpoint.save(tmp_path, state(3))
+    real = checkpoint.write_atomic
+
+    def crash_at_the_end(path, content):
+        if path.name == "done.json":
+            raise KeyboardInterrupt
+        real(path, content)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(checkpoint, "write_atomic", crash_at_the_end)
+        checkpoint.save(tmp_path, state(4))
+    assert (tmp_path / "step-00000004" / "state.safetensors").exists()
+    found = checkpoint.latest(tmp_path)
+    assert found is not None and found.step == 3
+    checkpoint.save(tmp_path, state(5))
+    assert {p.name for p in tmp_path.iterdir()} == {"step-00000003", "step-00000005"}
+
+
+def test_none_is_none(tmp_path):
+    assert checkpoint.latest(tmp_path / "nothing") is None
+
+
+def test_the_digest_sees_every_bit_and_every_place():
+    flat = torch.linspace(-1, 1, 7)
+    reference = checkpoint.digest(flat)
+    assert torch.equal(checkpoint.digest(flat.clone()), reference)
+    for place in range(7):
+        other = flat.clone()
+        other[place] = torch.nextafter(other[place], torch.tensor(2.0))
+        assert not torch.equal(checkpoint.digest(other), reference)
+    assert not torch.equal(checkpoint.digest(flat.flip(0)), reference)
+
+
+def test_workers_that_start_from_different_checkpoints_stop(tmp_path, monkeypatch):
+    """Two workers, one of which sees an older folder: nothing is released."""
+    recipe, folder = make(tmp_path, training__steps=3)
+    job = prepare(recipe, folder, "test")
+    execute(job, 2, until=2)
+    real, calls = checkpoint.latest, []
+
+    def stale(path):
+        found = real(path)
+        calls.append(1)
+        if len(calls) == 2:
+            found.flat[0] += 1
+        return found
+
+    monkeypatch.setattr(checkpoint, "latest", stale)
+    with pytest.raises(MissingRank, match="different checkpoints"):
+        execute(job, 2)
+
+
+def test_the_run_key_is_secret_fresh_and_durable(tmp_path, monkeypatch):
+    synced: list[str] = []
+    real = os.fsync
+
+    def fsync(descriptor):
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        real(descriptor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fsync)
+        recipe, folder = make(tmp_path, "a", privacy__run_key=None)
+        prepare(recipe, folder, "test")
+    assert any(name.endswith("run.key") for name in synced)
+    keys = {read_run_key(folder)}
+    for name in "bc":
+        recipe, other = make(tmp_path, name, privacy__run_key=None)
+        prepare(recipe, other, "test")
+        keys.add(read_run_key(other))
+        assert not other.fixed_key.exists()
+    assert len(keys) == 3 and all(len(key) == KEY_BYTES for key in keys)
+    assert folder.run_key.stat().st_mode & 0o777 == 0o600
+    before = folder.run_key.read_bytes()
+    prepare(make(tmp_path, "a", privacy__run_key=None)[0], folder, "test")
+    assert folder.run_key.read_bytes() == before, "a continued run keeps its key"
+    fixed, marked = make(tmp_path, "d")
+    prepare(fixed, marked, "test")
+    assert marked.fixed_key.exists() and read_run_key(marked).hex() == "5a" * 32
+
+
+def test_records_of_a_pretrained_part_are_not_unpickled(tmp_path):
+    """A pickle in records.npy is refused, and what it would have executed is not."""
+    trap = tmp_path / "executed"
+
+    class Trap:
+        def __reduce__(self):
+            return (open, (str(trap), "w"))
+
+    spec = ModelSpec("linear", (1, 8, 8), 10, {})
+    folder = tmp_path / "initial"
+    models.save(models.initialise(spec, 3), spec, folder)
+    buffer = io.BytesIO()
+    np.save(buffer, np.array([Trap()], dtype=object), allow_pickle=True)
+    (folder / provenance.RECORDS).write_bytes(buffer.getvalue())
+    about = {"data": "x", "fingerprint": "y", "records": 1, "model": models.model_hash(folder)}
+    provenance.write_json(folder / provenance.PROVENANCE, about)
+    model = {"name": "linear", "initial": str(folder)}
+    recipe, _ = make(tmp_path, model=model)
+    with pytest.raises(UserError, match=r"records\.npy"):
+        prepare(recipe, RunFolder(tmp_path / "run"), "test")
+    assert not trap.exists()

@@ -1,0 +1,159 @@
+"""The exact list of files after every command, who may read them, and that no key is in them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from support.here import command, without_ray
+
+from dpdist.exporting import publishable
+from dpdist.runfolder import RunFolder
+from tuning.manifest import SearchFolder, read_trials
+
+RECIPE = {
+    "name": "small",
+    "data": {"name": "digits", "max_train": 400},
+    "model": "linear",
+    "privacy": {"noise_multiplier": 2.0, "delta": 1e-4},
+    "training": {"batch_size": 50, "steps": 5, "learning_rate": 0.1},
+    "certify": {"sigma": 0.25, "n": 50, "n0": 10, "max_inputs": 4},
+    "resources": {"workers": 2, "cpus_per_worker": 1},
+}
+SEARCH = {
+    "space": {"training.learning_rate": {"log_uniform": [0.1, 1.0]}},
+    "law": {"name": "fixed", "runs": 2},
+}
+BEGUN = {"recipe.yaml", "run.json", "evaluation.json"}
+RELEASE = {
+    "release/model.safetensors", "release/model.json", "release/privacy_card.json",
+    "release/privacy_card.md",
+}  # fmt: skip
+CERTIFIED = {"certificates.parquet", "journal.jsonl", "rate.json", "settings.json", "timings.csv"}
+REPORT = {"report/index.html"}
+PRIVATE = {
+    "run.key", "plan.json", "ledger.jsonl", "data.json", "trained.json", "progress.json",
+    "metrics.jsonl", "model/model.json", "model/model.safetensors",
+    "checkpoints/step-00000005/state.safetensors", "checkpoints/step-00000005/done.json",
+}  # fmt: skip
+
+
+@pytest.fixture
+def dpdist(tmp_path, monkeypatch, capsys):
+    """Run a command without Ray; it must end well."""
+    without_ray(monkeypatch)
+
+    def run(*arguments: object, code: int = 0) -> str:
+        done = command(monkeypatch, capsys, tmp_path, *arguments)
+        assert done.code == code, done.err
+        return done.out
+
+    return run
+
+
+def write(tmp_path: Path, **more) -> Path:
+    path = tmp_path / f"{more.get('name', 'small')}.yaml"
+    path.write_text(yaml.safe_dump({**RECIPE, **more}))
+    return path
+
+
+def files(folder: Path) -> set[str]:
+    return {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
+
+
+def outside(run: Path) -> set[str]:
+    return {name for name in files(run) if not name.startswith("private/")}
+
+
+def check_secrecy(run: Path, keys: list[bytes]) -> None:
+    """Only the owner reads private/; no key is anywhere else, as bytes or as text."""
+    private = run / "private"
+    assert private.stat().st_mode & 0o777 == 0o700
+    for name in ("run.key", "ledger.jsonl"):
+        assert (private / name).stat().st_mode & 0o777 == 0o600, name
+    for path in run.rglob("*"):
+        if path.is_file() and path.name not in ("run.key", "manifest.json"):
+            content = path.read_bytes()
+            for key in keys:
+                assert key not in content and key.hex().encode() not in content, path
+
+
+def key_of(run: Path) -> bytes:
+    return bytes.fromhex((run / "private" / "run.key").read_text())
+
+
+def test_train_certify_attack_report_release(dpdist, tmp_path):
+    recipe = write(tmp_path)
+    run = tmp_path / "runs" / "small"
+    dpdist("train", recipe)
+    assert outside(run) == BEGUN
+    assert files(run / "private") == PRIVATE
+    assert files(tmp_path) - {f"runs/small/{f}" for f in files(run)} == {"small.yaml"}
+    check_secrecy(run, [key_of(run)])
+
+    dpdist("release", "small")
+    assert outside(run) == BEGUN | RELEASE
+
+    dpdist("run", recipe)
+    certified = {f"certificates/sigma-0.25-fixed-n-50/{name}" for name in CERTIFIED}
+    pages = {name for name in outside(run) if name.startswith("report/")}
+    assert outside(run) - pages == BEGUN | RELEASE | certified
+    assert pages >= REPORT and {Path(p).suffix for p in pages} <= {".html", ".png"}
+
+    dpdist("certify", "small", "--sigma", "0.5")
+    certified |= {f"certificates/sigma-0.5-fixed-n-50/{name}" for name in CERTIFIED}
+    pages = {name for name in outside(run) if name.startswith("report/")}
+    assert outside(run) - pages == BEGUN | RELEASE | certified
+
+    dpdist("attack", "small", "--max-inputs", "4", "--attacks", "fgsm", "--sizes", "0.1")
+    attacked = {n for n in outside(run) if n.startswith("attacks/linf-steps-10-first-4/")}
+    pages = {name for name in outside(run) if name.startswith("report/")}
+    assert {Path(n).name for n in attacked} == {"attacks.parquet", "journal.jsonl", "settings.json"}
+    assert outside(run) - pages == BEGUN | RELEASE | certified | attacked
+    # None of these commands touched what is private, but for the log of a session.
+    assert files(run / "private") - {"ray.log"} == PRIVATE
+    check_secrecy(run, [key_of(run)])
+    # What may leave a cluster is what lies outside private/, but for what continues a run.
+    leaving = {p.as_posix() for p in publishable(RunFolder(run))}
+    assert leaving == outside(run) - {"run.json"}
+
+
+def test_tune(dpdist, tmp_path):
+    recipe = write(tmp_path, name="searched", tune=SEARCH, resources={"workers": 1})
+    run = tmp_path / "runs" / "searched"
+    dpdist("tune", recipe)
+    assert outside(run) == BEGUN | {"search.yaml", "trials.json"}
+    inside = {n for n in files(run / "private") if not n.startswith("search/")}
+    own = {n for n in PRIVATE if not n.startswith(("checkpoints", "progress", "metrics"))}
+    assert inside == own | {"search.json"}
+    dpdist("release", "searched")
+    assert outside(run) == BEGUN | {"search.yaml", "trials.json"} | RELEASE
+    trials = read_trials(SearchFolder(RunFolder(run)))
+    keys = [key_of(run / "private/search/trials" / f"{t.number:05d}") for t in trials]
+    check_secrecy(run, [*keys, *(t.key for t in trials)])
+    assert (run / "private/search/manifest.json").stat().st_mode & 0o777 == 0o600
+    assert (run / "private/search").stat().st_mode & 0o777 == 0o700
+    leaving = {p.as_posix() for p in publishable(RunFolder(run))}
+    assert leaving == outside(run) - {"run.json", "search.yaml", "trials.json"}
+
+
+def test_pretrain(dpdist, tmp_path):
+    training = {"batch_size": 20, "steps": 3, "learning_rate": 0.1}
+    data = {"name": "digits", "public": 0.5}
+    recipe = write(
+        tmp_path, data=data, model={"name": "linear", "initial": str(tmp_path / "initial")},
+        public={"training": training},
+    )  # fmt: skip
+    dpdist("pretrain", recipe)
+    made = {"model.json", "model.safetensors", "provenance.json", "records.npy"}
+    assert files(tmp_path / "initial") == made
+    assert files(tmp_path) == {"small.yaml"} | {f"initial/{name}" for name in made}
+
+
+def test_a_refused_command_leaves_nothing(dpdist, tmp_path):
+    recipe = write(tmp_path, training={**RECIPE["training"], "batch_size": 5000})
+    dpdist("train", recipe, code=2)
+    dpdist("run", recipe, code=2)
+    dpdist("release", "small", code=2)
+    assert files(tmp_path) == {"small.yaml"}

@@ -1,0 +1,221 @@
+"""What is printed about a run, after all that can happen to it: its epsilon is that of everything
+that was released, by dp-accounting itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import dp_accounting as dpa
+import pytest
+import torch
+import yaml
+from dp_accounting.pld import PLDAccountant
+from support.training import execute, interrupted, make
+
+from dpdist.errors import UserError
+from dpdist.pipeline import evaluate_stage, load_model
+from dpdist.pipeline import test_data as held_out_test_data
+from dpdist.privacy.budget import budgets_in
+from dpdist.privacy.guarantee import format_epsilon
+from dpdist.privacy.ledger import Ledger
+from dpdist.privacy.plan import GaussianSteps, PrivacyPlan
+from dpdist.releasing import release
+from dpdist.reports.facts import read_facts
+from dpdist.reports.page import write_report
+from dpdist.runfolder import RunFolder
+from dpdist.training.job import TrainJob, prepare
+
+STEPS, RATE, NOISE, DELTA = 12, 0.1, 3.0, 1e-3
+DEAR, CHEAP = 2.0, 8.0
+
+
+@pytest.fixture(autouse=True)
+def _one_thread_each():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def job_of(tmp: Path, **changes: Any) -> TrainJob:
+    base: dict[str, Any] = {
+        "data": {"name": "digits", "max_train": 120},
+        "model": {"name": "linear"},
+        "privacy__delta": DELTA,
+        "privacy__noise_multiplier": NOISE,
+        "privacy__run_key": None,
+        "training__batch_size": 12,
+        "training__steps": STEPS,
+        "resources__checkpoint_seconds": 1e9,
+    }
+    recipe, folder = make(tmp, **(base | changes))
+    return prepare(recipe, folder, "test")
+
+
+def exact(*parts: tuple[int, float, float]) -> float:
+    """Epsilon at DELTA of (steps, rate, noise multiplier) parts, by dp-accounting."""
+    accountant = PLDAccountant(value_discretization_interval=1e-4)
+    for steps, rate, noise in parts:
+        inner = dpa.GaussianDpEvent(noise)
+        accountant.compose(dpa.PoissonSampledDpEvent(rate, inner), steps)
+    return accountant.get_epsilon(DELTA)
+
+
+def stated(folder: RunFolder) -> list[float]:
+    """The epsilon of the facts and of the summary's line; the page shows the same line."""
+    facts = read_facts(folder)
+    line = dict(facts.summary())["privacy"]
+    write_report(folder)
+    assert line.partition(" at delta")[0] in folder.report.read_text()
+    return [facts.guarantee.epsilon, float(line.split()[2])]
+
+
+def released(folder: RunFolder) -> dict[str, Any]:
+    """The card that release writes; its page says the same."""
+    release(folder)
+    card = json.loads((folder.release / "privacy_card.json").read_text())
+    shown = format_epsilon(card["guarantee"]["epsilon"])
+    assert f"({shown}, " in (folder.release / "privacy_card.md").read_text()
+    return card
+
+
+def covers(found: list[float], epsilon: float) -> None:
+    """None below the exact one (printed to four digits, rounded up), none far above."""
+    for value in found:
+        assert epsilon * (1 - 1e-6) <= value <= epsilon * 1.02 + 1e-3
+
+
+def test_an_undisturbed_run(tmp_path):
+    job = job_of(tmp_path)
+    execute(job)
+    covers(stated(job.folder), exact((STEPS, RATE, NOISE)))
+
+
+def test_superseded_releases_are_in_every_epsilon(tmp_path, monkeypatch):
+    """6 steps, then all 12 anew with other workers: 18 releases."""
+    job = job_of(tmp_path)
+    interrupted(job.recipe, job.folder, monkeypatch, 5)
+    execute(job, 2)
+    all_of_it = exact((STEPS + 6, RATE, NOISE))
+    covers(stated(job.folder), all_of_it)
+    card = released(job.folder)
+    covers([card["guarantee"]["epsilon"]], all_of_it)
+    at_delta = {row["delta"]: row["epsilon"] for row in card["epsilon_at_delta"]}
+    covers([at_delta[DELTA]], all_of_it)
+    assert at_delta[1e-6] > at_delta[1e-4] > at_delta[DELTA]
+    assert card["superseded_releases"] == 6
+    assert card["mechanism"][0].startswith("18 Gaussian steps")
+
+
+def test_an_exact_replay_is_charged_once(tmp_path, monkeypatch):
+    job = job_of(tmp_path)
+    for at in (3, 8):
+        interrupted(job.recipe, job.folder, monkeypatch, at)
+    execute(job)
+    covers(stated(job.folder), exact((STEPS, RATE, NOISE)))
+
+
+def test_superseded_steps_are_charged_at_the_noise_of_their_phase(tmp_path, monkeypatch):
+    """Two phases; what was superseded lies in the first, the dear one."""
+    job = job_of(tmp_path)
+    phases = (GaussianSteps(6, DEAR, RATE), GaussianSteps(6, CHEAP, RATE))
+    plan = PrivacyPlan(job.plan.records, phases, DELTA, job.plan.clip_norm)
+    job = dataclasses.replace(job, plan=plan)
+    job.folder.plan.write_text(json.dumps(plan.to_dict()))
+    execute(job, until=4)
+    execute(job, 2)  # goes on from the checkpoint of step 4
+    assert Ledger.read(job.folder.ledger).superseded == 0
+    covers(stated(job.folder), exact((6, RATE, DEAR), (6, RATE, CHEAP)))
+
+    other = job_of(tmp_path / "other")
+    other = dataclasses.replace(other, plan=plan)
+    other.folder.plan.write_text(json.dumps(plan.to_dict()))
+    interrupted_at(other, monkeypatch, 4)
+    execute(other, 2)
+    assert Ledger.read(other.folder.ledger).superseded == 5
+    covers(stated(other.folder), exact((11, RATE, DEAR), (6, RATE, CHEAP)))
+
+
+def interrupted_at(job: TrainJob, patch: pytest.MonkeyPatch, at: int) -> None:
+    """As `interrupted`, for a job with a plan of its own."""
+    from dpdist.training import loop
+
+    real, calls = loop.add_noise, []
+
+    def dies(*args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == at + 1:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    with patch.context() as inner, pytest.raises(KeyboardInterrupt):
+        inner.setattr(loop, "add_noise", dies)
+        execute(job)
+
+
+def test_the_budget_of_a_data_set_counts_them_too(tmp_path, monkeypatch):
+    from dpdist.training.trainer import _charged
+
+    job = job_of(tmp_path, privacy__budget=str(tmp_path / "budget"))
+    with _charged(job):
+        interrupted(job.recipe, job.folder, monkeypatch, 5)
+        execute(job, 2)
+    (budget,) = budgets_in(tmp_path / "budget")
+    assert sum(p.steps for p in budget.charges[0].phases) == STEPS + 6
+    facts = read_facts(job.folder)
+    assert facts.data_set is not None
+    assert facts.data_set.epsilon >= exact((STEPS + 6, RATE, NOISE)) * (1 - 1e-6)
+
+
+def test_a_fixed_key_is_not_forgotten_when_the_recipe_is_edited(tmp_path):
+    job = job_of(tmp_path, privacy__run_key="5a" * 32)
+    execute(job)
+    folder = job.folder
+    raw = yaml.safe_load(folder.recipe_file.read_text())
+    assert raw["privacy"].pop("run_key") == "5a" * 32
+    folder.recipe_file.write_text(yaml.safe_dump(raw))
+    facts = read_facts(folder)
+    assert facts.privacy_line.startswith("NOT PRIVATE: fixed run key")
+    assert facts.card()["private"] is False
+    with pytest.raises(UserError, match="its run key is fixed"):
+        release(folder)
+    assert not folder.release.exists()
+    release(folder, not_private=True)
+    assert "NOT private" in (folder.release / "privacy_card.md").read_text()
+
+
+def test_a_run_without_noise_proves_nothing(tmp_path):
+    job = job_of(tmp_path, privacy={"noise_multiplier": 0, "clipping": "none", "delta": DELTA})
+    execute(job)
+    facts = read_facts(job.folder)
+    assert math.isinf(facts.guarantee.epsilon) and not facts.card()["private"]
+    assert facts.privacy_line.startswith("NOT PRIVATE: epsilon is infinite")
+    with pytest.raises(UserError, match="proved epsilon is infinite"):
+        release(job.folder)
+
+
+def test_what_is_released_is_what_was_trained_and_measured(tmp_path):
+    job = job_of(tmp_path, training__ema=0.9)
+    execute(job)
+    folder = job.folder
+    evaluate_stage(job.recipe, folder)
+    release(folder)
+    for name in ("model.safetensors", "model.json"):
+        assert (folder.release / name).read_bytes() == (folder.model / name).read_bytes()
+    dataset, model = held_out_test_data(job.recipe), load_model(job.recipe, folder)
+    right = 0
+    for i in range(len(dataset)):
+        with torch.no_grad():
+            answer = model(dataset.batch(slice(i, i + 1))).argmax(1)
+        right += int((answer == dataset.targets(slice(i, i + 1))).sum())
+    told = json.loads(folder.evaluation.read_text())
+    assert (told["correct"], told["inputs"]) == (right, len(dataset))
+    assert told["accuracy"] == right / len(dataset)
+    said = dict(read_facts(folder).summary())["clean accuracy"]
+    assert said.startswith(f"{100 * right / len(dataset):.2f} %")
+    step = dict(read_facts(folder).summary())["training"]
+    assert step.startswith("12 steps, expected batch 12, noise multiplier 3, clip 1")
