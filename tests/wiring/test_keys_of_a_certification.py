@@ -1,0 +1,188 @@
+"""Which random units a real certification uses: no draw serves two ends, each depends on all that
+it is named by; and the table is what those draws say."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from support.here import without_ray
+from support.keys import Stream, record
+
+from dpdist import models
+from dpdist.certification import job, table
+from dpdist.certification.predict import Predictor
+from dpdist.certification.score_settings import ScoreSettings
+from dpdist.certification.settings import CertifySettings
+from dpdist.certification.units import RandomWords, UnitSource
+
+N, N0, BATCH, COUNT = 250, 30, 100, 4
+SETTINGS = CertifySettings(sigma=0.5, n0=N0, n=N, batch=BATCH, seed="5", form="eager")
+
+
+@dataclass(frozen=True)
+class Images:
+    fingerprint: str = "these"
+    classes: int = 3
+
+    @property
+    def labels(self) -> np.ndarray:
+        return np.arange(COUNT) % self.classes
+
+    def batch(self, indices: Any) -> torch.Tensor:
+        rng = np.random.default_rng(0)
+        return torch.from_numpy(rng.random((COUNT, 1, 6, 6), dtype=np.float32)[indices])
+
+
+def model_folder(path: Path, seed: int = 3, noisy: bool = False) -> Path:
+    spec = models.ModelSpec("small-cnn", (1, 6, 6), 3, {"width": 4}, hidden_noise=noisy)
+    module = models.initialise(replace(spec, hidden_noise=False), seed)
+    if noisy:
+        split = models.require_split(module)
+        models.attach_noise(module, torch.full(split.hidden_shape((1, 6, 6)), 0.3))
+    models.save(module, spec, path)
+    return path
+
+
+@pytest.fixture
+def certify(tmp_path, monkeypatch):
+    """Certify without Ray; the units that were used, without those of the check batch."""
+    without_ray(monkeypatch)
+    made = iter(range(100))
+
+    def run(
+        settings: Any = SETTINGS, seed: int = 3, noisy: bool = False, **data: Any
+    ) -> tuple[list[Stream], Path]:
+        folder = model_folder(tmp_path / f"model-{seed}-{noisy}", seed, noisy)
+        output = tmp_path / f"certificates-{next(made)}"
+        with monkeypatch.context() as patch:
+            seen = record(patch)
+            job.certify(folder, Images(**data), settings, output)
+        return [s for s in seen.streams if s.caller == "units"], output
+
+    return run
+
+
+def counted(units: list[Stream]) -> set[bytes]:
+    return {s.key for s in units if not s.kind.startswith("check")}
+
+
+def test_selecting_estimating_and_checking_never_share_a_draw(certify):
+    units, _ = certify()
+    names = {s.kind for s in units}
+    selecting = {f"select/{i}/0" for i in range(COUNT)}
+    estimating = {f"estimate/{i}/{b}" for i in range(COUNT) for b in range(3)}
+    assert names == selecting | estimating | {"check/None/0"}
+    by_name: dict[str, set[bytes]] = {}
+    for unit in units:
+        by_name.setdefault(unit.kind, set()).add(unit.key)
+    assert all(len(keys) == 1 for keys in by_name.values())
+    assert len(set().union(*by_name.values())) == len(names), "two units share a stream"
+
+
+@pytest.mark.parametrize(
+    "mode", [{"mode": "target", "radii": (0.1, 0.3)}, {"mode": "anytime", "radii": (0.1,)}],
+    ids=["target", "anytime"],
+)  # fmt: skip
+def test_the_sequential_modes_select_by_draws_of_their_own(certify, mode):
+    units, _ = certify(replace(SETTINGS, **mode))
+    selecting = {s.key for s in units if s.kind.startswith("select")}
+    estimating = {s.key for s in units if s.kind.startswith("estimate")}
+    assert len(selecting) == COUNT and not selecting & estimating
+    assert len(estimating) == len({s.kind for s in units if s.kind.startswith("estimate")})
+
+
+def test_a_noise_bank_shares_noise_between_inputs_only(certify):
+    units, _ = certify(replace(SETTINGS, noise_bank=True))
+    selecting = {s.key for s in units if s.kind.startswith("select")}
+    estimating = {s.key for s in units if s.kind.startswith("estimate")}
+    assert (len(selecting), len(estimating)) == (1, 3) and not selecting & estimating
+
+
+def test_expected_scores_select_by_draws_of_their_own(certify):
+    settings = ScoreSettings(n=N, n0=N0, batch=BATCH, seed="5", form="eager")
+    units, _ = certify(settings, noisy=True)
+    selecting = {s.key for s in units if s.kind.startswith("select")}
+    estimating = {s.key for s in units if s.kind.startswith("estimate")}
+    assert (len(selecting), len(estimating)) == (COUNT, 3 * COUNT)
+    assert not selecting & estimating
+    assert not (selecting | estimating) & {s.key for s in units if s.kind.startswith("check")}
+
+
+def test_draws_depend_on_seed_model_data_and_noise(certify):
+    units, _ = certify()
+    again, _ = certify()
+    assert counted(again) == counted(units)
+    others = {
+        "seed": certify(replace(SETTINGS, seed="6")),
+        "sigma": certify(replace(SETTINGS, sigma=0.25)),
+        "noise": certify(replace(SETTINGS, noise="laplace")),
+        "model": certify(seed=4),
+        "data": certify(fingerprint="those"),
+    }
+    for name, (other, _) in others.items():
+        assert not counted(other) & counted(units), f"another {name}, and some draws are the same"
+
+
+def test_a_secret_seed_is_drawn_for_every_certification(certify):
+    """After the model is frozen, from the system's generator, and it is on record."""
+    settings = replace(SETTINGS, seed=None)
+    (first, a), (second, b) = certify(settings), certify(settings)
+    assert not counted(first) & counted(second)
+    seeds = [json.loads((o / "settings.json").read_text())["seed"] for o in (a, b)]
+    assert seeds[0] != seeds[1] and all(len(bytes.fromhex(s)) >= 16 for s in seeds)
+
+
+def test_predictions_draw_fresh_secret_noise(tmp_path, monkeypatch):
+    """Never the certification's, never the same twice, whatever seed the settings have."""
+    model = models.load(model_folder(tmp_path / "model")).eval()
+    x = Images().batch(slice(0, 1))[0]
+    seen = record(monkeypatch)
+    used = []
+    for _ in range(2):
+        seen.clear()
+        predictor = Predictor(model, SETTINGS, 3, (1, 6, 6))
+        predictor.certify(x)
+        predictor.certify(x)
+        predictor.label(x)
+        units = [s for s in seen.streams if s.caller == "units"]
+        asked = [s.key for s in units if not s.kind.startswith("check")]
+        assert len(asked) == len(set(asked)) == 3 * 3 + 2
+        used.append(set(asked))
+    assert not used[0] & used[1]
+
+
+def test_the_table_is_what_the_draws_say(certify, tmp_path):
+    """Every count again: the unit's stream, Gaussian noise from it, the model, Clopper-Pearson."""
+    _, output = certify(replace(SETTINGS, alpha=0.01))
+    model = models.load(tmp_path / "model-3-False").eval()
+    model_hash = models.model_hash(tmp_path / "model-3-False")
+    source = UnitSource("certify", "5", model_hash, "these", "gaussian", 0.5)
+
+    def votes(index: int, stage: str, block: int, rows: int, draws: int) -> np.ndarray:
+        words = RandomWords(rows * 36)
+        noise = torch.empty(rows, 1, 6, 6)
+        SETTINGS.smoothing.draw(words.fill(source.key(index, stage, block)), noise.numpy().ravel())
+        with torch.inference_mode():
+            answers = model(Images().batch(slice(index, index + 1)) + noise).argmax(1)[:draws]
+        return np.bincount(answers.numpy(), minlength=3)
+
+    for row in table.read(output / job.TABLE).to_pylist():
+        i = row["index"]
+        histogram = sum(votes(i, "estimate", b, BATCH, min(BATCH, N - b * BATCH)) for b in range(3))
+        assert row["histogram"] == histogram.tolist() and row["n"] == N
+        assert row["selected"] == votes(i, "select", 0, N0, N0).argmax()
+        k = histogram[row["selected"]]
+        lower = stats.beta.ppf(0.01, k, N - k + 1) if k else 0.0
+        assert row["k"] == k and row["p_lower"] == pytest.approx(lower, rel=1e-9)
+        right = lower > 0.5
+        assert row["prediction"] == (row["selected"] if right else -1)
+        radius = 0.5 * stats.norm.ppf(lower) if right else 0.0
+        assert row["radius"] == pytest.approx(radius, rel=1e-9) and row["radius"] <= radius
+        assert (row["label"], row["alpha"], row["sigma"]) == (i % 3, 0.01, 0.5)
