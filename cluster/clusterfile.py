@@ -15,9 +15,8 @@ from importlib.metadata import version
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import yaml
-
 from cluster.errors import ClusterError
+from cluster.yaml_files import read_yaml
 
 
 @dataclass(frozen=True)
@@ -50,18 +49,11 @@ class Findings:
 def check_file(
     path: Path, dpdist_version: str, needs: Needs | None = None
 ) -> tuple[list[str], list[str]]:
-    """(complaints, notes) about a cluster file. Raises ClusterError when it cannot be read."""
+    """(complaints, notes) about a cluster file. Raises UserError when it cannot be read."""
     from cluster.check_kuberay import check_kuberay
     from cluster.check_ray_up import check_ray_up
 
-    try:
-        documents = [d for d in yaml.safe_load_all(path.read_text()) if d is not None]
-    except FileNotFoundError:
-        raise ClusterError(f"{path}: no such file") from None
-    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
-        raise ClusterError(f"{path}: cannot be read as YAML: {' '.join(str(error).split())}") from (
-            error
-        )
+    documents = [document for document in read_yaml(path) if document is not None]
     if not documents or not all(isinstance(document, dict) for document in documents):
         raise ClusterError(f"{path}: holds no mapping of keys to values")
     findings = Findings(dpdist_version, needs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -29,8 +30,14 @@ def write_atomic(path: Path, data: bytes | str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """`write_atomic` of JSON, sorted and indented."""
-    write_atomic(path, json.dumps(value, indent=2, sort_keys=True) + "\n")
+    """`write_atomic` of JSON, sorted and indented. Raises ValueError for a number that is not
+    finite, which JSON cannot hold."""
+    write_atomic(path, json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n")
+
+
+def json_number(value: float) -> float | None:
+    """A measured number as JSON can hold it: null for one that is not finite."""
+    return value if math.isfinite(value) else None
 
 
 @contextmanager

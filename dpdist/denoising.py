@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 import dpdist.data
+from cluster.reading import usable_path
 from cluster.storage import built_aside, write_json
 from dpdist import models
 from dpdist.errors import UserError
@@ -55,8 +56,8 @@ def put_together(
     raw = recipe.model_dump(mode="json")
     raw |= {"name": target.name, "public": None}
     if data_root is not None:
-        raw["data"]["root"] = str(data_root.expanduser().resolve())
-    raw["model"][part] = {"folder": str(other.expanduser().resolve()), "saw": saw}
+        raw["data"]["root"] = str(usable_path(data_root).resolve())
+    raw["model"][part] = {"folder": str(usable_path(other).resolve()), "saw": saw}
     new = parse(raw, str(target.path))
     private = dpdist.data.load(source_of(new), "train").part(new.data.public, 1.0)
     about = check_pretrained(new, private, str(target.path))

@@ -2,14 +2,11 @@
 
 import errno
 
+from cluster.errors import UserError as UserError  # of every layer: the door for files raises it
+
 
 class Interrupted(Exception):
     """Ctrl-C during work that the same command continues."""
-
-
-class UserError(Exception):
-    """Something the user can mend. The message says what was wrong, where, and what would be
-    right."""
 
 
 class NoRoom(UserError):

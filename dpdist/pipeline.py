@@ -3,7 +3,6 @@ done."""
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Iterator
@@ -15,8 +14,9 @@ import torch
 
 import dpdist.data
 from cluster.packages import check_nodes
+from cluster.reading import read_json, usable_path
 from cluster.session import Session, connect
-from cluster.storage import write_json
+from cluster.storage import json_number, write_json
 from dpdist import console, models, vision
 from dpdist.archive import Archive
 from dpdist.attacks.check import Plausibility, check_certificates
@@ -131,7 +131,7 @@ def resolve(
     if name is not None:
         overrides["name"] = name
     if data_root is not None:
-        overrides["data.root"] = str(Path(data_root).expanduser().resolve())
+        overrides["data.root"] = str(usable_path(data_root).resolve())
     if workers is not None:
         overrides["resources.workers"] = workers
     if archive is not None:
@@ -176,7 +176,7 @@ def _with_absolute_paths(recipe: Recipe) -> Recipe:
 
 
 def _absolute(path: Path | None) -> Path | None:
-    return None if path is None else path.expanduser().resolve()
+    return None if path is None else usable_path(path).resolve()
 
 
 @contextmanager
@@ -294,9 +294,9 @@ def evaluate_stage(recipe: Recipe, folder: RunFolder) -> None:
             "inputs": len(dataset),
             "correct": correct,
             "accuracy": correct / len(dataset),
-            "cross_entropy": loss / len(dataset),
+            "cross_entropy": json_number(loss / len(dataset)),
             "noise_draws": _EVALUATION_DRAWS if noisy else None,
-            "perplexity": math.exp(min(700.0, loss / len(dataset))),
+            "perplexity": json_number(math.exp(min(700.0, loss / len(dataset)))),
             "model": models.model_hash(folder.model),
         },
     )
@@ -334,7 +334,8 @@ def certify_stage(
             progress=show,
             **shared,
         )
-    for note in json.loads((output / "settings.json").read_text())["classifier"]["notes"]:
+    pinned = read_json(output / "settings.json", {"classifier.notes": list})
+    for note in pinned["classifier"]["notes"]:
         console.say(f"certifying: {note}")
     return output / TABLE
 
@@ -414,12 +415,12 @@ def landscape(recipe: Recipe, folder: RunFolder, inputs: int, iterations: int) -
         "data": dataset.name,
         "inputs": len(dataset),
         "box": box,
-        "sharpness": sharp.value,
-        "loss": sharp.loss,
-        "worst_loss": sharp.worst_loss,
+        "sharpness": json_number(sharp.value),
+        "loss": json_number(sharp.loss),
+        "worst_loss": json_number(sharp.worst_loss),
         "iterations": sharp.iterations,
         "alphas": list(picture.alphas),
-        "losses": list(picture.losses),
+        "losses": [json_number(value) for value in picture.losses],
         "accuracies": list(picture.accuracies),
     }
     write_json(folder.path / "landscape.json", measured)

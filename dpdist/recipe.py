@@ -13,71 +13,95 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
+from cluster.reading import NoSuchFile, is_file, shown, usable_path
+from cluster.yaml_files import read_yaml
 from dpdist.errors import UserError
+from dpdist.fields import (
+    MOST_STEPS,
+    Count,
+    CountOrZero,
+    FilePath,
+    Finite,
+    JsonObject,
+    NoiseMultiplier,
+    Number,
+    Part,
+    Positive,
+    PositiveOrZero,
+    Probability,
+    Section,
+    Seed,
+    Share,
+    Steps,
+    Text,
+)
 from dpdist.methods.options import HiddenNoiseMethod, Method, TransDenoiser
 from dpdist.search_options import TuneRecipe
-
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=1)]
-Probability = Annotated[float, Field(gt=0, lt=1)]
 
 _BESIDE = Path(__file__).resolve().parent.parent / "recipes"
 # Beside the packages in a checkout; a wheel installs them under the environment's share/.
 RECIPES = _BESIDE if _BESIDE.is_dir() else Path(sys.prefix) / "share" / "dpdist" / "recipes"
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+# The name of a split: a file's name without its ending, or a folder's.
+SplitName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
+# A folder under the data root; / for folders in folders.
+DataName = Annotated[
+    str,
+    Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*$", max_length=100),
+]
+Classes = Annotated[int, Number, Field(ge=1, le=100_000)]
+Workers = Annotated[int, Number, Field(ge=1, le=10_000)]
 
 
-class ColumnNames(_Section):
+class ColumnNames(Section):
     """Which Parquet columns hold the record; `features` replaces the image column."""
 
-    image: str = "image"
-    label: str = "label"
-    features: list[str] = []
-    group: str | None = Field(
+    image: Text = "image"
+    label: Text = "label"
+    features: list[Text] = Field(default=[])
+    group: Text | None = Field(
         default=None, description="whom the record belongs to; checked against privacy.group_size"
     )
 
 
-class DataRecipe(_Section):
+class DataRecipe(Section):
     """The data set: a built-in name (digits), or a folder NAME of Parquet files under `root`."""
 
-    name: str
-    root: Path | None = None
-    classes: Count = 10
-    train: str = "train"
-    test: str = "test"
+    name: DataName
+    root: FilePath | None = None
+    classes: Classes = 10
+    train: SplitName = "train"
+    test: SplitName = "test"
     columns: ColumnNames = ColumnNames()
     max_train: Count | None = Field(
         default=None, description="use only the first records; for smoke runs"
     )
-    public: Annotated[float, Field(ge=0, lt=1)] = Field(
+    public: Part = Field(
         default=0.0, description="declare this fraction (by hash) public: no run trains on it"
     )
-    hold_out: Annotated[float, Field(ge=0, lt=1)] = Field(
+    hold_out: Part = Field(
         default=0.0, description="keep this fraction (by hash) of the private records out"
     )
-    fraction: Annotated[float, Field(gt=0, le=1)] = Field(
+    fraction: Share = Field(
         default=1.0, description="train on this fraction (by hash) of the others"
     )
 
 
-class PretrainedRecipe(_Section):
+class PretrainedRecipe(Section):
     """Weights that others trained, without this run's records.
 
     folder: a model folder, best written by `dpdist pretrain`; a run's release/ is one too. saw:
     what it was trained on, for a folder that does not say; declared, not checked.
     """
 
-    folder: Path
-    saw: str | None = None
+    folder: FilePath
+    saw: Text | None = None
 
 
-class ModelRecipe(_Section):
+class ModelRecipe(Section):
     """A name from the zoo or package.module:factory. mean and std are public constants.
 
     initial: public weights that the training begins with. classifier: a frozen one behind the
@@ -85,10 +109,10 @@ class ModelRecipe(_Section):
     classifier.
     """
 
-    name: str
-    options: dict[str, Any] = {}
-    mean: list[float] = []
-    std: list[float] = []
+    name: Text
+    options: JsonObject = Field(default={})
+    mean: list[Finite] = Field(default=[], max_length=10_000)
+    std: list[Positive] = Field(default=[], max_length=10_000)
     initial: PretrainedRecipe | None = None
     classifier: PretrainedRecipe | None = None
     denoiser: PretrainedRecipe | None = None
@@ -124,11 +148,11 @@ class ModelRecipe(_Section):
         return None if self.denoiser is None else ("denoiser", self.denoiser)
 
 
-class PrivacyRecipe(_Section):
+class PrivacyRecipe(Section):
     """The target: either epsilon (the noise is calibrated, never above it) or noise_multiplier."""
 
     epsilon: Positive | None = None
-    noise_multiplier: Annotated[float, Field(ge=0)] | None = None
+    noise_multiplier: NoiseMultiplier | None = None
     delta: Probability
     clip_norm: Positive = 1.0
     clipping: Literal["flat", "automatic", "per-layer", "none"] = Field(
@@ -139,10 +163,10 @@ class PrivacyRecipe(_Section):
         default=None, description="hard cap on the batch: truncated Poisson"
     )
     allow_large_delta: bool = False
-    group_size: Count = Field(
+    group_size: Annotated[int, Number, Field(ge=1, le=1000)] = Field(
         default=1, description="also state the guarantee for a person with up to so many records"
     )
-    budget: Path | None = Field(
+    budget: FilePath | None = Field(
         default=None, description="folder of ledgers per data set; the run is charged there"
     )
     budget_ceiling: Positive | None = Field(
@@ -176,20 +200,20 @@ class PrivacyRecipe(_Section):
         return math.inf if self.clipping == "none" else self.clip_norm
 
 
-class TrainingRecipe(_Section):
+class TrainingRecipe(Section):
     """The loop. batch_size is the expected batch L; the Poisson batch varies around it."""
 
     batch_size: Count
-    steps: Count | None = None
+    steps: Steps | None = None
     epochs: Count | None = Field(default=None, description="steps = epochs * records // batch_size")
     optimizer: Literal["sgd", "adam"] = "sgd"
     learning_rate: Positive
     schedule: Literal["constant", "cosine", "linear"] = "constant"
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    ema: Annotated[float, Field(gt=0, lt=1)] | None = Field(
+    momentum: Part = 0.0
+    ema: Probability | None = Field(
         default=None, description="average the parameters with this decay (post-processing, free)"
     )
-    init_seed: Annotated[int, Field(ge=0)] = 0
+    init_seed: Seed = 0
     reproducible: bool = Field(
         default=False,
         description="bit-identical on any number of workers (canonical shards, slower)",
@@ -204,7 +228,7 @@ class TrainingRecipe(_Section):
         return self
 
 
-class AugmentRecipe(_Section):
+class AugmentRecipe(Section):
     """How public images are deformed at random; the defaults turn 8 x 8 digits into pen strokes.
 
     Angles in radians; lengths in half widths of the canvas. scale: width and height of the whole
@@ -212,11 +236,11 @@ class AugmentRecipe(_Section):
     lattice. contrast: grey values become contrast * (value - middle) + 1/2, cut to [0, 1].
     """
 
-    rotate: Annotated[float, Field(ge=0)] = 0.3
-    shear: Annotated[float, Field(ge=0)] = 0.35
+    rotate: PositiveOrZero = 0.3
+    shear: PositiveOrZero = 0.35
     scale: tuple[Positive, Positive] = (0.6, 0.95)
-    shift: Annotated[float, Field(ge=0)] = 0.15
-    elastic: Annotated[float, Field(ge=0)] = 0.07
+    shift: PositiveOrZero = 0.15
+    elastic: PositiveOrZero = 0.07
     middle: tuple[Probability, Probability] = (0.3, 0.65)
     contrast: tuple[Positive, Positive] | None = (2.0, 5.0)
 
@@ -229,7 +253,7 @@ class AugmentRecipe(_Section):
         return self
 
 
-class PublicRecipe(_Section):
+class PublicRecipe(Section):
     """What `dpdist pretrain` trains WITHOUT privacy, on public records: initial weights of the
     model, or its frozen part.
 
@@ -245,7 +269,7 @@ class PublicRecipe(_Section):
     sigma: Positive | None = None
     data: DataRecipe | None = None
     augment: AugmentRecipe | None = None
-    weights: Literal["torchvision"] | Path | None = None
+    weights: Literal["torchvision"] | FilePath | None = None
 
     @field_validator("model", mode="before")
     @classmethod
@@ -253,7 +277,7 @@ class PublicRecipe(_Section):
         return {"name": value} if isinstance(value, str) else value
 
 
-class CertifyRecipe(_Section):
+class CertifyRecipe(Section):
     """Monte Carlo certification. sigma and radii in input units ([0, 1] pixels).
 
     With sigma: randomised smoothing of the inputs (Cohen et al. 2019). Without, for methods with
@@ -272,26 +296,26 @@ class CertifyRecipe(_Section):
     )
     bound: Literal["hoeffding", "bernstein", "counts"] = "hoeffding"
     norm: Literal["l2", "linf"] = "l2"
-    start: Annotated[int, Field(ge=0)] = 0
-    radii: list[Annotated[float, Field(ge=0)]] = Field(
+    start: CountOrZero = 0
+    radii: Annotated[list[PositiveOrZero], Field(max_length=100)] = Field(
         default=[], description="decided radii in target mode; shown ones otherwise"
     )
     every: Count = Field(default=1, description="certify every how-manieth test input")
     max_inputs: Count | None = None
 
 
-class ResourcesRecipe(_Section):
+class ResourcesRecipe(Section):
     """Where and how it runs; may change between a run and its continuation."""
 
-    workers: Count = 1
+    workers: Workers = 1
     cpus_per_worker: Positive = 1
-    gpus_per_worker: Annotated[float, Field(ge=0)] = 0
+    gpus_per_worker: PositiveOrZero = 0
     micro_batch: Count | None = Field(
         default=None, description="physical batch; default: chosen to fit"
     )
     checkpoint_seconds: Positive = 30
-    max_failures: Annotated[int, Field(ge=0)] = 3
-    certify_actors: Count | None = Field(
+    max_failures: CountOrZero = 3
+    certify_actors: Workers | None = Field(
         default=None, description="default: one for each CPU or GPU"
     )
     archive: str | None = Field(
@@ -321,7 +345,7 @@ class ResourcesRecipe(_Section):
         return self.workers * self.cpus_per_worker
 
 
-class Recipe(_Section):
+class Recipe(Section):
     """A whole run."""
 
     name: str
@@ -379,8 +403,10 @@ class Recipe(_Section):
     @field_validator("name")
     @classmethod
     def _file_name(cls, value: str) -> str:
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", value):
-            raise ValueError("must be letters, digits, '.', '_' and '-' (it names the run folder)")
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", value):
+            raise ValueError(
+                "must be letters, digits, '.', '_' and '-', at most 100 (it names the run folder)"
+            )
         return value
 
     @field_validator("model", mode="before")
@@ -435,8 +461,8 @@ def _default_method() -> Any:
 
 def find(name: str) -> Path:
     """The path of a recipe given as a path, or as the bare name of one that comes with dpdist."""
-    path = Path(name)
-    if path.suffix in (".yaml", ".yml") and path.exists():
+    path = usable_path(name)
+    if path.suffix in (".yaml", ".yml") and is_file(path):
         return path
     built_in = RECIPES / f"{path.name.removesuffix('.yaml')}.yaml"
     if built_in.exists() and path.parent in (Path("."), Path("recipes")):
@@ -454,13 +480,12 @@ def load(path: Path, overrides: dict[str, Any] | None = None) -> Recipe:
     got ...".
     """
     try:
-        raw = yaml.safe_load(path.read_text())
-    except FileNotFoundError:
+        documents = read_yaml(path)
+    except NoSuchFile:
         raise UserError(f"{path}: no such recipe file") from None
-    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
-        raise UserError(
-            f"{path}: cannot be read as YAML: {' '.join(str(error).split())}"
-        ) from error
+    if len(documents) > 1:
+        raise UserError(f"{path}: a recipe is one document, this has {len(documents)} (---)")
+    raw = documents[0] if documents else None
     if not isinstance(raw, dict):
         raise UserError(
             f"{path}: a recipe is a mapping of keys to values, got {type(raw).__name__}"
@@ -507,7 +532,13 @@ def step_count(recipe: Recipe, records: int) -> int:
     if training.steps is not None:
         return training.steps
     assert training.epochs is not None
-    return max(1, training.epochs * records // training.batch_size)
+    steps = max(1, training.epochs * records // training.batch_size)
+    if steps > MOST_STEPS:
+        raise UserError(
+            f"training.epochs: must make at most {MOST_STEPS:,} steps, {training.epochs} epochs of "
+            f"{records} records in batches of {training.batch_size} make {steps:,}"
+        )
+    return steps
 
 
 def _two_digits_down(value: float) -> str:
@@ -522,6 +553,8 @@ def _set(raw: dict[str, Any], dotted: str, value: Any) -> None:
         nested = raw.get(parent)
         if isinstance(nested, str):
             nested = {"name": nested}
+        elif nested is not None and not isinstance(nested, dict):
+            return  # the validation says what is wrong with it
         raw[parent] = nested = nested or {}
         raw = nested
     raw[last] = value
@@ -536,6 +569,7 @@ _RULES = {
     "less_than_equal": "must be <= {le:g}",
     "finite_number": "must be finite",
     "literal_error": "must be one of {expected}",
+    "string_pattern_mismatch": "must be letters, digits, '.', '_' and '-'",
     "union_tag_invalid": "must be one of {expected_tags}",
 }
 
@@ -558,7 +592,7 @@ def _complaint(where: str, item: Any) -> str:
     prefix = f"{where}: {key}: " if key else f"{where}: "
     if kind in ("extra_forbidden", "missing") or isinstance(item["input"], dict):
         return prefix + rule
-    return f"{prefix}{rule}, got {item['input']!r}"
+    return f"{prefix}{rule}, got {shown(item['input'])}"
 
 
 def _differences(mine: Any, other: Any, prefix: str = "") -> list[str]:

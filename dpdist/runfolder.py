@@ -11,16 +11,17 @@ report/        index.html
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cluster.reading import NoSuchFile, read_json, reason, usable_path
 from cluster.storage import private_folder, write_atomic, write_json
 from dpdist import __version__
 from dpdist.errors import UserError
+from dpdist.privacy.plan import PrivacyPlan
 from dpdist.recipe import Recipe, load
 
 FORMAT = 1
@@ -193,12 +194,10 @@ class RunFolder:
         if not self.path.is_dir():
             raise UserError(f"{self.path}: no such run")
         try:
-            info = json.loads((self.path / "run.json").read_text())
-            version = int(info["format"])
-        except FileNotFoundError:
+            info = read_json(self.path / "run.json", {"format": int})
+        except NoSuchFile:
             raise UserError(f"{self.path}: not a run folder (no run.json)") from None
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{self.path}/run.json: damaged: {error}") from error
+        version = info["format"]
         if version > FORMAT:
             raise UserError(
                 f"{self.path}: written by a newer dpdist ({info.get('dpdist', '?')}, format "
@@ -223,22 +222,25 @@ class RunFolder:
                 f"{self.path}: this run never finished training; continue it with "
                 f"`dpdist {command}` first"
             )
-        return read_json(self.trained)
+        return read_json(self.trained, {"seconds": float, "fallback_layers": list})
+
+    def read_plan(self) -> PrivacyPlan:
+        """The plan that the run executes. Raises UserError when it is missing or damaged."""
+        return plan_of(read_json(self.plan), str(self.plan))
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON file of a run folder. Raises UserError when it is damaged or missing."""
+def plan_of(record: Any, where: str) -> PrivacyPlan:
+    """A plan from its JSON form. Raises UserError when it is none."""
     try:
-        return json.loads(path.read_text())
-    except FileNotFoundError:
-        raise UserError(f"{path}: missing; was it removed?") from None
-    except ValueError as error:
-        raise UserError(f"{path}: damaged: {error}") from error
+        return PrivacyPlan.from_dict(record)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise UserError(f"{where}: damaged: {reason(error)}") from error
 
 
 def open_run(name: str, runs: Path) -> RunFolder:
     """The run folder given by path or by name under `runs`. Raises UserError when there is none."""
-    for path in (runs / name, Path(name)):
+    given = usable_path(name)
+    for path in (usable_path(runs) / given, given):
         if (path / "run.json").exists():
             folder = RunFolder(path)
             folder.check_format()

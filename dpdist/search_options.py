@@ -3,32 +3,39 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-Count = Annotated[int, Field(ge=1)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+from dpdist.fields import (
+    Count,
+    FilePath,
+    Finite,
+    Json,
+    Number,
+    Positive,
+    PositiveOrZero,
+    Probability,
+    Section,
+    Text,
+)
+
+Whole = Annotated[int, Number, Field(ge=-(10**9), le=10**9)]
 
 OBJECTIVES = ("accuracy", "certified-accuracy", "average-radius")
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Domain(_Section):
+class Domain(Section):
     """The values of one field: exactly one of a range (both ends included) and a list.
 
     also: further fields that take the same value, such as method.sigma beside certify.sigma.
     """
 
-    log_uniform: tuple[float, float] | None = None
-    uniform: tuple[float, float] | None = None
-    integer: tuple[int, int] | None = None
-    choice: tuple[Any, ...] | None = None
-    also: tuple[str, ...] = ()
+    log_uniform: tuple[Finite, Finite] | None = None
+    uniform: tuple[Finite, Finite] | None = None
+    integer: tuple[Whole, Whole] | None = None
+    choice: Annotated[tuple[Json, ...], Field(max_length=1000)] | None = None
+    also: tuple[Text, ...] = ()
 
     @model_validator(mode="after")
     def _one_kind(self) -> Domain:
@@ -55,7 +62,7 @@ class Domain(_Section):
         return found
 
 
-class LawRecipe(_Section):
+class LawRecipe(Section):
     """The law of the number of trials K.
 
     logarithmic, geometric, negative-binomial (shape >= -1/2) and poisson draw a secret K with this
@@ -64,10 +71,10 @@ class LawRecipe(_Section):
     """
 
     name: Literal["logarithmic", "geometric", "negative-binomial", "poisson", "fixed"]
-    mean: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None
+    mean: Annotated[float, Number, Field(ge=1, le=10_000)] | None = None
     # Below -1/2 the tail of K is so long that no computer could run every draw.
-    shape: Annotated[float, Field(ge=-0.5, allow_inf_nan=False)] | None = None
-    runs: Count | None = None
+    shape: Annotated[float, Number, Field(ge=-0.5, le=1000)] | None = None
+    runs: Annotated[int, Number, Field(ge=1, le=10_000)] | None = None
 
     @model_validator(mode="after")
     def _what_belongs(self) -> LawRecipe:
@@ -88,17 +95,17 @@ class LawRecipe(_Section):
         return {"logarithmic": 0.0, "geometric": 1.0, "poisson": math.inf}[self.name]
 
 
-class PublicData(_Section):
+class PublicData(Section):
     """Named public records to score on, free of charge: a built-in name or a folder of Parquet
     files."""
 
-    name: str
-    root: Path | None = Field(default=None, description="default: data.root")
-    split: str = "test"
+    name: Text
+    root: FilePath | None = Field(default=None, description="default: data.root")
+    split: Text = "test"
     max_records: Count | None = None
 
 
-class ScoreRecipe(_Section):
+class ScoreRecipe(Section):
     """How a trial is scored: by public records, or by a noisy count over held-out private ones.
 
     objectives: weights of accuracy, certified-accuracy (at L2 `radius`) and average-radius (cut at
@@ -108,15 +115,15 @@ class ScoreRecipe(_Section):
     """
 
     public: PublicData | None = None
-    hold_out: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    hold_out: Probability = 0.1
     noise: Positive | None = None
     objectives: dict[Literal["accuracy", "certified-accuracy", "average-radius"], Positive] = Field(
         default={"accuracy": 1.0}, min_length=1
     )
-    radius: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    radius: PositiveOrZero | None = None
     radius_cap: Positive | None = None
     draws: Count = 100
-    alpha: Annotated[float, Field(gt=0, lt=1)] = 0.01
+    alpha: Probability = 0.01
 
     @model_validator(mode="after")
     def _what_objectives_need(self) -> ScoreRecipe:
@@ -145,15 +152,15 @@ class ScoreRecipe(_Section):
         return " + ".join(f"{w / total:.3g} x {names[o]}" for o, w in self.objectives.items())
 
 
-class AshaRecipe(_Section):
+class AshaRecipe(Section):
     """Early stopping (ASHA): scored at `rungs` points of training, each reduction_factor times the
     last; every rung of every trial is charged beforehand."""
 
-    rungs: Annotated[int, Field(ge=2)] = 3
-    reduction_factor: Annotated[int, Field(ge=2)] = 3
+    rungs: Annotated[int, Number, Field(ge=2, le=100)] = 3
+    reduction_factor: Annotated[int, Number, Field(ge=2, le=100)] = 3
 
 
-class TuneRecipe(_Section):
+class TuneRecipe(Section):
     """A private search over fields of the recipe; epsilon then covers training and search.
 
     space: dotted field to domain. concurrent: most trials at once (default: as many as fit).

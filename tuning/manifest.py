@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cluster.reading import read_json
 from cluster.storage import private_folder, write_json
 from dpdist.errors import UserError
 from dpdist.gradients.keys import derive_key, words
 from dpdist.privacy.selection import SelectionLaw
-from dpdist.runfolder import RunFolder, read_json
+from dpdist.runfolder import RunFolder
 from dpdist.search_options import LawRecipe, TuneRecipe
 from tuning.space import Values, draw
 

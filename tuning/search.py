@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.packages import check_nodes, fingerprint
+from cluster.reading import read_json
 from cluster.session import Session
 from cluster.storage import private_folder, write_atomic, write_json
 from dpdist.certification.bounds import clopper_pearson_lower
@@ -31,7 +32,7 @@ from dpdist.gradients.keys import derive_key, new_run_key
 from dpdist.privacy.budget import BudgetExceeded, DataBudget
 from dpdist.privacy.journal import JournalError
 from dpdist.recipe import Recipe
-from dpdist.runfolder import RunFolder, read_json
+from dpdist.runfolder import RunFolder
 from dpdist.search_options import TuneRecipe
 from dpdist.training.job import (
     PACKAGES,

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from cluster.packages import check_same
+from cluster.reading import read_json
 from cluster.storage import write_atomic, write_json
 from dpdist import data
 from dpdist.data import Dataset
@@ -24,7 +25,7 @@ from dpdist.gradients.keys import derive_key
 from dpdist.privacy.journal import JournalBusy
 from dpdist.privacy.ledger import Ledger, LedgerError, ReplayConflict
 from dpdist.recipe import Recipe
-from dpdist.runfolder import RunFolder, read_json
+from dpdist.runfolder import RunFolder
 from dpdist.search_options import PublicData
 from dpdist.training.job import PACKAGES, TrainJob, held_out_data, prepare, source_of
 from dpdist.training.loop import run

@@ -10,6 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from cluster.objectstore import Missing, ObjectStore
+from cluster.reading import NoSuchFile, read_json
 from dpdist.errors import UserError
 
 FORMAT = 1
@@ -28,9 +29,10 @@ class Permit:
 def read_permit(path: Path) -> Permit | None:
     """A permit that was asked for or granted; None when there is none."""
     try:
-        return Permit(**json.loads(path.read_text()))
-    except FileNotFoundError:
+        found = read_json(path, {"epoch": int, "step": int, "steps": int})
+    except NoSuchFile:
         return None
+    return Permit(found["epoch"], found["step"], found["steps"])
 
 
 def newest(store: ObjectStore) -> tuple[int, dict[str, Any]]:

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from cluster.objectstore import Missing, ObjectStore
+from cluster.reading import read_json
 from cluster.storage import built_aside, private_folder, write_json
 from dpdist.archive.layout import Permit, complete, new_claim, newest, number_of
 from dpdist.errors import UserError
 from dpdist.privacy.journal import JournalError
 from dpdist.privacy.ledger import Ledger
-from dpdist.runfolder import RunFolder, open_run, read_json
+from dpdist.runfolder import RunFolder, open_run
 
 
 def is_address(run: str) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 
 from cluster.errors import ClusterError
 from cluster.objectstore import Missing, ObjectStore
+from cluster.reading import read_json
 from cluster.storage import write_json
 from dpdist import __version__
 from dpdist.archive.layout import (
@@ -27,7 +28,7 @@ from dpdist.archive.layout import (
 )
 from dpdist.errors import UserError
 from dpdist.exporting import publishable
-from dpdist.runfolder import RunFolder, read_json
+from dpdist.runfolder import RunFolder
 
 _CHECKPOINT = ("done.json", "state.safetensors")
 _RETRY_SECONDS = 600.0  # how long an archive that cannot be written is tried again

@@ -10,6 +10,7 @@ from typing import Any
 
 from cluster.journal import Journal
 from cluster.pool import Chunk, PoolSettings, run_chunks
+from cluster.reading import read_json
 from cluster.storage import write_json
 from dpdist.attacks.worker import Block
 from dpdist.errors import UserError
@@ -30,13 +31,9 @@ def pin(
     path = output / "settings.json"
     plain = json.loads(json.dumps({"format": FORMAT, **wanted}))
     if path.exists():
-        try:
-            about = json.loads(path.read_text())
-            newer = about["format"] > FORMAT
-            stored_seed = about["seed"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{path}: damaged: {error}") from error
-        if newer:
+        about = read_json(path, {"format": int, "seed": str, "settings": dict})
+        stored_seed = about["seed"]
+        if about["format"] > FORMAT:
             raise UserError(f"{path}: written by a newer version of dpdist")
         old, new = _flat(about), _flat(plain)
         differences = [

@@ -21,6 +21,7 @@ from ray.exceptions import RayTaskError
 
 from cluster.journal import InUse, Journal
 from cluster.pool import Chunk, PoolSettings, run_chunks
+from cluster.reading import read_json
 from dpdist import models
 from dpdist.certification import scores, units
 from dpdist.certification import table as tables
@@ -34,6 +35,10 @@ from dpdist.errors import UserError
 
 FORMAT = 1
 TABLE = "certificates.parquet"
+_PINNED = {
+    "format": int, "seed": str, "settings": dict, "classifier.form": str, "classifier.batch": int,
+    "classifier.notes": list,
+}  # fmt: skip
 Settings = CertifySettings | ScoreSettings
 _CHUNK_SECONDS = 1.0
 _PART_SECONDS = 60.0
@@ -234,13 +239,10 @@ def _identity(assignment: Assignment) -> dict[str, Any]:
 
 
 def _read_pinned(path: Path) -> dict[str, Any]:
-    try:
-        about = json.loads(path.read_text())
-        if about["format"] > FORMAT:
-            raise UserError(f"{path}: written by a newer version of dpdist")
-        return about
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path}: damaged: {error}") from error
+    about = read_json(path, _PINNED)
+    if about["format"] > FORMAT:
+        raise UserError(f"{path}: written by a newer version of dpdist")
+    return about
 
 
 def _refuse_difference(

@@ -13,10 +13,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from cluster.reading import parse_json
+from cluster.table_files import Column, read_table
 from dpdist.certification.procedures import ABSTAIN, Verdict
 from dpdist.certification.radii import format_radius
 from dpdist.certification.settings import CertifySettings
-from dpdist.errors import UserError
 
 _META = b"dpdist.certification"
 
@@ -43,6 +44,15 @@ SCHEMA = pa.schema(
         pa.field("histogram", pa.list_(pa.int64())),
     ]
 )
+
+# What every reader relies on: the kind and the least of each column.
+COLUMNS: dict[str, Column] = {
+    "index": (int, 0), "label": (int, 0), "prediction": (int, -1), "selected": (int, -1),
+    "k": (int, 0), "n": (int, 0), "n0": (int, 0), "alpha": (float, 0), "p_lower": (float, 0),
+    "radius": (float, 0), "norm": (str, None), "noise": (str, None), "sigma": (float, 0),
+    "mode": (str, None), "cap": (int, 0), "looks": (int, 0), "spending": (str, None),
+    "target": (object, None), "histogram": (object, None),
+}  # fmt: skip
 
 
 def row(
@@ -82,7 +92,8 @@ def build(
 
 def about(table: pa.Table) -> dict[str, Any]:
     """What was executed: settings, seed, model, data, classifier."""
-    return json.loads((table.schema.metadata or {}).get(_META, b"{}"))
+    note = (table.schema.metadata or {}).get(_META, b"{}")
+    return parse_json(note, "the table's description")
 
 
 def write(table: pa.Table, path: Path) -> None:
@@ -94,15 +105,8 @@ def write(table: pa.Table, path: Path) -> None:
 
 
 def read(path: Path) -> pa.Table:
-    """A table of certificates. Raises UserError when the file is missing or not one."""
-    try:
-        table = pq.read_table(path)
-    except (OSError, pa.ArrowInvalid) as error:
-        raise UserError(f"{path}: not a readable table of certificates: {error}") from error
-    missing = [name for name in SCHEMA.names if name not in table.column_names]
-    if missing:
-        raise UserError(f"{path}: not a table of certificates, {', '.join(missing)} missing")
-    return table
+    """A table of certificates. Raises UserError when the file is missing, empty or not one."""
+    return read_table(path, COLUMNS)
 
 
 def write_cohen_tsv(

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
+from dpdist.fields import (
+    Count,
+    FilePath,
+    Number,
+    Positive,
+    PositiveNoise,
+    PositiveOrZero,
+    Section,
+    Share,
+    Text,
+)
 from dpdist.privacy.plan import GaussianReleases, NonPrivate, Phase
 
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Share = Annotated[float, Field(gt=0, le=1)]
+Draws = Annotated[int, Number, Field(ge=1, le=10_000)]
 
 
-class _Options(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
+class _Options(Section):
     @property
     def besides(self) -> tuple[Phase, ...]:
         """What the method itself reads from the private records, beside the steps of training.
@@ -33,7 +40,7 @@ class DPSGD(_Options):
     """
 
     name: Literal["dp-sgd"] = "dp-sgd"
-    gradient_scale: Annotated[float, Field(gt=0)] = 1.0
+    gradient_scale: Positive = 1.0
 
 
 class DPlis(_Options):
@@ -47,11 +54,11 @@ class DPlis(_Options):
     """
 
     name: Literal["dplis"] = "dplis"
-    radius: Annotated[float, Field(gt=0)] = 10.0
-    draws: Annotated[int, Field(ge=1)] = 10
+    radius: Positive = 10.0
+    draws: Draws = 10
     aggregate: Literal["mean", "sum"] = "mean"
     per_example: bool = False
-    sigma: Annotated[float, Field(ge=0)] = 0.0
+    sigma: PositiveOrZero = 0.0
 
 
 class InputNoise(_Options):
@@ -62,9 +69,9 @@ class InputNoise(_Options):
     """
 
     name: Literal["input-noise"] = "input-noise"
-    sigma: Annotated[float, Field(gt=0)]
-    draws: Annotated[int, Field(ge=1)] = 4
-    consistency: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    sigma: Positive
+    draws: Draws = 4
+    consistency: PositiveOrZero = 0.0
 
     @model_validator(mode="after")
     def _copies_to_agree(self) -> InputNoise:
@@ -73,7 +80,7 @@ class InputNoise(_Options):
         return self
 
 
-class Redistribution(_Options):
+class Redistribution(Section):
     """Where the shares r of heterogeneous noise come from (HGM, IJCAI 2019, Equation 7).
 
     r_k is the mean over records of |dL/dh_k|^beta, normalised, and at least `floor` of the uniform
@@ -88,14 +95,14 @@ class Redistribution(_Options):
     """
 
     source: Literal["public", "paid", "private"] = "public"
-    data: str = "digits"
-    root: Path | None = None
-    classes: Annotated[int, Field(ge=1)] = 10
-    steps: Annotated[int, Field(ge=0)] = 200
+    data: Text = "digits"
+    root: FilePath | None = None
+    classes: Annotated[int, Number, Field(ge=1, le=100_000)] = 10
+    steps: Annotated[int, Number, Field(ge=0, le=1_000_000)] = 200
     beta: Positive = 1.0
     floor: Share = 0.1
-    max_records: Annotated[int, Field(ge=1)] = 2000
-    noise_multiplier: Positive = 20.0
+    max_records: Count = 2000
+    noise_multiplier: PositiveNoise = 20.0
     clip_norm: Positive = 1.0
     sample_rate: Share = 1.0
 
@@ -114,13 +121,13 @@ class HiddenNoiseMethod(_Options):
     name: str
     sigma: Positive | None = None
     epsilon_r: Positive = 1.0
-    delta_r: Annotated[float, Field(gt=0, lt=0.5)] = 0.05
+    delta_r: Annotated[float, Number, Field(ge=1e-30, lt=0.5)] = 0.05
     attack_size: Positive = 0.1
     norm: Literal["l2", "linf"] = "l2"
     mechanism: Literal["classical", "analytic", "extended"] = "extended"
     sensitivity: Positive = 1.0
     redistribution: Redistribution | None = None
-    draws: Annotated[int, Field(ge=1)] = 1
+    draws: Draws = 1
     paper_faithful: bool = False
 
     @model_validator(mode="after")
@@ -195,12 +202,12 @@ class TransDenoiser(_Options):
     name: Literal["transdenoiser"] = "transdenoiser"
     variant: Literal["separate-dp", "no-dp", "full"] = "separate-dp"
     sigma: Positive = 0.25
-    draws: Annotated[int, Field(ge=1)] = 1
+    draws: Draws = 1
     xi_low: Positive = 1.0
     xi_up: Positive = 2.0
     credit_steps: bool = True
     thin: bool = False
-    iterations: Annotated[int, Field(ge=1)] = 20
+    iterations: Annotated[int, Number, Field(ge=1, le=10_000)] = 20
 
     @model_validator(mode="after")
     def _consistent(self) -> TransDenoiser:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import math
 import os
 import threading
 from collections import OrderedDict
@@ -20,6 +21,7 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor, nn
 
+from cluster.reading import NoSuchFile, check_shape, read_bytes, read_json
 from dpdist.errors import UserError
 from dpdist.models.hidden import attach_silence, hidden_noise
 from dpdist.models.normalised import Normalised
@@ -176,14 +178,14 @@ def load_weights(module: nn.Module, folder: Path, part: str | None = None) -> No
     """
     path = Path(folder) / "model.safetensors"
     try:
-        tensors = load_tensors(path.read_bytes())
+        tensors = load_tensors(read_bytes(path))
         if hidden_noise(module) is None:  # a model with noise may give its weights to one without
             tensors.pop("hidden_std", None)
         if part is not None:
             begin = f"{part}."
             tensors = {n.removeprefix(begin): v for n, v in tensors.items() if n.startswith(begin)}
         module.load_state_dict(tensors)
-    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
+    except (RuntimeError, ValueError, KeyError, SafetensorError) as error:
         raise UserError(f"{path}: does not fit the model: {_first_line(error)}") from error
 
 
@@ -210,7 +212,7 @@ def _factory(name: str) -> Callable[..., nn.Module]:
     module_name, _, attribute = name.partition(":")
     try:
         return getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError, ValueError, SyntaxError) as error:
+    except Exception as error:  # whatever a user's module does when it is imported
         raise UserError(f"model.name: cannot import {name!r}: {error}") from error
 
 
@@ -223,34 +225,49 @@ def save(module: nn.Module, spec: ModelSpec, folder: Path) -> None:
         for name, value in module.state_dict().items()
     }
     description = {"format": FORMAT, **asdict(spec)}
+    text = json.dumps(description, indent=2, sort_keys=True, allow_nan=False)
     _write(folder / "model.safetensors", save_tensors(tensors))
-    _write(
-        folder / "model.json", json.dumps(description, indent=2, sort_keys=True).encode() + b"\n"
-    )
+    _write(folder / "model.json", text.encode() + b"\n")
 
 
 def read_spec(folder: Path) -> ModelSpec:
     """The description in model.json. Raises UserError when it is missing, damaged or newer."""
     path = Path(folder) / "model.json"
     try:
-        description = json.loads(path.read_text())
-        version = description.pop("format")
-        if version > FORMAT:
-            raise UserError(f"{path}: written by a newer version of dpdist (format {version})")
-        return _spec(description)
-    except FileNotFoundError:
+        description = read_json(path, {"format": int})
+    except NoSuchFile:
         raise UserError(f"{path}: no model there; was the training finished?") from None
-    except (ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{path}: damaged: {error}") from error
+    version = description.pop("format")
+    if version > FORMAT:
+        raise UserError(f"{path}: written by a newer version of dpdist (format {version})")
+    return _spec(description, str(path))
 
 
-def _spec(description: dict[str, Any]) -> ModelSpec:
+_SHAPE = {
+    "name": str, "input_shape": list, "classes": int, "options": dict, "mean": list, "std": list,
+    "hidden_noise": bool,
+}  # fmt: skip
+_MOST_NUMBERS = 2**28  # of one input, and classes
+
+
+def _spec(description: dict[str, Any], where: str) -> ModelSpec:
+    check_shape({"hidden_noise": False, **description}, where, _SHAPE)
+    sizes = [*description["input_shape"], description["classes"]]
+    good = len(sizes) > 1 and all(type(size) is int and size >= 1 for size in sizes)
+    if not good or math.prod(sizes) > _MOST_NUMBERS:
+        raise UserError(f"{where}: damaged: input_shape and classes must be sizes, got {sizes}")
+    if not all(type(value) in (int, float) for value in description["mean"] + description["std"]):
+        raise UserError(f"{where}: damaged: mean and std must be numbers")
     for name in ("input_shape", "mean", "std"):
         description[name] = tuple(description[name])
     for part in (CLASSIFIER, DENOISER):
         if description.get(part) is not None:
-            description[part] = _spec(description[part])
-    return ModelSpec(**description)
+            inner = check_shape(description, where, {part: dict})[part]
+            description[part] = _spec(inner, f"{where}: {part}")
+    try:
+        return ModelSpec(**description)
+    except TypeError as error:
+        raise UserError(f"{where}: damaged: {error}") from error
 
 
 def load(folder: Path, *, trusted_factory: str | None = None) -> nn.Module:
@@ -275,7 +292,7 @@ def model_hash(folder: Path) -> str:
     """Hex digest of weights and description: names the executed model in certificates."""
     digest = hashlib.blake2b(digest_size=16, person=b"dpdist.model")
     for name in ("model.json", "model.safetensors"):
-        raw = (Path(folder) / name).read_bytes()
+        raw = read_bytes(Path(folder) / name)
         digest.update(len(raw).to_bytes(8, "little") + raw)
     return digest.hexdigest()
 

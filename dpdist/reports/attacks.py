@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,14 +9,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pyarrow.parquet as pq
 
-from dpdist.runfolder import read_json
+from cluster.reading import read_json, shown
+from cluster.table_files import Column, read_table
+from dpdist.errors import UserError
 
 if TYPE_CHECKING:
     from dpdist.reports.facts import CertificateTable
 
 NONE = "none"
+_CHECK = {
+    "plausible": bool, "contradictions": int, "certified": int, "inputs": int, "alpha": float,
+    "allowed": int, "p_value": float, "certificates": str,
+}  # fmt: skip
+_SETTINGS = {
+    "settings.norm": str, "settings.sigma": float | None, "settings.steps": int,
+    "settings.restarts": int, "settings.draws": int, "settings.n": int, "settings.alpha": float,
+    "noise.kind": str, "model": str, "dataset": str, "input_shape": list,
+}  # fmt: skip
+_COLUMNS: dict[str, Column] = {
+    "attack": (str, None), "size": (float, 0), "index": (int, 0), "label": (int, 0),
+    "prediction": (int, -1),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -113,7 +126,7 @@ def read_checks(folder: Path) -> list[dict[str, Any]]:
 
 def read_check(path: Path) -> dict[str, Any]:
     """One check.json. Raises UserError when it is missing or damaged."""
-    return {**read_json(path), "name": path.parent.name}
+    return {**read_json(path, _CHECK), "name": path.parent.name}
 
 
 def summary_rows(
@@ -188,8 +201,8 @@ def ball_factor(certified: str, attacked: str, numbers: int) -> float:
 
 def read_attack(path: Path) -> AttackTable:
     """One attacks.parquet, with the settings.json beside it."""
-    columns = pq.read_table(path)
-    about = read_json(path.parent / "settings.json")
+    columns = read_table(path, _COLUMNS)
+    about = read_json(path.parent / "settings.json", _SETTINGS)
     settings = about["settings"]
     return AttackTable(
         path=path,
@@ -203,10 +216,17 @@ def read_attack(path: Path) -> AttackTable:
         alpha=settings["alpha"],
         model=about["model"],
         data=about["dataset"],
-        numbers=math.prod(about["input_shape"]),
+        numbers=numbers_of(about["input_shape"], path.parent / "settings.json"),
         attack=np.array(columns["attack"].to_pylist()),
         **{name: columns[name].to_numpy() for name in ("size", "index", "label", "prediction")},
     )
+
+
+def numbers_of(shape: list[Any], where: Path) -> int:
+    """How many numbers an input of this shape has. Raises UserError when it is no shape."""
+    if not shape or not all(type(size) is int and size >= 1 for size in shape):
+        raise UserError(f"{where}: damaged: input_shape must be sizes >= 1, got {shown(shape)}")
+    return math.prod(shape)
 
 
 def _common(table: AttackTable, other: CertificateTable) -> np.ndarray:
@@ -214,8 +234,7 @@ def _common(table: AttackTable, other: CertificateTable) -> np.ndarray:
 
 
 def _same(table: AttackTable, other: CertificateTable) -> bool:
-    metadata = pq.read_schema(other.path).metadata or {}
-    return json.loads(metadata.get(b"dpdist.certification", b"{}")).get("model") == table.model
+    return other.model == table.model
 
 
 def _note(table: AttackTable, other: CertificateTable, common: int) -> str:

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import matplotlib
 import numpy as np
-import pyarrow.parquet as pq
 
+from cluster.table_files import read_table
+from dpdist.errors import UserError
 from dpdist.privacy.guarantee import format_epsilon
 from dpdist.reports.attacks import AttackTable, ball_factor
 from dpdist.reports.facts import CertificateTable, Facts
 from dpdist.reports.figures import axes_of, png
-from dpdist.runfolder import read_json
 
 matplotlib.use("Agg")
 
@@ -51,7 +51,7 @@ class Curve:
 
 def curves(facts: Facts) -> list[Curve]:
     """Every certificate of a run in both norms, from its finished tables."""
-    numbers = math.prod(read_json(facts.folder.model / "model.json")["input_shape"])
+    numbers = math.prod(facts.input_shape)
     found = []
     for table in facts.tables:
         if table.mode == "scores":
@@ -65,7 +65,9 @@ def curves(facts: Facts) -> list[Curve]:
 
 
 def _score_curves(facts: Facts, table: CertificateTable) -> list[Curve]:
-    columns = pq.read_table(table.path)
+    columns = read_table(table.path, {"label": (int, 0), "sums": (object, None)})
+    if not all(columns["sums"].to_pylist()):
+        raise UserError(f"{table.path}: damaged: column 'sums' must hold a sum for each class")
     label = columns["label"].to_numpy()
     means = np.array([np.argmax(sums) for sums in columns["sums"].to_pylist()])
     found = []

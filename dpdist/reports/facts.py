@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 
+from cluster.reading import parse_json, read_json
+from cluster.table_files import Column
+from cluster.table_files import read_table as read_columns
 from dpdist import __version__
+from dpdist.errors import UserError
 from dpdist.gradients.keys import key_id
 from dpdist.privacy.budget import budgets_in
 from dpdist.privacy.card import card
@@ -21,10 +24,17 @@ from dpdist.privacy.guarantee import Guarantee, format_epsilon
 from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.plan import NonPrivate, PrivacyPlan
 from dpdist.recipe import Recipe
-from dpdist.reports.attacks import AttackTable, read_attacks, read_checks, summary_rows
+from dpdist.reports.attacks import AttackTable, numbers_of, read_attacks, read_checks, summary_rows
 from dpdist.reports.claims import claim_line, claim_of
 from dpdist.reports.searches import SearchTerms, read_search, released
-from dpdist.runfolder import RunFolder, read_json
+from dpdist.runfolder import RunFolder
+
+_COLUMNS: dict[str, Column] = {
+    "index": (int, 0), "label": (int, 0), "prediction": (int, -1), "radius": (float, 0),
+    "sigma": (float, 0), "alpha": (float, 0), "n0": (int, 0), "cap": (int, 1), "mode": (str, None),
+    "norm": (str, None),
+}  # fmt: skip
+_EVALUATION = {"accuracy": float, "inputs": int, "data": str}
 
 
 @dataclass(frozen=True)
@@ -43,6 +53,7 @@ class CertificateTable:
     radius: np.ndarray
     norm: str
     radii: tuple[float, ...]
+    model: str = ""
 
     @property
     def name(self) -> str:
@@ -89,6 +100,14 @@ class Facts:
     tables: list[CertificateTable]
     attacks: list[AttackTable]
     checks: list[dict[str, Any]]
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """Of the model."""
+        path = self.folder.model / "model.json"
+        shape = read_json(path, {"input_shape": list})["input_shape"]
+        numbers_of(shape, path)
+        return tuple(shape)
 
     @property
     def fixed_key(self) -> bool:
@@ -225,9 +244,9 @@ def read_facts(folder: RunFolder) -> Facts:
     """Read a run whose training has finished. Raises UserError when it has not."""
     trained = folder.require_trained()
     recipe = folder.read_recipe()
-    plan = PrivacyPlan.from_dict(read_json(folder.plan))
+    plan = folder.read_plan()
     ledger = Ledger.read(folder.ledger)
-    evaluation = read_json(folder.evaluation) if folder.evaluation.exists() else None
+    evaluation = read_json(folder.evaluation, _EVALUATION) if folder.evaluation.exists() else None
     search = read_search(folder)
     whole = dataclasses.replace(plan, phases=ledger.phases(plan))
     if search is not None:
@@ -285,11 +304,16 @@ def _data_set_guarantee(
 
 def read_table(path: Path) -> CertificateTable:
     """A finished certification's canonical table."""
-    columns = pq.read_table(path)
+    columns = read_columns(path, _COLUMNS)
     arrays = {name: columns[name].to_numpy() for name in ("index", "label", "prediction", "radius")}
     first = columns.slice(0, 1).to_pylist()[0]
+    note = (columns.schema.metadata or {}).get(b"dpdist.certification", b"{}")
     pinned = path.parent / "settings.json"  # merged and re-bounded tables have none
-    radii = read_json(pinned)["settings"]["radii"] if pinned.exists() else ()
+    radii = (
+        read_json(pinned, {"settings.radii": list})["settings"]["radii"] if pinned.exists() else ()
+    )
+    if not all(type(radius) in (int, float) and radius >= 0 for radius in radii):
+        raise UserError(f"{pinned}: damaged: settings.radii must be numbers >= 0")
     return CertificateTable(
         path=path,
         sigma=first["sigma"],
@@ -299,5 +323,6 @@ def read_table(path: Path) -> CertificateTable:
         alpha=first["alpha"],
         norm=first["norm"],
         radii=tuple(radii),
+        model=str(parse_json(note, str(path)).get("model")),
         **arrays,
     )

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
+from cluster.reading import read_json
 from dpdist.privacy.guarantee import format_epsilon
 from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.plan import GaussianSteps, Phase, PrivacyPlan, phase_from_dict
-from dpdist.runfolder import RunFolder, read_json
+from dpdist.runfolder import RunFolder, plan_of
+
+_TERMS = {
+    "plan": dict, "law": str, "fields": list, "objective": str, "scored_on": str,
+    "one_training.epsilon": float, "charge": str,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -36,9 +41,9 @@ def read_search(folder: RunFolder) -> SearchTerms | None:
     """The terms of the search that chose this run; None for a run that nothing chose."""
     if not folder.search.exists():
         return None
-    record: dict[str, Any] = read_json(folder.search)
+    record = read_json(folder.search, _TERMS)
     return SearchTerms(
-        plan=PrivacyPlan.from_dict(record["plan"]),
+        plan=plan_of(record["plan"], f"{folder.search}: plan"),
         law=record["law"],
         fields=tuple(record["fields"]),
         objective=record["objective"],

@@ -9,11 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
+from cluster.reading import read_bytes, read_json, reason
 from cluster.storage import private_folder, write_atomic
+from dpdist.errors import UserError
 
 KEEP = 2
 
@@ -46,8 +49,13 @@ def latest(folder: Path) -> TrainState | None:
     complete = _complete(folder)
     if not complete:
         return None
-    step = json.loads((complete[-1] / "done.json").read_text())["step"]
-    tensors = load_tensors((complete[-1] / "state.safetensors").read_bytes())
+    step = read_json(complete[-1] / "done.json", {"step": int})["step"]
+    path = complete[-1] / "state.safetensors"
+    try:
+        tensors = load_tensors(read_bytes(path))
+        tensors["flat"]
+    except (SafetensorError, KeyError) as error:
+        raise UserError(f"{path}: damaged: {reason(error)}") from error
     slots = {k.removeprefix("slot."): v for k, v in tensors.items() if k.startswith("slot.")}
     return TrainState(step, tensors["flat"], slots)
 

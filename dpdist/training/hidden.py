@@ -17,6 +17,7 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor, nn
 
+from cluster.reading import read_bytes
 from cluster.storage import write_atomic
 from dpdist import data, models
 from dpdist.errors import UserError
@@ -47,8 +48,8 @@ def read_hidden_noise(job: TrainJob, model: nn.Module) -> HiddenNoise | None:
         return None
     path = job.folder.hidden_noise
     try:
-        std = load_tensors(path.read_bytes())[_TENSOR]
-    except (OSError, KeyError, SafetensorError) as error:
+        std = load_tensors(read_bytes(path))[_TENSOR]
+    except (UserError, KeyError, SafetensorError) as error:
         raise UserError(f"{path}: cannot be read: {error}; is the storage shared?") from error
     return HiddenNoise(models.require_split(model).name, std)
 

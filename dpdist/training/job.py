@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from cluster.packages import fingerprint
+from cluster.reading import read_json
 from cluster.storage import write_atomic, write_json
 from dpdist import data, models
 from dpdist.data.dataset import check_same_kind
@@ -21,7 +22,7 @@ from dpdist.methods.options import HiddenNoiseMethod
 from dpdist.models import ModelSpec
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.recipe import Recipe, field_error
-from dpdist.runfolder import RunFolder, read_json
+from dpdist.runfolder import RunFolder
 from dpdist.training.planning import make_plan
 from dpdist.training.provenance import check_pretrained, load_frozen, refuse_common, with_frozen
 
@@ -158,7 +159,7 @@ def prepare(recipe: Recipe, folder: RunFolder, where: str) -> TrainJob:
     _check_same_data(folder, dataset)
     _check_same_pretrained(folder, pretrained)
     if continued and folder.plan.exists():
-        plan = PrivacyPlan.from_dict(read_json(folder.plan))
+        plan = folder.read_plan()
     else:
         plan = make_plan(recipe, len(dataset), where)
         folder.begin(recipe)
@@ -175,7 +176,7 @@ def prepare(recipe: Recipe, folder: RunFolder, where: str) -> TrainJob:
 def _check_same_data(folder: RunFolder, dataset: data.Dataset) -> None:
     """Raise UserError when the run was begun on other records: the plan is about those."""
     if folder.data.exists():
-        before = read_json(folder.data)["train"]
+        before = read_json(folder.data, {"train": str})["train"]
         if before != dataset.fingerprint:
             raise UserError(
                 f"{folder.path}: {dataset.name} has changed since this run was begun (fingerprint "

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from cluster.storage import write_json
+from cluster.storage import json_number, write_json
 from dpdist.privacy.ledger import Ledger
 from dpdist.training.job import TrainJob
 
@@ -31,7 +31,12 @@ class Monitor:
         loss_sum: float,
         details: Mapping[str, Any],
     ) -> None:
-        line = {"step": step, "examples": examples, "nonfinite": nonfinite, "loss_sum": loss_sum}
+        line = {
+            "step": step,
+            "examples": examples,
+            "nonfinite": nonfinite,
+            "loss_sum": json_number(loss_sum),
+        }
         line |= details
         self.metrics.write(json.dumps(line) + "\n")
         if time.monotonic() - self.shown > _PROGRESS_SECONDS:

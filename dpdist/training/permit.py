@@ -10,9 +10,10 @@ import time
 from dataclasses import asdict
 
 from cluster.errors import ClusterError
+from cluster.reading import read_json
 from cluster.storage import write_json
 from dpdist.archive import Permit, read_permit
-from dpdist.runfolder import RunFolder, read_json
+from dpdist.runfolder import RunFolder
 
 _AHEAD_SECONDS = 60.0
 _AHEAD_STEPS = 50
@@ -24,7 +25,9 @@ class PermitGate:
     """Passes at once in a run whose private state is not archived."""
 
     def __init__(self, folder: RunFolder, epoch: int | None, start: int, total: int) -> None:
-        self._on = folder.archive.exists() and bool(read_json(folder.archive)["private"])
+        self._on = (
+            folder.archive.exists() and read_json(folder.archive, {"private": bool})["private"]
+        )
         self._folder, self._epoch, self._total = folder, epoch or 0, total
         self._granted = start  # the first step without leave
         self._next = start  # where to ask again

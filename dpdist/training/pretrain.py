@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from torch import Tensor, nn
 
+from cluster.reading import read_bytes
 from cluster.storage import built_aside
 from dpdist import data, models
 from dpdist.data.dataset import check_same_kind
@@ -212,8 +213,8 @@ def _begin_with(model: nn.Module, section: PublicRecipe, network: ModelRecipe) -
     assert section.weights is not None
     path = section.weights.expanduser()
     try:
-        tensors = load_tensors(path.read_bytes())
-    except (OSError, SafetensorError) as error:
+        tensors = load_tensors(read_bytes(path))
+    except SafetensorError as error:
         raise UserError(f"public.weights: {path}: cannot be read: {error}") from error
     copy_weights(model, tensors, str(path))
     return f"weights from a file, {path.name} (declared public, not checked)"

@@ -15,16 +15,18 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from cluster.reading import read_bytes, read_json
 from cluster.storage import write_atomic, write_json
 from dpdist import data, models
 from dpdist.errors import UserError
 from dpdist.models import ModelSpec
 from dpdist.models.zoo import ZOO
 from dpdist.recipe import PretrainedRecipe, Recipe
-from dpdist.runfolder import read_json
 
 PROVENANCE, RECORDS = "provenance.json", "records.npy"
 _CARD = "privacy_card.json"
+_WRITTEN = {"model": str, "records": int, "data": str, "fingerprint": str}
+_STATED = {"private": bool, "guarantee.epsilon": float | str, "guarantee.delta": float}
 
 
 def write_provenance(folder: Path, dataset: data.Dataset, facts: dict[str, Any]) -> None:
@@ -146,7 +148,7 @@ def check_pretrained(recipe: Recipe, private: data.Dataset, where: str) -> dict[
     if (folder / PROVENANCE).exists():
         return {**about, **_pretrained(folder, about["model"], private, begin)}
     if (folder / _CARD).exists():
-        return {**about, **_released(read_json(folder / _CARD), recipe, begin)}
+        return {**about, **_released(read_json(folder / _CARD, _STATED), recipe, begin)}
     return {**about, **_declared(part, section, begin)}
 
 
@@ -162,12 +164,14 @@ def refuse_common(private: data.Dataset, seen: np.ndarray, begin: str) -> None:
 
 
 def _pretrained(folder: Path, model: str, private: data.Dataset, begin: str) -> dict[str, Any]:
-    written = read_json(folder / PROVENANCE)
+    written = read_json(folder / PROVENANCE, _WRITTEN)
     if written["model"] != model:
         raise UserError(f"{begin}: the model is not the one that {PROVENANCE} speaks of")
     try:
-        seen = np.load(io.BytesIO((folder / RECORDS).read_bytes()), allow_pickle=False)
-    except (OSError, ValueError) as error:
+        seen = np.load(io.BytesIO(read_bytes(folder / RECORDS)), allow_pickle=False)
+        if seen.ndim != 1 or seen.dtype != np.float64:
+            raise ValueError("must hold one number for each record")
+    except (ValueError, EOFError) as error:
         raise UserError(f"{folder / RECORDS}: cannot be read: {error}") from error
     if len(seen) != written["records"]:
         raise UserError(f"{folder / RECORDS}: {len(seen)} records, not {written['records']}")
@@ -185,7 +189,8 @@ def _pretrained(folder: Path, model: str, private: data.Dataset, begin: str) -> 
 
 
 def _released(card: dict[str, Any], recipe: Recipe, begin: str) -> dict[str, Any]:
-    name = card.get("extra", {}).get("training data", "an unnamed data set")
+    extra = card.get("extra", {})
+    name = extra.get("training data", "an unnamed data set") if isinstance(extra, dict) else ""
     if name == recipe.data.name:
         raise UserError(
             f"{begin}: trained on {name}, as this run is: its cost would have to be added, which "

@@ -1,0 +1,93 @@
+"""Kinds of fields that recipes are made of: the bounds of a value belong to its type.
+
+Numbers are finite and of a size with which something can be computed; true is no number; a path is
+one that a file system can hold; free values (options of a model, choices of a search) are JSON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+from cluster.errors import UserError
+from cluster.reading import usable_path
+
+SMALLEST, LARGEST = 1e-9, 1e9  # of a positive number in a recipe or on the command line
+MOST = 1_000_000_000  # of whatever is counted
+MOST_STEPS = 1_000_000  # of a training: more take minutes to account, and weeks to run
+NOISE = (1e-2, 1e4)  # of a noise multiplier above 0: beyond, no accountant's numbers are any good
+LEAST_DELTA = 1e-30
+
+
+class Section(BaseModel):
+    """One section of a recipe: no unknown keys, never changed, no number but finite ones."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+def _no_bool(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("must be a number")
+    return value
+
+
+def _between(low: float, high: float, zero: bool = False) -> Callable[[float], float]:
+    def check(value: float) -> float:
+        if not (low <= value <= high or (zero and value == 0)):
+            also = "0, or " if zero else ""
+            raise ValueError(f"must be {also}between {low:g} and {high:g}")
+        return value
+
+    return check
+
+
+def _path(value: Path) -> Path:
+    try:
+        usable_path(value)
+    except UserError as error:
+        raise ValueError(str(error)) from None
+    return value
+
+
+def _json(value: Any, room: int = 8) -> Any:
+    """`value` when it is made of JSON types, at most 8 deep and 1,000 values wide."""
+    inner: list[Any] = []
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        inner = list(value.values())
+    elif isinstance(value, list | tuple):
+        inner = list(value)
+    elif isinstance(value, int | float):  # bool is an int
+        if not abs(value) < 2**63:  # nor is NaN
+            raise ValueError("must be a number below 2^63")
+    elif not isinstance(value, str) and value is not None:
+        kind = type(value).__name__
+        raise ValueError(f"must be text, a number, true, false, null, a list or keys, no {kind}")
+    if room == 0 or len(inner) > 1000:
+        raise ValueError("must be at most 8 deep and 1,000 values wide")
+    for each in inner:
+        _json(each, room - 1)
+    return value
+
+
+Number = BeforeValidator(_no_bool)
+Count = Annotated[int, Number, Field(ge=1, le=MOST)]
+CountOrZero = Annotated[int, Number, Field(ge=0, le=MOST)]
+Steps = Annotated[int, Number, Field(ge=1, le=MOST_STEPS)]
+Seed = Annotated[int, Number, Field(ge=0, lt=2**63)]
+Positive = Annotated[float, Number, Field(gt=0), AfterValidator(_between(SMALLEST, LARGEST))]
+PositiveOrZero = Annotated[
+    float, Number, Field(ge=0), AfterValidator(_between(SMALLEST, LARGEST, zero=True))
+]
+NoiseMultiplier = Annotated[float, Number, Field(ge=0), AfterValidator(_between(*NOISE, zero=True))]
+PositiveNoise = Annotated[float, Number, Field(gt=0), AfterValidator(_between(*NOISE))]
+Probability = Annotated[float, Number, Field(gt=0, lt=1), AfterValidator(_between(LEAST_DELTA, 1))]
+Share = Annotated[float, Number, Field(gt=0, le=1), AfterValidator(_between(SMALLEST, 1))]
+Part = Annotated[float, Number, Field(ge=0, lt=1)]
+Finite = Annotated[float, Number, AfterValidator(_between(-LARGEST, LARGEST))]
+FilePath = Annotated[Path, AfterValidator(_path)]
+Text = Annotated[str, Field(max_length=500)]
+Json = Annotated[Any, AfterValidator(_json)]
+JsonObject = Annotated[dict[str, Any], AfterValidator(_json)]
