@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 
@@ -75,6 +76,9 @@ def main() -> None:
     # For `model: package.module:factory`; last, so that nothing there shadows a package.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
+    for stream in (sys.stdout, sys.stderr):  # a file's name may hold bytes that are no text
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         app()
     except (UserError, ClusterError, JournalError) as error:

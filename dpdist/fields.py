@@ -76,6 +76,8 @@ Number = BeforeValidator(_no_bool)
 Count = Annotated[int, Number, Field(ge=1, le=MOST)]
 CountOrZero = Annotated[int, Number, Field(ge=0, le=MOST)]
 Steps = Annotated[int, Number, Field(ge=1, le=MOST_STEPS)]
+Trials = Annotated[int, Number, Field(ge=1, le=10_000)]  # of a search, on average or at most
+Processes = Annotated[int, Number, Field(ge=1, le=10_000)]  # training workers, Ray actors
 Seed = Annotated[int, Number, Field(ge=0, lt=2**63)]
 Positive = Annotated[float, Number, Field(gt=0), AfterValidator(_between(SMALLEST, LARGEST))]
 PositiveOrZero = Annotated[
@@ -89,5 +91,30 @@ Part = Annotated[float, Number, Field(ge=0, lt=1)]
 Finite = Annotated[float, Number, AfterValidator(_between(-LARGEST, LARGEST))]
 FilePath = Annotated[Path, AfterValidator(_path)]
 Text = Annotated[str, Field(max_length=500)]
+# It becomes a folder's name, and is told apart in an archive, a job and a report.
+RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
 Json = Annotated[Any, AfterValidator(_json)]
 JsonObject = Annotated[dict[str, Any], AfterValidator(_json)]
+
+
+_RULES = {
+    "extra_forbidden": "unknown key",
+    "missing": "is required",
+    "greater_than": "must be > {gt:g}",
+    "greater_than_equal": "must be >= {ge:g}",
+    "less_than": "must be < {lt:g}",
+    "less_than_equal": "must be <= {le:g}",
+    "finite_number": "must be finite",
+    "literal_error": "must be one of {expected}",
+    "string_pattern_mismatch": "must be letters, digits, '.', '_' and '-'",
+    "union_tag_invalid": "must be one of {expected_tags}",
+}
+
+
+def rule_of(item: Any) -> str:
+    """What a value that pydantic refused (an entry of its `errors()`) would have to be."""
+    rule = _RULES.get(item["type"])
+    if rule is not None:
+        return rule.format(**item.get("ctx", {}))
+    said = item["msg"].removeprefix("Value error, ")
+    return said[:1].lower() + said[1:]

@@ -31,11 +31,13 @@ from dpdist.fields import (
     Positive,
     PositiveOrZero,
     Probability,
+    Processes,
     Section,
     Seed,
     Share,
     Steps,
     Text,
+    rule_of,
 )
 from dpdist.methods.options import HiddenNoiseMethod, Method, TransDenoiser
 from dpdist.search_options import TuneRecipe
@@ -53,7 +55,6 @@ DataName = Annotated[
     Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*$", max_length=100),
 ]
 Classes = Annotated[int, Number, Field(ge=1, le=100_000)]
-Workers = Annotated[int, Number, Field(ge=1, le=10_000)]
 
 
 class ColumnNames(Section):
@@ -307,7 +308,7 @@ class CertifyRecipe(Section):
 class ResourcesRecipe(Section):
     """Where and how it runs; may change between a run and its continuation."""
 
-    workers: Workers = 1
+    workers: Processes = 1
     cpus_per_worker: Positive = 1
     gpus_per_worker: PositiveOrZero = 0
     micro_batch: Count | None = Field(
@@ -315,7 +316,7 @@ class ResourcesRecipe(Section):
     )
     checkpoint_seconds: Positive = 30
     max_failures: CountOrZero = 3
-    certify_actors: Workers | None = Field(
+    certify_actors: Processes | None = Field(
         default=None, description="default: one for each CPU or GPU"
     )
     archive: str | None = Field(
@@ -560,35 +561,14 @@ def _set(raw: dict[str, Any], dotted: str, value: Any) -> None:
     raw[last] = value
 
 
-_RULES = {
-    "extra_forbidden": "unknown key",
-    "missing": "is required",
-    "greater_than": "must be > {gt:g}",
-    "greater_than_equal": "must be >= {ge:g}",
-    "less_than": "must be < {lt:g}",
-    "less_than_equal": "must be <= {le:g}",
-    "finite_number": "must be finite",
-    "literal_error": "must be one of {expected}",
-    "string_pattern_mismatch": "must be letters, digits, '.', '_' and '-'",
-    "union_tag_invalid": "must be one of {expected_tags}",
-}
-
-
 def _complaint(where: str, item: Any) -> str:
     location = list(item["loc"])
     if location[:1] == ["method"] and len(location) > 1:
         del location[1]  # pydantic repeats the union's tag there
     key = ".".join(str(part) for part in location)
-    kind, context = item["type"], item.get("ctx", {})
+    kind, rule = item["type"], rule_of(item)
     if kind == "union_tag_invalid":
-        key += ".name"
-        return f"{where}: {key}: {_RULES[kind].format(**context)}, got {context['tag']!r}"
-    rule = _RULES.get(kind)
-    if rule is not None:
-        rule = rule.format(**context)
-    else:
-        rule = item["msg"].removeprefix("Value error, ")
-        rule = rule[:1].lower() + rule[1:]
+        return f"{where}: {key}.name: {rule}, got {shown(item['ctx']['tag'])}"
     prefix = f"{where}: {key}: " if key else f"{where}: "
     if kind in ("extra_forbidden", "missing") or isinstance(item["input"], dict):
         return prefix + rule

@@ -18,6 +18,7 @@ from dpdist.fields import (
     Probability,
     Section,
     Text,
+    Trials,
 )
 
 Whole = Annotated[int, Number, Field(ge=-(10**9), le=10**9)]
@@ -74,7 +75,7 @@ class LawRecipe(Section):
     mean: Annotated[float, Number, Field(ge=1, le=10_000)] | None = None
     # Below -1/2 the tail of K is so long that no computer could run every draw.
     shape: Annotated[float, Number, Field(ge=-0.5, le=1000)] | None = None
-    runs: Annotated[int, Number, Field(ge=1, le=10_000)] | None = None
+    runs: Trials | None = None
 
     @model_validator(mode="after")
     def _what_belongs(self) -> LawRecipe:

@@ -284,7 +284,7 @@ def test_files_that_cannot_be_used(dpdist, tmp_path):
     folder = make_run(tmp_path)
     plan = {"records": 1439, "phases": [], "delta": 1e-4, "clip_norm": 1.0}
     (folder / "private" / "plan.json").write_text(json.dumps(plan))
-    (folder / "private" / "trained.json").write_text("{}")
+    (folder / "private" / "trained.json").write_text('{"seconds": 1, "fallback_layers": []}')
     line = refused(dpdist("report", "small", cwd=tmp_path))
     assert "ledger.jsonl: No such file" in line
     (folder / "private" / "ledger.jsonl").write_text('{"record": 1}\n')

@@ -14,7 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dpdist import fields
+from dpdist.commands.options import PICTURE, kind
 from dpdist.errors import UserError
+from dpdist.fields import Count, NoiseMultiplier, Positive, Probability, Trials
 
 if TYPE_CHECKING:
     from dpdist.privacy.guarantee import Neighbours
@@ -34,14 +37,25 @@ class Relation(StrEnum):
     replace_one = "replace-one"
 
 
-Records = Annotated[int, typer.Option(help="Number of training records N.")]
-BatchSize = Annotated[int, typer.Option(help="EXPECTED batch size L; the sampling rate is L / N.")]
-Noise = Annotated[float, typer.Option(help="Noise standard deviation / clip norm.")]
-Steps = Annotated[int, typer.Option(help="Number of training steps.")]
-Delta = Annotated[float, typer.Option(help="Delta, below 1 / N.")]
-Target = Annotated[float, typer.Option(help="Target epsilon; the answer never exceeds it.")]
+Records = Annotated[int, typer.Option(callback=kind(Count), help="Number of training records N.")]
+BatchSize = Annotated[
+    int,
+    typer.Option(callback=kind(Count), help="EXPECTED batch size L; the sampling rate is L / N."),
+]
+Noise = Annotated[
+    float,
+    typer.Option(callback=kind(NoiseMultiplier), help="Noise standard deviation / clip norm."),
+]
+Steps = Annotated[int, typer.Option(callback=kind(fields.Steps), help="Number of training steps.")]
+Delta = Annotated[float, typer.Option(callback=kind(Probability), help="Delta, below 1 / N.")]
+Target = Annotated[
+    float,
+    typer.Option(callback=kind(Positive), help="Target epsilon; the answer never exceeds it."),
+]
 Neighbouring = Annotated[Relation, typer.Option(help="Neighbouring relation.")]
-Cap = Annotated[int | None, typer.Option(help="Hard cap on the physical batch.")]
+Cap = Annotated[
+    int | None, typer.Option(callback=kind(Count), help="Hard cap on the physical batch.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -226,7 +240,9 @@ def search_command(
     noise_multiplier: Noise,
     steps: Steps,
     delta: Delta,
-    runs: Annotated[int, typer.Option(help="Mean number of runs, E[K].")] = 10,
+    runs: Annotated[
+        int, typer.Option(callback=kind(Trials), help="Mean number of runs, E[K].")
+    ] = 10,
     as_json: AsJson = False,
 ) -> None:
     """What choosing the best of several runs costs, by the law of the number of runs.
@@ -281,7 +297,9 @@ def search_command(
 @app.command("shuffling")
 def shuffling_command(
     noise_multiplier: Noise,
-    steps: Annotated[int, typer.Option(help="Batches per epoch; one epoch.")],
+    steps: Annotated[
+        int, typer.Option(callback=kind(fields.Steps), help="Batches per epoch; one epoch.")
+    ],
     delta: Delta,
     as_json: AsJson = False,
 ) -> None:
@@ -310,10 +328,15 @@ def shuffling_command(
 
 @app.command("mechanisms")
 def mechanisms_command(
-    delta: Annotated[float, typer.Option(help="Delta.")] = 1e-5,
-    sensitivity: Annotated[float, typer.Option(help="L2 sensitivity (Laplace: L1).")] = 1.0,
+    delta: Annotated[float, typer.Option(callback=kind(Probability), help="Delta.")] = 1e-5,
+    sensitivity: Annotated[
+        float, typer.Option(callback=kind(Positive), help="L2 sensitivity (Laplace: L1).")
+    ] = 1.0,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw noise against epsilon (HGM, IJCAI 2019, Figure 1).")
+        Path | None,
+        typer.Option(
+            callback=PICTURE, help="Draw noise against epsilon (HGM, IJCAI 2019, Figure 1)."
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

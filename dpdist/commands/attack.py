@@ -17,8 +17,11 @@ from dpdist.commands.options import (
     RunArgument,
     Runs,
     Start,
+    kind,
+    numbers,
 )
 from dpdist.errors import UserError
+from dpdist.fields import Count, Positive, Probability, Text
 
 if TYPE_CHECKING:
     from dpdist.recipe import Recipe
@@ -36,24 +39,37 @@ def command(
     attacks: Annotated[
         str | None, typer.Option(help="Out of fgsm,i-fgsm,mim,pgd (default: all; a check: pgd).")
     ] = None,
-    steps: Annotated[int | None, typer.Option(help="Steps of i-fgsm, mim and pgd (10).")] = None,
-    restarts: Annotated[int | None, typer.Option(help="Random starts of pgd (1).")] = None,
+    steps: Annotated[
+        int | None, typer.Option(callback=kind(Count), help="Steps of i-fgsm, mim and pgd (10).")
+    ] = None,
+    restarts: Annotated[
+        int | None, typer.Option(callback=kind(Count), help="Random starts of pgd (1).")
+    ] = None,
     step_scale: Annotated[
-        float | None, typer.Option(help="pgd steps by this times size / steps (2.5).")
+        float | None,
+        typer.Option(callback=kind(Positive), help="pgd steps by this times size / steps (2.5)."),
     ] = None,
     sigma: Annotated[
-        float | None, typer.Option(help="Attack the classifier smoothed by this noise.")
+        float | None,
+        typer.Option(callback=kind(Positive), help="Attack the classifier smoothed by this noise."),
     ] = None,
     smoothed: Annotated[
         bool, typer.Option("--smoothed", help="As --sigma with the recipe's certify.sigma.")
     ] = False,
     draws: Annotated[
-        int | None, typer.Option(help="Draws of the noise for each gradient (16).")
+        int | None,
+        typer.Option(callback=kind(Count), help="Draws of the noise for each gradient (16)."),
     ] = None,
     n: Annotated[
-        int | None, typer.Option(help="Draws per answer of a randomised classifier (1000).")
+        int | None,
+        typer.Option(
+            callback=kind(Count), help="Draws per answer of a randomised classifier (1000)."
+        ),
     ] = None,
-    alpha: Annotated[float | None, typer.Option(help="Error of each such answer (0.001).")] = None,
+    alpha: Annotated[
+        float | None,
+        typer.Option(callback=kind(Probability), help="Error of each such answer (0.001)."),
+    ] = None,
     labels: Annotated[
         str | None, typer.Option(help="Lead away from the true (default) or predicted class.")
     ] = None,
@@ -61,7 +77,11 @@ def command(
     every: Every = None,
     max_inputs: MaxInputs = None,
     seed: Annotated[
-        str | None, typer.Option(help="Of all random numbers (default: a secret one, stored).")
+        str | None,
+        typer.Option(
+            callback=kind(Text),
+            help="Of all random numbers (default: a secret one, stored).",
+        ),
     ] = None,
     actors: Actors = None,
     output: Output = None,
@@ -93,8 +113,8 @@ def command(
         "attacks": tuple(attacks.split(",")) if attacks is not None else None,
     }  # fmt: skip
     evaluation = {
-        "norm": norm, "sizes": _numbers(sizes), "sigma": _sigma(recipe, folder, sigma, smoothed),
-        "n": n, "alpha": alpha, "labels": labels,
+        "norm": norm, "sizes": numbers(sizes, "--sizes"), "n": n, "alpha": alpha, "labels": labels,
+        "sigma": _sigma(recipe, folder, sigma, smoothed),
     }  # fmt: skip
     if check_certificates:
         useless = [f"--{name}" for name, value in evaluation.items() if value is not None]
@@ -210,12 +230,3 @@ def _sigma(recipe: Recipe, folder: RunFolder, sigma: float | None, smoothed: boo
             f"{folder.path}: the recipe does not certify with input noise; give --sigma"
         )
     return recipe.certify.sigma
-
-
-def _numbers(text: str | None) -> tuple[float, ...] | None:
-    if text is None:
-        return None
-    try:
-        return tuple(float(part) for part in text.split(","))
-    except ValueError:
-        raise UserError(f"--sizes: give numbers separated by commas, got {text!r}") from None

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dpdist.commands.options import file_path, kind
 from dpdist.errors import UserError
+from dpdist.fields import Probability
 
 if TYPE_CHECKING:
     from dpdist.privacy.guarantee import Neighbours
@@ -23,9 +25,12 @@ app = typer.Typer(
 @app.callback()
 def show(
     folder: Annotated[
-        Path, typer.Option(help="The folder of budgets (a recipe's budget folder).")
+        Path,
+        typer.Option(callback=file_path(), help="A recipe's budget folder."),
     ] = Path("budgets"),
-    delta: Annotated[float, typer.Option(help="Delta of the composed guarantee.")] = 1e-5,
+    delta: Annotated[
+        float, typer.Option(callback=kind(Probability), help="Delta of the composed guarantee.")
+    ] = 1e-5,
     replace_one: Annotated[
         bool, typer.Option("--replace-one", help="Neighbours differ by one record's value.")
     ] = False,

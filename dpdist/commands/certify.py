@@ -18,8 +18,12 @@ from dpdist.commands.options import (
     Output,
     Runs,
     Start,
+    file_path,
+    kind,
+    numbers,
 )
 from dpdist.errors import UserError
+from dpdist.fields import Count, Positive, Probability
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -33,10 +37,19 @@ def command(
     run: ArchivedRunArgument,
     runs: Runs = RUNS,
     data_root: DataRoot = None,
-    sigma: Annotated[float | None, typer.Option(help="Noise, in input units.")] = None,
-    n: Annotated[int | None, typer.Option(help="Draws per input (sequential: at most).")] = None,
-    n0: Annotated[int | None, typer.Option(help="Draws that choose the class.")] = None,
-    alpha: Annotated[float | None, typer.Option(help="Error of each certificate.")] = None,
+    sigma: Annotated[
+        float | None, typer.Option(callback=kind(Positive), help="Noise, in input units.")
+    ] = None,
+    n: Annotated[
+        int | None,
+        typer.Option(callback=kind(Count), help="Draws per input (sequential: at most)."),
+    ] = None,
+    n0: Annotated[
+        int | None, typer.Option(callback=kind(Count), help="Draws that choose the class.")
+    ] = None,
+    alpha: Annotated[
+        float | None, typer.Option(callback=kind(Probability), help="Error of each certificate.")
+    ] = None,
     mode: Annotated[str | None, typer.Option(help="fixed, target or anytime.")] = None,
     radii: Annotated[
         str | None, typer.Option(help="Radii to decide, ascending: 0.25,0.5,0.75.")
@@ -60,8 +73,14 @@ def command(
     merge: Annotated[
         bool, typer.Option("--merge", help="Merge the run's tables of shares into one.")
     ] = False,
-    tsv: Annotated[Path | None, typer.Option(help="Also write Cohen's columns here.")] = None,
-    csv: Annotated[Path | None, typer.Option(help="Also write all columns here.")] = None,
+    tsv: Annotated[
+        Path | None,
+        typer.Option(callback=file_path(written=True), help="Also write Cohen's columns here."),
+    ] = None,
+    csv: Annotated[
+        Path | None,
+        typer.Option(callback=file_path(written=True), help="Also write all columns here."),
+    ] = None,
 ) -> None:
     """Certify the test split on all CPUs; continues what was interrupted.
 
@@ -82,7 +101,7 @@ def command(
     else:
         given = {
             "sigma": sigma, "n": n, "n0": n0, "alpha": alpha, "mode": mode, "noise": noise,
-            "bound": bound, "norm": norm, "radii": _numbers(radii),
+            "bound": bound, "norm": norm, "radii": numbers(radii, "--radii"),
             "start": start, "every": every, "max_inputs": max_inputs,
         }  # fmt: skip
         table, path = _certified(folder, output, given, data_root, actors)
@@ -166,15 +185,6 @@ def _rebounded(folder: RunFolder, output: Path | None, text: str) -> tuple[pa.Ta
 
 def _stored(certificates: Path) -> list[Path]:
     return sorted(certificates.glob("*/certificates.parquet"))
-
-
-def _numbers(text: str | None) -> tuple[float, ...] | None:
-    if text is None:
-        return None
-    try:
-        return tuple(float(part) for part in text.split(","))
-    except ValueError:
-        raise UserError(f"--radii: give numbers separated by commas, got {text!r}") from None
 
 
 def _print(table: pa.Table, path: Path) -> None:

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dpdist.commands.options import RUNS, RecipeArgument
+from dpdist.commands.options import RUNS, RecipeArgument, file_path, kind
 from dpdist.commands.options import Runs as LocalRuns
+from dpdist.fields import Processes, RunName
 
 if TYPE_CHECKING:
     from cluster.jobs import Jobs
@@ -31,7 +32,10 @@ Address = Annotated[
     ),
 ]
 JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="The job's name.")]
-Into = Annotated[Path, typer.Option("--into", help="Where fetched runs go, each in its folder.")]
+Into = Annotated[
+    Path,
+    typer.Option("--into", callback=file_path(), help="Where fetched runs go, each in its folder."),
+]
 ClusterRuns = Annotated[
     str | None,
     typer.Option("--runs", help="The folder of runs on the cluster (default: $DPDIST_RUNS there)."),
@@ -41,7 +45,9 @@ INTO = Path("fetched")
 
 @app.command("check")
 def check(
-    file: Annotated[Path, typer.Argument(help="cluster.yaml, or KubeRay manifests.")],
+    file: Annotated[
+        Path, typer.Argument(callback=file_path(), help="cluster.yaml, or KubeRay manifests.")
+    ],
     recipe: Annotated[
         str | None, typer.Option("--recipe", help="A recipe that must fit on it.")
     ] = None,
@@ -85,12 +91,15 @@ def template(
 def submit(
     recipe: RecipeArgument,
     address: Address = None,
-    name: Annotated[str | None, typer.Option("--name", help="Name of the run.")] = None,
+    name: Annotated[
+        str | None,
+        typer.Option("--name", callback=kind(RunName), help="Name of the run."),
+    ] = None,
     runs: ClusterRuns = None,
     data_root: Annotated[
         str | None, typer.Option("--data-root", help="Folder of the data sets on the cluster.")
     ] = None,
-    workers: Annotated[int | None, typer.Option("--workers", min=1)] = None,
+    workers: Annotated[int | None, typer.Option("--workers", callback=kind(Processes))] = None,
     into: Into = INTO,
     follow: Annotated[
         bool, typer.Option("--follow/--no-follow", help="Show progress and fetch the report.")
@@ -205,7 +214,10 @@ def fetch(
 def restore(
     address: Annotated[str, typer.Argument(metavar="URL", help="s3://BUCKET/PREFIX.")],
     runs: LocalRuns = RUNS,
-    name: Annotated[str | None, typer.Option("--name", help="Name of the run here.")] = None,
+    name: Annotated[
+        str | None,
+        typer.Option("--name", callback=kind(RunName), help="Name of the run here."),
+    ] = None,
 ) -> None:
     """Bring a lost run folder back from its private archive, to be continued by its recipe.
 

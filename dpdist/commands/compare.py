@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from dpdist.commands.options import RUNS, Runs
-from dpdist.errors import UserError
+from dpdist.commands.options import RUNS, Runs, file_path, numbers
+from dpdist.fields import Positive
 
 
 def command(
@@ -19,7 +19,8 @@ def command(
         str, typer.Option(help="L-infinity sizes of certified accuracy.")
     ] = "0.003,0.01,0.02",
     picture: Annotated[
-        Path | None, typer.Option(help="Also draw all curves into this PNG file.")
+        Path | None,
+        typer.Option(callback=file_path(".png"), help="Also draw all curves into this PNG file."),
     ] = None,
 ) -> None:
     """Compare trained runs: epsilon claimed and proved, accuracy clean, certified and attacked."""
@@ -27,7 +28,10 @@ def command(
     from dpdist.reports.facts import read_facts
     from dpdist.runfolder import open_run
 
-    sizes = {"l2": _numbers("l2", l2), "linf": _numbers("linf", linf)}
+    sizes = {
+        "l2": numbers(l2, "--l2", Positive) or (),
+        "linf": numbers(linf, "--linf", Positive) or (),
+    }
     facts = [read_facts(open_run(name, runs)) for name in names]
     grids = [compare.privacy_grid(facts)]
     grids += [compare.certified_grid(facts, norm, sizes[norm]) for norm in compare.NORMS]
@@ -35,13 +39,3 @@ def command(
     typer.echo("\n\n".join(compare.markdown(grid) for grid in grids if len(grid) > 1))
     if picture is not None:
         compare.write_picture(facts, picture)
-
-
-def _numbers(name: str, text: str) -> list[float]:
-    try:
-        sizes = [float(part) for part in text.split(",")]
-    except ValueError:
-        sizes = []
-    if not sizes or min(sizes) <= 0:
-        raise UserError(f"--{name}: give positive numbers separated by commas, got {text!r}")
-    return sizes

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from dpdist.commands.options import DataRoot, RecipeArgument
+from dpdist.commands.options import DataRoot, RecipeArgument, file_path
 
 app = typer.Typer(help="List, check and fetch data sets.", no_args_is_help=True)
 
@@ -53,7 +53,9 @@ def check(recipe: RecipeArgument, data_root: DataRoot = None) -> None:
 @app.command("fetch")
 def fetch(
     name: Annotated[str, typer.Argument(help="mnist, cifar10, cifar100 or svhn")],
-    data_root: Annotated[Path, typer.Option("--data-root", help="Where to put it.")] = Path("data"),
+    data_root: Annotated[
+        Path, typer.Option("--data-root", callback=file_path(), help="Where to put it.")
+    ] = Path("data"),
 ) -> None:
     """Download a public data set through torchvision and write it as Parquet."""
     from dpdist import data

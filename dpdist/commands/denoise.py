@@ -7,23 +7,30 @@ from typing import Annotated
 
 import typer
 
-from dpdist.commands.options import RUNS, DataRoot, RunArgument, Runs
+from dpdist.commands.options import RUNS, DataRoot, RunArgument, Runs, file_path, kind
 from dpdist.errors import UserError
+from dpdist.fields import RunName, Text
 
 
 def command(
     run: RunArgument,
-    name: Annotated[str, typer.Option(help="Name of the new run folder.")],
+    name: Annotated[str, typer.Option(callback=kind(RunName), help="Name of the new run folder.")],
     classifier: Annotated[
-        Path | None, typer.Option(help="Model folder: the run's denoiser goes before it.")
+        Path | None,
+        typer.Option(callback=file_path(), help="Model folder: the run's denoiser goes before it."),
     ] = None,
     denoiser: Annotated[
-        Path | None, typer.Option(help="Model folder: it goes before the run's classifier.")
+        Path | None,
+        typer.Option(callback=file_path(), help="Model folder: goes before the run's classifier."),
     ] = None,
     runs: Runs = RUNS,
     data_root: DataRoot = None,
     saw: Annotated[
-        str | None, typer.Option(help="What the other was trained on, if its folder does not say.")
+        str | None,
+        typer.Option(
+            callback=kind(Text),
+            help="What the other was trained on, if its folder does not say.",
+        ),
     ] = None,
 ) -> None:
     """Put a denoiser before a classifier, one of them a run's: a new run folder, no new cost.
@@ -39,8 +46,6 @@ def command(
     other = denoiser if classifier is None else classifier
     if other is None or (classifier is not None and denoiser is not None):
         raise UserError("give --classifier or --denoiser: the part that is not the run's")
-    if Path(name).name != name:
-        raise UserError(f"--name: names a folder in {runs}/, got {name!r}")
     folder = put_together(
         open_run(run, runs), part, other, RunFolder(runs / name), saw=saw, data_root=data_root
     )

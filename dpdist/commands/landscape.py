@@ -5,16 +5,24 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
+from pydantic import Field
 
-from dpdist.commands.options import RUNS, DataRoot, RunArgument, Runs
+from dpdist.commands.options import RUNS, DataRoot, RunArgument, Runs, kind
+from dpdist.fields import Count, Number
+
+Iterations = Annotated[int, Number, Field(ge=1, le=10_000)]
 
 
 def command(
     run: RunArgument,
     runs: Runs = RUNS,
     data_root: DataRoot = None,
-    inputs: Annotated[int, typer.Option(min=1, help="Test inputs used: the first so many.")] = 1000,
-    iterations: Annotated[int, typer.Option(min=1, help="Of the search for the worst loss.")] = 10,
+    inputs: Annotated[
+        int, typer.Option(callback=kind(Count), help="Test inputs used: the first so many.")
+    ] = 1000,
+    iterations: Annotated[
+        int, typer.Option(callback=kind(Iterations), help="Of the search for the worst loss.")
+    ] = 10,
 ) -> None:
     """Sharpness and a filter-normalised loss picture on TEST data (on training data they would be
     private)."""

@@ -2,10 +2,92 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from pydantic import TypeAdapter, ValidationError
+
+from cluster.reading import shown, usable_path
+from dpdist.errors import UserError
+from dpdist.fields import Count, CountOrZero, PositiveOrZero, Processes, RunName, rule_of
+
+Check = Callable[[typer.CallbackParam, Any], Any]  # of typer: callback
+
+
+def kind(field: Any) -> Check:
+    """An option of the kind of a recipe's field, with the same bounds and the same complaint."""
+    adapter: TypeAdapter[Any] = TypeAdapter(field)
+
+    def check(param: typer.CallbackParam, value: Any) -> Any:
+        if value is None:
+            return None
+        try:
+            return adapter.validate_python(value)
+        except ValidationError as error:
+            rule = rule_of(error.errors()[0])
+            raise UserError(f"{_option(param)}: {rule}, got {shown(value)}") from None
+
+    return check
+
+
+def file_path(*endings: str, written: bool = False) -> Check:
+    """A path, or several. endings: of a file to be written, which must be able to lie there."""
+
+    def check(param: typer.CallbackParam, value: Any) -> Any:
+        if value is None:
+            return None
+        if isinstance(value, list | tuple):
+            return [check(param, each) for each in value]
+        try:
+            found = usable_path(value)
+        except UserError as error:
+            raise UserError(f"{_option(param)}: {error}") from None
+        if endings and found.suffix.lower() not in endings:
+            right = ", ".join(endings)
+            raise UserError(
+                f"{_option(param)}: the file must end in {right}, got {shown(str(found))}"
+            )
+        if endings or written:
+            check_writable(found, _option(param))
+        return found
+
+    return check
+
+
+def check_writable(path: Path, where: str) -> None:
+    """Raise UserError, before hours of work, when no file could be written at `path`."""
+    folder = path.parent
+    if not folder.is_dir():
+        raise UserError(f"{where}: {folder}: no such folder")
+    if path.is_dir() or (path.exists() and not path.is_file()):
+        raise UserError(f"{where}: {path}: something else than a file lies there")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise UserError(f"{where}: {path}: may not be written")
+
+
+def numbers(text: str | None, where: str, field: Any = PositiveOrZero) -> tuple[float, ...] | None:
+    """Numbers of a field's kind, separated by commas; None for None. Raises UserError."""
+    if text is None:
+        return None
+    parts = text.split(",")
+    try:
+        if len(parts) > 100:
+            raise UserError(f"{where}: at most 100 numbers, got {len(parts)}")
+        return tuple(TypeAdapter(field).validate_python(part) for part in parts)
+    except ValidationError as error:
+        item = error.errors()[0]
+        rule = rule_of(item)
+        raise UserError(
+            f"{where}: give numbers separated by commas; each {rule}, got {shown(item['input'])}"
+        ) from None
+
+
+def _option(param: typer.CallbackParam) -> str:
+    return param.opts[-1] if param.opts[-1].startswith("-") else str(param.name).upper()
+
 
 RecipeArgument = Annotated[
     str,
@@ -22,17 +104,30 @@ RunArgument = Annotated[
 ]
 Runs = Annotated[
     Path,
-    typer.Option("--runs", envvar="DPDIST_RUNS", help="The folder that holds the run folders."),
+    typer.Option(
+        "--runs",
+        callback=file_path(),
+        envvar="DPDIST_RUNS",
+        help="The folder that holds the run folders.",
+    ),
 ]
 Name = Annotated[
-    str | None, typer.Option("--name", help="Name of the run (default: the recipe's).")
+    str | None,
+    typer.Option("--name", callback=kind(RunName), help="Name of the run (default: the recipe's)."),
 ]
 DataRoot = Annotated[
     Path | None,
-    typer.Option("--data-root", help="Folder that holds the data sets (data.root of the recipe)."),
+    typer.Option(
+        "--data-root",
+        callback=file_path(),
+        help="Folder that holds the data sets (data.root of the recipe).",
+    ),
 ]
 Workers = Annotated[
-    int | None, typer.Option("--workers", min=1, help="Training workers (resources.workers).")
+    int | None,
+    typer.Option(
+        "--workers", callback=kind(Processes), help="Training workers (resources.workers)."
+    ),
 ]
 Archive = Annotated[
     str | None,
@@ -46,12 +141,18 @@ ArchivePrivate = Annotated[
     ),
 ]
 # Of the commands that take inputs of the test split, on Ray actors.
-Start = Annotated[int | None, typer.Option(help="First input.")]
-Every = Annotated[int | None, typer.Option(help="Each how-manieth input.")]
-MaxInputs = Annotated[int | None, typer.Option(help="At most this many inputs.")]
-Actors = Annotated[int | None, typer.Option(help="Workers (default: all CPUs).")]
+Start = Annotated[int | None, typer.Option(callback=kind(CountOrZero), help="First input.")]
+Every = Annotated[int | None, typer.Option(callback=kind(Count), help="Each how-manieth input.")]
+MaxInputs = Annotated[
+    int | None, typer.Option(callback=kind(Count), help="At most this many inputs.")
+]
+Actors = Annotated[
+    int | None, typer.Option(callback=kind(Processes), help="Workers (default: all CPUs).")
+]
 Output = Annotated[
-    Path | None, typer.Option(help="Folder of the table (default: in the run folder).")
+    Path | None,
+    typer.Option(callback=file_path(), help="Folder of the table (default: in the run folder)."),
 ]
 
+PICTURE = file_path(".png", ".pdf", ".svg")
 RUNS = Path("runs")

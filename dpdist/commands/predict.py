@@ -8,22 +8,34 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
+from pydantic import Field
 
-from dpdist.commands.options import RUNS, RunArgument, Runs
+from dpdist.commands.options import RUNS, RunArgument, Runs, file_path, kind
 from dpdist.errors import UserError
+from dpdist.fields import Number, Positive, Probability
+
+Draws = Annotated[int, Number, Field(ge=1, le=10_000_000)]  # one process makes them
 
 
 def command(
     run: RunArgument,
     images: Annotated[
-        list[Path], typer.Argument(help="Image files, or .npy arrays of the model's input shape.")
+        list[Path],
+        typer.Argument(
+            callback=file_path(), help="Image files, or .npy arrays of the model's input shape."
+        ),
     ],
     runs: Runs = RUNS,
     sigma: Annotated[
-        float | None, typer.Option(help="Noise, in input units (default: the recipe's).")
+        float | None,
+        typer.Option(
+            callback=kind(Positive), help="Noise, in input units (default: the recipe's)."
+        ),
     ] = None,
-    n: Annotated[int, typer.Option(help="Draws per image.")] = 10_000,
-    alpha: Annotated[float, typer.Option(help="Error of each answer.")] = 0.001,
+    n: Annotated[int, typer.Option(callback=kind(Draws), help="Draws per image.")] = 10_000,
+    alpha: Annotated[
+        float, typer.Option(callback=kind(Probability), help="Error of each answer.")
+    ] = 0.001,
     label_only: Annotated[
         bool, typer.Option("--label-only", help="No radius: the two-sided test of the label.")
     ] = False,

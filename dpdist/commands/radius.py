@@ -9,16 +9,38 @@ import typer
 
 from dpdist.certification.bounds import clopper_pearson_lower
 from dpdist.certification.radii import format_radius, gaussian_l2_radius, linf_from_l2
+from dpdist.commands.options import kind
 from dpdist.errors import UserError
+from dpdist.fields import Count, CountOrZero, Positive, Probability
 
 
 def command(
-    hits: Annotated[int, typer.Option(help="Noisy draws that returned the predicted class.")],
-    draws: Annotated[int, typer.Option(help="Noisy draws in all, a number fixed in advance.")],
-    sigma: Annotated[float, typer.Option(help="Standard deviation of the Gaussian input noise.")],
-    alpha: Annotated[float, typer.Option(help="Error probability of the certificate.")] = 0.001,
+    hits: Annotated[
+        int,
+        typer.Option(
+            callback=kind(CountOrZero), help="Noisy draws that returned the predicted class."
+        ),
+    ],
+    draws: Annotated[
+        int,
+        typer.Option(callback=kind(Count), help="Noisy draws in all, a number fixed in advance."),
+    ],
+    sigma: Annotated[
+        float,
+        typer.Option(
+            callback=kind(Positive), help="Standard deviation of the Gaussian input noise."
+        ),
+    ],
+    alpha: Annotated[
+        float,
+        typer.Option(callback=kind(Probability), help="Error probability of the certificate."),
+    ] = 0.001,
     dimension: Annotated[
-        int | None, typer.Option(help="Number of inputs (28x28: 784); adds the L-infinity radius.")
+        int | None,
+        typer.Option(
+            callback=kind(Count),
+            help="Number of inputs (28x28: 784); adds the L-infinity radius.",
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:

@@ -8,8 +8,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dpdist.commands.options import RUNS, DataRoot, Name, RecipeArgument, Runs, Workers
+from dpdist.commands.options import (
+    PICTURE,
+    RUNS,
+    DataRoot,
+    Name,
+    RecipeArgument,
+    Runs,
+    Workers,
+    kind,
+    numbers,
+)
 from dpdist.errors import UserError
+from dpdist.fields import Count, Trials
 
 if TYPE_CHECKING:
     from dpdist.recipe import Recipe
@@ -29,11 +40,15 @@ def command(
         str | None, typer.Option(help="With --plan: expected numbers of trials, such as 5,10,50.")
     ] = None,
     records: Annotated[
-        int | None, typer.Option(min=1, help="With --plan: number of training records.")
+        int | None,
+        typer.Option(callback=kind(Count), help="With --plan: number of training records."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="With --plan: print JSON.")] = False,
     plot: Annotated[
-        Path | None, typer.Option(help="With --plan: draw epsilon against trials into this file.")
+        Path | None,
+        typer.Option(
+            callback=PICTURE, help="With --plan: draw epsilon against trials into this file."
+        ),
     ] = None,
     resume: Annotated[
         bool,
@@ -93,13 +108,7 @@ def require_tune(recipe: Recipe, where: str) -> Recipe:
 
 
 def _means(text: str) -> tuple[int, ...]:
-    try:
-        means = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        means = (0,)
-    if min(means) < 1:
-        raise UserError(f"tune: --trials: whole numbers >= 1 separated by commas, got {text!r}")
-    return means
+    return tuple(int(mean) for mean in numbers(text, "--trials", Trials) or ())
 
 
 def _show(recipe: Recipe, records: int, noise: float, rows: list) -> None:

@@ -1,0 +1,140 @@
+"""The door for files: what lies there is told in one line, and reading ends."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from cluster.errors import UserError
+from cluster.reading import NoSuchFile, parse_json, read_bytes, read_json, usable_path
+from cluster.storage import write_json
+from cluster.table_files import read_table
+from cluster.yaml_files import read_yaml
+
+LAUGHS = "a0: &a0 [x, x]\n" + "".join(
+    f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}, *a{i - 1}]\n" for i in range(1, 40)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        (
+            "a: 1\nprivacy:\n  x: 1\nb: 2\nprivacy:\n  x: 2\n",
+            "'privacy' is given twice, on lines 2 and 5",
+        ),
+        ("a:\n  - b: 1\n    b: 2\n", "'b' is given twice, on lines 2 and 3"),
+        ("yes: 1\ntrue: 2\n", "given twice"),
+        (LAUGHS, "aliases written out"),
+        ("a: &a [*a]", "an alias of what it lies in"),
+        ("[" * 10_000, "nested more than 50 deep"),
+        ("a: " + "9" * 5000, "a number of 5,000 characters"),
+        ("a: 0x" + "f" * 9000, "a number of 9,002 characters"),
+        ("a: !!python/object:os.system x", "a tag"),
+        ("a: 0x_", "cannot be read as YAML"),
+        ('a: "\\ud800"', "no text"),
+        ("[1]: 2", "a key must be a word"),
+        ("a: [", "cannot be read as YAML"),
+        ("x" * 200_000, "at most 131,072 are read"),
+    ],
+)
+def test_yaml_with_more_than_one_meaning_or_none_is_refused(tmp_path, text, complaint):
+    path = tmp_path / "x.yaml"
+    path.write_text(text)
+    began = time.monotonic()
+    with pytest.raises(UserError) as caught:
+        read_yaml(path)
+    assert complaint in str(caught.value) and str(caught.value).startswith(str(path))
+    assert "\n" not in str(caught.value) and time.monotonic() - began < 5
+
+
+def test_yaml_says_what_it_says(tmp_path):
+    path = tmp_path / "x.yaml"
+    path.write_text("a: &a {b: 1}\nc: {<<: *a, d: 2001-01-01}\n---\n[1, 2.5, null]\n")
+    first, second = read_yaml(path)
+    assert first == {"a": {"b": 1}, "c": {"b": 1, "d": "2001-01-01"}}
+    assert second == [1, 2.5, None]
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("[1]", "must be an object"),
+        ('{"a": NaN}', "NaN is no number"),
+        ('{"a": -Infinity}', "no number"),
+        ('{"a": 1e999}', "too large"),
+        ('{"a": 1, "a": 2}', "given twice"),
+        ("[" * 100_000, "nested"),
+        ('{"a": ' + "[" * 200 + "]" * 200 + "}", "nested"),
+        ('{"a": ' + "9" * 5000 + "}", "damaged"),
+        ('{"a": true}', "a must be int, got True"),
+        ("{}", "a is missing"),
+        ('{"a": "1"}', "a must be int"),
+        ("", "damaged"),
+    ],
+)
+def test_json_of_another_shape_is_refused(text, complaint):
+    with pytest.raises(UserError, match=complaint):
+        parse_json(text, "x.json", {"a": int})
+
+
+def test_what_is_no_file_is_never_opened(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "latin").write_bytes(b'{"a": "\xe9"}')
+    for path, complaint in [
+        (tmp_path / "pipe", "a pipe, must be a regular file"),
+        (tmp_path, "a folder"),
+        (Path("/dev/zero"), "a device"),
+        (tmp_path / "latin", "must be UTF-8 text, byte 7"),
+        (Path("a\0b"), "cannot be read"),
+        (Path("x" * 300), "cannot be read"),
+    ]:
+        with pytest.raises(UserError, match=complaint):
+            read_json(path)
+    with pytest.raises(NoSuchFile, match="no such file"):
+        read_bytes(tmp_path / "nothing")
+
+
+def test_paths_that_no_file_system_holds():
+    for text in ("a\0b", "~nosuchuser/x", "x" * 300, "a\nb", "/".join(["ab"] * 2000)):
+        with pytest.raises(UserError):
+            usable_path(text)
+    assert usable_path("~/x") == Path.home() / "x"
+
+
+def test_nan_is_never_written_as_json(tmp_path):
+    with pytest.raises(ValueError):
+        write_json(tmp_path / "x.json", {"a": float("nan")})
+    assert not (tmp_path / "x.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("columns", "complaint"),
+    [
+        ({"i": [1, 2]}, "no column 'x'"),
+        ({"i": [1, -2], "x": [0.0, 1.0]}, "row 1, 'i' must hold whole numbers >= 0, got -2"),
+        ({"i": [1, 2], "x": [0.0, float("nan")]}, "row 1, 'x'"),
+        ({"i": [1, None], "x": [0.0, 1.0]}, "row 1, 'i'"),
+        ({"i": ["a", "b"], "x": [0.0, 1.0]}, "column 'i' must hold whole numbers"),
+        ({"i": pa.array([], pa.int64()), "x": pa.array([], pa.float64())}, "no rows"),
+    ],
+)
+def test_tables_that_do_not_fit_are_refused(tmp_path, columns, complaint):
+    pq.write_table(pa.table(columns), tmp_path / "t.parquet")
+    with pytest.raises(UserError, match=complaint):
+        read_table(tmp_path / "t.parquet", {"i": (int, 0), "x": (float, None)})
+
+
+def test_a_column_that_is_there_twice(tmp_path):
+    twice = pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["i", "i"])
+    pq.write_table(twice, tmp_path / "t.parquet")
+    with pytest.raises(UserError, match="'i' is there twice"):
+        read_table(tmp_path / "t.parquet", {"i": (int, None)})
+    (tmp_path / "t.parquet").write_bytes((tmp_path / "t.parquet").read_bytes()[:-20])
+    with pytest.raises(UserError, match="not a readable Parquet table"):
+        read_table(tmp_path / "t.parquet", {"i": (int, None)})
