@@ -34,6 +34,10 @@ _LARGE = 1 << 18
 _CHUNK_BYTES = 3 << 19
 # Below this many positions a product is bound by writing its result.
 _FEW_POSITIONS = 64
+# Factors are widened to float64 this many bytes at a time.
+_WIDE_BYTES = 32 << 20
+# Squares below this may be lost to underflow in float32.
+_LOST = 2.0**-120
 
 
 Order = tuple[int, ...] | None
@@ -204,47 +208,43 @@ class PerExampleGradient:
             self._add_dense(self._outer.pop().dense(), self._order, fresh=True)
 
     def squared_norms(self) -> Tensor | None:
-        """(B,) squared L2 norms, never below the true ones by more than the rounding slack."""
+        """(B,) squared L2 norms in float64, never below the true ones by more than the rounding
+        slack: what squares lose to underflow is added."""
         self._merge()
         if self._dense is not None:
-            return torch.linalg.vector_norm(self._dense.flatten(1), dim=1).square()
+            return _squared_lengths(self._dense.flatten(1))
         if self._outer:
             return _outer_squared_norms(self._outer[0])
         if self._rows:
             return _rows_squared_norms(self._rows[0])
         return None
 
-    def select(self, keep: Tensor) -> None:
-        """Drop the examples where keep (B,) is False: also their Inf, which 0 * Inf would keep."""
+    def select(self, keep: Tensor | slice) -> None:
+        """Keep some examples, a mask (B,) or a slice: the others' Inf, which 0 * Inf would keep, is
+        dropped too."""
         if self._dense is not None:
-            self._dense, self._owned = self._dense[keep], True
+            self._dense, self._owned = self._dense[keep], False
         self._outer = [
             Outer(piece.left[keep], piece.right[keep], piece.order) for piece in self._outer
         ]
         self._rows = [Rows(piece.ids[keep], piece.values[keep], piece.rows) for piece in self._rows]
 
-    def add_weighted_sum(self, factors: Tensor, out: Tensor) -> None:
-        """out += sum over examples of factors[b] * gradient[b].
+    def add_weighted_sum(self, factors: Tensor, out: Tensor, run: int) -> None:
+        """out += sum over examples of factors[b] * gradient[b], in float64.
 
-        factors: (B,). out: contiguous, of the parameter's shape.
+        factors: float64 (B,). out: float64, contiguous, of the parameter's shape. run: how many
+        per-example gradients may be added in their own precision first (`clipping.short_run`).
+        Sums over positions are float64 always: positions that cancel leave nothing but rounding.
         """
         total = out
         if self._order is not None:
             total = out.new_zeros(self._stored_shape(self._order))
         if self._dense is not None:
-            flat = self._dense.flatten(1)
-            total.view(-1).addmv_(flat.t(), factors.to(flat.dtype))
+            _add_rows(self._dense.flatten(1), factors, total.view(-1), run)
         for piece in self._outer:
-            left, right = piece.left, piece.right
-            weights = factors.to(left.dtype)[:, None, None]
-            if left.shape[2] <= right.shape[2]:
-                left = left * weights
-            else:
-                right = right * weights
-            matrix = total.view(left.shape[2], right.shape[2])
-            matrix.addmm_(left.flatten(0, 1).t(), right.flatten(0, 1))
+            _add_products(piece, factors, total)
         for rows in self._rows:
-            values = rows.values * factors.to(rows.values.dtype)[:, None, None]
+            values = rows.values.double() * factors[:, None, None]
             live = rows.ids >= 0
             total.index_add_(0, rows.ids[live], values[live])
         if self._order is not None:
@@ -277,32 +277,79 @@ def _dense_sum(parts: list[Outer]) -> Tensor:
     return out
 
 
+def _add_rows(values: Tensor, factors: Tensor, total: Tensor, run: int) -> None:
+    """total (size,) += factors @ values (B, size): runs of `run` rows at once, and their sums in
+    float64."""
+    if values.dtype == torch.float64 or run == 1:
+        for piece, weights in zip(values.split(32), factors.split(32), strict=True):
+            total.addmv_(piece.double().t(), weights)
+        return
+    whole = len(values) // run * run
+    weights = factors.to(values.dtype)
+    if whole:
+        runs = values[:whole].unflatten(0, (-1, run))
+        total += torch.bmm(weights[:whole].view(-1, 1, run), runs).sum((0, 1), dtype=torch.float64)
+    if whole < len(values):
+        total += weights[whole:] @ values[whole:]
+
+
+def _add_products(piece: Outer, factors: Tensor, total: Tensor) -> None:
+    """total (o * i) += sum over examples and positions of factor * left ⊗ right."""
+    left, right = piece.left, piece.right
+    matrix = total.view(left.shape[2], right.shape[2])
+    step = max(1, _WIDE_BYTES // (8 * left.shape[1] * (left.shape[2] + right.shape[2])))
+    for start in range(0, len(left), step):
+        some = slice(start, start + step)
+        one, other, weights = left[some].double(), right[some].double(), factors[some, None, None]
+        if one.shape[2] <= other.shape[2]:
+            one = one * weights
+        else:
+            other = other * weights
+        matrix.addmm_(one.flatten(0, 1).t(), other.flatten(0, 1))
+
+
+def _squared_lengths(values: Tensor) -> Tensor:
+    """(B,) squared norms of rows (B, n) in float64, not below the true ones by underflow."""
+    lengths = torch.linalg.vector_norm(values, dim=1).double().square()
+    return lengths if values.dtype == torch.float64 else lengths + values.shape[1] * _LOST
+
+
 def _outer_squared_norms(piece: Outer) -> Tensor:
     left, right = piece.left, piece.right
     if left.shape[1] == 1:
-        lengths = torch.linalg.vector_norm(left[:, 0], dim=1)
-        return (lengths * torch.linalg.vector_norm(right[:, 0], dim=1)).square()
-    gram_left = torch.bmm(left, left.transpose(1, 2))
-    gram_right = torch.bmm(right, right.transpose(1, 2))
-    return _gram_product(gram_left, gram_right, gram_left.mul(gram_right).sum((1, 2)))
+        return _squared_lengths(left[:, 0]) * _squared_lengths(right[:, 0])
+    grams = [torch.bmm(factor, factor.transpose(1, 2)) for factor in (left, right)]
+    total = grams[0].mul(grams[1]).sum((1, 2))
+    return _gram_product(grams[0], grams[1], total, left.shape[2], right.shape[2])
 
 
 def _rows_squared_norms(piece: Rows) -> Tensor:
     live = piece.ids >= 0
     same = (piece.ids[:, :, None] == piece.ids[:, None, :]) & live[:, :, None]
     gram = torch.bmm(piece.values, piece.values.transpose(1, 2))
-    return _gram_product(gram, same.to(gram.dtype), gram.masked_fill(~same, 0).sum((1, 2)))
+    total = gram.masked_fill(~same, 0).sum((1, 2))
+    return _gram_product(gram, same.to(gram.dtype), total, piece.values.shape[2], 0)
 
 
-def _gram_product(gram_left: Tensor, gram_right: Tensor, total: Tensor) -> Tensor:
-    """`total`, raised by a bound on its rounding error when positions cancel each other.
+def _gram_product(
+    gram_left: Tensor, gram_right: Tensor, total: Tensor, width_left: int, width_right: int
+) -> Tensor:
+    """`total` in float64, raised by bounds on its rounding when positions cancel each other and on
+    its underflow.
 
-    |error| <= c u (sum_t |left_t| |right_t|)^2: without it, an example whose positions nearly
-    cancel could get a norm of zero and escape the clip.
+    |rounding| <= c u (sum_t |left_t| |right_t|)^2: without it, an example whose positions nearly
+    cancel could get a norm of zero and escape the clip. An entry of a Gram matrix is a sum of
+    `width` products, each of which may lose 2^-120; the other matrix multiplies the loss, and the
+    sum of its entries is at most T times its trace. width 0: the matrix is exact.
     """
-    diagonals = [
-        gram.diagonal(dim1=1, dim2=2).clamp(min=0).sqrt() for gram in (gram_left, gram_right)
+    positions = gram_left.shape[1]
+    squares = [
+        gram.diagonal(dim1=1, dim2=2).double().clamp(min=0) for gram in (gram_left, gram_right)
     ]
-    magnitude = (diagonals[0] * diagonals[1]).sum(1).square()
-    unit = torch.finfo(total.dtype).eps * math.sqrt(gram_left.shape[1])
-    return total.clamp(min=0) + 4 * unit * magnitude
+    magnitude = (squares[0] * squares[1]).sqrt().sum(1).square()
+    unit = torch.finfo(total.dtype).eps * math.sqrt(positions)
+    bounded = total.double().clamp(min=0) + 4 * unit * magnitude
+    if total.dtype == torch.float64:
+        return bounded
+    lost = width_left * squares[1].sum(1) + width_right * squares[0].sum(1) + positions
+    return bounded + positions * _LOST * lost

@@ -12,13 +12,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from dpdist.errors import UserError
 from dpdist.gradients.allocator import keep_freed_memory
+from dpdist.gradients.blocks import Blocks, padded
 from dpdist.gradients.capture import Layer, Objective, OnCall, find_layers, run_pass
-from dpdist.gradients.clipping import Clipping, rounding_slack
+from dpdist.gradients.clipping import Clipping, rounding_slack, short_run, sum_slack
 from dpdist.gradients.contributions import Dense, PerExampleGradient
 from dpdist.gradients.perturbations import Draws, ParameterDraws
 from dpdist.gradients.rules import LayerCall
@@ -35,7 +37,8 @@ _PERTURBED_CACHE_BYTES = 64 << 20
 class ClippedSum:
     """What one step learned from its batch. Everything but the noised `flat` is PRIVATE.
 
-    flat: (size,) sum over examples of clipped gradients, in the order of `engine.parameters`.
+    flat: float64 (size,), sum over examples of clipped gradients, in the order of
+    `engine.parameters`.
     examples: batch size. nonfinite: examples whose gradient was NaN or Inf and counted as zero.
     loss_sum: sum of the finite losses (mean over draws). details: what else a method measured.
     """
@@ -54,7 +57,11 @@ class GradientEngine:
     self-check on the first batch refuses other mixing). Its parameters are only read. objective:
     per-example losses (B,). clipping: see `dpdist.gradients.clipping`. draws: K perturbed passes
     whose gradients are averaged before the clip; None is plain DP-SGD. micro_batch: examples per
-    physical pass; None chooses it from the model's activation sizes, never from values or load.
+    physical pass at most; None chooses it from the model's activation sizes, never from values or
+    load. blocks: with them (and record ids and a draw key), records run in keyed blocks and in
+    passes of one shape, and one record changes the executed sum by at most `sensitivity`, rounding
+    included; without, passes are cut by position and the sum's rounding comes on top. They may be
+    replaced between steps.
 
     parameters: the trainable ones, in the model's order. size: their total number of scalars.
     layers: names of the layers, in the order of per-layer clip norms. fallback_layers: those
@@ -71,6 +78,7 @@ class GradientEngine:
         clipping: Clipping,
         draws: Draws | None = None,
         micro_batch: int | None = None,
+        blocks: Blocks | None = None,
     ) -> None:
         if micro_batch is not None and micro_batch < 1:
             raise UserError(f"micro_batch must be at least 1, got {micro_batch}")
@@ -80,6 +88,7 @@ class GradientEngine:
         self.objective = objective
         self.clipping = clipping
         self.micro_batch = micro_batch
+        self.blocks = blocks
         self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not self._named:
             raise UserError("the model has no trainable parameters")
@@ -129,60 +138,91 @@ class GradientEngine:
         """Sum over the batch of clipped per-example gradients.
 
         inputs (B, ...), targets (B, ...), B >= 0. draw_key: 32 bytes, new for every step; needed
-        when there are draws. record_ids (B,): non-negative ids that key per-example draws. The
-        result's `flat` has the parameters' dtype, float32 at least. Raises UserError.
+        when there are draws or blocks. record_ids (B,): distinct non-negative ids that key
+        per-example draws and blocks. Raises UserError.
         """
         batch = len(inputs)
         if len(targets) != batch or (record_ids is not None and len(record_ids) != batch):
             raise UserError(f"{batch} inputs, but {len(targets)} targets or other record ids")
         if batch and not (self._checked and self.micro_batch):
             self._first_look(inputs, targets)
-        if self._channels_last and inputs.dim() == 4:
-            inputs = inputs.to(memory_format=torch.channels_last)
-        like = self.parameters[0]
-        dtype = torch.promote_types(like.dtype, torch.float32)
-        flat = torch.zeros(self.size, dtype=dtype, device=like.device)
+        flat = torch.zeros(self.size, dtype=torch.float64, device=self.parameters[0].device)
         views = [
             piece.view(parameter.shape)
             for piece, parameter in zip(flat.split(self._sizes), self.parameters, strict=True)
         ]
-        step = self.micro_batch or 1
+        blocked = self._blocked(draw_key, record_ids)
+        run = short_run(blocked.capacity + 1 if blocked else batch)
         nonfinite, loss_sum = 0, 0.0
         perturbed: dict[int, dict[str, Tensor]] = {}
-        for start in range(0, batch, step):
-            piece = slice(start, min(start + step, batch))
-            ids = None if record_ids is None else record_ids[piece]
+        for rows, real in self.passes(batch, draw_key, record_ids, self.micro_batch):
+            ids = None if record_ids is None else record_ids[rows]
+            seen = inputs[rows]
+            if self._channels_last and seen.dim() == 4:
+                seen = seen.to(memory_format=torch.channels_last)
             gradients, losses = self._per_example_gradients(
-                inputs[piece], targets[piece], draw_key, ids, perturbed
+                seen, targets[rows], draw_key, ids, perturbed
             )
-            nonfinite += self._add_clipped(gradients, views)
+            nonfinite += self._add_clipped(gradients, real, views, run)
+            losses = losses[:real]
             loss_sum += float(losses[losses.isfinite()].sum())
         return ClippedSum(flat, batch, nonfinite, loss_sum)
 
-    def _add_clipped(self, gradients: list[PerExampleGradient], views: list[Tensor]) -> int:
-        """Add one micro-batch's clipped gradients to the sum; returns how many were not finite."""
+    def passes(
+        self, batch: int, draw_key: bytes, record_ids: Tensor | None, most: int | None = None
+    ) -> Iterator[tuple[Tensor, int]]:
+        """The physical passes over a batch: its rows, and how many of them are real; the others
+        repeat one that is. most: rows of a pass at most; None: a whole block, or the whole batch.
+        """
+        blocks = self._blocked(draw_key, record_ids)
+        if blocks is None or record_ids is None:
+            step = most or max(1, batch)
+            yield from ((rows, len(rows)) for rows in torch.arange(batch).split(step) if batch)
+            return
+        rows = blocks.rows(most or blocks.capacity)
+        for block in blocks.split(draw_key, np.asarray(record_ids.cpu())):
+            for members, real in padded(block, rows):
+                yield torch.from_numpy(members), real
+
+    def _blocked(self, draw_key: bytes, record_ids: Tensor | None) -> Blocks | None:
+        return self.blocks if draw_key and record_ids is not None else None
+
+    def _add_clipped(
+        self, gradients: list[PerExampleGradient], real: int, views: list[Tensor], run: int
+    ) -> int:
+        """Add one pass's clipped gradients, of its first `real` rows, to the sum; returns how many
+        were not finite."""
         squared: dict[int, Tensor] = {}
         for row, gradient in zip(self._row, gradients, strict=True):
             norms = gradient.squared_norms()
             if norms is not None:
-                norms = norms.double()
                 squared[row] = squared[row] + norms if row in squared else norms
         if not squared:
             return 0
         zero = torch.zeros_like(next(iter(squared.values())))
         table = torch.stack([squared.get(row, zero) for row in range(len(self.layers))])
-        table *= self.draws.weight**2
+        keep: slice | Tensor = slice(real)
+        table = table[:, keep] * self.draws.weight**2
         finite = table.sum(0).isfinite()
         bad = int((~finite).sum())
         if bad:  # removed, not multiplied by zero: 0 * Inf is NaN
             table = table[:, finite]
-            for gradient in gradients:
-                gradient.select(finite)
-        factors = self.clipping.factors(table, rounding_slack(views[0].dtype))
-        factors = (factors * self.draws.weight).to(views[0].dtype).expand(len(self.layers), -1)
+            keep = torch.zeros_like(zero, dtype=torch.bool)
+            keep[:real] = finite
+        for gradient in gradients:
+            gradient.select(keep)
+        factors = self.clipping.factors(table, self._slack())
+        factors = (factors * self.draws.weight).expand(len(self.layers), -1)
         for row, gradient, view in zip(self._row, gradients, views, strict=True):
-            gradient.add_weighted_sum(factors[row], view)
+            gradient.add_weighted_sum(factors[row], view, run)
         return bad
+
+    def _slack(self) -> float:
+        """How much harder to clip than asked for, so that rounding stays within the sensitivity."""
+        dtype = torch.promote_types(self.parameters[0].dtype, torch.float32)
+        if self.blocks is None:
+            return rounding_slack(dtype)
+        return rounding_slack(dtype) + sum_slack(dtype)
 
     def _trainable(self) -> dict[str, Tensor]:
         """The values to run with; convolutions are much faster on a CPU in channels-last format."""

@@ -108,9 +108,9 @@ def self_check(
         expected = _autograd(total_loss, [named[slot][1] for slot in group])
         for slot, grad in zip(group, expected, strict=True):
             name, gradient = named[slot][0], gradients[slot]
-            total = torch.zeros_like(grad, memory_format=torch.contiguous_format)
+            total = torch.zeros(grad.shape, dtype=torch.float64, device=grad.device)
             gradient.squared_norms()
-            gradient.add_weighted_sum(torch.ones_like(first_only), total)
+            gradient.add_weighted_sum(torch.ones_like(first_only, dtype=torch.float64), total, 1)
             finite = finite and bool(grad.isfinite().all())
             if finite and float((total - grad).norm()) > 1e-2 * max(float(grad.norm()), 1e-6):
                 raise UserError(

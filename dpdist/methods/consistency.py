@@ -16,8 +16,6 @@ from torch import Tensor
 
 from dpdist.gradients.engine import GradientEngine
 
-_CHUNK = 1024
-
 
 def weighted_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     """Logits (B, C) and weights of the classes (B, C), >= 0, of any sum, to losses (B,)."""
@@ -33,13 +31,18 @@ def agreed_targets(
     record_ids: Tensor,
 ) -> Tensor:
     """Class weights (B, C) for `weighted_cross_entropy`, from the engine's draws of this key."""
+    passes = list(engine.passes(len(inputs), draw_key, record_ids))
     parts = []
     with torch.no_grad():
-        for seen, ids in zip(inputs.split(_CHUNK), record_ids.split(_CHUNK), strict=True):
+        for rows, real in passes or [(torch.arange(0), 0)]:
+            seen, ids = inputs[rows], record_ids[rows]
             copies = [
                 engine.model(engine.draws.inputs(seen, ids, draw_key, k)).softmax(1)
                 for k in range(engine.draws.count)
             ]
-            parts.append(torch.stack(copies).mean(0))
+            parts.append(torch.stack(copies).mean(0)[:real])
     mean = torch.cat(parts)
+    if passes:
+        order = torch.cat([rows[:real] for rows, real in passes])
+        mean = mean[order.argsort()]
     return torch.nn.functional.one_hot(labels, mean.shape[1]).to(mean) + weight * mean

@@ -25,6 +25,7 @@ from cluster.packages import check_same, code_digest
 from cluster.storage import write_json
 from dpdist import models
 from dpdist.errors import UserError, no_room
+from dpdist.gradients.blocks import Blocks
 from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.keys import derive_key, key_id
 from dpdist.gradients.noise import add_noise
@@ -162,6 +163,7 @@ def run(job: TrainJob, reducer: Reducer, until: int | None = None) -> None:
             rate = optimizer.learning_rate(step)
             if recipe.training.schedule != "constant":
                 engine.draws = draws(todo, rate)
+            engine.blocks = Blocks.for_batches(shards.largest, todo.sample_rate, todo.batch_cap)
             sample_key = derive_key(key, "sample", attempt, step)
             draw_key = derive_key(key, "draw", attempt, step)
             rows = torch.zeros(shards.rows, engine.size, dtype=torch.float64, device=reducer.device)
@@ -237,18 +239,22 @@ def _constraint(job: TrainJob, model: torch.nn.Module) -> Callable[[], None]:
 
 @dataclasses.dataclass(frozen=True)
 class _Shards:
-    """rows: length of the reduced stack. mine: (row, first record, end) of this worker's shards."""
+    """rows: length of the reduced stack. largest: most records of any shard. mine: (row, first
+    record, end) of this worker's shards."""
 
     rows: int
+    largest: int
     mine: list[tuple[int, int, int]]
 
 
 def _shards(records: int, reducer: Reducer, reproducible: bool) -> _Shards:
     if not reproducible:
-        return _Shards(1, [(0, *share(records, reducer.rank, reducer.world_size))])
+        largest = -(-records // reducer.world_size)
+        return _Shards(1, largest, [(0, *share(records, reducer.rank, reducer.world_size))])
     begin, end = share(CANONICAL_SHARDS, reducer.rank, reducer.world_size)
     return _Shards(
         CANONICAL_SHARDS,
+        -(-records // CANONICAL_SHARDS),
         [(row, *share(records, row, CANONICAL_SHARDS)) for row in range(begin, end)],
     )
 

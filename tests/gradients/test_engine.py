@@ -66,8 +66,8 @@ def test_float32_sum_and_losses(model):
     result = engine.clipped_sum(inputs, targets)
     rows = per_example_gradients(model, inputs, targets)
     expected = (rows * (0.3 / rows.norm(dim=1, keepdim=True)).clamp(max=1)).sum(0)
-    assert result.flat.dtype == torch.float32
-    torch.testing.assert_close(result.flat, expected, rtol=1e-4, atol=1e-5)
+    assert result.flat.dtype == torch.float64
+    torch.testing.assert_close(result.flat.float(), expected, rtol=1e-4, atol=1e-5)
     loss = float(cross_entropy(model(inputs), targets).sum())
     assert result.loss_sum == pytest.approx(loss, rel=1e-5)
 
@@ -274,7 +274,7 @@ def test_per_layer_clipping(model):
             for part, limit in zip(rows.split(ends, dim=1), limits, strict=True)
         ]
     )
-    result = engine.clipped_sum(inputs, targets).flat
+    result = engine.clipped_sum(inputs, targets).flat.float()
     torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
     equal = GradientEngine(model, cross_entropy, clipping=PerLayerClipping(1.0))
     one = equal.clipped_sum(inputs[:1] * 50, targets[:1]).flat
@@ -286,7 +286,7 @@ def test_automatic_clipping(model):
     rows = per_example_gradients(model, inputs, targets)
     expected = (rows * 0.7 / (rows.norm(dim=1, keepdim=True) + 0.01)).sum(0)
     engine = GradientEngine(model, cross_entropy, clipping=AutomaticClipping(0.7))
-    result = engine.clipped_sum(inputs, targets).flat
+    result = engine.clipped_sum(inputs, targets).flat.float()
     torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
 
 

@@ -105,7 +105,7 @@ def test_the_average_over_draws_is_what_is_clipped(draws, clip_norm, micro_batch
     result = engine.clipped_sum(inputs, targets, draw_key=KEY, record_ids=IDS)
     expected = expected_sum(model, draws, clip_norm)
     torch.testing.assert_close(
-        result.flat, expected, rtol=1e-4, atol=2e-5 * float(expected.abs().max())
+        result.flat.float(), expected, rtol=1e-4, atol=2e-5 * float(expected.abs().max())
     )
 
 

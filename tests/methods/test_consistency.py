@@ -39,7 +39,7 @@ def engine(clip_norm: float = 1e6) -> GradientEngine:
 def clipped_sum(of: GradientEngine, inputs, labels, ids) -> torch.Tensor:
     task = task_for(InputNoise(sigma=0.5, draws=DRAWS, consistency=WEIGHT))
     targets = task.targets(of, inputs, labels, KEY, ids)
-    return of.clipped_sum(inputs, targets, draw_key=KEY, record_ids=ids).flat
+    return of.clipped_sum(inputs, targets, draw_key=KEY, record_ids=ids).flat.float()
 
 
 def by_hand(clip_norm: float, weight: float = WEIGHT) -> torch.Tensor:

@@ -1,0 +1,118 @@
+"""Which records run together: a function of each record's id and the step's key.
+
+Never of a record's place among the sampled ones: one record more or less changes one block and no
+other. A block runs in passes of one fixed shape, filled up with rows that count for nothing, so
+that kernels do not change with the company a record happens to keep.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from dpdist.gradients.keys import derive_key, words
+
+LARGEST = 1024  # most records of a block; `dpdist.gradients.clipping.sum_slack` rests on it
+# Room above the expected number, in standard deviations: two per cent of the blocks are cut in two.
+_ROOM = 2.0
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """count: into how many blocks a batch is hashed. capacity: most records of one block; a block
+    that has more is halved by the next bit of the hash, until none has.
+
+    One record more or less changes the rows of at most capacity + 1 records: those of the block
+    that holds it, or of the two halves of a block that it made overfull.
+    """
+
+    count: int
+    capacity: int
+
+    def __post_init__(self) -> None:
+        if self.count < 1 or not 1 <= self.capacity <= LARGEST:
+            raise ValueError(f"no blocks: {self.count} of at most {self.capacity} records")
+
+    @classmethod
+    def for_batches(cls, records: int, sample_rate: float, batch_cap: int | None = None) -> Blocks:
+        """Blocks for Poisson batches out of `records`: as few as `LARGEST` allows, none of them
+        much larger than they will mostly be."""
+        expected = max(1.0, records * sample_rate)
+        if batch_cap is not None:
+            expected = min(expected, float(batch_cap))
+        count = 1
+        while _capacity(expected, count, sample_rate) > LARGEST:
+            count += 1
+        capacity = _capacity(expected, count, sample_rate)
+        return cls(count, min(capacity, batch_cap) if batch_cap is not None else capacity)
+
+    def split(self, key: bytes, ids: np.ndarray) -> list[np.ndarray]:
+        """Positions in `ids` (int64, distinct, >= 0), block by block; no block is empty.
+
+        Within a block the order is the hash's, so it does not depend on the order of `ids` either.
+        """
+        hashes = _hash(derive_key(key, "blocks"), ids)
+        order = np.argsort(hashes, kind="stable")
+        ordered = hashes[order]
+        edges = [(i << 64) // self.count for i in range(self.count + 1)]
+        return [
+            order[first:last]
+            for low, high in zip(edges, edges[1:], strict=False)
+            for first, last in self._halved(ordered, low, high)
+        ]
+
+    def _halved(self, ordered: np.ndarray, low: int, high: int) -> Iterator[tuple[int, int]]:
+        first, last = _place(ordered, low), _place(ordered, high)
+        if first == last:
+            return
+        if last - first <= self.capacity or high - low == 1:
+            yield first, last
+            return
+        middle = (low + high) // 2
+        yield from self._halved(ordered, low, middle)
+        yield from self._halved(ordered, middle, high)
+
+    def rows(self, most: int) -> int:
+        """Rows of every pass: a block's capacity, or an equal part of it when that exceeds `most`
+        rows."""
+        return math.ceil(self.capacity / math.ceil(self.capacity / most))
+
+
+def padded(block: np.ndarray, rows: int) -> Iterator[tuple[np.ndarray, int]]:
+    """The block in passes of `rows` rows, and how many rows of each are real.
+
+    The others, at the end, repeat the pass's first record: whatever the model accepts.
+    """
+    for start in range(0, len(block), rows):
+        members = block[start : start + rows]
+        filler = np.repeat(members[:1], rows - len(members))
+        yield np.concatenate([members, filler]), len(members)
+
+
+def _capacity(expected: float, count: int, sample_rate: float) -> int:
+    mean = expected / count
+    spread = mean * (1 - sample_rate / count)
+    return math.ceil(mean + _ROOM * math.sqrt(spread))
+
+
+def _place(ordered: np.ndarray, edge: int) -> int:
+    if edge >> 64:
+        return len(ordered)
+    return int(np.searchsorted(ordered, np.uint64(edge)))
+
+
+def _hash(key: bytes, ids: np.ndarray) -> np.ndarray:
+    """64-bit hashes, different for different ids: two rounds of SplitMix64's finaliser, keyed.
+
+    They spread the records over blocks and hide nothing: any function of id and key would do.
+    """
+    hashes = ids.astype(np.uint64)
+    for word in words(key, 0, 2):
+        hashes = hashes * np.uint64(0x9E3779B97F4A7C15) + word
+        hashes = (hashes ^ (hashes >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        hashes = (hashes ^ (hashes >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        hashes = hashes ^ (hashes >> np.uint64(31))
+    return hashes
