@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -60,7 +61,7 @@ class Blocks:
         edges = [(i << 64) // self.count for i in range(self.count + 1)]
         return [
             order[first:last]
-            for low, high in zip(edges, edges[1:], strict=False)
+            for low, high in pairwise(edges)
             for first, last in self._halved(ordered, low, high)
         ]
 

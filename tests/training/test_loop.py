@@ -18,6 +18,7 @@ import torch
 from support.training import Interrupt, ThreadReducer, interrupted, make, together, train
 
 from dpdist.errors import UserError
+from dpdist.gradients.blocks import Blocks
 from dpdist.gradients.engine import ClippedSum, GradientEngine
 from dpdist.privacy.ledger import Ledger, LedgerError, ReplayConflict
 from dpdist.runfolder import RunFolder
@@ -357,3 +358,24 @@ def test_the_test_split_is_not_the_private_one(tmp_path):
     with pytest.raises(UserError, match="the same records"):
         prepare(recipe, folder, "test")
     assert not folder.path.exists()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_every_pass_of_a_run_has_the_shape_that_the_plan_gives(tmp_path, monkeypatch, workers):
+    """Batches differ in size, the model never sees it: neither do a record's last bits."""
+    shapes, batches = set(), set()
+
+    def watched(name, sizes):
+        real = getattr(GradientEngine, name)
+
+        def call(self, inputs, *rest, **options):
+            sizes.add(len(inputs))
+            return real(self, inputs, *rest, **options)
+
+        monkeypatch.setattr(GradientEngine, name, call)
+
+    watched("clipped_sum", batches)
+    watched("_per_example_gradients", shapes)
+    train(*make(tmp_path, training__steps=6, resources__checkpoint_seconds=1e9), workers)
+    assert len(batches) > 2
+    assert shapes == {Blocks.for_batches(400 // workers, 0.1).capacity}

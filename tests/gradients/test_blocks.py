@@ -1,0 +1,243 @@
+"""Keyed blocks: who runs with whom, and that rounding stays within the sensitivity."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from dpdist.gradients.blocks import LARGEST, Blocks, padded
+from dpdist.gradients.clipping import FlatClipping, rounding_slack, short_run, sum_slack
+from dpdist.gradients.engine import GradientEngine
+from dpdist.gradients.perturbations import InputDraws
+
+KEY = bytes(range(32))
+
+
+def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs, targets, reduction="none")
+
+
+# ---- who runs with whom
+
+
+def groups(blocks: Blocks, ids: np.ndarray, key: bytes = KEY) -> set[tuple[int, ...]]:
+    """The blocks as tuples of record ids, in the order in which they run."""
+    return {tuple(int(i) for i in ids[block]) for block in blocks.split(key, ids)}
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    st.sets(st.integers(0, 2**40), min_size=1, max_size=80), st.integers(1, 5), st.integers(1, 20),
+    st.binary(min_size=32, max_size=32), st.randoms(use_true_random=False),
+)  # fmt: skip
+def test_one_record_changes_its_own_block_and_no_other(members, count, capacity, key, random):
+    blocks, ids = Blocks(count, capacity), list(members)
+    random.shuffle(ids)
+    whole = groups(blocks, np.array(ids), key)
+    assert sorted(i for block in whole for i in block) == sorted(ids)
+    assert max(map(len, whole)) <= capacity
+    gone = ids.pop(random.randrange(len(ids)))
+    random.shuffle(ids)  # nor does the order of the records matter
+    rest = groups(blocks, np.array(ids, dtype=np.int64), key)
+    changed = {i for block in whole - rest for i in block}
+    assert gone in changed and len(changed) <= capacity + 1
+    assert {i for block in rest - whole for i in block} == changed - {gone}
+
+
+def test_another_key_gives_other_blocks():
+    ids = np.arange(200)
+    assert groups(Blocks(4, 60), ids) != groups(Blocks(4, 60), ids, bytes(32))
+
+
+def test_blocks_are_rarely_cut_and_no_larger_than_the_bound_allows():
+    """300 batches: a block holds more than its capacity with probability 2.3 %, so at least 20 of
+    300 are cut with probability below 1e-4; each batch is filled up by less than 20 %."""
+    blocks = Blocks.for_batches(60_000, 256 / 60_000)
+    assert blocks == Blocks(1, 288)
+    generator = np.random.default_rng(0)
+    batches = [
+        generator.choice(60_000, int(generator.binomial(60_000, 256 / 60_000)), replace=False)
+        for _ in range(300)
+    ]
+    assert sum(len(groups(blocks, batch)) > 1 for batch in batches) < 20
+    for records, rate in ((10**6, 0.5), (65_500, 1.0), (2000, 1.0), (1000, 1.0), (10, 0.01)):
+        found = Blocks.for_batches(records, rate)
+        assert 1 <= found.capacity <= LARGEST
+        assert found.count * found.capacity >= records * rate
+    assert Blocks.for_batches(1000, 1.0) == Blocks(1, 1000)  # a full batch needs no room
+    assert Blocks.for_batches(1000, 0.5, batch_cap=40).capacity <= 40
+
+
+def test_passes_have_one_shape_and_repeat_a_record_of_their_own():
+    blocks = Blocks(1, 100)
+    assert blocks.rows(1000) == 100 and blocks.rows(99) == 50 and blocks.rows(30) == 25
+    seen = list(padded(np.arange(60), 25))
+    assert [(len(rows), real) for rows, real in seen] == [(25, 25), (25, 25), (25, 10)]
+    assert seen[2][0].tolist() == [*range(50, 60), *[50] * 15]
+
+
+# ---- the engine in blocks
+
+
+def network() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 16),
+        nn.Tanh(), nn.Linear(16, 3),
+    )  # fmt: skip
+
+
+def images(size: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    inputs = torch.rand(size, 1, 8, 8, generator=generator)
+    return inputs, torch.arange(size) % 3, torch.randperm(1000, generator=generator)[:size]
+
+
+@pytest.mark.parametrize("draws", [None, InputDraws(2, 0.3)], ids=["plain", "draws"])
+@pytest.mark.parametrize("micro_batch", [None, 7])
+def test_blocks_change_the_sum_by_their_slack_and_nothing_else(draws, micro_batch):
+    inputs, targets, ids = images(50)
+    results = []
+    for blocks in (None, Blocks(3, 21)):
+        engine = GradientEngine(
+            network(), cross_entropy, clipping=FlatClipping(0.2), draws=draws, blocks=blocks,
+            micro_batch=micro_batch,
+        )  # fmt: skip
+        results.append(engine.clipped_sum(inputs, targets, draw_key=KEY, record_ids=ids))
+    whole, blocked = results
+    # Every record reaches the clip here, so that the slack lowers all alike.
+    shrunk = whole.flat / (1 + sum_slack(torch.float32))
+    torch.testing.assert_close(blocked.flat, shrunk, rtol=1e-5, atol=1e-5)
+    assert blocked.examples == 50 and blocked.loss_sum == pytest.approx(whole.loss_sum, rel=1e-6)
+
+
+def test_every_pass_has_the_same_shape_whatever_the_batch():
+    engine = GradientEngine(
+        network(), cross_entropy, clipping=FlatClipping(0.2), blocks=Blocks(2, 30), micro_batch=12
+    )
+    shapes = set()
+    engine.clipped_sum(*images(20)[:2])  # the self-check has its own shapes
+    engine.model.register_forward_hook(lambda module, args, out: shapes.add(tuple(args[0].shape)))
+    for size in (1, 5, 30, 61):
+        inputs, targets, ids = images(size)
+        engine.clipped_sum(inputs, targets, draw_key=KEY, record_ids=ids)
+    assert shapes == {(10, 1, 8, 8)}
+
+
+def test_rows_that_fill_up_count_for_nothing():
+    """A block of one record, which is not finite: counted once, and the sum is exactly zero."""
+    inputs, targets, ids = images(3)
+    engine = GradientEngine(
+        network(), cross_entropy, clipping=FlatClipping(0.2), blocks=Blocks(1, 30)
+    )
+    inputs[0] = torch.nan
+    one = engine.clipped_sum(inputs[:1], targets[:1], draw_key=KEY, record_ids=ids[:1])
+    assert (one.nonfinite, one.loss_sum) == (1, 0.0) and not one.flat.any()
+    both = engine.clipped_sum(inputs, targets, draw_key=KEY, record_ids=ids)
+    rest = engine.clipped_sum(inputs[1:], targets[1:], draw_key=KEY, record_ids=ids[1:])
+    assert both.nonfinite == 1 and torch.equal(both.flat, rest.flat)
+
+
+# ---- rounding
+
+
+def test_the_slack_covers_its_bound():
+    """What `sum_slack` states, over all sizes of a block and both sums."""
+    for rows in range(1, LARGEST + 2):
+        run = short_run(rows)
+        assert run * rows <= 2**13 and run >= 4
+        bound = 2 * (run + 2) * 2.0**-24 * rows + rows**2 * 2.0**-41.5 * 10_000**0.75
+        assert bound <= sum_slack(torch.float32)
+    assert short_run(65_500) == 1
+
+
+def climbing(records: int, width: int, up: float, down: float) -> Tensor:
+    """Gradients (records, width) that fill a float32 sum to just below a power of two, where a last
+    bit is worth half as much as just above, and then nearly cancel in pairs: one record more
+    lifts the sum over the edge, and every later addition is rounded otherwise. up, down: the pair,
+    found by search."""
+    edge = 2.0 ** (np.floor(np.log2(records)) - 1)
+    if records > 10_000:
+        edge /= 2
+    climb = int(edge / 0.99)
+    gradients = torch.zeros(records, width)
+    gradients[:climb, 0] = (edge - 1.6) / climb
+    gradients[climb::2, 0] = up
+    gradients[climb + 1 :: 2, 0] = -down
+    return gradients
+
+
+def sum_of(gradients: Tensor, blocks: Blocks | None) -> Tensor:
+    """The engine's sum of these gradients at clip norm 1: a bias's gradient is the target here."""
+    model = nn.Linear(1, gradients.shape[1])
+    model.weight.requires_grad_(False)
+    engine = GradientEngine(
+        model, lambda out, target: (out * target).sum(1), clipping=FlatClipping(1.0), blocks=blocks
+    )
+    ids = torch.arange(len(gradients))
+    zeros = torch.zeros(len(gradients), 1)
+    return engine.clipped_sum(zeros, gradients, draw_key=KEY, record_ids=ids).flat.double()
+
+
+@pytest.mark.parametrize(
+    ("records", "width", "up", "down"),
+    [
+        (2048, 2, 0.6742027878761292, 0.6737940653743668),
+        (8192, 2, 0.7996588945388794, 0.7990140630819339),
+        (65_500, 16, 0.7434514880180358, 0.7432373832210344),
+    ],
+)
+def test_one_record_changes_the_executed_sum_by_at_most_c(records, width, up, down):
+    """In float32 the change was 1.03 C, 1.52 C and 12.6 C. The new record is the first, so that by
+    position it moves all others."""
+    gradients = climbing(records, width, up, down)
+    new = torch.zeros(1, width)
+    new[0, 0] = 0.9999
+    both = torch.cat([new, gradients])
+    assert float((sum_of(both, None) - sum_of(gradients, None)).norm()) <= 1.0
+    blocks = Blocks.for_batches(records, 1.0)
+    # In blocks the records keep their ids.
+    whole = sum_of(both, blocks)
+    model = nn.Linear(1, width)
+    model.weight.requires_grad_(False)
+    engine = GradientEngine(
+        model, lambda out, target: (out * target).sum(1), clipping=FlatClipping(1.0), blocks=blocks
+    )
+    rest = engine.clipped_sum(
+        torch.zeros(records, 1), gradients, draw_key=KEY, record_ids=torch.arange(1, records + 1)
+    ).flat
+    change = float((whole - rest).norm())
+    assert 0.9999 - 2 * sum_slack(torch.float32) <= change <= 1.0
+
+
+@pytest.mark.parametrize("records", [2048, 8192, 65_500])
+def test_positions_that_cancel_add_no_rounding(records):
+    """A record's positions are 400 C each and cancel to C: the sum over positions and records is
+    right to 1e-6 C of the same sum in exact arithmetic, in which the new record adds at most C."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4, bias=False)
+    row = torch.rand(1, 1, 4) + 0.5
+    one = torch.cat([row, -row * (1 - 2e-3)], dim=1)
+    inputs = one * torch.where(torch.arange(records) < records // 2, 1.0, -1.0)[:, None, None]
+    new = torch.cat([row / 2, torch.zeros(1, 1, 4)], dim=1)
+    engine = GradientEngine(
+        model, lambda out, target: out.sum((1, 2)), clipping=FlatClipping(1.0),
+        blocks=Blocks.for_batches(records, 1.0),
+    )  # fmt: skip
+
+    def total(inputs: Tensor, first: int) -> Tensor:
+        ids = torch.arange(first, first + len(inputs))
+        return engine.clipped_sum(
+            inputs, torch.zeros(len(inputs)), draw_key=KEY, record_ids=ids
+        ).flat
+
+    change = total(torch.cat([new, inputs]), 0) - total(inputs, 1)
+    slack = rounding_slack(torch.float32) + sum_slack(torch.float32)
+    assert 1 - 2 * slack <= float(change.norm()) <= 1.0
+    # Half the records are the others' negatives.
+    assert float(total(inputs, 1).norm()) <= 1e-6
