@@ -286,7 +286,10 @@ def test_files_that_cannot_be_used(dpdist, tmp_path):
     (folder / "private" / "plan.json").write_text(json.dumps(plan))
     (folder / "private" / "trained.json").write_text('{"seconds": 1, "fallback_layers": []}')
     line = refused(dpdist("report", "small", cwd=tmp_path))
-    assert "ledger.jsonl: No such file" in line
+    assert "trained.json: damaged: steps must be a whole number >= 0, got None" in line
+    (folder / "private" / "trained.json").write_text('{"steps": 0}')
+    line = refused(dpdist("report", "small", cwd=tmp_path))
+    assert "ledger.jsonl: missing" in line
     (folder / "private" / "ledger.jsonl").write_text('{"record": 1}\n')
     line = refused(dpdist("report", "small", cwd=tmp_path))
     assert "ledger.jsonl, line 1, is corrupt" in line

@@ -24,6 +24,7 @@ from dpdist.privacy.guarantee import Guarantee, format_epsilon
 from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.plan import NonPrivate, PrivacyPlan
 from dpdist.recipe import Recipe
+from dpdist.released import read_released
 from dpdist.reports.attacks import AttackTable, numbers_of, read_attacks, read_checks, summary_rows
 from dpdist.reports.claims import claim_line, claim_of
 from dpdist.reports.searches import SearchTerms, read_search, released
@@ -244,8 +245,8 @@ def read_facts(folder: RunFolder) -> Facts:
     """Read a run whose training has finished. Raises UserError when it has not."""
     trained = folder.require_trained()
     recipe = folder.read_recipe()
-    plan = folder.read_plan()
-    ledger = Ledger.read(folder.ledger)
+    by_run = read_released(folder)
+    plan, ledger = by_run.plan, by_run.ledger
     evaluation = read_json(folder.evaluation, _EVALUATION) if folder.evaluation.exists() else None
     search = read_search(folder)
     whole = dataclasses.replace(plan, phases=ledger.phases(plan))
