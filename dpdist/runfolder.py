@@ -228,7 +228,7 @@ class RunFolder:
                 f"{self.path}: this run never finished training; continue it with "
                 f"`dpdist {command}` first"
             )
-        return read_json(self.trained, {"seconds": float, "fallback_layers": list})
+        return read_json(self.trained, {"steps": int, "fallback_layers": list})
 
     def read_plan(self) -> PrivacyPlan:
         """The plan that the run executes. Raises UserError when it is missing or damaged."""

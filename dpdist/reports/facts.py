@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from cluster.reading import parse_json, read_json
+from cluster.reading import check_shape, parse_json, read_json
 from cluster.table_files import Column
 from cluster.table_files import read_table as read_columns
 from dpdist import __version__
@@ -244,6 +244,8 @@ class Facts:
 def read_facts(folder: RunFolder) -> Facts:
     """Read a run whose training has finished. Raises UserError when it has not."""
     trained = folder.require_trained()
+    if not folder.search.exists():  # a search keeps its durations secret
+        check_shape(trained, str(folder.trained), {"seconds": float})
     recipe = folder.read_recipe()
     by_run = read_released(folder)
     plan, ledger = by_run.plan, by_run.ledger
