@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST_ARGS ?=
 
-.PHONY: demo test lint bench clean install
+.PHONY: demo test lint mutants bench clean install
 .DEFAULT_GOAL := help
 
 .PHONY: help
@@ -13,6 +13,7 @@ help:
 	@echo "make demo    train privately, certify and report on built-in data (2 minutes after the install)"
 	@echo "make test    lint, type-check and test"
 	@echo "make lint    ruff and mypy only"
+	@echo "make mutants plant faults, one at a time: do the tests notice? (under an hour; docs/testing.md)"
 	@echo "make bench   speed and memory, side by side with peers"
 	@echo "make clean   remove the environment and caches (never runs/)"
 
@@ -38,6 +39,9 @@ lint: install
 
 test: lint
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+mutants: install
+	@$(BIN)/python tests/mutants/run.py
 
 bench: install
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test,bench]"

@@ -236,7 +236,7 @@ def test_a_killed_driver_loses_nothing(reference: Path, model_folder: Path, tmp_
         [sys.executable, "-c", script], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     journal = tmp_path / "journal.jsonl"
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240  # of 300; starting Ray takes a minute on a busy machine
     while not (journal.exists() and journal.read_bytes().count(b"\n") >= 20):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.02)

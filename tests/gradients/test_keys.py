@@ -26,15 +26,24 @@ def test_stream_is_chacha20():
 
 
 def test_labels_are_separated():
-    keys = {
-        derive_key(KEY, "sample", 1, 2),
-        derive_key(KEY, "sample", 12),
-        derive_key(KEY, "sample", "1", 2),
-        derive_key(KEY, "sample", "1", "2"),
-        derive_key(KEY, "noise", 1, 2),
-        derive_key(KEY, "samp", "le", 1, 2),
-    }
-    assert len(keys) == 6
+    """Sequences that are one text when joined, in whatever way, give different keys."""
+    sequences: list[tuple[str | int, ...]] = [
+        ("sample", 1, 2), ("sample", 12), ("sample", 1, 2, ""), ("sample", "1", 2),
+        ("sample", "1", "2"),
+        ("sample", "1/2"), ("sample", "1,2"), ("sample", 2, 1), ("sample",), ("sample", ""),
+        ("noise", 1, 2), ("samp", "le", 1, 2), ("s", "ample", 1, 2), ("", "sample", 1, 2),
+        # As above with what could mark the kind or the length of a label inside a label.
+        ("a", "sb"), ("as", "b"), ("a", "ib"), ("ai", "b"), ("xi1",), ("x", 1), ("xs1",),
+        ("x", "1"),
+        ("a\0b",), ("a", "b"), ("a\0", "b"), ("a", "\0b"), ("a", -1), ("a", "-1"), ("a", 2**64),
+        ("a", 0),
+    ]  # fmt: skip
+    assert len(set(sequences)) == len(sequences)
+    keys = {derive_key(KEY, *sequence) for sequence in sequences}
+    assert len(keys) == len(sequences)
+    others = {derive_key(bytes(32), *sequence) for sequence in sequences}
+    assert not keys & others, "the parent key counts"
+    assert all(len(key) == 32 for key in keys)
 
 
 def test_seeds_equal_modulo_2_32_do_not_collide():

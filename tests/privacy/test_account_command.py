@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 
 import pytest
 from typer.testing import CliRunner
@@ -139,10 +138,6 @@ def test_epsilon_starts_fast_and_imports_neither_torch_nor_ray():
         "assert time.process_time() < 4, time.process_time()\n"
     )
     arguments = ["epsilon", *RUN, "--noise-multiplier", "1.1", "--steps", "3516", "--json"]
-    started = time.perf_counter()
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60
-    )
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["epsilon"] == pytest.approx(1.134, abs=5e-4)
-    assert time.perf_counter() - started < 30

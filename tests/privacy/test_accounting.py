@@ -301,7 +301,7 @@ def test_neither_torch_nor_ray_is_imported():
         "bad = {'torch', 'ray'} & set(sys.modules)\n"
         "sys.exit(f'imported {bad}' if bad else 0)\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 # --- the floating-point floor of PLD ------------------------------------------------------------

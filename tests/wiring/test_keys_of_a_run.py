@@ -60,12 +60,14 @@ def recorded(
 
 
 def secrets(seen: Recorder) -> dict[str, list[bytes]]:
-    """Keys by purpose: of the samples, of the noise, of the perturbations."""
+    """Keys by purpose: of samples, noise, perturbations and the blocks of a sum."""
+    blocks = {d.key for d in seen.derived if d.purpose == "blocks"}
     draws = [d.parent for d in seen.derived if d.purpose.startswith("draws/")]
     return {
         "sample": seen.of(SAMPLING),
         "noise": seen.of(NOISE),
         "draw": list(dict.fromkeys(draws)),
+        "blocks": [s.key for s in seen.streams if s.key in blocks],
     }
 
 
@@ -77,11 +79,11 @@ def check_disjoint(seen: Recorder, steps: int) -> None:
     """One key for each purpose and step; no stream is read for two ends, none is also a parent."""
     found = secrets(seen)
     for purpose, of in found.items():
-        assert len(of) == steps, f"{len(of)} {purpose} keys for {steps} steps"
-    everything = [key for of in found.values() for key in of]
-    assert len(set(everything)) == 3 * steps, "a key serves two purposes or two steps"
+        assert len(set(of)) == steps, f"{len(set(of))} {purpose} keys for {steps} steps"
+    everything = {key for of in found.values() for key in of}
+    assert len(everything) == len(found) * steps, "a key serves two purposes or two steps"
     opened = {s.key for s in seen.streams if s.kind == "words"}
-    assert opened == set(found["sample"]) | set(found["noise"])
+    assert opened == everything - set(found["draw"])
     assert not opened & {d.parent for d in seen.derived}, "a stream's key is derived from as well"
     # Two callers never read the same words.
     by_caller: dict[bytes, set[str]] = {}
@@ -100,7 +102,7 @@ def test_every_step_and_purpose_has_a_key_of_its_own(tmp_path, monkeypatch):
     fingerprint = loop.training_data(job.recipe, job.source).fingerprint
     found = secrets(seen)
     for purpose, of in found.items():
-        for step, key in enumerate(of):
+        for step, key in enumerate(dict.fromkeys(of)):
             assert run_key in seen.ancestors(key), f"{purpose} does not descend from the run key"
             told = seen.labels(key)
             assert {str(step), "0/", job.plan.fingerprint(), fingerprint} <= told, purpose

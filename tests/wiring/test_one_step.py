@@ -68,9 +68,9 @@ def follow(job: TrainJob, patch: pytest.MonkeyPatch, workers: int = 1) -> list[i
         oracle.step(seen, t, gradient)
         state = checkpoint.latest(folder.checkpoints)
         assert state is not None and state.step == t + 1
-        close(state.flat, oracle.flat, before)
+        close(state.flat, oracle.flat, before, job.recipe.training.optimizer)
         if job.recipe.training.ema is not None:
-            close(released(job), oracle.average, before)
+            close(released(job), oracle.average, before, job.recipe.training.optimizer)
         else:
             assert torch.equal(released(job), state.flat), "what is saved is what was trained"
         oracle.take_over(state.flat)
@@ -78,11 +78,15 @@ def follow(job: TrainJob, patch: pytest.MonkeyPatch, workers: int = 1) -> list[i
     return sizes
 
 
-def close(found: torch.Tensor, wanted: torch.Tensor, before: torch.Tensor) -> None:
-    """Equal up to float32: a thousandth of the step's largest entry."""
+def close(
+    found: torch.Tensor, wanted: torch.Tensor, before: torch.Tensor, optimizer: str = "sgd"
+) -> None:
+    """Equal up to rounding and the room that the clip leaves for it: half a hundredth of the step's
+    largest entry. Adam divides each entry by its own size, and with it the rounding."""
     step = (wanted - before).abs().max()
     error = (found.double() - wanted).abs().max()
-    assert error <= 1e-3 * step, f"off by {float(error / step):.3g} of the largest entry"
+    room = 2e-2 if optimizer == "adam" else 5e-3
+    assert error <= room * step, f"off by {float(error / step):.3g} of the largest entry"
 
 
 def released(job: TrainJob) -> torch.Tensor:

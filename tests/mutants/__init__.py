@@ -1,0 +1,11 @@
+"""Planted faults: what a careless change to code that carries a guarantee could be, and the fast
+tests that must notice each. `make mutants` plants them one at a time; docs/testing.md says more."""
+
+from __future__ import annotations
+
+from mutants import certification, gradients, privacy, training, tuning
+from mutants.fault import Fault
+
+FAULTS: list[Fault] = [
+    fault for area in (training, gradients, privacy, tuning, certification) for fault in area.FAULTS
+]
