@@ -16,6 +16,7 @@ from cluster.storage import built_aside, write_json
 from dpdist import models
 from dpdist.errors import UserError
 from dpdist.recipe import parse
+from dpdist.released import read_released
 from dpdist.runfolder import RunFolder
 from dpdist.training.job import source_of
 from dpdist.training.provenance import check_pretrained, load_frozen, with_frozen
@@ -42,7 +43,8 @@ def put_together(
     Raises UserError when the run has no such network, the target exists, the part does not fit or
     was trained on the run's private records.
     """
-    folder.require_trained()
+    finished = folder.require_trained()
+    read_released(folder)
     if folder.asked.exists():
         raise UserError(f"{folder.path}: a private search; its model cannot be moved")
     if target.path.exists():
@@ -77,10 +79,13 @@ def put_together(
     with built_aside(target.path) as path:
         aside = RunFolder(path)
         aside.begin(new)
-        for kept in (folder.plan, folder.data, folder.ledger, folder.run_key, folder.fixed_key):
+        for kept in (
+            folder.plan, folder.data, folder.ledger, folder.anchor, folder.run_key,
+            folder.fixed_key,
+        ):  # fmt: skip
             if kept.exists():
                 shutil.copy2(kept, aside.private / kept.name)
         write_json(aside.pretrained, {**about, "joined": joined})
         models.save(whole, spec, aside.model)
-        shutil.copy2(folder.trained, aside.trained)
+        write_json(aside.trained, {**finished, "model": models.model_hash(aside.model)})
     return target

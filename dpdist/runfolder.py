@@ -21,6 +21,7 @@ from cluster.reading import NoSuchFile, read_json, reason, usable_path
 from cluster.storage import private_folder, write_atomic, write_json
 from dpdist import __version__
 from dpdist.errors import UserError
+from dpdist.privacy.journal import anchor_path
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.recipe import Recipe, load
 
@@ -53,6 +54,11 @@ class RunFolder:
     @property
     def ledger(self) -> Path:
         return self.private / "ledger.jsonl"
+
+    @property
+    def anchor(self) -> Path:
+        """How far the ledger goes, kept outside it (`dpdist.privacy.journal`)."""
+        return anchor_path(self.ledger)
 
     @property
     def run_key(self) -> Path:
@@ -222,11 +228,16 @@ class RunFolder:
                 f"{self.path}: this run never finished training; continue it with "
                 f"`dpdist {command}` first"
             )
-        return read_json(self.trained, {"seconds": float, "fallback_layers": list})
+        return read_json(self.trained, {"steps": int, "fallback_layers": list})
 
     def read_plan(self) -> PrivacyPlan:
         """The plan that the run executes. Raises UserError when it is missing or damaged."""
         return plan_of(read_json(self.plan), str(self.plan))
+
+
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints in `folder` that were written to their end, oldest first."""
+    return sorted(path for path in folder.glob("step-*") if (path / "done.json").exists())
 
 
 def plan_of(record: Any, where: str) -> PrivacyPlan:

@@ -24,6 +24,7 @@ from dpdist import archive as archives
 from dpdist.archive import Archive, Permit, layout, writing
 from dpdist.cli import main
 from dpdist.errors import UserError
+from dpdist.privacy.journal import Anchor
 from dpdist.privacy.ledger import Ledger
 from dpdist.recipe import Recipe, parse
 from dpdist.runfolder import RunFolder, open_run, read_json
@@ -280,22 +281,27 @@ def test_torn_and_damaged_archives_are_refused(archived) -> None:
     assert archives.restore(store.url, folder.path.parent)[1] > 0
 
 
+def replace(store: ObjectStore, path: str, content: bytes) -> None:
+    """Another content for an archived file, with a digest that fits."""
+
+    def change(manifest: dict) -> None:
+        name = manifest["files"][path]["object"]
+        digest, size = store.put(name, content)
+        manifest["files"][path] = {"object": name, "digest": digest, "size": size}
+
+    rewrite(store, change)
+
+
 def test_a_cut_ledger_is_refused_whatever_the_manifest_says(archived) -> None:
     """Cut at a line, so that its chain holds, and with digests that fit: header and attempt."""
     folder, store = archived
-    name = "00000001/files/cut/private/ledger.jsonl"
-
-    def cut(manifest: dict) -> None:
-        entry = manifest["files"]["private/ledger.jsonl"]
-        lines = store.get(entry["object"]).splitlines(keepends=True)
-        digest, size = store.put(name, b"".join(lines[:2]))
-        assert manifest["checkpoint"]
-        manifest["files"]["private/ledger.jsonl"] = {
-            "object": name, "digest": digest, "size": size
-        }  # fmt: skip
-
-    rewrite(store, cut)
-    refused(folder, "lacks releases that the archived checkpoint was made of")
+    files = json.loads(store.get("00000001/manifest.json"))["files"]
+    whole = store.get(files["private/ledger.jsonl"]["object"])
+    cut = b"".join(whole.splitlines(keepends=True)[:2])
+    replace(store, "private/ledger.jsonl", cut)
+    refused(folder, "ledger.jsonl lacks records that were written to it")
+    replace(store, "private/ledger.anchor", Anchor.of(cut).line.encode())
+    refused(folder, "ledger.jsonl lacks releases that the checkpoint of step")
 
 
 def test_an_interrupted_upload_leaves_the_one_before(tmp_path, url, monkeypatch) -> None:

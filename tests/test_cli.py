@@ -284,9 +284,13 @@ def test_files_that_cannot_be_used(dpdist, tmp_path):
     folder = make_run(tmp_path)
     plan = {"records": 1439, "phases": [], "delta": 1e-4, "clip_norm": 1.0}
     (folder / "private" / "plan.json").write_text(json.dumps(plan))
-    (folder / "private" / "trained.json").write_text('{"seconds": 1, "fallback_layers": []}')
+    trained = {"seconds": 1, "fallback_layers": [], "steps": -1}
+    (folder / "private" / "trained.json").write_text(json.dumps(trained))
     line = refused(dpdist("report", "small", cwd=tmp_path))
-    assert "ledger.jsonl: No such file" in line
+    assert "trained.json: damaged: steps must be a whole number >= 0, got -1" in line
+    (folder / "private" / "trained.json").write_text(json.dumps({**trained, "steps": 0}))
+    line = refused(dpdist("report", "small", cwd=tmp_path))
+    assert "ledger.jsonl: missing" in line
     (folder / "private" / "ledger.jsonl").write_text('{"record": 1}\n')
     line = refused(dpdist("report", "small", cwd=tmp_path))
     assert "ledger.jsonl, line 1, is corrupt" in line

@@ -46,9 +46,11 @@ ALLOWED = {
         "dpdist.__init__",
         "cluster",
     },
+    "dpdist.released": {"dpdist.errors", "dpdist.privacy", "dpdist.runfolder", "cluster"},
     "dpdist.exporting": {"dpdist.errors", "dpdist.runfolder"},
     "dpdist.archive": {
         "dpdist.errors",
+        "dpdist.released",
         "dpdist.runfolder",
         "dpdist.exporting",
         "dpdist.privacy",
@@ -65,6 +67,7 @@ ALLOWED = {
     "dpdist.attacks": {"dpdist.errors", "dpdist.models", "dpdist.certification", "cluster"},
     "dpdist.training": {
         "dpdist.archive",
+        "dpdist.released",
         "dpdist.errors",
         "dpdist.recipe",
         "dpdist.runfolder",
@@ -79,6 +82,7 @@ ALLOWED = {
         "dpdist.errors",
         "dpdist.recipe",
         "dpdist.search_options",
+        "dpdist.released",
         "dpdist.runfolder",
         "dpdist.privacy",
         "dpdist.gradients",
@@ -93,6 +97,7 @@ ALLOWED = {
     "dpdist.reports": {
         "dpdist.errors",
         "dpdist.recipe",
+        "dpdist.released",
         "dpdist.runfolder",
         "dpdist.privacy",
         "dpdist.gradients",
@@ -102,7 +107,8 @@ ALLOWED = {
     },
 }
 NO_TORCH_NO_RAY = (
-    "dpdist.archive", "dpdist.privacy", "dpdist.recipe", "dpdist.reports", "dpdist.runfolder"
+    "dpdist.archive", "dpdist.privacy", "dpdist.recipe", "dpdist.released", "dpdist.reports",
+    "dpdist.runfolder",
 )  # fmt: skip
 
 

@@ -32,6 +32,7 @@ from dpdist.gradients.keys import derive_key, new_run_key
 from dpdist.privacy.budget import BudgetExceeded, DataBudget
 from dpdist.privacy.journal import JournalError
 from dpdist.recipe import Recipe
+from dpdist.released import read_released
 from dpdist.runfolder import RunFolder
 from dpdist.search_options import TuneRecipe
 from dpdist.training.job import (
@@ -239,7 +240,11 @@ class Search:
     def _promote(self, winner: int) -> None:
         """Make the run folder the winner's. Repeatable; private/trained.json comes last."""
         source, target = self.folder.trial(winner), self.folder.run
-        for name in ("plan.json", "ledger.jsonl", "run.key", "data.json", "fixed-key"):
+        trained = source.require_trained()
+        read_released(source)
+        for name in (
+            "plan.json", "ledger.jsonl", "ledger.anchor", "run.key", "data.json", "fixed-key",
+        ):  # fmt: skip
             if (source.private / name).exists():
                 write_atomic(target.private / name, (source.private / name).read_bytes())
                 (target.private / name).chmod(0o600)
@@ -263,7 +268,6 @@ class Search:
         write_atomic(target.recipe_file, named.to_yaml())
         if self.tune.law.name == "fixed":
             self._show_trials()
-        trained = source.require_trained()
         # How long it took depends on how many trials ran beside it.
         trained.pop("seconds", None)
         write_json(target.trained, trained)

@@ -23,8 +23,9 @@ from dpdist.data import Dataset
 from dpdist.errors import UserError, no_room
 from dpdist.gradients.keys import derive_key
 from dpdist.privacy.journal import JournalBusy
-from dpdist.privacy.ledger import Ledger, LedgerError, ReplayConflict
+from dpdist.privacy.ledger import LedgerError, ReplayConflict
 from dpdist.recipe import Recipe
+from dpdist.released import read_released
 from dpdist.runfolder import RunFolder
 from dpdist.search_options import PublicData
 from dpdist.training.job import PACKAGES, TrainJob, held_out_data, prepare, source_of
@@ -133,7 +134,7 @@ def _go_on(
         if rung <= len(state["scores"]):
             continue
         _train(job, step)
-        if Ledger.read(job.folder.ledger).superseded:
+        if read_released(job.folder).ledger.superseded:
             raise UserError("the training could not be replayed exactly")
         value = score(
             job.folder.model,

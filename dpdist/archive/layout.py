@@ -79,7 +79,3 @@ def number_of(claim: str) -> int:
 def digest_of(body: dict[str, Any]) -> str:
     text = json.dumps(body, sort_keys=True, separators=(",", ":"))
     return hashlib.blake2b(text.encode(), digest_size=32).hexdigest()
-
-
-def complete(checkpoints: Path) -> list[Path]:
-    return sorted(path for path in checkpoints.glob("step-*") if (path / "done.json").exists())

@@ -13,10 +13,11 @@ from typing import Any
 from cluster.objectstore import Missing, ObjectStore
 from cluster.reading import read_json
 from cluster.storage import built_aside, private_folder, write_json
-from dpdist.archive.layout import Permit, complete, new_claim, newest, number_of
+from dpdist.archive.layout import Permit, new_claim, newest, number_of
 from dpdist.errors import UserError
 from dpdist.privacy.journal import JournalError
 from dpdist.privacy.ledger import Ledger
+from dpdist.released import begun, read_released
 from dpdist.runfolder import RunFolder, open_run
 
 
@@ -90,6 +91,7 @@ def read_copy(url: str, runs: Path) -> RunFolder:
     _free(folder)
     with _aside(folder) as aside:
         _download(store, manifest, aside)
+        read_released(aside)
         write_json(aside.private / source.name, {"url": store.url})
     return folder
 
@@ -157,21 +159,19 @@ def _download_file(store: ObjectStore, path: str, entry: dict[str, Any], target:
 
 def _charge(aside: RunFolder, manifest: dict[str, Any]) -> int:
     """Put on record what the lost folder may have released beyond the archived ledger, and begin
-    a new attempt. Raises UserError when the ledger does not cover the checkpoint."""
-    if manifest["trained"] or not aside.ledger.exists():
+    a new attempt. Raises UserError when the ledger does not hold all that the run was made of."""
+    if not begun(aside):
+        return 0
+    plan = read_released(aside).plan
+    if manifest["trained"]:
         return 0
     try:
-        plan = Ledger.read(aside.ledger).plan_fingerprint
-        with Ledger.open(aside.ledger, plan) as ledger:
-            steps = [int(step.name.partition("-")[2]) for step in complete(aside.checkpoints)]
-            if not ledger.releases.keys() >= set(range(max(steps, default=0))):
-                raise UserError(
-                    f"{aside.ledger.name} lacks releases that the archived checkpoint was made of: "
-                    "epsilon cannot be stated"
-                )
+        with Ledger.open(aside.ledger, plan.fingerprint()) as ledger:
             charged = 0
             permit = manifest["permit"] and Permit(**manifest["permit"])
             if permit:
+                if permit.steps > plan.steps:
+                    raise UserError("its permit speaks of more steps than the plan has")
                 known = ledger.steps_of(permit.epoch)
                 for step in range(permit.step, permit.steps):
                     if step not in known:

@@ -19,7 +19,6 @@ from dpdist.archive.layout import (
     FORMAT,
     MANIFEST,
     Permit,
-    complete,
     digest_of,
     folder_of,
     new_claim,
@@ -28,16 +27,17 @@ from dpdist.archive.layout import (
 )
 from dpdist.errors import UserError
 from dpdist.exporting import publishable
-from dpdist.runfolder import RunFolder
+from dpdist.runfolder import RunFolder, complete_checkpoints
 
 _CHECKPOINT = ("done.json", "state.safetensors")
 _RETRY_SECONDS = 600.0  # how long an archive that cannot be written is tried again
 _STEPS = "private/checkpoints/"
-_LEDGER = "private/ledger.jsonl"
+_LEDGER, _ANCHOR = "private/ledger.jsonl", "private/ledger.anchor"
 # Of private/, what a continued run does not need or must make anew.
 _NOT_KEPT = {
     "ray", "ray.log", "errors.txt", "failure.json", "progress.json", "archive.json",
     "permit.json", "permit-asked.json", "checkpoints", "ledger.jsonl",
+    "ledger.anchor",
 }  # fmt: skip
 
 
@@ -150,6 +150,9 @@ class Archive:
         # The checkpoint is chosen before the ledger is read: the ledger then covers it.
         chosen = self._chosen()
         if self.private and self.folder.ledger.exists():
+            # The anchor first: the lines that are written meanwhile lie beyond it.
+            if self.folder.anchor.exists():
+                files[_ANCHOR] = self._put(_ANCHOR, self.folder.anchor.read_bytes())
             raw = self.folder.ledger.read_bytes()
             files[_LEDGER] = self._put(_LEDGER, raw[: raw.rfind(b"\n") + 1])
         for path in chosen:
@@ -203,16 +206,18 @@ class Archive:
         if not self.private:
             return found
         root = self.folder.path
+        # What is not kept is not looked into either: checkpoints come and go meanwhile.
+        kept = [top for top in self.folder.private.iterdir() if top.name not in _NOT_KEPT]
         private = sorted(
             path
-            for path in self.folder.private.rglob("*")
+            for top in kept
+            for path in (top.rglob("*") if top.is_dir() else [top])
             if path.is_file()
             and not path.is_symlink()
             and not path.name.startswith(".")
-            and path.relative_to(self.folder.private).parts[0] not in _NOT_KEPT
             and (path != self.folder.metrics or self.folder.trained.exists())  # grows all the time
         )
-        newest = complete(self.folder.checkpoints)[-1:]
+        newest = complete_checkpoints(self.folder.checkpoints)[-1:]
         private += [file for step in newest for file in sorted(step.iterdir())]
         return [*found, "run.json", *(path.relative_to(root).as_posix() for path in private)]
 
@@ -233,7 +238,7 @@ class Archive:
             nonlocal failing_since, next_try
             asked = read_permit(self.folder.permit_asked) if self.private else None
             granted = read_permit(self.folder.permit)
-            newest = [step.name for step in complete(self.folder.checkpoints)[-1:]]
+            newest = [step.name for step in complete_checkpoints(self.folder.checkpoints)[-1:]]
             fresh = self.private and newest != [self._checkpoint] and bool(newest)
             wanted = asked is not None and asked != granted
             if not (fresh or wanted) or time.monotonic() < next_try:

@@ -3,6 +3,11 @@
 One record per line; each line carries a hash that chains it to all earlier lines. A line torn by a
 crash is dropped when the file is opened again, because its write never returned; any other damage
 is an error.
+
+A chain cannot see that its end was cut off. So an anchor beside the file (NAME.anchor) says how
+many lines were written and the last one's check. It is written after each line is durable: after a
+crash it may lag behind the file, and it is never ahead of it. A file that does not go as far as its
+anchor is an error.
 """
 
 from __future__ import annotations
@@ -12,11 +17,14 @@ import hashlib
 import json
 import os
 import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any, Self
 
-_VERSION = 1
+_VERSION = 2
+_WITHOUT_ANCHOR = 1  # the version before; still read, and continued with an anchor
 _LOCK_SECONDS = 15.0
+_TORN_READ_SECONDS = 0.05
 
 
 class JournalError(RuntimeError):
@@ -27,6 +35,48 @@ class JournalBusy(JournalError):
     """Another process is writing the file; it may end soon."""
 
 
+class JournalCut(JournalError):
+    """The file lacks lines that were written to it."""
+
+
+@dataclass(frozen=True)
+class Anchor:
+    """Names a state of a journal. records: its lines, header included. check: the last one's."""
+
+    records: int
+    check: str
+
+    def __post_init__(self) -> None:
+        whole = isinstance(self.records, int) and not isinstance(self.records, bool)
+        if not whole or self.records < 1 or not isinstance(self.check, str):
+            raise ValueError(f"not an anchor: {self.records!r}, {self.check!r}")
+
+    @classmethod
+    def of(cls, raw: bytes) -> Anchor:
+        """The anchor of a journal's whole lines."""
+        return cls(raw.count(b"\n"), json.loads(raw.splitlines()[-1])["check"])
+
+    @classmethod
+    def from_line(cls, line: str) -> Anchor:
+        """Inverse of `line`. Raises ValueError."""
+        records, _, check = line.removesuffix("\n").partition(" ")
+        return cls(int(records), check)
+
+    @property
+    def line(self) -> str:
+        """As it stands in the file: always of the same length, so that it is replaced in place."""
+        return f"{self.records:012d} {self.check}\n"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return asdict(self)
+
+
+def anchor_path(path: Path) -> Path:
+    """Where the anchor of the journal `path` lies."""
+    return path.with_suffix(".anchor")
+
+
 def _chain(previous: str, body: str) -> str:
     return hashlib.blake2b(f"{previous}\n{body}".encode(), digest_size=16).hexdigest()
 
@@ -35,13 +85,14 @@ def _encode(record: dict[str, Any]) -> str:
     return json.dumps(record, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
-def _parse(raw: bytes, path: Path) -> tuple[list[dict[str, Any]], str, int]:
-    """(records, last hash, length in bytes of the intact part); drops a torn last line.
+def _parse(raw: bytes, path: Path) -> tuple[list[dict[str, Any]], list[str], int]:
+    """(records, their checks, length in bytes of the intact part); drops a torn last line.
 
     A last line is torn when its newline is missing or a crash left zero bytes in it. Raises
     JournalError for any other damage.
     """
     records: list[dict[str, Any]] = []
+    checks: list[str] = []
     previous, intact = "", 0
     lines = raw.split(b"\n")
     complete, rest = lines[:-1], lines[-1]
@@ -56,63 +107,122 @@ def _parse(raw: bytes, path: Path) -> tuple[list[dict[str, Any]], str, int]:
             raise JournalError(f"{path}, line {number}, is corrupt: {error}") from error
         records.append(entry["record"])
         previous = entry["check"]
+        checks.append(previous)
         intact += len(line) + 1
-    return records, previous, intact
+    return records, checks, intact
+
+
+def _read_anchor(path: Path) -> Anchor | None:
+    where = anchor_path(path)
+    try:
+        return Anchor.from_line(where.read_text())
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise JournalCut(f"{where} is damaged: what {path.name} held cannot be told") from error
+
+
+def _check_anchor(
+    anchor: Anchor | None, records: list[dict[str, Any]], checks: list[str], path: Path
+) -> None:
+    """Raise JournalCut unless the file goes as far as its anchor."""
+    if anchor is None:
+        # A crash may come between the first line and the anchor, and then nothing is recorded.
+        if len(records) > 1 and records[0].get("version") != _WITHOUT_ANCHOR:
+            raise JournalCut(
+                f"{anchor_path(path)} is missing: without it nobody can tell whether {path.name} "
+                "still holds all that was recorded"
+            )
+    elif not _reaches(checks, anchor):
+        raise JournalCut(
+            f"{path} lacks records that were written to it ({anchor_path(path).name} knows of "
+            f"{anchor.records} lines, {len(checks)} are there): it was cut, replaced, or is an "
+            "old copy"
+        )
+
+
+def _reaches(checks: list[str], anchor: Anchor) -> bool:
+    return anchor.records <= len(checks) and checks[anchor.records - 1] == anchor.check
 
 
 class Journal:
     """The records of a file. `open` to append, `read` to look; `records` excludes the header."""
 
     def __init__(
-        self, path: Path, records: list[dict[str, Any]], check: str, file: IO[bytes] | None
+        self, path: Path, records: list[dict[str, Any]], checks: list[str], file: IO[bytes] | None
     ) -> None:
         self.path = path
         self.header = records[0] if records else {}
         self.records = records[1:]
-        self._check = check
+        self._checks = checks
         self._file = file
+        self._anchor_file: IO[bytes] | None = None
+
+    @property
+    def anchor(self) -> Anchor:
+        """What is in the file now; to be kept by whoever relies on all of it."""
+        return Anchor(len(self._checks), self._checks[-1])
+
+    def reaches(self, anchor: Anchor) -> bool:
+        """Whether everything is still there that was when `anchor` was taken."""
+        return _reaches(self._checks, anchor)
 
     @classmethod
     def open(cls, path: str | Path, kind: str, header: dict[str, Any]) -> Journal:
         """Create the file with `header`, or load it; holds an exclusive lock until `close`.
 
         New folders and files are readable by their owner only. Raises JournalError if the file is
-        corrupt, of another kind, or stays locked by another process for 15 seconds. That an
+        corrupt, cut, of another kind, or stays locked by another process for 15 seconds. That an
         existing header equals `header` is for the caller to check.
         """
         path = Path(path)
         created_folder = not path.parent.exists()
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if not path.exists() and (anchor := _read_anchor(path)):
+            _check_anchor(anchor, [], [], path)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         file = os.fdopen(descriptor, "r+b", buffering=0)
+        journal = cls(path, [], [], file)
         try:
             _lock(file, path)
             file.seek(0)
-            records, check, intact = _parse(file.read(), path)
-            file.truncate(intact)
+            records, checks, intact = _parse(file.read(), path)
+            _check_anchor(_read_anchor(path), records, checks, path)
             if records:
                 _check_kind(records[0], kind, path)
-                return cls(path, records, check, file)
-            first = {**header, "kind": kind, "version": _VERSION}
-            journal = cls(path, [first], "", file)
-            journal._write(first)
-            _sync_folder(path.parent)
-            if created_folder:
-                _sync_folder(path.parent.parent)
+            file.truncate(intact)
+            journal = cls(path, records, checks, file)
+            if not records:
+                journal.header = {**header, "kind": kind, "version": _VERSION}
+                journal._write(journal.header)
+                _sync_folder(path.parent)
+                if created_folder:
+                    _sync_folder(path.parent.parent)
+            journal._open_anchor()
             return journal
         except BaseException:
-            file.close()
+            journal.close()
             raise
 
     @classmethod
     def read(cls, path: str | Path, kind: str) -> Journal:
         """Load a file without locking it; it cannot be written. Raises JournalError, OSError."""
         path = Path(path)
-        records, check, _ = _parse(path.read_bytes(), path)
+        try:
+            return cls._look(path, kind)
+        except JournalCut:  # or an anchor that was being written at that moment
+            time.sleep(_TORN_READ_SECONDS)
+            return cls._look(path, kind)
+
+    @classmethod
+    def _look(cls, path: Path, kind: str) -> Journal:
+        anchor = _read_anchor(path)  # first: whoever writes meanwhile only makes the file longer
+        records, checks, _ = _parse(path.read_bytes(), path)
         if not records:
-            raise JournalError(f"{path} is empty: nothing was ever recorded in it")
+            raise JournalError(f"{path} is empty: nothing was ever recorded in it, or all is gone")
         _check_kind(records[0], kind, path)
-        return cls(path, records, check, None)
+        _check_anchor(anchor, records, checks, path)
+        return cls(path, records, checks, None)
 
     def append(self, record: dict[str, Any]) -> None:
         """Add a record; it is on the disk when this returns. Raises JournalError if it is not."""
@@ -123,7 +233,7 @@ class Journal:
         if self._file is None:
             raise JournalError(f"{self.path} is not open for writing")
         body = _encode(record)
-        check = _chain(self._check, body)
+        check = _chain(self._checks[-1] if self._checks else "", body)
         line = f'{{"record":{body},"check":"{check}"}}\n'.encode()
         start = os.fstat(self._file.fileno()).st_size
         try:
@@ -138,13 +248,32 @@ class Journal:
             finally:
                 self.close()
             raise JournalError(f"{self.path} could not be written: {error}") from error
-        self._check = check
+        self._checks.append(check)
+        if self._anchor_file is not None:
+            self._write_anchor(self._anchor_file)
+
+    def _open_anchor(self) -> None:
+        """Bring the anchor up to date; it is on the disk when this returns."""
+        descriptor = os.open(anchor_path(self.path), os.O_RDWR | os.O_CREAT, 0o600)
+        self._anchor_file = os.fdopen(descriptor, "r+b", buffering=0)
+        self._write_anchor(self._anchor_file)
+        os.fsync(descriptor)
+        _sync_folder(self.path.parent)
+
+    def _write_anchor(self, file: IO[bytes]) -> None:
+        """Not synced for each line: an anchor that a power cut leaves behind the file is lawful."""
+        try:
+            os.pwrite(file.fileno(), self.anchor.line.encode(), 0)
+        except OSError as error:  # the line itself is durable: nothing is forgotten
+            self.close()
+            raise JournalError(f"{anchor_path(self.path)} could not be written: {error}") from error
 
     def close(self) -> None:
         """Release the lock; further writes raise JournalError."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        for file in (self._anchor_file, self._file):
+            if file is not None:
+                file.close()
+        self._anchor_file = self._file = None
 
 
 class OnJournal:
@@ -164,7 +293,7 @@ class OnJournal:
 
 
 def _check_kind(header: dict[str, Any], kind: str, path: Path) -> None:
-    if header.get("kind") != kind or header.get("version") != _VERSION:
+    if header.get("kind") != kind or header.get("version") not in (_WITHOUT_ANCHOR, _VERSION):
         raise JournalError(f"{path} is not a {kind} file of version {_VERSION}")
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from dpdist.privacy.guarantee import Guarantee
-from dpdist.privacy.journal import Journal, JournalError, OnJournal
+from dpdist.privacy.journal import Anchor, Journal, JournalError, OnJournal
 from dpdist.privacy.plan import Phase, PrivacyPlan, phase_from_dict, phase_to_dict
 
 if TYPE_CHECKING:
@@ -168,6 +168,15 @@ class Ledger(OnJournal):
         return "new"
 
     # --- reading
+
+    @property
+    def anchor(self) -> Anchor:
+        """Names everything on record now: kept with what is made of these releases."""
+        return self._journal.anchor
+
+    def reaches(self, anchor: Anchor) -> bool:
+        """Whether everything on record when `anchor` was taken still is."""
+        return self._journal.reaches(anchor)
 
     @property
     def epoch(self) -> int | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from cluster.reading import parse_json, read_json
+from cluster.reading import check_shape, parse_json, read_json
 from cluster.table_files import Column
 from cluster.table_files import read_table as read_columns
 from dpdist import __version__
@@ -24,6 +24,7 @@ from dpdist.privacy.guarantee import Guarantee, format_epsilon
 from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.plan import NonPrivate, PrivacyPlan
 from dpdist.recipe import Recipe
+from dpdist.released import read_released
 from dpdist.reports.attacks import AttackTable, numbers_of, read_attacks, read_checks, summary_rows
 from dpdist.reports.claims import claim_line, claim_of
 from dpdist.reports.searches import SearchTerms, read_search, released
@@ -243,9 +244,11 @@ class Facts:
 def read_facts(folder: RunFolder) -> Facts:
     """Read a run whose training has finished. Raises UserError when it has not."""
     trained = folder.require_trained()
+    if not folder.search.exists():  # a search keeps its durations secret
+        check_shape(trained, str(folder.trained), {"seconds": float})
     recipe = folder.read_recipe()
-    plan = folder.read_plan()
-    ledger = Ledger.read(folder.ledger)
+    by_run = read_released(folder)
+    plan, ledger = by_run.plan, by_run.ledger
     evaluation = read_json(folder.evaluation, _EVALUATION) if folder.evaluation.exists() else None
     search = read_search(folder)
     whole = dataclasses.replace(plan, phases=ledger.phases(plan))

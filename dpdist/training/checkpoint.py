@@ -17,6 +17,8 @@ from torch import Tensor
 from cluster.reading import read_bytes, read_json, reason
 from cluster.storage import private_folder, write_atomic
 from dpdist.errors import UserError
+from dpdist.privacy.journal import Anchor
+from dpdist.runfolder import complete_checkpoints
 
 KEEP = 2
 
@@ -31,14 +33,18 @@ class TrainState:
     slots: dict[str, Tensor]
 
 
-def save(folder: Path, state: TrainState) -> None:
-    """Write the state as `step-NNNNNNNN` and drop all but the newest two."""
+def save(folder: Path, state: TrainState, released: Anchor) -> None:
+    """Write the state as `step-NNNNNNNN` and drop all but the newest two.
+
+    released: the ledger's anchor; it names every release that the state was made of.
+    """
     private_folder(folder)
     target = folder / f"step-{state.step:08d}"
     tensors = {"flat": state.flat.cpu(), **{f"slot.{k}": v.cpu() for k, v in state.slots.items()}}
     write_atomic(target / "state.safetensors", save_tensors(tensors))
-    write_atomic(target / "done.json", json.dumps({"step": state.step}))
-    kept = set(_complete(folder)[-KEEP:])
+    done = {"step": state.step, "ledger": released.to_dict()}
+    write_atomic(target / "done.json", json.dumps(done))
+    kept = set(complete_checkpoints(folder)[-KEEP:])
     for old in folder.glob("step-*"):
         if old not in kept:  # superseded, or left half-written by a crash
             shutil.rmtree(old, ignore_errors=True)
@@ -46,7 +52,7 @@ def save(folder: Path, state: TrainState) -> None:
 
 def latest(folder: Path) -> TrainState | None:
     """The newest complete state, or None."""
-    complete = _complete(folder)
+    complete = complete_checkpoints(folder)
     if not complete:
         return None
     step = read_json(complete[-1] / "done.json", {"step": int})["step"]
@@ -58,10 +64,6 @@ def latest(folder: Path) -> TrainState | None:
         raise UserError(f"{path}: damaged: {reason(error)}") from error
     slots = {k.removeprefix("slot."): v for k, v in tensors.items() if k.startswith("slot.")}
     return TrainState(step, tensors["flat"], slots)
-
-
-def _complete(folder: Path) -> list[Path]:
-    return sorted(p for p in folder.glob("step-*") if (p / "done.json").exists())
 
 
 def digest(tensor: Tensor) -> Tensor:

@@ -37,6 +37,7 @@ from dpdist.methods.sensitivity import keep_within
 from dpdist.privacy.journal import JournalBusy
 from dpdist.privacy.ledger import Ledger, LedgerError, ReplayConflict
 from dpdist.privacy.plan import StepPlan
+from dpdist.released import check_released
 from dpdist.training import checkpoint
 from dpdist.training.hidden import digest, ensure_hidden_noise, read_hidden_noise
 from dpdist.training.job import (
@@ -120,6 +121,7 @@ def run(job: TrainJob, reducer: Reducer, until: int | None = None) -> None:
         identity = {**_identity(job, reducer), "hidden noise": digest(hidden)}
         if first:
             ledger = stack.enter_context(Ledger.open(folder.ledger, plan.fingerprint()))
+            check_released(folder, plan, ledger)
             epoch = ledger.begin_attempt(identity)
             # A fixed key is for tests, which want the same run again: no nonce then.
             attempt = f"{epoch}/{ledger.nonce if recipe.privacy.run_key is None else ''}"
@@ -138,11 +140,6 @@ def run(job: TrainJob, reducer: Reducer, until: int | None = None) -> None:
         ):
             raise MissingRank(
                 "the workers started from different checkpoints; is the storage shared?"
-            )
-        if ledger is not None and not ledger.releases.keys() >= set(range(start)):
-            raise LedgerError(
-                f"{folder.ledger} lacks releases that the checkpoint of step {start} was made of: "
-                "the file was replaced or cut, and epsilon cannot be stated; begin a new run"
             )
 
         key = derive_key(
@@ -203,10 +200,9 @@ def run(job: TrainJob, reducer: Reducer, until: int | None = None) -> None:
             if save_now or step + 1 == last:
                 if not reducer.same_everywhere(checkpoint.digest(flat)):
                     raise MissingRank(f"the workers' parameters differ after step {step}")
-                if first:
-                    checkpoint.save(
-                        folder.checkpoints, checkpoint.TrainState(step + 1, flat, optimizer.slots)
-                    )
+                if ledger is not None:
+                    state = checkpoint.TrainState(step + 1, flat, optimizer.slots)
+                    checkpoint.save(folder.checkpoints, state, ledger.anchor)
                 saved = time.monotonic()
         if first:
             assert monitor is not None and ledger is not None

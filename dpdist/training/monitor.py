@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cluster.storage import json_number, write_json
+from dpdist import models
 from dpdist.privacy.ledger import Ledger
 from dpdist.training.job import TrainJob
 
@@ -55,6 +56,7 @@ class Monitor:
         self._progress(done)
 
     def finish(self, fallback_layers: list[str], ledger: Ledger) -> None:
+        """Sum the training up. ledger: everything the saved model was made of is in it."""
         self.metrics.close()
         self._progress(self.steps)
         write_json(
@@ -63,6 +65,8 @@ class Monitor:
                 "steps": self.steps,
                 "seconds": time.monotonic() - self.began,
                 "fallback_layers": fallback_layers,
+                "model": models.model_hash(self.folder.model),
+                "ledger": ledger.anchor.to_dict(),
                 "superseded_releases": ledger.superseded,
                 "attempt_epochs": (ledger.epoch or 0) + 1,
             },

@@ -22,8 +22,8 @@ from dpdist.errors import NoRoom, UserError
 from dpdist.gradients.keys import key_id
 from dpdist.privacy.budget import BudgetExceeded, DataBudget
 from dpdist.privacy.journal import JournalError
-from dpdist.privacy.ledger import Ledger
 from dpdist.recipe import Recipe
+from dpdist.released import begun, read_released
 from dpdist.runfolder import RunFolder
 from dpdist.training.job import PACKAGES, TrainJob, read_run_key, training_data
 
@@ -72,8 +72,8 @@ def _charged(job: TrainJob) -> Iterator[None]:
 
     def reserve(budget: DataBudget, ceiling: float | None) -> None:
         planned = plan.counts()
-        if job.folder.ledger.exists():  # superseded attempts come on top of the plan
-            for step, releases in Ledger.read(job.folder.ledger).releases.items():
+        if begun(job.folder):  # superseded attempts come on top of the plan
+            for step, releases in read_released(job.folder).ledger.releases.items():
                 planned[plan.phase_of(step)] += releases - 1
         phases = plan.with_counts(planned)
         budget.reserve(
@@ -100,7 +100,7 @@ def _charged(job: TrainJob) -> Iterator[None]:
     finally:
         with budget() as opened:
             if job.folder.trained.exists():
-                opened.settle(run_id, Ledger.read(job.folder.ledger).phases(plan))
+                opened.settle(run_id, read_released(job.folder).ledger.phases(plan))
             else:
                 reserve(opened, None)
 

@@ -67,7 +67,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         model[1].weight.copy_(means)  # type: ignore[index, operator, union-attr]
         model[1].bias.copy_(-means.square().sum(1) / 2)  # type: ignore[index, operator, union-attr]
     models.save(model, spec, folder.model)
-    folder.trained.write_text(json.dumps({"seconds": 1.0, "fallback_layers": []}))
+    trained = {"seconds": 1.0, "fallback_layers": [], "steps": 1, "superseded_releases": 0}
+    folder.trained.write_text(json.dumps({**trained, "attempt_epochs": 1}))
     return base
 
 

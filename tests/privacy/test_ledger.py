@@ -8,10 +8,11 @@ import stat
 import subprocess
 import sys
 import time
+from contextlib import closing
 
 import pytest
 
-from dpdist.privacy.journal import _parse
+from dpdist.privacy.journal import Anchor, Journal, _parse, anchor_path
 from dpdist.privacy.ledger import Ledger, LedgerError, ReplayConflict
 from dpdist.privacy.plan import GaussianSteps, LaplaceReleases, PrivacyPlan
 
@@ -154,10 +155,12 @@ def test_other_releases_are_added(ledger):
 def test_torn_last_line_is_dropped_and_writing_goes_on(ledger, cut):
     ledger.begin_attempt(ONE)
     for step in range(3):
+        before = anchor_path(ledger.path).read_bytes()
         ledger.record(step, release(step))
     ledger.close()
     raw = ledger.path.read_bytes()
     ledger.path.write_bytes(raw[:-cut])
+    anchor_path(ledger.path).write_bytes(before)  # it follows a line that is whole and durable
     with Ledger.open(ledger.path, PLAN.fingerprint()) as again:
         assert again.releases == {0: 1, 1: 1}
         assert again.record(2, release(2)) == "new"
@@ -213,6 +216,110 @@ def test_a_complete_but_wrong_last_line_is_an_error(ledger):
     ledger.path.write_bytes(raw.replace(b'"step":0', b'"step":1'))
     with pytest.raises(LedgerError, match="corrupt"):
         Ledger.read(ledger.path)
+
+
+def whole(ledger) -> list[bytes]:
+    """Two attempts, the second superseding steps of the first; the lines of the closed file."""
+    for epoch in range(2):
+        ledger.begin_attempt({"world_size": str(epoch)})
+        for step in range(epoch, 3):
+            ledger.record(step, release(step, salt=epoch))
+    ledger.close()
+    return ledger.path.read_bytes().splitlines(keepends=True)
+
+
+def refused(ledger, match: str) -> None:
+    for look in (Ledger.read, lambda path: Ledger.open(path, PLAN.fingerprint())):
+        with pytest.raises(LedgerError, match=match):
+            look(ledger.path)
+
+
+def test_a_ledger_cut_at_any_line_is_refused(ledger):
+    lines = whole(ledger)
+    for kept in range(len(lines)):
+        ledger.path.write_bytes(b"".join(lines[:kept]))
+        refused(ledger, "empty|lacks records that were written to it")
+        assert ledger.path.read_bytes() == b"".join(lines[:kept])
+    ledger.path.unlink()
+    with pytest.raises(LedgerError, match="lacks records"):
+        Ledger.open(ledger.path, PLAN.fingerprint())
+    assert not ledger.path.exists()
+    ledger.path.write_bytes(b"".join(lines))
+    assert Ledger.read(ledger.path).superseded == 2
+
+
+def test_another_ledger_of_the_same_plan_is_refused(ledger, tmp_path):
+    whole(ledger)
+    with Ledger.open(tmp_path / "other" / "ledger.jsonl", PLAN.fingerprint()) as other:
+        whole(other)
+    ledger.path.write_bytes(other.path.read_bytes())
+    refused(ledger, "replaced")
+
+
+@pytest.mark.parametrize("content", [None, b"", b"nonsense", b"7 short", bytes(46)])
+def test_a_lost_or_damaged_anchor_is_an_error(ledger, content):
+    whole(ledger)
+    anchor = anchor_path(ledger.path)
+    anchor.unlink()
+    if content is not None:
+        anchor.write_bytes(content)
+    refused(ledger, r"ledger\.anchor is (missing|damaged)|lacks records")
+
+
+def test_an_anchor_behind_the_file_is_what_a_crash_leaves(ledger):
+    """Between a line and its anchor any process may die: every earlier state of the anchor, and
+    none at all beside a file that holds its header only, are lawful."""
+    lines = whole(ledger)
+    anchor = anchor_path(ledger.path)
+    for lines_known in range(1, len(lines) + 1):
+        anchor.write_text(Anchor.of(b"".join(lines[:lines_known])).line)
+        assert Ledger.read(ledger.path).superseded == 2
+        with Ledger.open(ledger.path, PLAN.fingerprint()) as again:
+            assert again.superseded == 2
+        assert anchor.read_text() == Anchor.of(b"".join(lines)).line
+    anchor.unlink()
+    for begun in (lines[0], lines[0][:-7], b""):
+        ledger.path.write_bytes(begun)
+        with Ledger.open(ledger.path, PLAN.fingerprint()) as again:
+            assert again.epoch is None
+        anchor.unlink()
+
+
+def test_killed_at_any_moment_the_ledger_opens_again(path):
+    """A process that writes as fast as it can is killed; nothing is lost and nothing is refused."""
+    code = (
+        "import sys\n"
+        "from dpdist.privacy.ledger import Ledger\n"
+        "with Ledger.open(sys.argv[1], sys.argv[2]) as ledger:\n"
+        "    ledger.begin_attempt({'world_size': '1'})\n"
+        "    for step in range(len(ledger.releases), 10**6):\n"
+        "        ledger.record(step, f'{step:064x}')\n"
+        "        print(step, flush=True)\n"
+    )
+    for _ in range(3):
+        command = [sys.executable, "-c", code, str(path), PLAN.fingerprint()]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+            for _ in range(20):
+                said = process.stdout.readline()
+            assert Ledger.read(path).releases  # beside the writer
+            process.kill()
+            said = [said, *process.stdout.read().splitlines()][-1]
+        assert len(Ledger.read(path).releases) >= int(said.split()[-1])
+
+
+def test_a_journal_from_before_the_anchors_is_read_and_gets_one(tmp_path, monkeypatch):
+    path = tmp_path / "old.jsonl"
+    with monkeypatch.context() as patch:
+        patch.setattr("dpdist.privacy.journal._VERSION", 1)
+        with closing(Journal.open(path, "plan", {})) as journal:
+            journal.append({"a": 1})
+    anchor_path(path).unlink()
+    assert Journal.read(path, "plan").records == [{"a": 1}]
+    with closing(Journal.open(path, "plan", {})) as journal:
+        journal.append({"b": 2})
+    path.write_bytes(path.read_bytes()[: path.read_bytes().index(b"\n") + 1])
+    with pytest.raises(LedgerError, match="lacks records"):
+        Journal.read(path, "plan")
 
 
 def test_another_plan_is_refused(ledger):

@@ -14,11 +14,14 @@ from dpdist import models
 from dpdist.errors import UserError
 from dpdist.gradients.keys import KEY_BYTES
 from dpdist.models import ModelSpec
+from dpdist.privacy.journal import Anchor
 from dpdist.runfolder import RunFolder
 from dpdist.training import checkpoint, provenance
 from dpdist.training.checkpoint import TrainState
 from dpdist.training.job import prepare, read_run_key
 from dpdist.training.reducer import MissingRank
+
+ANCHOR = Anchor(2, "ab" * 16)
 
 
 def state(step: int) -> TrainState:
@@ -28,7 +31,7 @@ def state(step: int) -> TrainState:
 
 def test_the_newest_whole_one_comes_back_as_it_was(tmp_path):
     for step in (1, 9, 10, 100):
-        checkpoint.save(tmp_path, state(step))
+        checkpoint.save(tmp_path, state(step), ANCHOR)
     found = checkpoint.latest(tmp_path)
     assert found is not None and found.step == 100
     assert torch.equal(found.flat, state(100).flat) and found.slots.keys() == {"momentum", "ema"}
@@ -39,7 +42,7 @@ def test_the_newest_whole_one_comes_back_as_it_was(tmp_path):
 
 
 def test_a_half_written_one_is_not_taken(tmp_path, monkeypatch):
-    checkpoint.save(tmp_path, state(3))
+    checkpoint.save(tmp_path, state(3), ANCHOR)
     real = checkpoint.write_atomic
 
     def crash_at_the_end(path, content):
@@ -49,11 +52,11 @@ def test_a_half_written_one_is_not_taken(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(checkpoint, "write_atomic", crash_at_the_end)
-        checkpoint.save(tmp_path, state(4))
+        checkpoint.save(tmp_path, state(4), ANCHOR)
     assert (tmp_path / "step-00000004" / "state.safetensors").exists()
     found = checkpoint.latest(tmp_path)
     assert found is not None and found.step == 3
-    checkpoint.save(tmp_path, state(5))
+    checkpoint.save(tmp_path, state(5), ANCHOR)
     assert {p.name for p in tmp_path.iterdir()} == {"step-00000003", "step-00000005"}
 
 

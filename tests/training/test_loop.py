@@ -322,7 +322,10 @@ def test_a_lost_ledger_is_not_forgotten(tmp_path, monkeypatch):
     recipe, folder = make(tmp_path)
     interrupted(recipe, folder, monkeypatch, 8)
     folder.ledger.unlink()
-    with pytest.raises(LedgerError, match="lacks releases"):
+    with pytest.raises(LedgerError, match="lacks records that were written to it"):
+        train(recipe, folder)
+    folder.anchor.unlink()
+    with pytest.raises(LedgerError, match="lacks releases that the checkpoint of step 8"):
         train(recipe, folder)
     assert not folder.trained.exists()
 

@@ -170,6 +170,24 @@ def test_a_crash_while_the_winner_is_copied_out_is_mended(recipe, begin, run_tri
     begin(search.recipe).run(SESSION)  # a finished search does nothing
 
 
+def test_a_winner_whose_ledger_was_cut_is_not_promoted(recipe, begin, run_trials):
+    search = begin(recipe(tune={"law": {"name": "fixed", "runs": 2, "mean": None}}))
+    run_trials(search)
+    search._decide()
+    winner = search.folder.trial(json.loads(search.folder.outcome.read_text())["winner"])
+    whole = winner.ledger.read_bytes()
+    winner.ledger.write_bytes(b"".join(whole.splitlines(keepends=True)[:3]))
+    with pytest.raises(UserError, match="lacks records that were written to it"):
+        search.run(SESSION)
+    assert not search.run_folder.trained.exists() and not search.run_folder.ledger.exists()
+    winner.ledger.write_bytes(whole)
+    search.run(SESSION)
+    cut = search.run_folder
+    cut.ledger.write_bytes(b"".join(whole.splitlines(keepends=True)[:3]))
+    with pytest.raises(UserError, match="lacks records that were written to it"):
+        release(cut)
+
+
 def test_a_broken_off_search_releases_nothing(recipe, begin, run_trials):
     asked = recipe(tune={"law": {"name": "fixed", "runs": 2, "mean": None}})
     search = begin(asked)

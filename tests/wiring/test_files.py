@@ -33,8 +33,8 @@ RELEASE = {
 CERTIFIED = {"certificates.parquet", "journal.jsonl", "rate.json", "settings.json", "timings.csv"}
 REPORT = {"report/index.html"}
 PRIVATE = {
-    "run.key", "plan.json", "ledger.jsonl", "data.json", "trained.json", "progress.json",
-    "metrics.jsonl", "model/model.json", "model/model.safetensors",
+    "run.key", "plan.json", "ledger.jsonl", "ledger.anchor", "data.json", "trained.json",
+    "progress.json", "metrics.jsonl", "model/model.json", "model/model.safetensors",
     "checkpoints/step-00000005/state.safetensors", "checkpoints/step-00000005/done.json",
 }  # fmt: skip
 
@@ -70,7 +70,7 @@ def check_secrecy(run: Path, keys: list[bytes]) -> None:
     """Only the owner reads private/; no key is anywhere else, as bytes or as text."""
     private = run / "private"
     assert private.stat().st_mode & 0o777 == 0o700
-    for name in ("run.key", "ledger.jsonl"):
+    for name in ("run.key", "ledger.jsonl", "ledger.anchor"):
         assert (private / name).stat().st_mode & 0o777 == 0o600, name
     for path in run.rglob("*"):
         if path.is_file() and path.name not in ("run.key", "manifest.json"):

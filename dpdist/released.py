@@ -1,0 +1,131 @@
+"""What a run really released: the one door to its ledger.
+
+Epsilon is computed from the ledger, so a ledger that lost lines would prove too little. Nobody
+reads it without holding it against what was made of its releases: the plan, the newest checkpoint
+and the finished training. Each of these keeps the ledger's anchor from the moment it was written;
+the ledger may go further, and never less far.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.reading import read_json
+from dpdist.errors import UserError
+from dpdist.privacy.journal import Anchor, JournalError
+from dpdist.privacy.ledger import Ledger, LedgerError
+from dpdist.privacy.plan import PrivacyPlan
+from dpdist.runfolder import RunFolder, complete_checkpoints
+
+_LOST = "the ledger was replaced or cut, and epsilon cannot be stated"
+
+
+@dataclass(frozen=True)
+class Released:
+    """A run's plan, and the ledger that holds everything the run's model was made of."""
+
+    plan: PrivacyPlan
+    ledger: Ledger
+
+
+@dataclass(frozen=True)
+class _Made:
+    """Something made of the releases of steps 0 to `steps` - 1. anchor: of the ledger then; None
+    where an earlier version wrote it."""
+
+    what: str
+    steps: int
+    anchor: Anchor | None
+
+
+def begun(folder: RunFolder) -> bool:
+    """Whether the run may have released anything; its ledger must then be there."""
+    made = (folder.ledger, folder.anchor, folder.trained)
+    return any(path.exists() for path in made) or bool(complete_checkpoints(folder.checkpoints))
+
+
+def read_released(folder: RunFolder) -> Released:
+    """What a run really released. Raises UserError when its ledger cannot be trusted to say so."""
+    plan = folder.read_plan()
+    made = _made(folder)  # first: whoever trains meanwhile only makes the ledger longer
+    try:
+        ledger = Ledger.read(folder.ledger)
+        _check(folder, plan, ledger, made)
+    except FileNotFoundError:
+        raise UserError(f"{folder.ledger}: missing: {_LOST}") from None
+    except JournalError as error:
+        raise UserError(str(error)) from error
+    return Released(plan, ledger)
+
+
+def check_released(folder: RunFolder, plan: PrivacyPlan, ledger: Ledger) -> None:
+    """Raise LedgerError unless the ledger holds every release the run's model was made of, and no
+    step that is not the plan's; UserError for a damaged file beside it."""
+    _check(folder, plan, ledger, _made(folder))
+
+
+def _check(folder: RunFolder, plan: PrivacyPlan, ledger: Ledger, all_made: list[_Made]) -> None:
+    if ledger.plan_fingerprint != plan.fingerprint():
+        raise LedgerError(f"{ledger.path} was not written under the plan of {folder.plan}: {_LOST}")
+    if max(ledger.releases, default=-1) >= plan.steps:
+        raise LedgerError(f"{ledger.path} holds steps that {folder.plan} has not: {_LOST}")
+    for made in all_made:
+        if made.steps > plan.steps:
+            raise LedgerError(f"{made.what} has more steps than {folder.plan}: {_LOST}")
+        complete = ledger.releases.keys() >= set(range(made.steps))
+        if not complete or not (made.anchor is None or ledger.reaches(made.anchor)):
+            raise LedgerError(f"{ledger.path} lacks releases that {made.what} was made of: {_LOST}")
+    if folder.trained.exists():
+        _check_counts(folder, plan, ledger)
+
+
+def _made(folder: RunFolder) -> list[_Made]:
+    found = []
+    for checkpoint in complete_checkpoints(folder.checkpoints)[-1:]:
+        done = checkpoint / "done.json"
+        record = read_json(done)
+        steps = _number(record, "step", done)
+        found.append(_Made(f"the checkpoint of step {steps}", steps, _anchor(record, done)))
+    if folder.trained.exists():
+        record = read_json(folder.trained)
+        steps = _number(record, "steps", folder.trained)
+        found.append(_Made("the trained model", steps, _anchor(record, folder.trained)))
+    return found
+
+
+def _check_counts(folder: RunFolder, plan: PrivacyPlan, ledger: Ledger) -> None:
+    """A finished training has counted its steps, what was superseded and its attempts. Without an
+    anchor these numbers are all there is to tell a ledger that lost an attempt."""
+    trained = read_json(folder.trained)
+    if _number(trained, "steps", folder.trained) != plan.steps:
+        raise LedgerError(f"{folder.trained} has other steps than {folder.plan}: {_LOST}")
+    if _anchor(trained, folder.trained) is not None:
+        return
+    counted = {
+        "superseded_releases": ledger.superseded,
+        "attempt_epochs": (ledger.epoch or 0) + 1,
+    }
+    for name, found in counted.items():
+        if _number(trained, name, folder.trained) != found:
+            raise LedgerError(
+                f"{ledger.path} holds {found} {name.replace('_', ' ')}, {folder.trained.name} says "
+                f"{trained[name]}: {_LOST}"
+            )
+
+
+def _number(record: dict[str, Any], key: str, where: object) -> int:
+    value = record.get(key)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise UserError(f"{where}: damaged: {key} must be a whole number >= 0, got {value!r}")
+    return value
+
+
+def _anchor(record: dict[str, Any], where: object) -> Anchor | None:
+    value = record.get("ledger")
+    if value is None:
+        return None
+    try:
+        return Anchor(**value)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{where}: damaged: ledger: {error}") from error

@@ -1,0 +1,277 @@
+"""Whoever states a guarantee holds the ledger against what was made of its releases.
+
+The run is a real one: begun, crashed, continued as another attempt, finished. Then its ledger is
+damaged in every way that leaves its chain whole, and every command that states an epsilon, or hands
+one on, must refuse.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from support.training import Interrupt, interrupted, make, train
+
+from dpdist import archive as archives
+from dpdist.archive import Archive
+from dpdist.commands.budget import show as show_budget
+from dpdist.denoising import put_together
+from dpdist.errors import UserError
+from dpdist.privacy.budget import budgets_in
+from dpdist.privacy.journal import Anchor, JournalError
+from dpdist.privacy.ledger import Ledger
+from dpdist.recipe import Recipe
+from dpdist.released import begun, read_released
+from dpdist.releasing import release
+from dpdist.reports.facts import read_facts
+from dpdist.reports.page import write_report
+from dpdist.runfolder import RunFolder, complete_checkpoints
+from dpdist.training.job import prepare
+from dpdist.training.trainer import _charged
+
+STEPS = 6
+REFUSED = "lacks records that were written|lacks releases that|is empty|missing"
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> tuple[Recipe, RunFolder]:
+    """Two workers, a crash after four steps, one worker to the end: four releases superseded."""
+    tmp = tmp_path_factory.mktemp("runs")
+    recipe, folder = make(
+        tmp, data__max_train=100, training__batch_size=20, training__steps=STEPS,
+        privacy__budget=str(tmp / "budgets"), resources__checkpoint_seconds=1e9, model="linear",
+    )  # fmt: skip
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with _charged(prepare(recipe, folder, "test")), pytest.MonkeyPatch.context() as patch:
+        interrupted(recipe, folder, patch, 7, workers=2)
+        train(recipe, folder, 1)
+    torch.set_num_threads(threads)
+    return recipe, folder
+
+
+@pytest.fixture
+def run(finished, tmp_path) -> tuple[Recipe, RunFolder]:
+    """A copy of the finished run, to be damaged."""
+    recipe, folder = finished
+    copy = RunFolder(tmp_path / "runs" / "x")
+    shutil.copytree(folder.path, copy.path)
+    return recipe, copy
+
+
+def lines(folder: RunFolder) -> list[bytes]:
+    return folder.ledger.read_bytes().splitlines(keepends=True)
+
+
+def put(folder: RunFolder, kept: list[bytes], *, anchored: bool = False) -> None:
+    """Another content for the ledger; anchored: with an anchor that fits it."""
+    folder.ledger.write_bytes(b"".join(kept))
+    if anchored and kept:
+        folder.anchor.write_text(Anchor.of(b"".join(kept)).line)
+
+
+def archived(folder: RunFolder) -> str:
+    """The archive of a copy of the run: a run that has one waits for its permits."""
+    base = folder.path.parent.parent
+    for name in ("store", "archived"):
+        shutil.rmtree(base / name, ignore_errors=True)
+    copy = RunFolder(base / "archived" / folder.name)
+    shutil.copytree(folder.path, copy.path)
+    url = f"file://{base}/store"
+    archive = Archive.begin(copy, url, True)
+    assert archive is not None
+    archive.update()
+    return url
+
+
+def settle(recipe: Recipe, folder: RunFolder) -> None:
+    with _charged(prepare(recipe, folder, "test")):
+        pass
+
+
+def read_copy(recipe: Recipe, folder: RunFolder) -> None:
+    archives.read_copy(archived(folder), folder.path.parent / "copies")
+
+
+def restore(recipe: Recipe, folder: RunFolder) -> None:
+    archives.restore(archived(folder), folder.path.parent / "restored")
+
+
+def denoise(recipe: Recipe, folder: RunFolder) -> None:
+    put_together(folder, "denoiser", folder.model, RunFolder(folder.path.parent / "new"))
+
+
+READERS: dict[str, Callable[[Recipe, RunFolder], object]] = {
+    "facts": lambda recipe, folder: read_facts(folder),
+    "card": lambda recipe, folder: read_facts(folder).card(),
+    "report": lambda recipe, folder: write_report(folder),
+    "release": lambda recipe, folder: release(folder, not_private=True),
+    "budget": settle,
+    "read_copy": read_copy,
+    "restore": restore,
+    "denoise": denoise,
+}
+
+
+def refused(recipe: Recipe, folder: RunFolder, match: str = REFUSED) -> None:
+    for name, reader in READERS.items():
+        with pytest.raises((UserError, JournalError), match=match):
+            reader(recipe, folder)
+            raise AssertionError(f"{name} accepted it")
+        assert not folder.release.exists() and not folder.report.exists()
+        assert sorted(path.name for path in folder.path.parent.glob("*/*/run.json")) == []
+
+
+def test_an_undamaged_run_is_read_by_all(run):
+    recipe, folder = run
+    whole = read_released(folder)
+    assert whole.ledger.releases == {step: 2 if step < 4 else 1 for step in range(STEPS)}
+    paths = whole.plan.alternatives(whole.plan.with_counts([STEPS + 4]))
+    assert read_facts(folder).guarantee == whole.plan.guarantee_of(paths)
+    for place, reader in (("copies", read_copy), ("restored", restore)):
+        reader(recipe, folder)
+        copy = read_released(RunFolder(folder.path.parent / place / recipe.name))
+        assert copy.ledger.releases == whole.ledger.releases
+    settle(recipe, folder)
+    (charge,) = budgets_in(recipe.privacy.budget)[0].charges
+    assert charge.status == "settled" and charge.phases[0].steps == STEPS + 4
+
+
+@pytest.mark.parametrize("anchored", [False, True], ids=["", "with-a-fitting-anchor"])
+def test_a_finished_run_whose_ledger_was_cut(run, anchored):
+    """At every line boundary, to the header and to nothing; beside it an anchor that agrees."""
+    recipe, folder = run
+    kept = lines(folder)
+    for end in range(len(kept)):
+        put(folder, kept[:end], anchored=anchored)
+        with pytest.raises(UserError, match=REFUSED):
+            read_released(folder)
+    for end in (0, 1, 2, 6, len(kept) - 1):
+        put(folder, kept[:end], anchored=anchored)
+        refused(recipe, folder)
+
+
+def test_a_finished_run_whose_ledger_is_gone(run):
+    recipe, folder = run
+    folder.ledger.unlink()
+    refused(recipe, folder, "ledger.jsonl: missing|lacks records")
+    folder.anchor.unlink()
+    refused(recipe, folder, "ledger.jsonl: missing")
+
+
+def rewritten(kept: list[bytes], path: Path) -> list[bytes]:
+    """The records of these lines in a chain of their own."""
+    records = [json.loads(line)["record"] for line in kept]
+    path.unlink(missing_ok=True)
+    path.with_suffix(".anchor").unlink(missing_ok=True)
+    with Ledger.open(path, records[0]["plan"]) as ledger:
+        for record in records[1:]:
+            ledger._append(record)
+    return path.read_bytes().splitlines(keepends=True)
+
+
+@pytest.mark.parametrize("anchored", [False, True], ids=["", "with-a-fitting-anchor"])
+def test_a_ledger_with_another_past(run, tmp_path, anchored):
+    """Another run's of the same plan; the superseded attempt left out, every step still there once;
+    a record dropped in the middle: each in a chain that holds."""
+    recipe, folder = run
+    kept = lines(folder)
+    records = [json.loads(line)["record"] for line in kept]
+    second = next(n for n, r in enumerate(records) if r.get("epoch") == 1)
+    others = [line.replace(b'"nonce":"', b'"nonce":"0') for line in kept]
+    for left in (others, [kept[0], *kept[second:]], [*kept[:3], *kept[4:]]):
+        put(folder, rewritten(left, tmp_path / "other.jsonl"), anchored=anchored)
+        refused(recipe, folder)
+
+
+def test_an_old_run_without_anchors_is_held_against_its_counts(run, tmp_path):
+    """Written before there were anchors: accepted when all steps, attempts and superseded releases
+    that trained.json counted are there, refused otherwise."""
+    recipe, folder = run
+    for path in (folder.trained, *folder.checkpoints.glob("*/done.json")):
+        record = json.loads(path.read_text())
+        del record["ledger"]
+        path.write_text(json.dumps(record))
+    kept = lines(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dpdist.privacy.journal._VERSION", 1)
+        kept = rewritten(kept, tmp_path / "old.jsonl")
+        second = next(n for n, line in enumerate(kept) if n > 1 and b'"attempt"' in line)
+        without_first = rewritten([kept[0], *kept[second:]], tmp_path / "cut.jsonl")
+    folder.anchor.unlink()
+    put(folder, kept)
+    assert read_facts(folder).ledger.superseded == 4
+    for left, why in (
+        (without_first, "holds 0 superseded releases, trained.json says 4"),
+        (kept[:-1], "lacks releases that"),
+        (kept[:1], "lacks releases that"),
+    ):
+        put(folder, left)
+        refused(recipe, folder, why)
+
+
+def test_a_paused_or_crashed_run_keeps_its_releases(tmp_path, monkeypatch):
+    """A checkpoint newer than its ledger; a ledger cut behind the checkpoint."""
+    recipe, folder = make(
+        tmp_path / "runs", "x", data__max_train=100, training__batch_size=20,
+        training__steps=STEPS, privacy__budget=str(tmp_path / "budgets"), model="linear",
+    )  # fmt: skip
+    job = prepare(recipe, folder, "test")
+    assert not begun(folder)
+    with pytest.raises(Interrupt), _charged(job):
+        interrupted(recipe, folder, monkeypatch, 4)
+        raise Interrupt
+    kept, anchor = lines(folder), folder.anchor.read_text()
+    assert len(complete_checkpoints(folder.checkpoints)) == 2 and begun(folder)
+    # What the crash itself leaves is lawful: an anchor one line behind, or half a line more.
+    folder.anchor.write_text(Anchor.of(b"".join(kept[:-1])).line)
+    read_released(folder)
+    folder.ledger.write_bytes(b"".join(kept) + kept[-1][:9])
+    assert read_released(folder).ledger.releases == dict.fromkeys(range(5), 1)
+    for anchored in (False, True):
+        for end in range(len(kept) - 2):  # behind the newest checkpoint
+            folder.anchor.write_text(anchor)
+            put(folder, kept[:end], anchored=anchored)
+            for reader in (lambda: settle(recipe, folder), lambda: train(recipe, folder)):
+                with pytest.raises((UserError, JournalError), match=REFUSED):
+                    reader()
+            if end:
+                with pytest.raises(UserError, match=REFUSED):
+                    restore(recipe, folder)
+    for end in (len(kept) - 2, len(kept) - 1):  # between the checkpoint and the crash
+        folder.anchor.write_text(anchor)
+        put(folder, kept[:end])
+        with pytest.raises((UserError, JournalError), match="lacks records"):
+            train(recipe, folder)
+    put(folder, kept)
+    train(recipe, folder)
+    assert read_facts(folder).ledger.superseded == 0
+
+
+def test_another_plan_beside_the_ledger(run):
+    recipe, folder = run
+    plan = json.loads(folder.plan.read_text())
+    plan["phases"][0]["noise_multiplier"] = 50.0
+    folder.plan.write_text(json.dumps(plan))
+    refused(recipe, folder, "was not written under the plan")
+
+
+def test_a_budget_that_was_cut_is_refused(run):
+    """Its last line says what was really released; cut off, superseded attempts are free."""
+    recipe, folder = run
+    (file,) = Path(recipe.privacy.budget).glob("*.jsonl")
+    raw = file.read_bytes()
+    kept = raw.splitlines(keepends=True)
+    try:
+        for end in range(1, len(kept)):
+            file.write_bytes(b"".join(kept[:end]))
+            with pytest.raises(UserError, match="lacks records"):
+                show_budget(Path(recipe.privacy.budget), 1e-5, False, True)
+            with pytest.raises(UserError, match="lacks records"):
+                settle(recipe, folder)
+    finally:
+        file.write_bytes(raw)
