@@ -29,7 +29,7 @@ from dpdist.certification.job import TABLE, Settings, certify
 from dpdist.errors import Interrupted, UserError
 from dpdist.methods.compose import cross_entropy
 from dpdist.methods.sharpness import loss_picture, sharpness
-from dpdist.recipe import Recipe
+from dpdist.recipe import Recipe, field_error
 from dpdist.runfolder import RunFolder
 from dpdist.training.job import PACKAGES, TrainJob, prepare, source_of
 from dpdist.training.pretrain import pretrain
@@ -94,6 +94,7 @@ def _trained(
     """
     folder = RunFolder(runs / recipe.name)
     Archive.check_free(folder, recipe.resources.archive)  # before anything is written
+    check_evaluations(recipe, where)
     public_stage(recipe, where)
     # Complaints come before the archive is claimed and Ray started.
     if search:
@@ -264,6 +265,17 @@ def load_model(recipe: Recipe, folder: RunFolder) -> torch.nn.Module:
     """The run's trained model; its own recipe names the factory, so that is trusted."""
     folder.require_trained()
     return models.load(folder.model, trusted_factory=recipe.model.name)
+
+
+def check_evaluations(recipe: Recipe, where: str) -> None:
+    """Raise UserError for a certification that the test split could not carry, before a training
+    has cost anything."""
+    if recipe.certify is None:
+        return
+    dataset, settings = test_data(recipe), settings_of(recipe.certify.model_dump())
+    if not settings.indices(len(dataset)):
+        rule = f"must be below the {len(dataset):,} inputs of {dataset.name}"
+        raise field_error(where, "certify.start", rule, settings.start)
 
 
 def evaluate_stage(recipe: Recipe, folder: RunFolder) -> None:

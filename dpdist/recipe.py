@@ -513,6 +513,11 @@ def field_error(where: str, key: str, rule: str, got: object) -> UserError:
 def check_against_data(recipe: Recipe, records: int, where: str) -> None:
     """What the number of records forbids. Raises UserError."""
     privacy, training = recipe.privacy, recipe.training
+    if records < 2:
+        raise UserError(
+            f"{where}: data: public, hold_out, fraction and max_train leave {records} records to "
+            "train on, must be at least 2"
+        )
     if privacy.delta >= 1 / records and not privacy.allow_large_delta:
         rule = f"must be < 1/N = {_two_digits_down(1 / records)}"
         raise field_error(where, "privacy.delta", rule, privacy.delta)

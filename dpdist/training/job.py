@@ -23,6 +23,7 @@ from dpdist.models import ModelSpec
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.recipe import Recipe, field_error
 from dpdist.runfolder import RunFolder
+from dpdist.training.finite import check_start, probe
 from dpdist.training.planning import make_plan
 from dpdist.training.provenance import check_pretrained, load_frozen, refuse_common, with_frozen
 
@@ -201,6 +202,7 @@ def check_model(recipe: Recipe, dataset: data.Dataset) -> None:
     module = initial_model(recipe, spec)
     build_engine(recipe, module)
     models.check_outputs(module, spec)
+    check_start(module, *probe(data.load(source_of(recipe), "test")), spec.name)
     if isinstance(recipe.method, HiddenNoiseMethod):
         models.require_split(module)
 

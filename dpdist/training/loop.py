@@ -23,7 +23,7 @@ from torch import Tensor
 from cluster.errors import ClusterError
 from cluster.packages import check_same, code_digest
 from cluster.storage import write_json
-from dpdist import models
+from dpdist import data, models
 from dpdist.errors import UserError, no_room
 from dpdist.gradients.blocks import Blocks
 from dpdist.gradients.engine import GradientEngine
@@ -39,6 +39,7 @@ from dpdist.privacy.ledger import Ledger, LedgerError, ReplayConflict
 from dpdist.privacy.plan import StepPlan
 from dpdist.released import check_released
 from dpdist.training import checkpoint
+from dpdist.training.finite import Divergence, probe
 from dpdist.training.hidden import digest, ensure_hidden_noise, read_hidden_noise
 from dpdist.training.job import (
     CANONICAL_SHARDS,
@@ -153,6 +154,8 @@ def run(job: TrainJob, reducer: Reducer, until: int | None = None) -> None:
             return draws_for(recipe.method, todo, rate, hidden, derive_key(key, "hidden"))
 
         engine.draws = draws(plan.step(0), optimizer.learning_rate(0))
+        inputs, _ = probe(data.load(job.source, "test"))
+        divergence = Divergence(model, inputs.to(reducer.device))
         saved = time.monotonic()
         last = plan.steps if until is None else min(until, plan.steps)
         for step in range(start, last):
@@ -194,6 +197,7 @@ def run(job: TrainJob, reducer: Reducer, until: int | None = None) -> None:
             gradient = torch.from_numpy(noisy / todo.expected_batch).to(flat)
             optimizer.update(flat, gradient, step)
             constrain()
+            divergence.check(flat, step, step + 1 == last)
 
             if monitor is not None:
                 monitor.step(step, examples, nonfinite, loss_sum, details)

@@ -1,0 +1,96 @@
+"""What can be known is known before the first release; a training without numbers stops."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from support.training import execute, make, prepare
+from torch import nn
+
+from dpdist import pipeline
+from dpdist.errors import UserError
+from dpdist.privacy.ledger import Ledger
+from dpdist.recipe import check_against_data, parse
+
+HERE = __name__
+
+
+class Broken(nn.Module):
+    """Logits, or only their gradient, that are not finite."""
+
+    def __init__(self, shape: tuple[int, ...], classes: int, how: str) -> None:
+        super().__init__()
+        self.layer, self.how = nn.Linear(math.prod(shape), classes), how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits = self.layer(x.flatten(1))
+        if self.how == "logits":
+            return logits + (logits - logits) / (logits - logits)
+        if self.how == "gradient":  # d sqrt(y)/dy at y = 0
+            return logits + (logits - logits.detach()).abs().sqrt()
+        return torch.exp(logits)
+
+
+def broken(shape, classes, how):
+    return Broken(shape, classes, how)
+
+
+@pytest.mark.parametrize(
+    ("how", "complaint"),
+    [
+        ("logits", "logits that are not finite for test input 0, before any training"),
+        ("gradient", "gradients that are not finite for each of the first 8"),
+    ],
+)
+def test_a_model_that_computes_no_numbers_is_refused_before_anything(tmp_path, how, complaint):
+    recipe, folder = make(tmp_path, model={"name": f"{HERE}:broken", "options": {"how": how}})
+    with pytest.raises(UserError, match=complaint):
+        prepare(recipe, folder, "test")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_training_that_diverges_stops_and_says_what_it_cost(tmp_path):
+    recipe, folder = make(
+        tmp_path,
+        model={"name": f"{HERE}:broken", "options": {"how": "overflow"}},
+        training__learning_rate=1e6,
+    )
+    job = prepare(recipe, folder, "test")
+    with pytest.raises(UserError, match=r"training diverged: after step .* not finite"):
+        execute(job, world_size=2)
+    assert not folder.trained.exists() and not folder.model.exists()
+    assert 1 <= len(Ledger.read(folder.ledger).releases) <= 12  # what it cost stays on record
+
+
+def test_a_certification_that_the_test_split_cannot_carry_is_refused_first(tmp_path):
+    recipe, _ = make(tmp_path, certify={"sigma": 0.5, "start": 358})
+    with pytest.raises(UserError, match=r"r.yaml: certify\.start: must be below the 358 inputs"):
+        pipeline.train_alone(recipe, runs=tmp_path, where="r.yaml")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_recipe_that_leaves_nobody_to_train_on(tmp_path):
+    recipe, folder = make(tmp_path, data={"name": "digits", "hold_out": 0.99999999})
+    with pytest.raises(UserError, match="hold_out, fraction and max_train leave 0 records"):
+        prepare(recipe, folder, "test")
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(UserError, match="leave 1 records"):
+        check_against_data(recipe, 1, "r")
+
+
+@pytest.mark.parametrize("std", [[math.nan], [0.0], [math.inf], [-1.0]])
+def test_constants_that_are_no_numbers(std):
+    raw = make_raw() | {"model": {"name": "linear", "std": std}}
+    with pytest.raises(UserError, match=r"model\.std\.0: must be"):
+        parse(raw, "r")
+
+
+def make_raw() -> dict:
+    return {
+        "name": "x",
+        "data": {"name": "digits"},
+        "privacy": {"noise_multiplier": 1.0, "delta": 1e-4},
+        "training": {"batch_size": 40, "steps": 12, "learning_rate": 0.5},
+    }
