@@ -27,10 +27,11 @@ from typing import Any
 
 from cluster.session import connect
 from dpdist import vision
+from dpdist.certification.reading import CertificateTable
 from dpdist.cli import app
 from dpdist.privacy.guarantee import format_epsilon
 from dpdist.recipe import find, load
-from dpdist.reports.facts import CertificateTable, Facts, read_facts
+from dpdist.reports.facts import Facts, read_facts
 from dpdist.runfolder import RunFolder
 
 PUBLISHED = {

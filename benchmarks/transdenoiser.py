@@ -29,12 +29,14 @@ import numpy as np
 
 from cluster.session import connect
 from dpdist import vision
+from dpdist.certification import reading
+from dpdist.certification.reading import CertificateTable
 from dpdist.certification.settings import CertifySettings
 from dpdist.cli import app
 from dpdist.privacy.guarantee import format_epsilon
 from dpdist.recipe import Recipe, find, load, parse
 from dpdist.reports.attacks import AttackTable, read_attack
-from dpdist.reports.facts import CertificateTable, read_facts, read_table
+from dpdist.reports.facts import read_facts
 from dpdist.runfolder import RunFolder
 
 RADII = {0.25: (0.0, 0.1, 0.25, 0.5), 0.1: (0.0, 0.1, 0.2)}
@@ -249,7 +251,7 @@ class Measured:
         return self.certificates.certified_accuracy(radius)
 
     def attacked(self, size: float) -> float:
-        return self.attacks.accuracy("pgd", size)
+        return self.attacks.shares("pgd", size).right
 
 
 def eigenvalues(activation: str, data_root: Path | None, sigma: float = 0.25) -> list[np.ndarray]:
@@ -306,7 +308,7 @@ def measured(bench: Bench, row: Row) -> list[Measured]:
             Measured(
                 "sees none of them",
                 json.loads((folder / "accuracy.json").read_text()),
-                read_table(folder / "certificates" / "certificates.parquet"),
+                reading.read(folder / "certificates" / "certificates.parquet"),
                 read_attack(folder / "attacks" / "attacks.parquet"),
             )
         ]
@@ -389,10 +391,7 @@ def comparisons(bench: Bench, chosen: list[Row]) -> list[str]:
                 won = lost = 0
                 for ours in measured(bench, row):
                     for theirs in measured(bench, other):
-                        a, b = (
-                            t.certificates.correct & (t.certificates.radius >= radius)
-                            for t in (ours, theirs)
-                        )
+                        a, b = (t.certificates.certified() >= radius for t in (ours, theirs))
                         won, lost = won + int((a & ~b).sum()), lost + int((b & ~a).sum())
                 pairs = len(measured(bench, row)) * len(measured(bench, other))
                 if pairs:
@@ -432,7 +431,7 @@ def picture(bench: Bench, chosen: list[Row], path: Path) -> None:
     sizes = (0.0, *SIZES)
     for colour, (_, found) in _curves(bench, chosen, 0.25):
         heights = np.array(
-            [[100 * m.attacks.accuracy("none", 0.0), *(100 * m.attacked(s) for s in SIZES)]
+            [[100 * m.attacks.shares("none", 0.0).right, *(100 * m.attacked(s) for s in SIZES)]
              for m in found]
         )  # fmt: skip
         panels[-1].plot(sizes, heights.mean(0), "o-", markersize=3, color=colour)

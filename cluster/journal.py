@@ -21,6 +21,10 @@ class InUse(ClusterError):
     """Another process appends to the file."""
 
 
+class OtherHeader(ClusterError):
+    """The file's first line is not the one it must have."""
+
+
 class Journal:
     """One JSON value per line, each with its checksum; a torn last line is dropped on opening.
 
@@ -38,14 +42,33 @@ class Journal:
         for _, end in _lines(self.path):
             self._earlier = end
         self._file.truncate(self._earlier)
+        self._begun = False
+
+    @property
+    def header(self) -> Any:
+        """The first line, or None while there is none."""
+        return next((json.loads(text) for text, _ in _lines(self.path)), None)
+
+    def begin(self, header: Any) -> None:
+        """Let `header` be the first line, no entry: written to an empty journal, else required.
+
+        Raises OtherHeader when the first line is another.
+        """
+        found = self.header
+        if found is None:
+            self.append(header)
+        elif found != header:
+            raise OtherHeader(f"{self.path} does not begin with {header!r}")
+        self._begun = True
 
     @property
     def entries(self) -> Iterator[Any]:
         """What the file held when it was opened, read one by one: it may be larger than memory."""
-        for text, end in _lines(self.path):
+        for place, (text, end) in enumerate(_lines(self.path)):
             if end > self._earlier:
                 return
-            yield json.loads(text)
+            if place or not self._begun:
+                yield json.loads(text)
 
     def append(self, entry: Any) -> None:
         text = json.dumps(entry, separators=(",", ":"))

@@ -14,7 +14,7 @@ import torch
 
 import dpdist.data
 from cluster.packages import check_nodes
-from cluster.reading import read_json, usable_path
+from cluster.reading import usable_path
 from cluster.session import Session, connect
 from cluster.storage import json_number, write_json
 from dpdist import console, models, vision
@@ -26,6 +26,7 @@ from dpdist.attacks.table import TABLE as ATTACK_TABLE
 from dpdist.certification.choose import settings_of
 from dpdist.certification.expected import expected_log_scores
 from dpdist.certification.job import TABLE, Settings, certify
+from dpdist.certification.table import about
 from dpdist.errors import Interrupted, UserError
 from dpdist.methods.compose import cross_entropy
 from dpdist.methods.sharpness import loss_picture, sharpness
@@ -338,7 +339,7 @@ def certify_stage(
     shared = _shared(recipe, folder, actors)
     output = output or folder.certificates / settings.folder_name
     with console.progress(f"certifying, {settings.folder_name}", "inputs", "draws") as show:
-        certify(
+        table = certify(
             folder.model,
             test_data(recipe),
             settings,
@@ -346,8 +347,7 @@ def certify_stage(
             progress=show,
             **shared,
         )
-    pinned = read_json(output / "settings.json", {"classifier.notes": list})
-    for note in pinned["classifier"]["notes"]:
+    for note in about(table)["classifier"]["notes"]:
         console.say(f"certifying: {note}")
     return output / TABLE
 
@@ -384,8 +384,12 @@ def check_stage(
     certificates: Path,
     output: Path | None = None,
     actors: int | None = None,
+    claim: str | None = None,
 ) -> Plausibility:
-    """Attacks on the certificates of a table, each within its radius, on Ray actors."""
+    """Attacks on the certificates of a table, each within its radius, on Ray actors.
+
+    claim: a column of the table whose sizes are attacked instead.
+    """
     shared = _shared(recipe, folder, actors)
     output = output or folder.path / "attacks" / f"check-{certificates.parent.name}"
     with console.progress(f"attacking certificates, {certificates.parent.name}", "inputs") as show:
@@ -395,6 +399,7 @@ def check_stage(
             certificates,
             settings,
             output,
+            claim=claim,
             progress=show,
             **shared,
         )

@@ -20,6 +20,7 @@ ALLOWED = {
     "cluster": set(),
     "dpdist.errors": set(),
     "dpdist.fields": set(),
+    "dpdist.bulk": {"dpdist.errors", "cluster"},
     "dpdist.privacy": {"dpdist.errors"},
     "dpdist.models": {"dpdist.errors", "dpdist.vision"},
     "dpdist.vision": set(),
@@ -58,13 +59,20 @@ ALLOWED = {
         "cluster",
     },
     "dpdist.certification": {
+        "dpdist.bulk",
         "dpdist.errors",
         "dpdist.privacy",
         "dpdist.methods",
         "dpdist.models",
         "cluster",
     },
-    "dpdist.attacks": {"dpdist.errors", "dpdist.models", "dpdist.certification", "cluster"},
+    "dpdist.attacks": {
+        "dpdist.bulk",
+        "dpdist.errors",
+        "dpdist.models",
+        "dpdist.certification",
+        "cluster",
+    },
     "dpdist.training": {
         "dpdist.archive",
         "dpdist.released",
@@ -95,6 +103,8 @@ ALLOWED = {
         "cluster",
     },
     "dpdist.reports": {
+        "dpdist.attacks",
+        "dpdist.certification",
         "dpdist.errors",
         "dpdist.recipe",
         "dpdist.released",
@@ -107,7 +117,8 @@ ALLOWED = {
     },
 }
 NO_TORCH_NO_RAY = (
-    "dpdist.archive", "dpdist.privacy", "dpdist.recipe", "dpdist.released", "dpdist.reports",
+    "dpdist.archive", "dpdist.bulk", "dpdist.privacy", "dpdist.recipe", "dpdist.released",
+    "dpdist.reports",
     "dpdist.runfolder",
 )  # fmt: skip
 
@@ -169,7 +180,15 @@ def test_the_rule_can_fail():
 
 
 @pytest.mark.parametrize(
-    "module", ["dpdist.cli", "dpdist.recipe", "dpdist.privacy.plan", "dpdist.privacy.ledger"]
+    "module",
+    [
+        "dpdist.cli",
+        "dpdist.recipe",
+        "dpdist.privacy.plan",
+        "dpdist.privacy.ledger",
+        "dpdist.certification.reading",
+        "dpdist.attacks.table",
+    ],
 )
 def test_light_modules_import_neither_torch_nor_ray(module):
     code = f"import sys, {module}; print({{'torch', 'ray'}} & set(sys.modules))"

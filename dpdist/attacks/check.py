@@ -27,22 +27,25 @@ from scipy import stats
 from torch import Tensor
 
 from cluster.storage import write_json
-from dpdist import models
+from dpdist import bulk, models
 from dpdist.attacks import table as tables
-from dpdist.attacks.balls import NORMS, distance
-from dpdist.attacks.bulk import Progress, Rows, run_blocks
+from dpdist.attacks.balls import NORMS, Norm, distance
+from dpdist.attacks.blocks import Rows, run_blocks
 from dpdist.attacks.counting import Counters
-from dpdist.attacks.job import Data, assign, patience
+from dpdist.attacks.job import KIND, Data, assign, patience
 from dpdist.attacks.settings import AttackSettings
 from dpdist.attacks.worker import Assignment, Attacker, Block
-from dpdist.certification import table as certificates
+from dpdist.bulk import Progress
+from dpdist.certification import reading
 from dpdist.certification.classifier import ClassifierSpec
-from dpdist.certification.procedures import ABSTAIN, FixedDraws, Procedure, Verdict
+from dpdist.certification.noises import Gaussian
+from dpdist.certification.procedures import FixedDraws, Procedure
 from dpdist.certification.sampling import Counter
 from dpdist.certification.score_settings import ScoreSettings
 from dpdist.certification.scores import ExpectedScores, ScoreVerdict, Sensitivity
 from dpdist.certification.settings import CertifySettings
 from dpdist.certification.units import SELECT
+from dpdist.certification.verdict import ABSTAIN, Verdict
 from dpdist.errors import UserError
 from dpdist.models import HiddenNoise
 
@@ -170,78 +173,82 @@ def check_certificates(
     output: Path,
     *,
     actors: int | None = None,
+    claim: str | None = None,
     progress: Progress | None = None,
     trusted_factory: str | None = None,
 ) -> tuple[pa.Table, Plausibility]:
     """Attack every certificate of the table at ``path`` within its radius; return what was found.
 
     settings: attacks, steps, restarts, draws; start, every and max_inputs choose rows of the table;
-    norm, sizes, sigma and the draws of an answer are the certificates' own. ``output`` receives
+    norm, sizes, sigma and the draws of an answer are the certificates' own. claim: a column of
+    sizes in a table of expected scores ("as_printed_linf") that is attacked in place of its radius;
+    the answers at attacked points are the sound certificate's all the same. ``output`` receives
     check.parquet, check.json (the verdict), settings.json and journal.jsonl; called again it
     continues.
 
     Raises UserError for certificates of another model, of other data, or in L1.
     """
-    found = certificates.read(path)
-    about = certificates.about(found)
-    rows = found.to_pylist()
-    _refuse_others(path, about, rows, model_folder, dataset)
+    found = reading.read(path)
+    _refuse_others(found, model_folder, dataset)
+    found, rows = _claimed(found, claim)
     rows = [rows[i] for i in settings.indices(len(rows))]
     certified = [row for row in rows if row["prediction"] != ABSTAIN]
     if not certified:
         raise UserError(f"{path}: none of the {len(rows)} chosen inputs is certified")
-    first = rows[0]
+    classifier = found.about["classifier"]
     like = ClassifierSpec(
-        **{**about["classifier"], "notes": (), "rate": 0.0, "check": ""}  # our own probe fills them
+        **{**classifier, "notes": (), "rate": 0.0, "check": ""}  # our own probe fills them
     )
-    settings = replace(settings, norm=first["norm"], sizes=None, n=first["cap"])
-    alpha = max(row["alpha"] for row in rows)
+    norm: Norm = "l2" if found.norm == "l2" else "linf"  # no other passes
+    settings = replace(settings, norm=norm, sizes=None, n=found.n)
     again: CertifySettings | ScoreSettings
     norms = None
-    if first["mode"] == ScoreSettings.mode:
+    if found.mode == ScoreSettings.mode:
         again = ScoreSettings(
-            n=first["cap"], n0=first["n0"], alpha=alpha, bound=first["bound"], norm=first["norm"],
+            n=found.n, n0=found.n0, alpha=found.alpha, bound=rows[0]["bound"], norm=norm,
             batch=like.batch,
         )  # fmt: skip
-        norms = Sensitivity(**about["sensitivity"])
+        norms = Sensitivity(**found.about["sensitivity"])
     else:
-        settings = replace(settings, sigma=first["sigma"])
+        settings = replace(settings, sigma=found.sigma)
         again = CertifySettings(
-            sigma=first["sigma"], n0=first["n0"], n=first["cap"], alpha=alpha, batch=like.batch
-        )
+            sigma=found.sigma, n0=found.n0, n=found.n, alpha=found.alpha, batch=like.batch,
+            noise=found.noise,
+        )  # fmt: skip
     indices, targets = (
         np.array([row[name] for row in certified], dtype=np.int64)
         for name in ("index", "prediction")
     )
     radii = np.array([row["radius"] for row in certified], dtype=np.float64)
-    assignment, pinned = assign(
-        model_folder,
-        dataset,
-        settings,
-        output,
-        indices,
-        targets,
-        trusted_factory,
-        like=like,
-        more={"certificates": _digest(rows), "again": asdict(again)},
-    )
-    size = settings.block(assignment.inputs[0].size)
-    blocks = {
-        f"{attack} rows {low}": Block(
-            attack, low, min(low + size, len(radii)), radii[low : low + size]
+    with bulk.held(output, KIND) as journal:
+        assignment, pinned = assign(
+            model_folder,
+            dataset,
+            settings,
+            journal,
+            indices,
+            targets,
+            trusted_factory,
+            like=like,
+            more={"certificates": _digest(rows), "again": asdict(again), "claim": claim},
         )
-        for attack in settings.attacks
-        for low in range(0, len(radii), size)
-    }
-    results = run_blocks(
-        output,
-        Checker,
-        _Shared(assignment, again, norms),
-        blocks,
-        actors=actors,
-        silence=patience(assignment, size, again.n0 + again.n),
-        progress=progress,
-    )
+        size = settings.block(assignment.inputs[0].size)
+        blocks = {
+            f"{attack} rows {low}": Block(
+                attack, low, min(low + size, len(radii)), radii[low : low + size]
+            )
+            for attack in settings.attacks
+            for low in range(0, len(radii), size)
+        }
+        results = run_blocks(
+            journal,
+            Checker,
+            _Shared(assignment, again, norms),
+            blocks,
+            actors=actors,
+            silence=patience(assignment, size, again.n0 + again.n),
+            progress=progress,
+        )
     table = tables.write(
         [row for key in blocks for row in results[key]],
         tables.CHECK_SCHEMA,
@@ -251,48 +258,62 @@ def check_certificates(
     verdict = plausibility(
         len({row["index"] for row in table.to_pylist() if row["contradiction"]}),
         len(rows),
-        alpha,
+        found.alpha,
         len(settings.attacks),
-        independent=not about["settings"].get("noise_bank"),
+        independent=not found.about["settings"].get("noise_bank"),
     )
     write_json(
         output / VERDICT,
         {
             **asdict(verdict),
             "plausible": verdict.plausible,
-            "alpha": alpha,
+            "alpha": found.alpha,
             "certified": len(certified),
             "points": table.num_rows,
             "same_class": int(np.sum(np.array(table["selected"]) == np.array(table["certified"]))),
             "attacks": list(settings.attacks),
             "steps": settings.steps,
             "restarts": settings.restarts,
-            "sigma": first["sigma"],
-            "certificates": path.parent.name,
+            "sigma": found.sigma,
+            "certificates": path.parent.name if claim is None else f"{path.parent.name} {claim}",
         },
     )
     return table, verdict
 
 
-def _refuse_others(
-    path: Path,
-    about: dict[str, Any],
-    rows: list[dict[str, Any]],
-    model_folder: Path,
-    dataset: Data,
-) -> None:
-    if not rows or "classifier" not in about:
-        raise UserError(f"{path}: does not say what it was computed from, or is empty")
+def _refuse_others(found: reading.CertificateTable, model_folder: Path, dataset: Data) -> None:
+    path, about = found.path, found.about
+    if "classifier" not in about:
+        raise UserError(f"{path}: does not say what it was computed from")
     if about["model"] != models.model_hash(model_folder):
         raise UserError(f"{path}: certificates of another model than {model_folder}")
     if about["data"] != dataset.fingerprint:
         raise UserError(f"{path}: certificates of other data than {dataset.name}")
-    norms = {row["norm"] for row in rows} - set(NORMS)
-    if norms:
+    if found.norm not in NORMS:
         raise UserError(
             f"{path}: only L2 and L-infinity certificates can be attacked, these are "
-            f"{', '.join(sorted(norms)).upper()}"
+            f"{found.norm.upper()}"
         )
+    if found.mode != ScoreSettings.mode and found.noise != Gaussian.name:
+        raise UserError(f"{path}: only Gaussian smoothing can be attacked, not {found.noise}")
+
+
+def _claimed(
+    found: reading.CertificateTable, claim: str | None
+) -> tuple[reading.CertificateTable, list[dict[str, Any]]]:
+    """The table and its rows, with another column's sizes and classes for radius and prediction."""
+    rows = found.table.to_pylist()
+    if claim is None:
+        return found, rows
+    certificate, _, norm = claim.rpartition("_")
+    if found.mode != ScoreSettings.mode or certificate not in found.certificates:
+        raise UserError(f"{found.path}: has no certificate {claim!r} to attack")
+    answers = found.answers(certificate).tolist()
+    claimed = [
+        {**row, "radius": row[claim], "prediction": answer if row[claim] > 0 else ABSTAIN}
+        for row, answer in zip(rows, answers, strict=True)
+    ]
+    return replace(found, norm=norm), claimed
 
 
 def _digest(rows: list[dict[str, Any]]) -> str:

@@ -12,18 +12,21 @@ import numpy as np
 import pyarrow as pa
 import ray
 
-from dpdist import models
+from cluster.journal import Journal
+from dpdist import bulk, models
 from dpdist.attacks import table as tables
-from dpdist.attacks.bulk import Progress, Rows, pin, run_blocks
+from dpdist.attacks.blocks import Rows, run_blocks
 from dpdist.attacks.counting import Counted, fix_form, require_logits
 from dpdist.attacks.randomised import InferenceNoise, InputNoise
 from dpdist.attacks.settings import AttackSettings
 from dpdist.attacks.worker import Assignment, Block, Worker
+from dpdist.bulk import Progress
 from dpdist.certification import job as certification
 from dpdist.certification.classifier import ClassifierSpec
 from dpdist.certification.units import UnitSource
 from dpdist.errors import UserError
 
+KIND = bulk.Kind("attack", "attacking")
 _SLOW = 1000.0  # forward passes per second of an honest worker
 
 
@@ -57,21 +60,22 @@ def attack_model(
     indices = np.asarray(settings.indices(len(labels)), dtype=np.int64)
     if not len(indices):
         raise UserError(f"attack: no inputs chosen out of {len(labels)}")
-    assignment, about = assign(
-        model_folder, dataset, settings, output, indices, labels[indices], trusted_factory
-    )
-    rows = settings.block(assignment.inputs[0].size)
-    starts = range(0, len(indices), rows)
-    blocks = {}
-    for attack, size in settings.pairs:
-        for low in starts:
-            high = min(low + rows, len(indices))
-            key = f"{attack} {size!r} rows {low}"
-            blocks[key] = Block(attack, low, high, np.full(high - low, size))
-    silence = patience(assignment, rows, settings.n)
-    found = run_blocks(
-        output, Worker, assignment, blocks, actors=actors, silence=silence, progress=progress
-    )
+    with bulk.held(output, KIND) as journal:
+        assignment, about = assign(
+            model_folder, dataset, settings, journal, indices, labels[indices], trusted_factory
+        )
+        rows = settings.block(assignment.inputs[0].size)
+        starts = range(0, len(indices), rows)
+        blocks = {}
+        for attack, size in settings.pairs:
+            for low in starts:
+                high = min(low + rows, len(indices))
+                key = f"{attack} {size!r} rows {low}"
+                blocks[key] = Block(attack, low, high, np.full(high - low, size))
+        silence = patience(assignment, rows, settings.n)
+        found = run_blocks(
+            journal, Worker, assignment, blocks, actors=actors, silence=silence, progress=progress
+        )
     done = _complete(found, len(starts))
     return tables.write(done, tables.SCHEMA, about, output / tables.TABLE)
 
@@ -80,7 +84,7 @@ def assign(
     model_folder: Path,
     dataset: Data,
     settings: AttackSettings,
-    output: Path,
+    journal: Journal,
     indices: np.ndarray,
     targets: np.ndarray,
     trusted_factory: str | None,
@@ -88,7 +92,7 @@ def assign(
     like: ClassifierSpec | None = None,
     more: dict[str, Any] | None = None,
 ) -> tuple[Assignment, dict[str, Any]]:
-    """What workers share, pinned in ``output``; more: what else results depend on."""
+    """What workers share, pinned in the journal's folder; more: what else results depend on."""
     model = models.load(model_folder, trusted_factory=trusted_factory)
     noise: InferenceNoise = models.hidden_noise(model)
     if settings.sigma is not None:
@@ -107,11 +111,13 @@ def assign(
         "settings": settings.identity,
         **(more or {}),
     }
-    kind = "attack" if more is None else "check certificates"
+    purpose = "attack" if more is None else "check certificates"
     sigma = settings.sigma or 0.0
 
     def source(seed: str) -> UnitSource:
-        return UnitSource(kind, seed, model_hash, dataset.fingerprint, str(wanted["noise"]), sigma)
+        return UnitSource(
+            purpose, seed, model_hash, dataset.fingerprint, str(wanted["noise"]), sigma
+        )
 
     def begin() -> dict[str, Any]:
         seed = settings.seed or secrets.token_hex(16)
@@ -121,7 +127,7 @@ def assign(
         del form["rate"]  # a measured time, different each time
         return {"seed": seed, "classifier": form}
 
-    about = pin(output, wanted, settings.seed, begin)
+    about = bulk.pin(journal, KIND, wanted, settings.seed, begin)
     form = about["classifier"]
     spec = ClassifierSpec(**{**form, "notes": (*form["notes"],)}, rate=0.0) if form else None
     assignment = Assignment(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
+
+from cluster.reading import check_shape
+from cluster.table_files import Column
+from dpdist import bulk
+from dpdist.errors import UserError
 
 TABLE = "attacks.parquet"
 CHECK_TABLE = "check.parquet"
@@ -27,6 +29,16 @@ SCHEMA = pa.schema(
         pa.field("n", pa.int64(), nullable=False),
     ]
 )
+# What every reader relies on: the kind and the least of each column, and what was executed.
+COLUMNS: dict[str, Column] = {
+    "attack": (str, None), "size": (float, 0), "index": (int, 0), "label": (int, 0),
+    "prediction": (int, -1),
+}  # fmt: skip
+_ABOUT = {
+    "settings.norm": str, "settings.sigma": float | None, "settings.steps": int,
+    "settings.restarts": int, "settings.draws": int, "settings.n": int, "settings.alpha": float,
+    "noise.kind": str, "model": str, "data": str, "input_shape": list,
+}  # fmt: skip
 CHECK_SCHEMA = pa.schema(
     [
         pa.field("attack", pa.string(), nullable=False),
@@ -50,10 +62,21 @@ def write(
     """One Parquet file, whole or not at all, sorted; the same bytes for the same rows."""
     names = [name for name in ("attack", "size", "index") if name in schema.names]
     ordered = sorted(rows, key=lambda row: tuple(row[name] for name in names))
-    note = json.dumps(about, sort_keys=True, separators=(",", ":")).encode()
-    table = pa.Table.from_pylist(ordered, schema=schema.with_metadata({_META: note}))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    pq.write_table(table, partial, row_group_size=1 << 20)
-    os.replace(partial, path)
+    table = bulk.build_table(ordered, schema, about, _META)
+    bulk.write_table(table, path)
+    return table
+
+
+def about(table: pa.Table) -> dict[str, Any]:
+    """What was executed: settings, seed, model, data, noise."""
+    return bulk.about_table(table, _META)
+
+
+def read(path: Path) -> pa.Table:
+    """A table of attacks. Raises UserError when it is none, or not of its settings."""
+    table = bulk.read_table(path, COLUMNS, _META)
+    found = about(table)
+    if not found:
+        raise UserError(f"{path}: does not say what was attacked; run `dpdist attack` again")
+    check_shape(found, str(path), _ABOUT)
     return table

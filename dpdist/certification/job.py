@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,11 +17,11 @@ import pyarrow as pa
 import ray
 from ray.exceptions import RayTaskError
 
-from cluster.journal import InUse, Journal
+from cluster.journal import Journal
 from cluster.pool import Chunk, PoolSettings, run_chunks
-from cluster.reading import read_json
-from dpdist import models
-from dpdist.certification import scores, units
+from dpdist import bulk, models
+from dpdist.bulk import Progress
+from dpdist.certification import score_columns, scores, units
 from dpdist.certification import table as tables
 from dpdist.certification.bank import BLOCKS_PER_PIECE
 from dpdist.certification.classifier import ClassifierSpec
@@ -33,17 +31,11 @@ from dpdist.certification.settings import CertifySettings
 from dpdist.certification.worker import Assignment, Piece, Worker, probe, procedure
 from dpdist.errors import UserError
 
-FORMAT = 1
 TABLE = "certificates.parquet"
-_PINNED = {
-    "format": int, "seed": str, "settings": dict, "classifier.form": str, "classifier.batch": int,
-    "classifier.notes": list,
-}  # fmt: skip
 Settings = CertifySettings | ScoreSettings
+_RATE = "rate.json"  # draws per second of the probe; only sizes the chunks
 _CHUNK_SECONDS = 1.0
 _PART_SECONDS = 60.0
-
-Progress = Callable[[int, int, float], None]
 
 
 class Data(Protocol):
@@ -92,11 +84,14 @@ def certify(
         raise UserError(f"certify: no inputs chosen out of {len(labels)}")
     assignment = _assignment(model_folder, dataset, settings, trusted_factory, indices)
     finished = output / TABLE
+    kind = _kind(settings)
     if finished.exists():
-        _pin(output, assignment)
-        return tables.read(finished)
-    with _journal(output) as journal:
-        assignment, about = _pin(output, assignment)
+        table = tables.read(finished)
+        wanted = _identity(assignment)
+        bulk.refuse_difference(output, kind, tables.about(table), wanted, settings.seed)
+        return table
+    with bulk.held(output, kind) as journal:
+        assignment, about = _pin(journal, kind, assignment)
         assert assignment.spec is not None
         steps = procedure(assignment)
         book = _Book(steps, assignment, labels, indices)
@@ -133,30 +128,6 @@ def timings(output: Path) -> dict[int, float]:
         return {int(row["index"]): float(row["seconds"]) for row in csv.DictReader(file)}
 
 
-@contextmanager
-def _journal(output: Path) -> Iterator[Journal]:
-    """The journal, held by this process alone; a folder in which nothing was begun is removed.
-
-    Raises UserError when another process holds it.
-    """
-    known = output.exists()
-    try:
-        journal = Journal(output / "journal.jsonl")
-    except InUse as error:
-        raise UserError(
-            f"{output}: another process is certifying into this folder; wait for it, stop it, or "
-            "choose another folder (--output)"
-        ) from error
-    with journal:
-        try:
-            yield journal
-        finally:
-            if not (output / "settings.json").exists():
-                journal.path.unlink()
-                if not known:
-                    output.rmdir()
-
-
 def _assignment(
     model_folder: Path,
     dataset: Data,
@@ -189,45 +160,46 @@ def _assignment(
     return Assignment(model, settings, source, dataset.classes, shape, check_inputs, norms=norms)
 
 
-def _pin(output: Path, assignment: Assignment) -> tuple[Assignment, dict[str, Any]]:
+def _pin(
+    journal: Journal, kind: bulk.Kind, assignment: Assignment
+) -> tuple[Assignment, dict[str, Any]]:
     """Fix seed and classifier before the first count, or take them from the interrupted run."""
-    path = output / "settings.json"
-    wanted = _identity(assignment)
-    if path.exists():
-        about = _read_pinned(path)
-        _refuse_difference(output, about, wanted, assignment.settings.seed)
-        classifier = {**about["classifier"], "notes": tuple(about["classifier"]["notes"])}
-        spec = ClassifierSpec(**classifier, rate=_stored_rate(output))
-        source = replace(assignment.source, seed=about["seed"])
-        norms = about.get("sensitivity")
-        return replace(
-            assignment,
-            source=source,
-            spec=spec,
-            norms=None if norms is None else scores.Sensitivity(**norms),
-        ), about
-    try:
-        spec = ray.get(ray.remote(probe).options(num_cpus=1).remote(assignment))
-    except RayTaskError as error:
-        raise UserError(f"the model cannot be certified: {error.cause}") from error.cause
-    classifier = asdict(spec)
-    rate = classifier.pop("rate")
-    about = {**wanted, "seed": assignment.source.seed, "classifier": classifier}
-    output.mkdir(parents=True, exist_ok=True)
-    (output / "rate.json").write_text(json.dumps(rate))
-    partial = path.with_suffix(f".{os.getpid()}")
-    partial.write_text(json.dumps(about, indent=2, sort_keys=True) + "\n")
-    os.replace(partial, path)
-    return replace(assignment, spec=spec), json.loads(json.dumps(about))
+    output = journal.path.parent
+
+    def begin() -> dict[str, Any]:
+        try:
+            spec = ray.get(ray.remote(probe).options(num_cpus=1).remote(assignment))
+        except RayTaskError as error:
+            raise UserError(f"the model cannot be certified: {error.cause}") from error.cause
+        classifier = asdict(spec)
+        rate = classifier.pop("rate")  # a measured time, different each time
+        (output / _RATE).write_text(json.dumps(rate))
+        return {"seed": assignment.source.seed, "classifier": classifier}
+
+    seed = assignment.settings.seed
+    about = bulk.pin(journal, kind, _identity(assignment), seed, begin)
+    classifier = {**about["classifier"], "notes": tuple(about["classifier"]["notes"])}
+    norms = about.get("sensitivity")
+    return replace(
+        assignment,
+        source=replace(assignment.source, seed=about["seed"]),
+        spec=ClassifierSpec(**classifier, rate=_stored_rate(output)),
+        norms=None if norms is None else scores.Sensitivity(**norms),
+    ), about
+
+
+def _kind(settings: Settings) -> bulk.Kind:
+    # Norms may differ in their last bits elsewhere: those stored at the beginning are used. With
+    # fixed n the radii are only what is to be shown of the results.
+    free = {"sensitivity", "radii"} if settings.mode in ("fixed", "scores") else {"sensitivity"}
+    return bulk.Kind("certification", "certifying", frozenset(free))
 
 
 def _identity(assignment: Assignment) -> dict[str, Any]:
     settings = asdict(assignment.settings)
     settings.pop("seed")
-    settings["radii"] = list(settings["radii"])
     settings["mode"] = assignment.settings.mode
     identity = {
-        "format": FORMAT,
         "settings": settings,
         "model": assignment.source.model_hash,
         "data": assignment.source.data_hash,
@@ -238,41 +210,8 @@ def _identity(assignment: Assignment) -> dict[str, Any]:
     return identity
 
 
-def _read_pinned(path: Path) -> dict[str, Any]:
-    about = read_json(path, _PINNED)
-    if about["format"] > FORMAT:
-        raise UserError(f"{path}: written by a newer version of dpdist")
-    return about
-
-
-def _refuse_difference(
-    output: Path, about: dict[str, Any], wanted: dict[str, Any], seed: str | None
-) -> None:
-    old, new = _flat(about), _flat(wanted)
-    differences = [
-        f"{name} was {old.get(name)!r}, now {value!r}"
-        for name, value in new.items()
-        if old.get(name) != value
-    ]
-    if seed is not None and seed != about["seed"]:
-        differences.append(f"seed was {about['seed']!r}, now {seed!r}")
-    if differences:
-        raise UserError(
-            f"{output}: holds another certification ({'; '.join(differences)}); "
-            "choose another folder, or remove this one"
-        )
-
-
-def _flat(about: dict[str, Any]) -> dict[str, Any]:
-    """What results depend on; with fixed n the radii are only what is to be shown of them."""
-    flat = {k: about.get(k) for k in ("model", "data", "classes")} | about.get("settings", {})
-    if flat.get("mode") in ("fixed", "scores"):
-        flat.pop("radii", None)
-    return flat
-
-
 def _stored_rate(output: Path) -> float:
-    path = output / "rate.json"
+    path = output / _RATE
     return float(json.loads(path.read_text())) if path.exists() else 1000.0
 
 
@@ -289,7 +228,7 @@ class _Book:
         self.settings = settings = assignment.settings
         self.sigma = assignment.source.sigma
         by_scores = isinstance(settings, ScoreSettings)
-        self.schema = scores.SCHEMA if by_scores else tables.SCHEMA
+        self.schema = score_columns.SCHEMA if by_scores else tables.SCHEMA
         self.labels = labels
         self.indices = indices
         self.rows: dict[int, dict[str, Any]] = {}

@@ -13,11 +13,11 @@ import torch
 from scipy import special
 from torch import Tensor, nn
 
-from dpdist.certification.procedures import ABSTAIN, Verdict
 from dpdist.certification.score_settings import ScoreSettings
 from dpdist.certification.scores import ScoreVerdict, sensitivity
 from dpdist.certification.settings import CertifySettings
 from dpdist.certification.units import UnitSource
+from dpdist.certification.verdict import ABSTAIN, Verdict
 from dpdist.certification.worker import Assignment, Piece, Worker, probe, procedure
 from dpdist.models import hidden_noise, require_split
 

@@ -8,7 +8,6 @@ test is one unit), and puts the results together.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,32 +23,12 @@ from dpdist.certification.sequential import (
     planned_looks,
 )
 from dpdist.certification.settings import CertifySettings
+from dpdist.certification.verdict import ABSTAIN, Verdict
 
-ABSTAIN = -1
 # Error of the upper bound by which hopeless inputs are given up (never adds a certificate).
 FUTILE = 0.01
 
 Partial = dict[str, Any]  # JSON: "selected" from the first unit, then counts
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """The certificate of one input. prediction is -1 and radius 0 when nothing is certified.
-
-    k of n draws returned ``selected``. looks: how many times a decision could be made.
-    target: the radius that a test decided on (the smallest one when it failed). histogram: counts
-    of all classes, at fixed n.
-    """
-
-    prediction: int
-    selected: int
-    k: int
-    n: int
-    p_lower: float
-    radius: float
-    looks: int = 1
-    target: float | None = None
-    histogram: tuple[int, ...] | None = None
 
 
 class Procedure(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,13 +11,13 @@ import numpy as np
 import pyarrow as pa
 from scipy import stats
 
-from dpdist.certification import radii
+from dpdist.certification import radii, reading
 from dpdist.certification import table as tables
 from dpdist.certification.bounds import clopper_pearson_lower, clopper_pearson_upper
 from dpdist.certification.noises import NOISES, Noise
-from dpdist.certification.procedures import ABSTAIN
 from dpdist.certification.scores import rebound_scores
 from dpdist.certification.sequential import anytime_lower
+from dpdist.certification.verdict import ABSTAIN
 from dpdist.errors import UserError
 
 
@@ -56,34 +57,50 @@ _SHARE = ("start", "every", "max_inputs")
 def merge(parts: Sequence[pa.Table]) -> pa.Table:
     """One table from shares of one data set (different ``start``, ``every`` or ``max_inputs``).
 
-    Raises UserError when they are not of the same model, data and settings, or when they have
-    different results for the same input.
+    Raises UserError when they are not of the same model, data, classifier, settings and alpha, or
+    when they have different results for the same input.
     """
     if not parts:
         raise UserError("nothing to merge")
     notes = [tables.about(part) for part in parts]
-    first = _common(notes[0])
+    first = identity(parts[0])
     rows: dict[int, dict[str, Any]] = {}
-    for part, note in zip(parts, notes, strict=True):
-        other = _common(note)
+    for part in parts:
+        other = identity(part)
         different = sorted(k for k in first.keys() | other.keys() if first.get(k) != other.get(k))
         if different:
             raise UserError(f"cannot merge results that differ in {', '.join(different)}")
         for row in part.to_pylist():
             if rows.setdefault(row["index"], row) != row:
                 raise UserError(f"cannot merge: two different results for input {row['index']}")
-    seeds = sorted({note["seed"] for note in notes})
+    seeds = sorted({seed for note in notes for seed in note.get("seeds", [note["seed"]])})
     settings = {k: v for k, v in notes[0]["settings"].items() if k not in _SHARE}
     about = {**notes[0], "settings": settings, "seed": seeds[0], "seeds": seeds}
     return tables.build(list(rows.values()), about, parts[0].schema.remove_metadata())
 
 
-def _common(note: dict[str, Any]) -> dict[str, Any]:
+def shares(parts: Sequence[pa.Table]) -> list[list[int]]:
+    """Which of the tables (by place) are shares of one certification: groups of two and more.
+
+    A merged table is no share. The same counts certified at another alpha are another one.
+    """
+    groups: dict[str, list[int]] = {}
+    for place, part in enumerate(parts):
+        if "seeds" not in tables.about(part):
+            groups.setdefault(json.dumps(identity(part), sort_keys=True), []).append(place)
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def identity(table: pa.Table) -> dict[str, Any]:
+    """What shares of one certification have in common."""
+    note, found = tables.about(table), reading.of(table)
     if "settings" not in note:
         raise UserError("cannot merge a table that does not say what it was computed from")
     classifier = {f"classifier.{k}": v for k, v in note["classifier"].items() if k != "check"}
     settings = {k: v for k, v in note["settings"].items() if k not in _SHARE}
-    return {**settings, **classifier, "model": note["model"], "data": note["data"]}
+    rebound = {name: note.get(name) for name in ("rebound_alpha", "rebound_bound")}
+    about = {"model": note["model"], "data": note["data"], "alpha": found.alpha}
+    return {**settings, **classifier, **rebound, **about}
 
 
 @dataclass(frozen=True)
@@ -131,10 +148,9 @@ def certified_accuracy_band(
 
     Raises UserError for an empty table or a noise bank without ``bonferroni``.
     """
+    found = reading.of(table)
     count = table.num_rows
-    if not count:
-        raise UserError("no certificates in the table")
-    if "scores" in set(table["mode"].to_pylist()):
+    if found.mode == "scores":
         raise UserError("a band is made of counts; these certificates are of expected scores")
     bank = bool(tables.about(table).get("settings", {}).get("noise_bank"))
     if bank and not bonferroni:
@@ -143,19 +159,19 @@ def certified_accuracy_band(
             "only a Bonferroni band holds for the whole set"
         )
     rows = table.to_pylist()
-    plain = [tables.certified_accuracy(table, r) for r in at]
+    plain = [found.certified_accuracy(r) for r in at]
     if bonferroni:
         level, allowance = error / (2 * count), 0
-        table = rebound(table, level)
+        found = reading.of(rebound(table, level))
         method = f"Bonferroni: each certificate at alpha = {level:.3g}"
     else:
-        level = rows[0]["alpha"]
+        level = found.alpha
         allowance = int(stats.binom.isf(error / 2, count, level))
         method = f"at most {allowance} of {count} certificates at alpha = {level:g} are false"
     reach = _reach(rows, level)
     bands = []
     for r, accuracy in zip(at, plain, strict=True):
-        lower = max(0.0, tables.certified_accuracy(table, r) - allowance / count)
+        lower = max(0.0, found.certified_accuracy(r) - allowance / count)
         certifiable = None
         if reach is not None:
             certifiable = min(1.0, (int((reach >= r).sum()) + allowance) / count)

@@ -23,23 +23,14 @@ from dpdist.certification import operator_norms, pixeldp
 from dpdist.certification import table as tables
 from dpdist.certification.bounds import clopper_pearson_lower
 from dpdist.certification.pixeldp import ScoreBounds
-from dpdist.certification.procedures import ABSTAIN, Partial, select
+from dpdist.certification.procedures import Partial, select
 from dpdist.certification.radii import gaussian_l2_radius
 from dpdist.certification.sampling import SCORE_UNIT, HiddenNoiseSampler
+from dpdist.certification.score_columns import AS_PRINTED, NORMS, SCHEMA
 from dpdist.certification.score_settings import ScoreBound, ScoreSettings
+from dpdist.certification.verdict import ABSTAIN
 from dpdist.errors import UserError
 from dpdist.models import HiddenNoise, Split
-
-NORMS = ("l2", "linf")
-# What each certificate of a table is, and whether it holds.
-CERTIFICATES = {
-    "classical": "PixelDP: classical Gaussian mechanism, epsilon_r <= 1",
-    "extended": "HGM, Eq. 10 corrected: extended (heterogeneous) Gaussian mechanism",
-    "analytic": "the same condition with the exact (epsilon, delta) profile (AGM)",
-    "exact": "exact Gaussian profile of expected scores, no epsilon_r",
-    "cohen": "exact Gaussian profile of the majority vote, Clopper-Pearson (Cohen et al.)",
-}
-AS_PRINTED = "as_printed_linf"
 
 
 @dataclass(frozen=True)
@@ -194,19 +185,6 @@ def decide(
     )
 
 
-SIZE_COLUMNS = (*(f"{name}_{norm}" for name in CERTIFICATES for norm in NORMS), AS_PRINTED)
-SCHEMA = pa.schema(
-    [
-        *tables.SCHEMA,
-        pa.field("bound", pa.string(), nullable=False),
-        pa.field("p_upper", pa.float64(), nullable=False),
-        pa.field("sums", pa.list_(pa.int64()), nullable=False),
-        pa.field("squares", pa.list_(pa.int64()), nullable=False),
-        *(pa.field(name, pa.float64(), nullable=False) for name in SIZE_COLUMNS),
-    ]
-)
-
-
 def row(
     index: int, label: int, verdict: ScoreVerdict, settings: ScoreSettings, scale: float
 ) -> dict[str, Any]:
@@ -237,24 +215,6 @@ def row(
         "squares": verdict.squares,
         **verdict.sizes,
     }
-
-
-def certified_accuracy(table: pa.Table, certificate: str, norm: str, size: float) -> float:
-    """Share of all inputs that are right and certified at ``size`` by one certificate.
-
-    certificate: a key of CERTIFICATES, or "as_printed" (norm linf; claimed, does not hold). The
-    vote's own class counts for "cohen". Raises UserError for a column the table does not have.
-    """
-    column = f"{certificate}_{norm}"
-    if column not in table.column_names:
-        raise UserError(f"no column {column} in the table; there are {', '.join(SIZE_COLUMNS)}")
-    # As printed the label is that of the bounds, whatever the sound certificates say.
-    sizes = np.asarray(table[column])
-    answer = np.asarray(table["selected"] if certificate == "cohen" else table["prediction"])
-    if certificate == "as_printed":
-        answer = np.array([np.argmax(sums) for sums in table["sums"].to_pylist()])
-    good = (answer == np.asarray(table["label"])) & (sizes >= size) & (sizes > 0)
-    return float(good.mean()) if len(good) else 0.0
 
 
 def rebound_scores(table: pa.Table, alpha: float, bound: ScoreBound | None = None) -> pa.Table:

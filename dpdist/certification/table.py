@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import csv
 import datetime
-import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from cluster.reading import parse_json
-from cluster.table_files import Column, read_table
-from dpdist.certification.procedures import ABSTAIN, Verdict
+from cluster.table_files import Column
+from dpdist import bulk
+from dpdist.bulk import write_table as write
 from dpdist.certification.radii import format_radius
 from dpdist.certification.settings import CertifySettings
+from dpdist.certification.verdict import Verdict
+
+__all__ = [
+    "COLUMNS",
+    "SCHEMA",
+    "about",
+    "build",
+    "read",
+    "row",
+    "write",
+    "write_cohen_tsv",
+    "write_csv",
+]
 
 _META = b"dpdist.certification"
 
@@ -85,28 +95,17 @@ def build(
     rows: list[dict[str, Any]], about: Mapping[str, Any], schema: pa.Schema = SCHEMA
 ) -> pa.Table:
     """The rows sorted by index; ``about`` (what was executed) goes into the file's metadata."""
-    ordered = sorted(rows, key=lambda entry: entry["index"])
-    note = json.dumps(about, sort_keys=True, separators=(",", ":")).encode()
-    return pa.Table.from_pylist(ordered, schema=schema.with_metadata({_META: note}))
+    return bulk.build_table(sorted(rows, key=lambda row: row["index"]), schema, about, _META)
 
 
 def about(table: pa.Table) -> dict[str, Any]:
     """What was executed: settings, seed, model, data, classifier."""
-    note = (table.schema.metadata or {}).get(_META, b"{}")
-    return parse_json(note, "the table's description")
-
-
-def write(table: pa.Table, path: Path) -> None:
-    """One Parquet file, whole or not at all, and the same bytes for the same table."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    pq.write_table(table.combine_chunks(), partial, row_group_size=1 << 20)
-    os.replace(partial, path)
+    return bulk.about_table(table, _META)
 
 
 def read(path: Path) -> pa.Table:
-    """A table of certificates. Raises UserError when the file is missing, empty or not one."""
-    return read_table(path, COLUMNS)
+    """A table of certificates. Raises UserError when it is none, or not of its settings."""
+    return bulk.read_table(path, COLUMNS, _META)
 
 
 def write_cohen_tsv(
@@ -138,14 +137,3 @@ def write_csv(table: pa.Table, path: Path) -> None:
             writer.writerow(
                 [" ".join(map(str, v)) if isinstance(v, list) else v for v in entry.values()]
             )
-
-
-def certified_accuracy(table: pa.Table, radius: float) -> float:
-    """Share of all inputs whose prediction is right and certified at ``radius`` at least."""
-    good = [
-        entry["prediction"] == entry["label"]
-        and entry["prediction"] != ABSTAIN
-        and entry["radius"] >= radius
-        for entry in table.select(["label", "prediction", "radius"]).to_pylist()
-    ]
-    return sum(good) / len(good) if good else 0.0

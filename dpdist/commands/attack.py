@@ -96,10 +96,15 @@ def command(
     certificates: Annotated[
         str | None, typer.Option(help="The table to check, by name or path (default: each).")
     ] = None,
+    claim: Annotated[
+        str | None,
+        typer.Option(help="Attack this column of sizes in place of the radius: as_printed_linf."),
+    ] = None,
 ) -> None:
     """Attack the test split on all CPUs, white-box; continues what was interrupted.
 
-    Shows the accuracy at each size under each attack, and beside it what is certified.
+    Shows how many inputs stay right, abstain or go wrong at each size under each attack, and beside
+    it how many are certified.
     """
     from dpdist import pipeline
     from dpdist.runfolder import open_run
@@ -123,13 +128,13 @@ def command(
                 f"{', '.join(useless)}: not with --check-certificates, which takes norm, sizes, "
                 "noise and draws from the certificates"
             )
-        held = _check(recipe, folder, given, certificates, output, actors)
+        held = _check(recipe, folder, given, certificates, claim, output, actors)
         pipeline.report_stage(folder)
         if not held:
             raise typer.Exit(1)
         return
-    if certificates is not None:
-        raise UserError("--certificates: only with --check-certificates")
+    if certificates is not None or claim is not None:
+        raise UserError("--certificates, --claim: only with --check-certificates")
     _attack(recipe, folder, given | evaluation, output, actors)
     pipeline.report_stage(folder)
 
@@ -162,7 +167,7 @@ def _attack(
         )
         for row in (shown.header, *shown.rows)
     ]
-    title = f"accuracy under attack, % of {table.inputs:,} inputs ({table.classifier})"
+    title = f"under attack, % of {table.inputs:,} inputs ({table.classifier})"
     typer.echo(console.table(lines, title=title))
     for note in shown.notes:
         typer.echo(note)
@@ -174,6 +179,7 @@ def _check(
     folder: RunFolder,
     given: dict[str, Any],
     certificates: str | None,
+    claim: str | None,
     output: Path | None,
     actors: int | None,
 ) -> bool:
@@ -193,8 +199,9 @@ def _check(
     rows, held = [], True
     with pipeline.session(folder):
         for path in tables:
-            place = output or folder.path / "attacks" / f"check-{path.parent.name}"
-            verdict = pipeline.check_stage(recipe, folder, settings, path, place, actors)
+            name = f"check-{path.parent.name}" + (f"-{claim}" if claim else "")
+            place = output or folder.path / "attacks" / name
+            verdict = pipeline.check_stage(recipe, folder, settings, path, place, actors, claim)
             held = held and verdict.plausible
             rows.append((path.parent.name, check_line(read_check(place / "check.json"))))
     typer.echo(console.table(rows, title="certificates under attack"))

@@ -28,6 +28,7 @@ from dpdist.fields import Count, Positive, Probability
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from dpdist.certification.reading import CertificateTable
     from dpdist.runfolder import RunFolder
 
 DEFAULT_RADII = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -95,27 +96,32 @@ def command(
 
     folder = open_anywhere(run, runs)
     if merge:
-        table, path = _merged(folder, output)
+        made = _merged(folder, output)
     elif rebound is not None:
-        table, path = _rebounded(folder, output, rebound)
+        made = [_rebounded(folder, output, rebound)]
     else:
         given = {
             "sigma": sigma, "n": n, "n0": n0, "alpha": alpha, "mode": mode, "noise": noise,
             "bound": bound, "norm": norm, "radii": numbers(radii, "--radii"),
             "start": start, "every": every, "max_inputs": max_inputs,
         }  # fmt: skip
-        table, path = _certified(folder, output, given, data_root, actors)
-    if tsv is not None:
-        from dpdist.certification.job import timings
+        made = [_certified(folder, output, given, data_root, actors)]
+    if len(made) > 1 and (tsv or csv):
+        names = ", ".join(path.parent.name for _, path in made)
+        raise UserError(f"--tsv, --csv: hold one table, these are several: {names}")
+    for table, path in made:
+        if tsv is not None:
+            from dpdist.certification.job import timings
 
-        tables.write_cohen_tsv(table, tsv, timings(path.parent))
-    if csv is not None:
-        tables.write_csv(table, csv)
+            tables.write_cohen_tsv(table, tsv, timings(path.parent))
+        if csv is not None:
+            tables.write_csv(table, csv)
     if folder.archive.exists():
         from dpdist import pipeline
 
         pipeline.archive_stage(folder)
-    _print(table, path)
+    for _, path in made:
+        _print(path)
 
 
 def _certified(
@@ -144,18 +150,33 @@ def _certified(
     return tables.read(path), path
 
 
-def _merged(folder: RunFolder, output: Path | None) -> tuple[pa.Table, Path]:
+def _merged(folder: RunFolder, output: Path | None) -> list[tuple[pa.Table, Path]]:
+    """The shares of each certification of the run, each merged into a table of its own."""
     from dpdist.certification import table as tables
-    from dpdist.certification.rebound import merge
+    from dpdist.certification.rebound import merge, shares
 
-    output = output or folder.certificates / "merged"
-    path = output / "certificates.parquet"
-    sources = [source for source in _stored(folder.certificates) if source != path]
-    if len(sources) < 2:
-        raise UserError(f"{folder.certificates}: fewer than two tables to merge")
-    table = merge([tables.read(source) for source in sources])
-    tables.write(table, path)
-    return table, path
+    sources = _stored(folder.certificates)
+    found = [tables.read(source) for source in sources]
+    groups = shares(found)
+    if not groups:
+        raise UserError(
+            f"{folder.certificates}: no two tables are shares of one certification (the same but "
+            "for --start, --every and --max-inputs)"
+        )
+    if output is not None and len(groups) > 1:
+        raise UserError(
+            f"--output: holds one table, there are shares of {len(groups)} certifications; leave "
+            "it out, and each gets a folder of its own"
+        )
+    made = []
+    for group in groups:
+        table = merge([found[place] for place in group])
+        name = "merged" if len(groups) == 1 else f"merged-{sources[group[0]].parent.name}"
+        path = (output or folder.certificates / name) / "certificates.parquet"
+        made.append((table, path))
+    for table, path in made:
+        tables.write(table, path)
+    return made
 
 
 def _rebounded(folder: RunFolder, output: Path | None, text: str) -> tuple[pa.Table, Path]:
@@ -170,7 +191,8 @@ def _rebounded(folder: RunFolder, output: Path | None, text: str) -> tuple[pa.Ta
     if name != "alpha" or not 0 < alpha < 1:
         raise UserError(f"--rebound: give alpha=A with A between 0 and 1, got {text!r}")
     sources = [output / "certificates.parquet"] if output else _stored(folder.certificates)
-    sources = [source for source in sources if "-alpha-" not in source.parent.name]
+    if output is None:  # one made from another is not taken for a further certification
+        sources = [s for s in sources if "rebound_alpha" not in tables.about(tables.read(s))]
     if not sources:
         raise UserError(f"{folder.path}: no certificates yet; `dpdist certify` makes them")
     if len(sources) > 1:
@@ -187,39 +209,41 @@ def _stored(certificates: Path) -> list[Path]:
     return sorted(certificates.glob("*/certificates.parquet"))
 
 
-def _print(table: pa.Table, path: Path) -> None:
+def _print(path: Path) -> None:
     from dpdist import console
-    from dpdist.certification import table as tables
+    from dpdist.certification import reading
 
-    shown = tables.about(table).get("settings", {}).get("radii") or DEFAULT_RADII
-    abstained = sum(value == -1 for value in table["prediction"].to_pylist())
-    rows = [("inputs", f"{table.num_rows:,}"), ("abstained", f"{abstained:,}")]
-    if table["mode"][0].as_py() == "scores":
+    table = reading.read(path)
+    shown: Sequence[float] = table.radii or DEFAULT_RADII
+    abstained = int((table.prediction == -1).sum())
+    rows = [("inputs", f"{len(table.index):,}"), ("abstained", f"{abstained:,}")]
+    if table.mode == "scores":
         rows += _score_rows(table, shown)
-        shown = ()
-    norm = table["norm"][0].as_py().upper()
-    for radius in shown:
-        share = tables.certified_accuracy(table, radius)
-        rows.append((f"certified at {norm} radius {radius:g}", f"{100 * share:.2f} %"))
-    rows.append(("draws", f"{sum(table['n'].to_pylist()):,}"))
-    classifier = tables.about(table).get("classifier", {})
+    else:
+        for radius in shown:
+            share = table.certified_accuracy(radius)
+            title = f"certified at {table.norm.upper()} radius {radius:g}"
+            rows.append((title, f"{100 * share:.2f} %"))
+    rows.append(("draws", f"{sum(table.table['n'].to_pylist()):,}"))
+    rows.append(("alpha", f"{table.alpha:g} each"))
+    classifier = table.about.get("classifier", {})
     if classifier:
         executed = f"{classifier['form']}, batches of {classifier['batch']}"
         rows.append(("executed", "; ".join([executed, *classifier["notes"]])))
     rows.append(("table", str(path)))
-    typer.echo(console.table(rows, title=f"certificates, sigma {table['sigma'][0].as_py():g}"))
+    typer.echo(console.table(rows, title=f"certificates, sigma {table.sigma:g}"))
 
 
-def _score_rows(table: pa.Table, sizes: Sequence[float]) -> list[tuple[str, str]]:
+def _score_rows(table: CertificateTable, sizes: Sequence[float]) -> list[tuple[str, str]]:
     """One row for each certificate and norm of a table of expected scores."""
-    from dpdist.certification.scores import CERTIFICATES, NORMS, certified_accuracy
+    from dpdist.certification.score_columns import CERTIFICATES, NORMS
 
     names = [(name, norm) for norm in NORMS for name in CERTIFICATES]
     names.append(("as_printed", "linf"))
     rows = []
     for name, norm in names:
         at = ", ".join(
-            f"{100 * certified_accuracy(table, name, norm, size):.2f} % at {size:g}"
+            f"{100 * table.certified_accuracy(size, name, norm):.2f} % at {size:g}"
             for size in sizes
         )
         label = "as printed (claimed, does not hold)" if name == "as_printed" else name

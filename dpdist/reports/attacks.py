@@ -1,4 +1,4 @@
-"""Read a run's attacks: accuracy against size, beside what is certified, and checks."""
+"""Read a run's attacks: right, abstained and wrong against size, beside what is certified."""
 
 from __future__ import annotations
 
@@ -6,31 +6,38 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from cluster.reading import read_json, shown
-from cluster.table_files import Column, read_table
+from dpdist.attacks import table as tables
+from dpdist.certification.reading import CertificateTable
+from dpdist.certification.verdict import ABSTAIN
 from dpdist.errors import UserError
-
-if TYPE_CHECKING:
-    from dpdist.reports.facts import CertificateTable
 
 NONE = "none"
 _CHECK = {
     "plausible": bool, "contradictions": int, "certified": int, "inputs": int, "alpha": float,
     "allowed": int, "p_value": float, "certificates": str,
 }  # fmt: skip
-_SETTINGS = {
-    "settings.norm": str, "settings.sigma": float | None, "settings.steps": int,
-    "settings.restarts": int, "settings.draws": int, "settings.n": int, "settings.alpha": float,
-    "noise.kind": str, "model": str, "dataset": str, "input_shape": list,
-}  # fmt: skip
-_COLUMNS: dict[str, Column] = {
-    "attack": (str, None), "size": (float, 0), "index": (int, 0), "label": (int, 0),
-    "prediction": (int, -1),
-}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Of the inputs: answered rightly, not answered, answered with another class; together 1.
+
+    Only the last refutes anything: a randomised classifier that abstains has not decided between
+    two classes, and its most likely one may be the right one. So what a model withstands is at most
+    right + abstained, but for the error of each answer.
+    """
+
+    right: float
+    abstained: float
+    wrong: float
+
+    def percent(self) -> list[str]:
+        return [_percent(share) for share in (self.right, self.abstained, self.wrong)]
 
 
 @dataclass(frozen=True)
@@ -38,7 +45,7 @@ class AttackTable:
     """One evaluation under attack. Arrays of equal length, one entry per attack, size and input.
 
     noise: "none", "input" or "hidden", where the attacked classifier is random; sigma: of its
-    input noise, or None. numbers: coordinates of one input.
+    input noise, or None. numbers: coordinates of one input. model, data: what names both.
     """
 
     path: Path
@@ -75,25 +82,27 @@ class AttackTable:
     def inputs(self) -> int:
         return len(np.unique(self.index))
 
-    def accuracy(self, attack: str, size: float) -> float:
-        """Share of the inputs answered rightly under this attack; an abstention is not right."""
-        return float(np.mean((self.prediction == self.label)[self._at(attack, size)]))
-
-    def abstained(self, attack: str, size: float) -> float:
-        """Share of the inputs on which the attacked classifier abstained."""
-        return float(np.mean(self.prediction[self._at(attack, size)] < 0))
-
-    def worst(self, size: float) -> float:
-        """Share of the inputs answered rightly under every attack of this size."""
-        here = (self.size == size) & (self.attack != NONE)
-        failed = set(self.index[here & (self.prediction != self.label)].tolist())
-        return 1 - len(failed) / self.inputs
-
-    def _at(self, attack: str, size: float) -> np.ndarray:
+    def shares(self, attack: str, size: float) -> Shares:
+        """What became of the inputs under one attack. Raises ValueError where it was not made."""
         here = (self.attack == attack) & (self.size == size)
         if not here.any():
             raise ValueError(f"{self.path}: no attack {attack} of size {size:g}")
-        return here
+        return self._shares(here)
+
+    def worst(self, size: float) -> Shares:
+        """Under all attacks of this size: right under each, wrong under one at least."""
+        return self._shares((self.size == size) & (self.attack != NONE))
+
+    def has(self, attack: str, size: float) -> bool:
+        return bool(((self.attack == attack) & (self.size == size)).any())
+
+    def _shares(self, here: np.ndarray) -> Shares:
+        other = here & (self.prediction != self.label)
+        wrong = set(self.index[other & (self.prediction != ABSTAIN)].tolist())
+        abstained = set(self.index[other].tolist()) - wrong
+        every = set(self.index[here].tolist())
+        right = every - wrong - abstained
+        return Shares(*(len(some) / len(every) for some in (right, abstained, wrong)))
 
     @property
     def classifier(self) -> str:
@@ -135,11 +144,17 @@ def summary_rows(
     """Name and value of each evaluation and check, for the summary of a run."""
     rows = []
     for table in tables:
-        at = ", ".join(f"{100 * table.worst(size):.2f} % at {size:g}" for size in table.sizes)
+        at = "; ".join(f"{_worst_line(table, size)} at {size:g}" for size in table.sizes)
         scope = f"{table.norm}, {', '.join(table.attacks)}, {table.inputs:,} inputs"
         rows.append((f"under attack, {table.name}", f"{at} ({scope}; {table.classifier})"))
     rows += [(f"certificates attacked, {c['certificates']}", check_line(c)) for c in checks]
     return rows
+
+
+def _worst_line(table: AttackTable, size: float) -> str:
+    right, abstained, wrong = table.worst(size).percent()
+    undecided = "" if table.noise == "none" else f", {abstained} % abstained"
+    return f"{right} % right{undecided}, {wrong} % wrong"
 
 
 def check_line(check: dict[str, Any]) -> str:
@@ -153,35 +168,30 @@ def check_line(check: dict[str, Any]) -> str:
 
 
 def grid(table: AttackTable, certificates: Sequence[CertificateTable]) -> Grid:
-    """Accuracy in % against size; columns: each attack, all of them, abstentions, certified.
+    """What became of the inputs, in %: a row for each size and attack, and one for all attacks.
 
-    Certified columns are of the same model, at the least radius that contains the attack's ball,
-    on the inputs that both tables have.
+    Certified columns are of the same model and data, at the least radius that contains the attack's
+    ball, on the inputs that both tables have.
     """
-    beside = [(other, _common(table, other)) for other in certificates]
-    beside = [(other, common) for other, common in beside if common.any() and _same(table, other)]
-    attacks = table.attacks
-    header = [f"{table.norm} size", *attacks, "worst"]
-    random = table.noise != "none"
-    header += ["abstained"] if random else []
+    beside = [(other, _common(table, other)) for other in certificates if _same(table, other)]
+    beside = [(other, common) for other, common in beside if common.any()]
+    header = [f"{table.norm} size", "attack", "right", "abstained", "wrong"]
     header += [f"certified {other.name}" for other, _ in beside]
-    rows = []
-    for size in (0.0, *table.sizes):
-        if size == 0:
-            clean = _percent(table.accuracy(NONE, 0.0))
-            row = ["0", *[clean] * (len(attacks) + 1)]
-            row += [_percent(table.abstained(NONE, 0.0))] if random else []
-        else:
-            row = [f"{size:g}"]
-            done = [name for name in attacks if _has(table, name, size)]
-            row += [_percent(table.accuracy(a, size)) if a in done else "" for a in attacks]
-            row.append(_percent(table.worst(size)))
-            row += [_percent(max(table.abstained(a, size) for a in done))] if random else []
+
+    def certified(size: float) -> list[str]:
+        shares = []
         for other, common in beside:
             radius = size * ball_factor(other.norm, table.norm, table.numbers)
-            right = other.correct & (other.radius >= radius)
-            row.append(_percent(float(np.mean(right[common]))))
-        rows.append(row)
+            shares.append(_percent(float(np.mean((other.certified() >= radius)[common]))))
+        return shares
+
+    rows = [["0", NONE, *table.shares(NONE, 0.0).percent(), *certified(0.0)]]
+    for size in table.sizes:
+        done = [name for name in table.attacks if table.has(name, size)]
+        found = [(name, table.shares(name, size)) for name in done]
+        if len(done) > 1:
+            found.append(("all of them", table.worst(size)))
+        rows += [[f"{size:g}", name, *s.percent(), *certified(size)] for name, s in found]
     notes = [_note(table, other, int(common.sum())) for other, common in beside]
     return Grid(header, rows, notes)
 
@@ -200,11 +210,11 @@ def ball_factor(certified: str, attacked: str, numbers: int) -> float:
 
 
 def read_attack(path: Path) -> AttackTable:
-    """One attacks.parquet, with the settings.json beside it."""
-    columns = read_table(path, _COLUMNS)
-    about = read_json(path.parent / "settings.json", _SETTINGS)
+    """One attacks.parquet. Raises UserError when it is none, or not of its settings."""
+    columns = tables.read(path)
+    about = tables.about(columns)
     settings = about["settings"]
-    return AttackTable(
+    found = AttackTable(
         path=path,
         norm=settings["norm"],
         noise=about["noise"]["kind"],
@@ -215,11 +225,14 @@ def read_attack(path: Path) -> AttackTable:
         n=settings["n"],
         alpha=settings["alpha"],
         model=about["model"],
-        data=about["dataset"],
-        numbers=numbers_of(about["input_shape"], path.parent / "settings.json"),
+        data=about["data"],
+        numbers=numbers_of(about["input_shape"], path),
         attack=np.array(columns["attack"].to_pylist()),
         **{name: columns[name].to_numpy() for name in ("size", "index", "label", "prediction")},
     )
+    if not found.has(NONE, 0.0):
+        raise UserError(f"{path}: damaged: has no answers without an attack")
+    return found
 
 
 def numbers_of(shape: list[Any], where: Path) -> int:
@@ -234,7 +247,21 @@ def _common(table: AttackTable, other: CertificateTable) -> np.ndarray:
 
 
 def _same(table: AttackTable, other: CertificateTable) -> bool:
-    return other.model == table.model
+    """Whether both are of one model and one data set, so that an index names one input."""
+    return (other.about.get("model"), other.about.get("data")) == (table.model, table.data)
+
+
+def same_classifier(table: AttackTable, other: CertificateTable) -> bool:
+    """Whether the attacked classifier is the certified one: model, data, kind of noise and scale.
+
+    Attacks smooth by Gaussian noise, and take a model's own hidden noise, which is part of it.
+    """
+    if not _same(table, other):
+        return False
+    if table.noise == "hidden":
+        return other.mode == "scores"
+    attacked = (table.noise, table.sigma)
+    return other.noise == "gaussian" and attacked == ("input", other.sigma)
 
 
 def _note(table: AttackTable, other: CertificateTable, common: int) -> str:
@@ -242,14 +269,9 @@ def _note(table: AttackTable, other: CertificateTable, common: int) -> str:
     if other.norm != table.norm:
         factor = ball_factor(other.norm, table.norm, table.numbers)
         note += f", {table.norm} size s by {other.norm} radius {factor:.4g} s"
-    same_noise = other.mode == "scores" if table.noise == "hidden" else other.sigma == table.sigma
-    if not same_noise:
+    if not same_classifier(table, other):
         note += "; of another classifier than the attacked one (smoothed by that noise)"
     return note
-
-
-def _has(table: AttackTable, attack: str, size: float) -> bool:
-    return bool(((table.attack == attack) & (table.size == size)).any())
 
 
 def _percent(share: float) -> str:

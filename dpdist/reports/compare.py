@@ -10,11 +10,10 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 
-from cluster.table_files import read_table
-from dpdist.errors import UserError
+from dpdist.certification.reading import CertificateTable
 from dpdist.privacy.guarantee import format_epsilon
-from dpdist.reports.attacks import AttackTable, ball_factor
-from dpdist.reports.facts import CertificateTable, Facts
+from dpdist.reports.attacks import ball_factor
+from dpdist.reports.facts import Facts
 from dpdist.reports.figures import axes_of, png
 
 matplotlib.use("Agg")
@@ -36,10 +35,11 @@ _COLOURS = ("#0b5cad", "#c1440e", "#3a7d44", "#7b4fa3", "#8a6d00", "#444444")
 class Curve:
     """Certified sizes of a run's inputs by one certificate, 0 where the answer is wrong.
 
-    sizes: (N,) in input units.
+    title: what is certified by what. sizes: (N,) in input units.
     """
 
     run: str
+    title: str
     certificate: str
     norm: str
     sizes: np.ndarray
@@ -52,34 +52,30 @@ class Curve:
 def curves(facts: Facts) -> list[Curve]:
     """Every certificate of a run in both norms, from its finished tables."""
     numbers = math.prod(facts.input_shape)
-    found = []
-    for table in facts.tables:
-        if table.mode == "scores":
-            found += _score_curves(facts, table)
-            continue
-        for norm in NORMS:
-            factor = ball_factor(table.norm, norm, numbers)
-            sizes = np.where(table.correct, table.radius, 0.0) / factor
-            found.append(Curve(facts.folder.name, "cohen", norm, sizes))
-    return found
+    return [
+        Curve(facts.folder.name, _title(table, certificate), certificate, norm, sizes)
+        for table in facts.tables
+        for norm in NORMS
+        for certificate in table.certificates
+        if (sizes := _sizes(table, certificate, norm, numbers)) is not None
+    ]
 
 
-def _score_curves(facts: Facts, table: CertificateTable) -> list[Curve]:
-    columns = read_table(table.path, {"label": (int, 0), "sums": (object, None)})
-    if not all(columns["sums"].to_pylist()):
-        raise UserError(f"{table.path}: damaged: column 'sums' must hold a sum for each class")
-    label = columns["label"].to_numpy()
-    means = np.array([np.argmax(sums) for sums in columns["sums"].to_pylist()])
-    found = []
-    for norm in NORMS:
-        for certificate in CERTIFICATES:
-            name = f"{certificate}_{norm}"
-            if name not in columns.column_names:
-                continue
-            answer = columns["selected"].to_numpy() if certificate == "cohen" else means
-            sizes = np.where(answer == label, columns[name].to_numpy(), 0.0)
-            found.append(Curve(facts.folder.name, certificate, norm, sizes))
-    return found
+def _sizes(table: CertificateTable, certificate: str, norm: str, numbers: int) -> np.ndarray | None:
+    """Certified sizes in `norm`, 0 where nothing right is; None where it has no such column."""
+    if table.mode != "scores":
+        found = table.certified() / ball_factor(table.norm, norm, numbers)
+    elif f"{certificate}_{norm}" in table.table.column_names:
+        found = table.certified(certificate, norm)
+    else:
+        return None
+    return np.maximum(found, 0.0)
+
+
+def _title(table: CertificateTable, certificate: str) -> str:
+    """The certificate, and of smoothing its noise: other noise is another classifier."""
+    title = CERTIFICATES[certificate]
+    return title if table.mode == "scores" else f"{title}, {table.noise} {table.sigma:g}"
 
 
 def privacy_grid(runs: Sequence[Facts]) -> list[list[str]]:
@@ -106,27 +102,26 @@ def certified_grid(runs: Sequence[Facts], norm: str, sizes: Sequence[float]) -> 
         for curve in curves(facts):
             if curve.norm == norm:
                 shares = [f"{100 * curve.accuracy(size):.1f}" for size in sizes]
-                rows.append([curve.run, CERTIFICATES[curve.certificate], *shares])
+                rows.append([curve.run, curve.title, *shares])
     return rows
 
 
 def attacked_grid(runs: Sequence[Facts], norm: str) -> list[list[str]]:
-    """Header and rows: accuracy in % of each run under each attack at each size it was tried."""
-    tables = [(f, t) for f in runs for t in f.attacks if t.norm == norm]
-    names = list(dict.fromkeys(name for _, table in tables for name in table.attacks))
-    rows = [["run", f"{NORMS[norm]} size", "none", *names, "worst"]]
-    for facts, table in tables:
-        for size in table.sizes:
-            shares = [_attacked(table, name, size) for name in names]
-            clean = f"{100 * table.accuracy('none', 0.0):.1f}"
-            worst = f"{100 * table.worst(size):.1f}"
-            rows.append([facts.folder.name, f"{size:g}", clean, *shares, worst])
+    """Header and rows in %: what became of each run's inputs at each size, under all its attacks.
+
+    right: under each of them; wrong: another class under one at least; abstained: the others.
+    """
+    rows = [["run", "attacked", f"{NORMS[norm]} size", "attacks", "right", "abstained", "wrong"]]
+    for facts in runs:
+        for table in facts.attacks:
+            if table.norm != norm:
+                continue
+            name, of = facts.folder.name, table.classifier
+            rows.append([name, of, "0", "none", *table.shares("none", 0.0).percent()])
+            for size in table.sizes:
+                done = ", ".join(a for a in table.attacks if table.has(a, size))
+                rows.append([name, of, f"{size:g}", done, *table.worst(size).percent()])
     return rows
-
-
-def _attacked(table: AttackTable, attack: str, size: float) -> str:
-    here = (table.attack == attack) & (table.size == size)
-    return f"{100 * table.accuracy(attack, size):.1f}" if here.any() else ""
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
@@ -153,18 +148,18 @@ def picture(runs: Sequence[Facts]) -> bytes:
                     shares = 100 * np.arange(len(sizes), 0, -1) / len(drawn[certificate].sizes)
                     axes.plot(
                         sizes, shares, style, color=colour, linewidth=1.4,
-                        label=f"{facts.folder.name}, {CERTIFICATES[certificate]}",
+                        label=f"{facts.folder.name}, {drawn[certificate].title}",
                     )  # fmt: skip
                     widest = max(widest, float(sizes[-1]))
             for table in facts.attacks:
                 if table.norm == norm:
-                    worst = [100 * table.worst(size) for size in table.sizes]
+                    worst = [100 * (1 - table.worst(size).wrong) for size in table.sizes]
                     axes.plot(table.sizes, worst, "o", color=colour, markersize=4)
                     widest = max(widest, table.sizes[-1])
         axes.set_xlim(0, widest * 1.05 or 1)
         axes.set_ylim(0, 100)
         axes.set_xlabel(f"{title} size (input units)")
-    panels[0].set_ylabel("certified (lines), under the worst attack (dots), %")
+    panels[0].set_ylabel("certified (lines), not refuted by attack (dots), %")
     panels[-1].legend(frameon=False, fontsize=6)
     return png(figure)
 

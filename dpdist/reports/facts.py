@@ -5,16 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from cluster.reading import check_shape, parse_json, read_json
-from cluster.table_files import Column
-from cluster.table_files import read_table as read_columns
+from cluster.reading import check_shape, read_json
 from dpdist import __version__
-from dpdist.errors import UserError
+from dpdist.certification import reading
+from dpdist.certification.reading import CertificateTable
 from dpdist.gradients.keys import key_id
 from dpdist.privacy.budget import budgets_in
 from dpdist.privacy.card import card
@@ -30,58 +26,8 @@ from dpdist.reports.claims import claim_line, claim_of
 from dpdist.reports.searches import SearchTerms, read_search, released
 from dpdist.runfolder import RunFolder
 
-_COLUMNS: dict[str, Column] = {
-    "index": (int, 0), "label": (int, 0), "prediction": (int, -1), "radius": (float, 0),
-    "sigma": (float, 0), "alpha": (float, 0), "n0": (int, 0), "cap": (int, 1), "mode": (str, None),
-    "norm": (str, None),
-}  # fmt: skip
 _EVALUATION = {"accuracy": float, "inputs": int, "data": str}
-
-
-@dataclass(frozen=True)
-class CertificateTable:
-    """One finished certification. Arrays of equal length, one entry for each certified input."""
-
-    path: Path
-    sigma: float
-    mode: str
-    n0: int
-    n: int
-    alpha: float
-    index: np.ndarray
-    label: np.ndarray
-    prediction: np.ndarray
-    radius: np.ndarray
-    norm: str
-    radii: tuple[float, ...]
-    model: str = ""
-
-    @property
-    def name(self) -> str:
-        """The folder's name: sigma, mode and what else tells it apart."""
-        return self.path.parent.name
-
-    @property
-    def correct(self) -> np.ndarray:
-        return self.prediction == self.label
-
-    def certified_accuracy(self, radius: float) -> float:
-        """Fraction of the certified inputs with the right class and at least this radius."""
-        return float(np.mean(self.correct & (self.radius >= radius)))
-
-    @property
-    def abstained(self) -> float:
-        return float(np.mean(self.prediction < 0))
-
-    @property
-    def average_radius(self) -> float:
-        """Mean over all inputs of radius * 1[correct] (Zhai et al. 2020)."""
-        return float(np.mean(np.where(self.correct, self.radius, 0.0)))
-
-    @property
-    def shown_radii(self) -> tuple[float, ...]:
-        """The radii a table shows: those asked for, or fractions of sigma."""
-        return self.radii or tuple(round(self.sigma * f, 4) for f in (0.5, 1.0, 2.0))
+_TABLES = "*/certificates.parquet"
 
 
 @dataclass(frozen=True)
@@ -265,7 +211,7 @@ def read_facts(folder: RunFolder) -> Facts:
         data_set=_data_set_guarantee(recipe, plan, folder, search),
         trained=trained,
         evaluation=evaluation,
-        tables=[read_table(path) for path in sorted(folder.certificates.glob("*/*.parquet"))],
+        tables=[reading.read(p) for p in sorted(folder.certificates.glob(_TABLES))],
         attacks=read_attacks(folder.path / "attacks"),
         checks=read_checks(folder.path / "attacks"),
     )
@@ -303,29 +249,3 @@ def _data_set_guarantee(
         if any(charge.run == run_id for charge in budget.charges):
             return budget.guarantee(plan.delta, plan.neighbours)
     return None
-
-
-def read_table(path: Path) -> CertificateTable:
-    """A finished certification's canonical table."""
-    columns = read_columns(path, _COLUMNS)
-    arrays = {name: columns[name].to_numpy() for name in ("index", "label", "prediction", "radius")}
-    first = columns.slice(0, 1).to_pylist()[0]
-    note = (columns.schema.metadata or {}).get(b"dpdist.certification", b"{}")
-    pinned = path.parent / "settings.json"  # merged and re-bounded tables have none
-    radii = (
-        read_json(pinned, {"settings.radii": list})["settings"]["radii"] if pinned.exists() else ()
-    )
-    if not all(type(radius) in (int, float) and radius >= 0 for radius in radii):
-        raise UserError(f"{pinned}: damaged: settings.radii must be numbers >= 0")
-    return CertificateTable(
-        path=path,
-        sigma=first["sigma"],
-        mode=first["mode"],
-        n0=first["n0"],
-        n=first["cap"],
-        alpha=first["alpha"],
-        norm=first["norm"],
-        radii=tuple(radii),
-        model=str(parse_json(note, str(path)).get("model")),
-        **arrays,
-    )

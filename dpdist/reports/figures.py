@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import matplotlib
 import numpy as np
 
+from dpdist.certification.reading import CertificateTable
 from dpdist.reports.attacks import AttackTable, grid
-from dpdist.reports.facts import CertificateTable
 
 matplotlib.use("Agg")
 
@@ -48,31 +48,32 @@ def certified_accuracy(tables: Sequence[CertificateTable], clean: float | None) 
 
 
 def attacked_accuracy(table: AttackTable, certificates: Sequence[CertificateTable]) -> bytes:
-    """Accuracy against attack size, a line for each attack; certified accuracy dashed."""
-    shown = grid(table, certificates)
-    sizes = [float(row[0]) for row in shown.rows]
+    """What can still be right against attack size, a line for each attack; certified: dashed.
+
+    The lines are 1 - wrong: an abstention refutes nothing. Filled down to what was answered rightly
+    under all attacks.
+    """
     figure, axes = _axes()
-    columns = [name for name in shown.header[1:] if name not in ("worst", "abstained")]
-    for name, colour in zip(columns, _COLOURS * len(columns), strict=False):
-        place = shown.header.index(name)
-        points = [
-            (size, float(row[place]))
-            for size, row in zip(sizes, shown.rows, strict=True)
-            if row[place]
-        ]
-        certified = name not in table.attacks
-        axes.plot(
-            *zip(*points, strict=True),
-            "--" if certified else "o-",
-            color="#777777" if certified else colour,
-            linewidth=1 if certified else 1.5,
-            markersize=3,
-            label=name,
-        )
+    clean = table.shares("none", 0.0)
+    for name, colour in zip(table.attacks, _COLOURS * len(table.attacks), strict=False):
+        found = [clean, *(table.shares(name, s) for s in table.sizes if table.has(name, s))]
+        sizes = [0.0, *(s for s in table.sizes if table.has(name, s))]
+        heights = [100 * (1 - shares.wrong) for shares in found]
+        axes.plot(sizes, heights, "o-", color=colour, linewidth=1.5, markersize=3, label=name)
+    sizes, worst = [0.0, *table.sizes], [clean, *(table.worst(size) for size in table.sizes)]
+    if table.noise != "none":
+        upper = [100 * (1 - shares.wrong) for shares in worst]
+        lower = [100 * shares.right for shares in worst]
+        axes.fill_between(sizes, lower, upper, color="#dddddd", label="abstained", linewidth=0)
+    shown = grid(table, certificates)
+    for place, name in enumerate(shown.header[5:], start=5):
+        at = {float(row[0]): float(row[place]) for row in shown.rows}
+        line = {"color": "#777777", "linewidth": 1, "markersize": 3, "label": name}
+        axes.plot(list(at), list(at.values()), "--", **line)
     axes.set_xlim(0, max(sizes) * 1.05)
     axes.set_ylim(0, 100)
     axes.set_xlabel(f"{table.norm} size (input units)")
-    axes.set_ylabel("accuracy, %")
+    axes.set_ylabel("not refuted (lines), certified (dashed), %")
     axes.legend(frameon=False)
     return png(figure)
 

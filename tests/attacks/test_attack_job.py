@@ -137,7 +137,7 @@ def test_an_interrupted_attack_computes_only_what_is_missing(
     assert before and not (tmp_path / TABLE).exists()
     job.attack_model(model_folder, FakeData(), settings, tmp_path, actors=2)
     assert journal.read_bytes().startswith(before)
-    assert len(journal.read_bytes().splitlines()) == 15
+    assert len(journal.read_bytes().splitlines()) == 1 + 15  # whose they are, and the blocks
     assert raw(tmp_path) == raw(output)
 
 
@@ -182,6 +182,23 @@ def test_other_models_and_data_are_refused(references, model_folder: Path, tmp_p
     models.save(models.initialise(spec, 4), spec, tmp_path)
     with pytest.raises(UserError, match="model was"):
         job.attack_model(tmp_path, FakeData(), settings, output)
+
+
+def test_without_its_settings_an_attack_is_not_continued(
+    references, model_folder: Path, tmp_path: Path
+) -> None:
+    settings = replace(KINDS["deterministic"], seed=None)
+    output, other = tmp_path / "out", tmp_path / "other"
+    one = replace(settings, sizes=(1.0,), attacks=("fgsm",))
+    job.attack_model(model_folder, FakeData(), one, output, actors=1)
+    before = raw(output)
+    (output / "settings.json").unlink()
+    spec = models.ModelSpec("small-cnn", (1, 6, 6), 3, {"width": 4})
+    models.save(models.initialise(spec, 4), spec, other)
+    for folder in (other, model_folder):
+        with pytest.raises(UserError, match="remove the folder, or choose another"):
+            job.attack_model(folder, FakeData(), settings, output, actors=1)
+    assert raw(output) == before
 
 
 def test_a_model_with_hidden_noise_is_attacked_with_it(ray_session: None, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from scipy import stats
@@ -139,12 +140,8 @@ def test_the_check_is_the_same_on_any_number_of_actors(certified, model_folder, 
     assert one == two
 
 
-@pytest.mark.parametrize(("norm", "factor"), [("l2", 1.0), ("linf", 10.0)])
-def test_certificates_of_expected_scores_are_checked_too(
-    ray_session: None, tmp_path: Path, norm: str, factor: float
-) -> None:
+def of_hidden_noise(tmp_path: Path, norm: str) -> pa.Table:
     # The same plane, with noise behind its linear layer; certified with it and attacked with it.
-    # Bounds of expected scores are loose: three times the radius may still be true, ten is not.
     spec = models.ModelSpec("linear", (8,), 2, hidden_noise=True)
     model = models.initialise(spec, 0)
     layer = models.require_split(model).layer
@@ -156,7 +153,15 @@ def test_certificates_of_expected_scores_are_checked_too(
     models.save(model, spec, tmp_path / "model")
     settings = ScoreSettings(n=1000, alpha=0.01, norm=norm, seed="1", batch=250)  # type: ignore[arg-type]
     job.certify(tmp_path / "model", Points(), settings, tmp_path / "certificates", actors=1)
-    table = certificates.read(tmp_path / "certificates" / job.TABLE)
+    return certificates.read(tmp_path / "certificates" / job.TABLE)
+
+
+@pytest.mark.parametrize(("norm", "factor"), [("l2", 1.0), ("linf", 10.0)])
+def test_certificates_of_expected_scores_are_checked_too(
+    ray_session: None, tmp_path: Path, norm: str, factor: float
+) -> None:
+    # Bounds of expected scores are loose: three times the radius may still be true, ten is not.
+    table = of_hidden_noise(tmp_path, norm)
     rows = [{**row, "radius": factor * row["radius"]} for row in table.to_pylist()]
     path = tmp_path / "inflated" / "certificates.parquet"
     certificates.write(certificates.build(rows, certificates.about(table), table.schema), path)
@@ -166,6 +171,27 @@ def test_certificates_of_expected_scores_are_checked_too(
     assert found.num_rows >= 15 and verdict.error == pytest.approx(0.02)
     assert verdict.plausible == (factor == 1.0)
     assert (verdict.contradictions == 0) == (factor == 1.0)
+
+
+def test_a_claimed_column_is_attacked_in_place_of_the_radius(
+    ray_session: None, tmp_path: Path
+) -> None:
+    table = of_hidden_noise(tmp_path, "l2")
+    # A column ten times too large beside a radius that holds.
+    rows = [{**row, "as_printed_linf": 10 * row["exact_linf"]} for row in table.to_pylist()]
+    claimed = tmp_path / "claimed" / "certificates.parquet"
+    certificates.write(certificates.build(rows, certificates.about(table), table.schema), claimed)
+    for claim, holds in (("exact_linf", True), ("as_printed_linf", False)):
+        found, verdict = check_certificates(
+            tmp_path / "model", Points(), claimed, ATTACK, tmp_path / claim, actors=1, claim=claim
+        )
+        assert found.num_rows >= 15 and verdict.plausible == holds
+        stored = json.loads((tmp_path / claim / "check.json").read_text())
+        assert stored["certificates"] == f"claimed {claim}"
+    with pytest.raises(UserError, match="has no certificate 'magic_l2' to attack"):
+        check_certificates(
+            tmp_path / "model", Points(), claimed, ATTACK, tmp_path / "x", claim="magic_l2"
+        )
 
 
 @pytest.mark.parametrize(

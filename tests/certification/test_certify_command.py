@@ -12,6 +12,7 @@ from PIL import Image
 from typer.testing import CliRunner, Result
 
 from dpdist import models
+from dpdist.certification import reading
 from dpdist.certification import table as tables
 from dpdist.commands import certify, predict
 from dpdist.errors import UserError
@@ -81,7 +82,7 @@ def test_certify_export_rebound(session: None, runs: Path) -> None:
     assert "certified at L2 radius 0.2" in output and str(path) in output
     table = tables.read(path)
     assert table.num_rows == 8
-    assert tables.certified_accuracy(table, 0.0) > 0.5
+    assert reading.of(table).certified_accuracy(0.0) > 0.5
     assert len((runs / "c.tsv").read_text().splitlines()) == 9
     # Again: nothing is computed, the same file stays.
     before = path.read_bytes()
@@ -104,6 +105,49 @@ def test_shares_are_merged(session: None, runs: Path) -> None:
     table = tables.read(runs / "small/certificates/merged/certificates.parquet")
     assert table["index"].to_pylist() == [0, 1, 2, 3, 4, 5]
     assert len((runs / "all.csv").read_text().splitlines()) == 7
+
+
+def test_merging_knows_which_tables_are_shares(session: None, runs: Path) -> None:
+    shares = ("--every", 2, "--max-inputs", 3)
+    for start in (0, 1):
+        good("certify", "small", "--runs", runs, "--start", start, *shares)
+    folder = runs / "small/certificates"
+    first = folder / "sigma-0.3-fixed-n-1000-every-2"
+    good("certify", "small", "--runs", runs, "--rebound", "alpha=0.05", "--output", first)
+    good("certify", "small", "--runs", runs, "--merge")
+    merged = reading.read(folder / "merged/certificates.parquet")
+    assert merged.index.tolist() == [0, 1, 2, 3, 4, 5] and merged.alpha == 0.001
+    # A second certification: each is merged by itself, and what was merged is no share.
+    for start in (0, 1):
+        good("certify", "small", "--runs", runs, "--start", start, *shares, "--sigma", 0.2)
+    result = call("certify", "small", "--runs", runs, "--merge", "--output", runs / "one")
+    assert isinstance(result.exception, UserError) and "2 certifications" in str(result.exception)
+    output = good("certify", "small", "--runs", runs, "--merge")
+    sigmas = {
+        reading.read(path / "certificates.parquet").sigma
+        for path in folder.glob("merged-*")
+        if str(path) in output
+    }
+    assert sigmas == {0.2, 0.3}
+
+
+def test_results_of_another_model_are_never_taken_over(session: None, runs: Path) -> None:
+    good("certify", "small", "--runs", runs)
+    folder = runs / "small/certificates/sigma-0.3-fixed-n-1000"
+    model = runs / "small/private/model"
+    spec = models.read_spec(model)
+    models.save(models.initialise(spec, 7), spec, model)  # model B
+    (folder / "settings.json").unlink()
+    result = call("certify", "small", "--runs", runs)
+    assert isinstance(result.exception, UserError) and "model was" in str(result.exception)
+    (folder / "certificates.parquet").unlink()
+    result = call("certify", "small", "--runs", runs)
+    assert isinstance(result.exception, UserError) and "remove the folder" in str(result.exception)
+    assert not (folder / "certificates.parquet").exists()
+    shutil.rmtree(folder)
+    good("certify", "small", "--runs", runs)
+    about = tables.about(tables.read(folder / "certificates.parquet"))
+    assert about["model"] == models.model_hash(model)
 
 
 def test_what_cannot_be_certified_is_refused(session: None, runs: Path) -> None:

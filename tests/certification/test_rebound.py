@@ -7,12 +7,13 @@ import pyarrow as pa
 import pytest
 from scipy import stats
 
+from dpdist.certification import reading
 from dpdist.certification import rebound as module
 from dpdist.certification import table as tables
 from dpdist.certification.bounds import clopper_pearson_lower
 from dpdist.certification.procedures import PROCEDURES
 from dpdist.certification.radii import gaussian_l2_radius
-from dpdist.certification.rebound import certified_accuracy_band, merge, rebound
+from dpdist.certification.rebound import certified_accuracy_band, merge, rebound, shares
 from dpdist.certification.settings import CertifySettings
 from dpdist.errors import UserError
 
@@ -32,8 +33,9 @@ def make(histograms: Any, labels: Any, mode: str = "fixed", **changes: Any) -> p
             partial |= {"k": int(histogram[selected]), "n": n, "looks": 1, "passed": 1}
         rows.append(tables.row(index, label, steps.verdict([partial]), settings, steps.spending))
     about = {
-        "settings": {"sigma": 0.5, "start": settings.start, "every": settings.every,
-                     "max_inputs": None, "noise_bank": settings.noise_bank},
+        "settings": {"sigma": 0.5, "noise": settings.noise, "alpha": settings.alpha,
+                     "start": settings.start, "every": settings.every, "max_inputs": None,
+                     "noise_bank": settings.noise_bank},
         "model": "m", "data": "d", "seed": f"s{settings.start}", "classifier": CLASSIFIER,
     }  # fmt: skip
     return tables.build(rows, about)
@@ -79,11 +81,41 @@ def test_other_results_do_not_merge() -> None:
     changed = make([[980, 20, 0]], [0])
     with pytest.raises(UserError, match="two different results for input 0"):
         merge([table, changed])
+    with pytest.raises(UserError, match="cannot merge results that differ in alpha"):
+        merge([table, make(HISTOGRAMS, LABELS, alpha=0.05)])
+    with pytest.raises(UserError, match="differ in alpha, rebound_alpha"):
+        merge([table, rebound(table, 0.05)])
     about = {**tables.about(table), "model": "other"}
     with pytest.raises(UserError, match="differ in model"):
         merge([table, tables.build(table.to_pylist(), about)])
     with pytest.raises(UserError):
         merge([])
+
+
+def test_one_table_states_one_alpha() -> None:
+    table = make(HISTOGRAMS, LABELS)
+    rows = table.to_pylist()
+    rows[2] = {**rows[2], "alpha": 0.05}
+    mixed = tables.build(rows, tables.about(table))
+    with pytest.raises(UserError, match=r"its rows differ in alpha \(0.001, 0.05\)"):
+        reading.of(mixed)
+    for row in rows:
+        row["alpha"] = 0.05
+    with pytest.raises(UserError, match=r"its rows say alpha 0.05, its settings 0.001"):
+        reading.of(tables.build(rows, tables.about(table)))
+    assert reading.of(rebound(table, 0.05)).alpha == 0.05
+
+
+def test_shares_are_found_among_other_tables() -> None:
+    halves = [make(HISTOGRAMS[i::2], LABELS[i::2], start=i, every=2) for i in (0, 1)]
+    others = [
+        make(HISTOGRAMS[i::2], LABELS[i::2], start=i, every=2, noise="laplace") for i in (0, 1)
+    ]
+    looser = [rebound(half, 0.05) for half in halves]
+    parts = [halves[0], looser[0], merge(halves), others[1], halves[1], others[0], looser[1]]
+    assert shares(parts) == [[0, 4], [1, 6], [3, 5]]
+    assert shares(parts[:4]) == []
+    assert reading.of(merge(looser)).alpha == 0.05
 
 
 N, DRAWS = 60, 1000

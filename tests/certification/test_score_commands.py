@@ -14,7 +14,7 @@ from PIL import Image
 from typer.testing import CliRunner, Result
 
 from dpdist import pipeline
-from dpdist.certification import scores
+from dpdist.certification import reading
 from dpdist.certification import table as tables
 from dpdist.commands import certify, compare, predict
 from dpdist.errors import UserError
@@ -81,7 +81,7 @@ def test_a_run_is_certified_under_its_own_noise(runs: Path, tmp_path: Path) -> N
     path = runs / "noisy/certificates/scores-hoeffding-l2-n-400-eta-0.95/certificates.parquet"
     got = tables.read(path)
     assert got.num_rows == 10 and set(got["mode"].to_pylist()) == {"scores"}
-    assert scores.certified_accuracy(got, "exact", "l2", 1e-9) > 0.3
+    assert reading.of(got).certified_accuracy(1e-9, "exact", "l2") > 0.3
     assert "exact_linf" in (tmp_path / "all.csv").read_text().splitlines()[0]
 
     again = call("certify", "noisy", "--runs", runs, "--rebound", "alpha=0.001")
@@ -117,12 +117,12 @@ def test_comparison_shows_claimed_and_proved_apart(runs: Path, tmp_path: Path) -
     assert sum("as printed (does not hold)" in line for line in shown.splitlines()) >= 2
     assert picture.read_bytes().startswith(b"\x89PNG")
     path = runs / "private/certificates/scores-counts-linf-n-400-eta-0.95/certificates.parquet"
-    exact = scores.certified_accuracy(tables.read(path), "exact", "l2", 0.001)
+    exact = reading.read(path).certified_accuracy(0.001, "exact", "l2")
     (line,) = [line for line in shown.splitlines() if line.startswith("| private | exact profile")][
         :1
     ]
     assert f"| {100 * exact:.1f} |" in line
-    with pytest.raises(UserError, match="--l2: give positive numbers"):
+    with pytest.raises(UserError, match="--l2: give numbers separated by commas; each must be > 0"):
         call("compare", "noisy", "--runs", runs, "--l2", "0")
 
 

@@ -14,7 +14,7 @@ from scipy import stats
 from torch import nn
 
 from dpdist import models
-from dpdist.certification import job, scores, table, units
+from dpdist.certification import job, reading, score_columns, scores, table, units
 from dpdist.certification.choose import settings_of
 from dpdist.certification.expected import expected_log_scores
 from dpdist.certification.predict import Predictor
@@ -37,7 +37,7 @@ SPEC = ModelSpec(
     hidden_noise=True,
 )
 SETTINGS = ScoreSettings(n=1130, n0=50, batch=100, seed="5", radii=(0.01, 0.1))
-SIZES = [name for name in scores.SIZE_COLUMNS if name != scores.AS_PRINTED]
+SIZES = [name for name in score_columns.SIZE_COLUMNS if name != score_columns.AS_PRINTED]
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def test_no_sound_size_exceeds_the_distance_to_the_boundary(weight: float, std: 
     verdict = decide(got.sums, got.squares, got.histogram, 1, settings, noise.scale, norms)
     assert verdict.prediction == 1
     for norm, most in truth.items():
-        sizes = [verdict.sizes[f"{name}_{norm}"] for name in scores.CERTIFICATES]
+        sizes = [verdict.sizes[f"{name}_{norm}"] for name in score_columns.CERTIFICATES]
         assert all(0 < size <= most for size in sizes)
         classical, extended, analytic, exact, cohen = sizes
         assert classical < analytic <= exact and extended < analytic
@@ -171,7 +171,7 @@ def test_as_printed_exceeds_the_truth() -> None:
     verdict = decide(
         got.sums, got.squares, got.histogram, 1, ScoreSettings(n=5000), noise.scale, norms
     )
-    assert verdict.sizes[scores.AS_PRINTED] > 0.3  # the boundary is 0.3 away
+    assert verdict.sizes[score_columns.AS_PRINTED] > 0.3  # the boundary is 0.3 away
     assert all(verdict.sizes[name] <= 0.3 for name in SIZES)
 
 
@@ -231,9 +231,9 @@ def test_table_is_reproducible_from_its_sums_and_holds_what_was_executed(
         assert row["prediction"] == (label if exact > 0 else -1)
         assert row["exact_linf"] * norms.linf == pytest.approx(row["exact_l2"] * norms.l2)
     assert (np.asarray(got["radius"]) > 0).any()
-    assert scores.certified_accuracy(got, "exact", "l2", 1e9) == 0
+    assert reading.of(got).certified_accuracy(1e9, "exact", "l2") == 0
     with pytest.raises(UserError, match="no column"):
-        scores.certified_accuracy(got, "magic", "l2", 0.1)
+        reading.of(got).certified("magic", "l2")
 
 
 def test_any_number_of_actors_and_any_interruption_give_the_same_bytes(

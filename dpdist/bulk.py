@@ -1,0 +1,191 @@
+"""A resumable job in a folder of its own: its results belong to one set of settings, or to none.
+
+settings.json   what is executed: model, data, settings, seed, executed classifier; written first
+journal.jsonl   its first line is the digest of those settings; then the finished work
+*.parquet       tables, with the settings and their digest in the metadata
+
+Whoever continues the work or reads a table holds them against each other: a model certified into
+the folder of another one is refused, whichever of the files was removed in between.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from cluster import table_files
+from cluster.journal import InUse, Journal, OtherHeader
+from cluster.reading import parse_json, read_json
+from cluster.storage import write_json
+from cluster.table_files import Column
+from dpdist.errors import UserError
+
+FORMAT = 1
+SETTINGS, JOURNAL = "settings.json", "journal.jsonl"
+_DIGEST = b"dpdist.settings"
+_SHAPE = {"format": int, "seed": str, "settings": dict}
+
+Progress = Callable[[int, int, float], None]
+
+
+def digest(about: Mapping[str, Any]) -> str:
+    """Names what was executed: equal for the same JSON, whatever the order of its keys."""
+    return hashlib.blake2b(_canonical(about), digest_size=16, person=b"dpdist.bulk.1").hexdigest()
+
+
+def _canonical(about: Mapping[str, Any]) -> bytes:
+    return json.dumps(about, sort_keys=True, separators=(",", ":")).encode()
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of job, in words for its messages. free: settings on which no result depends."""
+
+    name: str  # "certification"
+    doing: str  # "certifying"
+    free: frozenset[str] = frozenset()
+
+
+@contextmanager
+def held(output: Path, kind: Kind) -> Iterator[Journal]:
+    """The folder's journal, held by this process alone; a folder in which nothing began is removed.
+
+    Raises UserError when another process holds it.
+    """
+    known = output.exists()
+    try:
+        journal = Journal(output / JOURNAL)
+    except InUse as error:
+        raise UserError(
+            f"{output}: another process is {kind.doing} into this folder; wait for it, stop it, or "
+            "choose another folder (--output)"
+        ) from error
+    with journal:
+        try:
+            yield journal
+        finally:
+            if not (output / SETTINGS).exists() and journal.header is None:
+                journal.path.unlink()
+                if not known:
+                    output.rmdir()
+
+
+def pin(
+    journal: Journal,
+    kind: Kind,
+    wanted: Mapping[str, Any],
+    seed: str | None,
+    begin: Callable[[], dict[str, Any]],
+) -> dict[str, Any]:
+    """What is executed in the journal's folder: stored before any result, kept when continued.
+
+    wanted: what results depend on. begin: the rest (seed, executed classifier), called for a new
+    folder only. seed: the one asked for, or None. Raises UserError when the folder holds another
+    job, naming what differs, or results that do not say which job they are of.
+    """
+    output = journal.path.parent
+    path = output / SETTINGS
+    if path.exists():
+        about = _read_settings(path)
+        refuse_difference(output, kind, about, wanted, seed)
+    elif journal.header is not None:
+        raise UserError(
+            f"{output}: holds results of some {kind.name} (journal.jsonl), but not settings.json, "
+            "which says of which; remove the folder, or choose another with --output"
+        )
+    else:
+        about = json.loads(json.dumps({"format": FORMAT, **wanted, **begin()}))
+        write_json(path, about)
+    try:
+        journal.begin({"settings": digest(about)})
+    except OtherHeader as error:
+        raise UserError(
+            f"{output}: the results in journal.jsonl do not belong to settings.json (it was "
+            f"changed, or a version of dpdist began the {kind.name} that did not note whose "
+            "its results are); remove the folder, or choose another with --output"
+        ) from error
+    return about
+
+
+def refuse_difference(
+    output: Path,
+    kind: Kind,
+    about: Mapping[str, Any],
+    wanted: Mapping[str, Any],
+    seed: str | None,
+) -> None:
+    """Raise UserError, naming what differs, unless `about` is what is `wanted`."""
+    old, new = _flat(about), _flat(json.loads(json.dumps(wanted)))
+    differences = [
+        f"{name} was {old.get(name)!r}, now {value!r}"
+        for name, value in new.items()
+        if name not in kind.free and old.get(name) != value
+    ]
+    if seed is not None and seed != about.get("seed"):
+        differences.append(f"seed was {about.get('seed')!r}, now {seed!r}")
+    if differences:
+        raise UserError(
+            f"{output}: holds another {kind.name} ({'; '.join(differences)}); choose another "
+            "folder with --output, or remove this one"
+        )
+
+
+def _flat(about: Mapping[str, Any]) -> dict[str, Any]:
+    flat = {key: value for key, value in about.items() if key not in ("settings", "format", "seed")}
+    return flat | dict(about.get("settings", {}))
+
+
+def _read_settings(path: Path) -> dict[str, Any]:
+    about = read_json(path, _SHAPE)
+    if about["format"] > FORMAT:
+        raise UserError(f"{path}: written by a newer version of dpdist")
+    return about
+
+
+def build_table(
+    rows: list[dict[str, Any]], schema: pa.Schema, about: Mapping[str, Any], key: bytes
+) -> pa.Table:
+    """The rows as they are ordered, with `about` and its digest in the metadata."""
+    metadata = {key: _canonical(about), _DIGEST: digest(about).encode()}
+    return pa.Table.from_pylist(rows, schema=schema.with_metadata(metadata))
+
+
+def about_table(table: pa.Table, key: bytes, where: str = "the table") -> dict[str, Any]:
+    """What was executed for a table; empty where it does not say. Raises UserError if damaged."""
+    return parse_json((table.schema.metadata or {}).get(key, b"{}"), f"{where}: its description")
+
+
+def write_table(table: pa.Table, path: Path) -> None:
+    """One Parquet file, whole or not at all, and the same bytes for the same table."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    pq.write_table(table.combine_chunks(), partial, row_group_size=1 << 20)
+    os.replace(partial, path)
+
+
+def read_table(path: Path, columns: Mapping[str, Column], key: bytes) -> pa.Table:
+    """A table with these columns, held against the settings that it names.
+
+    Raises as `cluster.table_files.read_table`, and UserError when it is not of the settings in its
+    metadata or in the settings.json beside it.
+    """
+    table = table_files.read_table(path, columns)
+    own = digest(about_table(table, key, str(path)))
+    if (table.schema.metadata or {}).get(_DIGEST, own.encode()) != own.encode():
+        raise UserError(f"{path}: damaged: the settings in it are not those of its results")
+    beside = path.parent / SETTINGS
+    if beside.exists() and own != digest(_read_settings(beside)):
+        raise UserError(
+            f"{path}: not of the settings in {beside.name} beside it: one of the two was "
+            "changed or comes from elsewhere; remove the folder and run again"
+        )
+    return table

@@ -1,0 +1,154 @@
+"""The one reader of a table of certificates: every printed certified accuracy comes from here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from cluster.table_files import read_table
+from dpdist.certification import table as tables
+from dpdist.certification.score_columns import AS_PRINTED, CERTIFICATES, COLUMNS, SIZE_COLUMNS
+from dpdist.certification.verdict import ABSTAIN
+from dpdist.errors import UserError
+
+# What one table states once: column, name among its settings.
+_ONCE = {
+    "alpha": "alpha", "sigma": "sigma", "mode": "mode", "noise": "noise", "norm": "norm",
+    "n0": "n0", "cap": "n",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class CertificateTable:
+    """One finished certification. Arrays of equal length, one entry for each certified input.
+
+    about: what was executed. alpha: the error of each certificate, of every row.
+    """
+
+    path: Path
+    about: dict[str, Any]
+    table: pa.Table
+    sigma: float
+    mode: str
+    noise: str
+    norm: str
+    n0: int
+    n: int
+    alpha: float
+    index: np.ndarray
+    label: np.ndarray
+    prediction: np.ndarray
+    radius: np.ndarray
+
+    @property
+    def name(self) -> str:
+        """The folder's name: sigma, mode and what else tells it apart."""
+        return self.path.parent.name
+
+    @property
+    def correct(self) -> np.ndarray:
+        """Whether the certified answer is the label; an abstention is not."""
+        return self.prediction == self.label
+
+    @property
+    def certificates(self) -> tuple[str, ...]:
+        """Names of the certificates in the table: those of expected scores, or the vote's."""
+        if self.mode != "scores":
+            return ("cohen",)
+        held = self.table.column_names
+        return tuple(name for name in (*CERTIFICATES, "as_printed") if f"{name}_linf" in held)
+
+    def certified(self, certificate: str | None = None, norm: str | None = None) -> np.ndarray:
+        """Certified size of every input with the right answer, -1 of all others: float64 (N,).
+
+        certificate, norm: a column of a table of expected scores (the vote answers with a class of
+        its own; as printed, with the class of the largest mean score); None: the table's radius.
+        Raises UserError for a column the table does not have.
+        """
+        if certificate is None:
+            return np.where(self.correct & (self.prediction != ABSTAIN), self.radius, -1.0)
+        column = f"{certificate}_{norm}"
+        if column not in self.table.column_names:
+            raise UserError(f"no column {column} in the table; there are {', '.join(SIZE_COLUMNS)}")
+        answer, sizes = self.answers(certificate), self.table[column].to_numpy()
+        return np.where((answer == self.label) & (sizes > 0), sizes, -1.0)
+
+    def answers(self, certificate: str) -> np.ndarray:
+        """The class that a certificate of expected scores is of, int64 (N,); -1 where none is."""
+        if certificate == "cohen":
+            return self.table["selected"].to_numpy()
+        if certificate == AS_PRINTED.rpartition("_")[0]:
+            # The label of bounds of the mean scores, whatever the sound certificates are made of.
+            return np.array([int(np.argmax(sums)) for sums in self.table["sums"].to_pylist()])
+        return self.prediction
+
+    def certified_accuracy(
+        self, size: float, certificate: str | None = None, norm: str | None = None
+    ) -> float:
+        """Share of all inputs that are right and certified at this size at least."""
+        return float(np.mean(self.certified(certificate, norm) >= size))
+
+    @property
+    def abstained(self) -> float:
+        return float(np.mean(self.prediction == ABSTAIN))
+
+    @property
+    def average_radius(self) -> float:
+        """Mean over all inputs of radius * 1[correct] (Zhai et al. 2020)."""
+        return float(np.mean(np.maximum(self.certified(), 0.0)))
+
+    @property
+    def radii(self) -> tuple[float, ...]:
+        """The radii that were asked for."""
+        radii = self.about.get("settings", {}).get("radii", ())
+        if not all(type(radius) in (int, float) and radius >= 0 for radius in radii):
+            raise UserError(f"{self.path}: damaged: settings.radii must be numbers >= 0")
+        return tuple(radii)
+
+    @property
+    def shown_radii(self) -> tuple[float, ...]:
+        """The radii a table shows: those asked for, or fractions of sigma."""
+        return self.radii or tuple(round(self.sigma * f, 4) for f in (0.5, 1.0, 2.0))
+
+
+def read(path: Path) -> CertificateTable:
+    """A finished table. Raises UserError when it is none, or states no one alpha, sigma or mode."""
+    table = tables.read(path)
+    if "scores" in table["mode"].unique().to_pylist():
+        read_table(path, COLUMNS)
+        if not all(table["sums"].to_pylist()):
+            raise UserError(f"{path}: damaged: column 'sums' must hold a sum for each class")
+    return of(table, path)
+
+
+def of(table: pa.Table, path: Path = Path("certificates/-")) -> CertificateTable:
+    """What a table in memory states. Raises as `read`; path: for messages and its name."""
+    if not table.num_rows:
+        raise UserError(f"{path}: no certificates in the table")
+    about = tables.about(table)
+    once = {column: _once(table, about, column, path) for column in _ONCE}
+    once["n"] = once.pop("cap")
+    names = ("index", "label", "prediction", "radius")
+    arrays = {name: table[name].to_numpy() for name in names}
+    return CertificateTable(path=path, about=about, table=table, **once, **arrays)
+
+
+def _once(table: pa.Table, about: dict[str, Any], column: str, path: Path) -> Any:
+    values = table[column].unique().to_pylist()
+    if len(values) > 1:
+        raise UserError(
+            f"{path}: its rows differ in {column} ({', '.join(map(str, sorted(values)))}), so no "
+            "one statement holds for all of them; merge or certify again"
+        )
+    stated = about.get("settings", {}).get(_ONCE[column], values[0])
+    if column == "alpha":
+        stated = about.get("rebound_alpha", stated)
+    if stated != values[0]:
+        raise UserError(
+            f"{path}: damaged: its rows say {column} {values[0]}, its settings {stated}"
+        )
+    return values[0]

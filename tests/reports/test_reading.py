@@ -1,0 +1,209 @@
+"""One reader: command, report, comparison and attacks state the same of one table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from dpdist.attacks import table as attack_tables
+from dpdist.certification import reading, score_columns, scores
+from dpdist.certification import table as tables
+from dpdist.certification.procedures import FixedDraws
+from dpdist.certification.sampling import SCORE_UNIT
+from dpdist.certification.score_settings import ScoreBound, ScoreSettings
+from dpdist.certification.scores import Sensitivity, decide
+from dpdist.certification.settings import CertifySettings
+from dpdist.commands import certify
+from dpdist.errors import UserError
+from dpdist.reports import compare, page
+from dpdist.reports.attacks import Shares, grid, read_attack, same_classifier, summary_rows
+from dpdist.reports.figures import attacked_accuracy
+from dpdist.runfolder import RunFolder
+
+N = 1000
+NORMS = Sensitivity(1.0, 2.0, 0.01)
+
+
+def score_table(path: Path, bound: ScoreBound, labels: list[int]) -> Path:
+    """Class 1 has the larger mean score (0.7), class 0 wins nearly every vote."""
+    settings = ScoreSettings(n=N, bound=bound, radii=(0.01,))
+    sums, votes = np.array([300, 700]) * SCORE_UNIT, np.array([990, 10])
+    verdict = decide(sums, sums // 2, votes, 0, settings, 1.0, NORMS)
+    rows = [scores.row(i, label, verdict, settings, 1.0) for i, label in enumerate(labels)]
+    about = {
+        "settings": {"n": N, "n0": settings.n0, "alpha": settings.alpha, "mode": "scores",
+                     "bound": bound, "radii": [0.01]},
+        "model": "m", "data": "d", "sensitivity": scores.describe(NORMS), "seed": "s",
+        "classifier": {"form": "eager", "batch": 100, "notes": []},
+    }  # fmt: skip
+    tables.write(tables.build(rows, about, score_columns.SCHEMA), path)
+    return path
+
+
+def smoothed_table(path: Path, changes: dict[str, Any] | None = None) -> Path:
+    """Three right of four; noise, sigma and data as `changes` say."""
+    changed = {"noise": "gaussian", "sigma": 0.5, "data": "d", "model": "m"} | (changes or {})
+    settings = CertifySettings(sigma=changed["sigma"], n=N, noise=changed["noise"])
+    verdict = FixedDraws(settings, 100).verdict([{"selected": 0, "histogram": [N - 5, 5]}])
+    rows = [tables.row(i, i // 3, verdict, settings, "none") for i in range(4)]
+    about = {
+        "settings": {"n": N, "mode": "fixed", "noise": settings.noise, "sigma": settings.sigma},
+        "model": changed["model"], "data": changed["data"], "seed": "s",
+    }  # fmt: skip
+    tables.write(tables.build(rows, about), path)
+    return path
+
+
+def run_of(folder: Path, found: list[reading.CertificateTable]) -> Any:
+    run = RunFolder(folder)
+    return SimpleNamespace(folder=run, tables=found, input_shape=(4,))
+
+
+@pytest.mark.parametrize(("bound", "right"), [("counts", [0, 0, 0]), ("hoeffding", [1, 1, 1])])
+def test_every_page_prints_the_same_certified_accuracy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], bound: ScoreBound, right: list[int]
+) -> None:
+    # By counts class 0 is certified, by mean scores class 1: who reads one by the other's rule
+    # prints 0 for 100 % and 100 for 0 %.
+    path = score_table(tmp_path / "t" / "certificates.parquet", bound, [*right, 1 - right[0]])
+    found = reading.read(path)
+    assert found.certified_accuracy(0.01) == 0.75
+    assert (found.certified() >= 0.01).tolist() == [True, True, True, False]
+    certify._print(path)
+    lines = capsys.readouterr().out.splitlines()
+    shown = {" ".join(line.split()) for line in lines}
+    assert {"l2 exact 75.00 % at 0.01", "linf exact 75.00 % at 0.01"} <= shown
+    facts = run_of(tmp_path / "run", [found])
+    for norm in ("l2", "linf"):
+        rows = {row[1]: row[2] for row in compare.certified_grid([facts], norm, [0.01])[1:]}
+        assert rows["exact profile"] == "75.0"
+        # The vote's class is 0, that of the printed bounds 1, whatever the sound bounds are.
+        assert rows["vote (Cohen)"] == ("75.0" if right[0] == 0 else "25.0")
+    assert rows["as printed (does not hold)"] == ("75.0" if right[0] == 1 else "25.0")
+    (picture,) = {c.accuracy(0.01) for c in compare.curves(facts) if c.certificate == "exact"}
+    assert picture == 0.75
+    section = page._table(found, RunFolder(tmp_path))
+    assert ("0.01", "75.00") in section["rows"]  # type: ignore[operator]
+
+
+def test_comparison_tells_smoothing_noises_apart(tmp_path: Path) -> None:
+    found = [
+        reading.read(smoothed_table(tmp_path / f"{i}" / "certificates.parquet", changes))
+        for i, changes in enumerate([{}, {"sigma": 0.25}, {"noise": "laplace"}])
+    ]
+    rows = compare.certified_grid([run_of(tmp_path / "run", found)], "l2", [0.1])[1:]
+    assert [row[1] for row in rows] == [
+        "vote (Cohen), gaussian 0.5", "vote (Cohen), gaussian 0.25", "vote (Cohen), laplace 0.5"
+    ]  # fmt: skip
+    # An L1 ball of four dimensions contains half an L2 one.
+    assert found[2].norm == "l1" and [row[2] for row in rows] == ["75.0"] * 3
+
+
+def attacks(path: Path, noise: dict[str, Any], predictions: dict[tuple[str, float], Any]) -> Path:
+    rows = [
+        {"attack": name, "size": size, "index": i, "label": i // 3, "distance": 0.0,
+         "prediction": p, "hits": 1, "n": 1}
+        for (name, size), found in predictions.items()
+        for i, p in enumerate(found)
+    ]  # fmt: skip
+    about = {
+        "settings": {"norm": "l2", "sigma": noise.get("sigma"), "steps": 1, "restarts": 1,
+                     "draws": 1, "n": 100, "alpha": 0.001},
+        "noise": noise, "model": "m", "data": "d", "dataset": "points/test", "input_shape": [4],
+        "seed": "s",
+    }  # fmt: skip
+    attack_tables.write(rows, attack_tables.SCHEMA, about, path)
+    return path
+
+
+# Labels 0, 0, 0, 1.
+SMOOTHED = {"kind": "input", "sigma": 0.5}
+ANSWERS = {
+    ("none", 0.0): [0, 0, -1, 1],
+    ("fgsm", 0.2): [0, -1, -1, 0],
+    ("pgd", 0.2): [-1, 0, 1, 1],
+    ("pgd", 9.0): [-1, -1, -1, -1],
+}
+
+
+def test_an_abstention_is_neither_right_nor_wrong(tmp_path: Path) -> None:
+    table = read_attack(attacks(tmp_path / "a" / "attacks.parquet", SMOOTHED, ANSWERS))
+    assert table.shares("none", 0.0) == Shares(0.75, 0.25, 0.0)
+    assert table.shares("fgsm", 0.2) == Shares(0.25, 0.5, 0.25)
+    assert table.shares("pgd", 0.2) == Shares(0.5, 0.25, 0.25)
+    # Wrong under one is wrong; right under all is right; what is left was never decided against.
+    assert table.worst(0.2) == Shares(0.0, 0.5, 0.5)
+    assert table.worst(9.0) == Shares(0.0, 1.0, 0.0)
+    with pytest.raises(ValueError, match="no attack mim"):
+        table.shares("mim", 0.2)
+    certificates = reading.read(smoothed_table(tmp_path / "c" / "certificates.parquet"))
+    shown = grid(table, [certificates])
+    assert shown.header == ["l2 size", "attack", "right", "abstained", "wrong", "certified c"]
+    assert shown.rows == [
+        ["0", "none", "75.00", "25.00", "0.00", "75.00"],
+        ["0.2", "fgsm", "25.00", "50.00", "25.00", "75.00"],
+        ["0.2", "pgd", "50.00", "25.00", "25.00", "75.00"],
+        ["0.2", "all of them", "0.00", "50.00", "50.00", "75.00"],
+        ["9", "pgd", "0.00", "100.00", "0.00", "0.00"],
+    ]
+    (line,) = summary_rows([table], [])
+    assert "0.00 % right, 50.00 % abstained, 50.00 % wrong at 0.2" in line[1]
+    assert attacked_accuracy(table, [certificates]).startswith(b"\x89PNG")
+    facts: Any = SimpleNamespace(folder=RunFolder(tmp_path / "run"), attacks=[table])
+    assert compare.attacked_grid([facts], "l2")[1:] == [
+        ["run", table.classifier, "0", "none", "75.00", "25.00", "0.00"],
+        ["run", table.classifier, "0.2", "fgsm, pgd", "0.00", "50.00", "50.00"],
+        ["run", table.classifier, "9", "pgd", "0.00", "100.00", "0.00"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("noise", "changes", "shown", "same"),
+    [
+        (SMOOTHED, {}, True, True),
+        (SMOOTHED, {"sigma": 0.25}, True, False),
+        (SMOOTHED, {"noise": "laplace"}, True, False),
+        (SMOOTHED, {"noise": "uniform"}, True, False),
+        (SMOOTHED, {"data": "other"}, False, False),
+        (SMOOTHED, {"model": "other"}, False, False),
+        ({"kind": "none"}, {}, True, False),
+        ({"kind": "hidden"}, {}, True, False),
+    ],
+)
+def test_the_same_classifier_is_the_same_model_data_and_noise(
+    tmp_path: Path, noise: dict[str, Any], changes: dict[str, Any], shown: bool, same: bool
+) -> None:
+    table = read_attack(attacks(tmp_path / "a" / "attacks.parquet", noise, ANSWERS))
+    certificates = reading.read(smoothed_table(tmp_path / "c" / "certificates.parquet", changes))
+    assert same_classifier(table, certificates) == same
+    found = grid(table, [certificates])
+    assert (len(found.header) == 6) == shown == bool(found.notes)
+    assert not shown or ("another classifier" in found.notes[0]) == (not same)
+
+
+def test_hidden_noise_is_certified_by_its_scores(tmp_path: Path) -> None:
+    table = read_attack(attacks(tmp_path / "a" / "attacks.parquet", {"kind": "hidden"}, ANSWERS))
+    path = score_table(tmp_path / "c" / "certificates.parquet", "hoeffding", [0, 1, 0, 1])
+    assert same_classifier(table, reading.read(path))
+
+
+def test_tables_without_a_statement_are_refused(tmp_path: Path) -> None:
+    empty = tables.build([], {})
+    with pytest.raises(UserError, match="no certificates in the table"):
+        reading.of(empty)
+    path = score_table(tmp_path / "certificates.parquet", "counts", [0])
+    tables.write(tables.read(path).drop_columns(["sums"]), path)
+    with pytest.raises(UserError, match="no column 'sums'"):
+        reading.read(path)
+    old = pa.Table.from_pylist(
+        [{"attack": "none", "size": 0.0, "index": 0, "label": 0, "distance": 0.0, "prediction": 0,
+          "hits": 1, "n": 1}], schema=attack_tables.SCHEMA)  # fmt: skip
+    pq.write_table(old, tmp_path / "attacks.parquet")
+    with pytest.raises(UserError, match=r"does not say what was attacked; run `dpdist attack`"):
+        read_attack(tmp_path / "attacks.parquet")

@@ -1,0 +1,160 @@
+"""Results belong to the settings they were computed with, whichever file is removed or changed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from cluster.journal import Journal
+from cluster.table_files import Column
+from dpdist import bulk
+from dpdist.errors import UserError
+
+KIND = bulk.Kind("certification", "certifying", frozenset({"radii"}))
+SCHEMA = pa.schema(
+    [pa.field("index", pa.int64(), nullable=False), pa.field("radius", pa.float64())]
+)
+COLUMNS: dict[str, Column] = {"index": (int, 0), "radius": (float, 0)}
+KEY = b"test"
+
+
+def wanted(model: str = "A", **settings: Any) -> dict[str, Any]:
+    return {"model": model, "data": "d", "settings": {"n": 10, "radii": (0.5,), **settings}}
+
+
+def work(folder: Path, entry: Any = None, seed: str | None = None, **what: Any) -> list[Any]:
+    """Open the folder as a job does, add one entry; what it held before."""
+    with bulk.held(folder, KIND) as journal:
+        begin = {"seed": seed or "drawn", "classifier": None}
+        bulk.pin(journal, KIND, wanted(**what), seed, lambda: begin)
+        before = list(journal.entries)
+        journal.append(entry)
+        return before
+
+
+def test_what_was_done_is_found_again(tmp_path: Path) -> None:
+    assert work(tmp_path / "c", 1) == []
+    assert work(tmp_path / "c", 2) == [1]
+    assert work(tmp_path / "c", 3, radii=(0.1, 0.2)) == [1, 2]  # nothing depends on them
+    about = json.loads((tmp_path / "c" / bulk.SETTINGS).read_text())
+    with Journal(tmp_path / "c" / bulk.JOURNAL) as journal:
+        assert journal.header == {"settings": bulk.digest(about)}
+
+
+def test_other_settings_are_refused_by_name(tmp_path: Path) -> None:
+    work(tmp_path, 1)
+    with pytest.raises(UserError, match=r"holds another certification .*model was 'A', now 'B'"):
+        work(tmp_path, model="B")
+    with pytest.raises(UserError, match="n was 10, now 11"):
+        work(tmp_path, n=11)
+    with pytest.raises(UserError, match="seed was 'drawn', now 'mine'"):
+        work(tmp_path, seed="mine")
+    assert work(tmp_path) == [1]
+
+
+@pytest.mark.parametrize("model", ["A", "B"])
+def test_without_settings_nothing_is_taken_over(tmp_path: Path, model: str) -> None:
+    work(tmp_path, "a row of A")
+    (tmp_path / bulk.SETTINGS).unlink()
+    with pytest.raises(UserError, match=r"but not settings\.json, which says of which; remove"):
+        work(tmp_path, model=model)
+    assert not (tmp_path / bulk.SETTINGS).exists()  # so that it is refused again
+    with Journal(tmp_path / bulk.JOURNAL) as journal:
+        assert list(journal.entries)[1:] == ["a row of A"]
+
+
+def test_a_journal_of_other_settings_is_refused(tmp_path: Path) -> None:
+    work(tmp_path / "a", "a row of A")
+    work(tmp_path / "b", "a row of B", model="B")
+    (tmp_path / "b" / bulk.JOURNAL).write_bytes((tmp_path / "a" / bulk.JOURNAL).read_bytes())
+    with pytest.raises(UserError, match=r"do not belong to settings\.json"):
+        work(tmp_path / "b", model="B")
+    # Settings changed by hand, and a journal that does not say whose it is (an older one).
+    path = tmp_path / "a" / bulk.SETTINGS
+    path.write_text(path.read_text().replace('"n": 10', '"n": 99'))
+    with pytest.raises(UserError, match=r"do not belong to settings\.json"):
+        work(tmp_path / "a", n=99)
+    work(tmp_path / "old")
+    (tmp_path / "old" / bulk.JOURNAL).unlink()
+    with Journal(tmp_path / "old" / bulk.JOURNAL) as journal:
+        journal.append({"index": 3})
+    with pytest.raises(UserError, match=r"do not belong to settings\.json .* did not note"):
+        work(tmp_path / "old")
+
+
+def test_a_lost_journal_begins_anew(tmp_path: Path) -> None:
+    work(tmp_path, 1)
+    (tmp_path / bulk.JOURNAL).unlink()
+    assert work(tmp_path, 2) == []
+    assert work(tmp_path) == [2]
+
+
+def test_what_fails_before_it_began_leaves_nothing(tmp_path: Path) -> None:
+    def fail() -> dict[str, Any]:
+        raise UserError("the model cannot be certified")
+
+    with (
+        pytest.raises(UserError, match="cannot be certified"),
+        bulk.held(tmp_path / "new", KIND) as journal,
+    ):
+        bulk.pin(journal, KIND, wanted(), None, fail)
+    assert not (tmp_path / "new").exists()
+
+
+def table(folder: Path, model: str = "A") -> Path:
+    about = {**wanted(model), "format": 1, "seed": "s"}
+    path = folder / "t.parquet"
+    bulk.write_table(bulk.build_table([{"index": 1, "radius": 0.5}], SCHEMA, about, KEY), path)
+    (folder / bulk.SETTINGS).write_text(json.dumps(about))
+    return path
+
+
+def read(path: Path) -> pa.Table:
+    return bulk.read_table(path, COLUMNS, KEY)
+
+
+def test_a_table_is_read_beside_its_own_settings_only(tmp_path: Path) -> None:
+    ours, theirs = table(tmp_path / "a"), table(tmp_path / "b", "B")
+    assert read(ours).num_rows == 1
+    (tmp_path / "a" / bulk.SETTINGS).write_bytes((tmp_path / "b" / bulk.SETTINGS).read_bytes())
+    with pytest.raises(UserError, match=r"not of the settings in settings\.json beside it"):
+        read(ours)
+    (tmp_path / "a" / bulk.SETTINGS).unlink()
+    assert bulk.about_table(read(ours), KEY)["model"] == "A"  # it says itself
+    assert read(theirs).num_rows == 1
+
+
+def test_a_table_whose_settings_were_replaced_is_damaged(tmp_path: Path) -> None:
+    path = table(tmp_path)
+    (tmp_path / bulk.SETTINGS).unlink()
+    found = pq.read_table(path)
+    metadata = dict(found.schema.metadata)
+    metadata[KEY] = metadata[KEY].replace(b'"A"', b'"B"')
+    pq.write_table(found.replace_schema_metadata(metadata), path)
+    with pytest.raises(UserError, match="damaged"):
+        read(path)
+    # One of an earlier version has no digest: its settings alone say what it is.
+    del metadata[b"dpdist.settings"]
+    pq.write_table(found.replace_schema_metadata(metadata), path)
+    assert read(path).num_rows == 1
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        pa.table({"index": [1.5], "radius": [0.5]}),
+        pa.table({"index": pa.array([None], pa.int64()), "radius": [0.5]}),
+        pa.table({"index": [1]}),
+        pa.table({"index": [1], "radius": [0.5]}).replace_schema_metadata({KEY: b"[1]"}),
+        pa.table({"index": [1], "radius": [0.5]}).replace_schema_metadata({KEY: b"{"}),
+    ],
+)
+def test_what_is_no_such_table_is_refused(tmp_path: Path, wrong: pa.Table) -> None:
+    pq.write_table(wrong, tmp_path / "t.parquet")
+    with pytest.raises(UserError, match="damaged"):
+        read(tmp_path / "t.parquet")

@@ -1,0 +1,126 @@
+"""Results of one model never end in the table of another, whichever files are removed between."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.here import without_ray
+
+from dpdist import models
+from dpdist.attacks import job as attacking
+from dpdist.attacks import table as attack_tables
+from dpdist.attacks.settings import AttackSettings
+from dpdist.certification import job, reading
+from dpdist.certification.settings import CertifySettings
+from dpdist.errors import UserError
+
+COUNT = 4
+
+
+@dataclass(frozen=True)
+class Images:
+    fingerprint: str = "these"
+    name: str = "images/test"
+    classes: int = 3
+
+    @property
+    def labels(self) -> np.ndarray:
+        return np.arange(COUNT) % self.classes
+
+    def batch(self, indices: Any) -> torch.Tensor:
+        rng = np.random.default_rng(0)
+        return torch.from_numpy(rng.random((COUNT, 1, 6, 6), dtype=np.float32)[indices])
+
+
+class Interrupted(Exception):
+    pass
+
+
+def stop_at(wanted: int) -> Callable[[int, int, float], None]:
+    def progress(done: int, total: int, rate: float) -> None:
+        if done >= wanted:
+            raise Interrupted
+
+    return progress
+
+
+def certify(model: Path, output: Path, data: Images = Images(), **options: Any) -> str:
+    settings = CertifySettings(sigma=0.5, n0=20, n=200, batch=100, form="eager")
+    job.certify(model, data, settings, output, chunk_seconds=1e-9, **options)
+    return reading.read(output / job.TABLE).about["model"]
+
+
+def attack(model: Path, output: Path, data: Images = Images(), **options: Any) -> str:
+    settings = AttackSettings(norm="l2", sizes=(1.0,), attacks=("fgsm",), batch=1)
+    attacking.attack_model(model, data, settings, output, **options)
+    found = attack_tables.read(output / attack_tables.TABLE)
+    return attack_tables.about(found)["model"]
+
+
+@pytest.fixture(params=[certify, attack], ids=["certify", "attack"])
+def work(request, monkeypatch) -> Callable[..., str]:
+    without_ray(monkeypatch)
+    return request.param
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> list[Path]:
+    """Two models, a and b."""
+    spec = models.ModelSpec("small-cnn", (1, 6, 6), 3, {"width": 4})
+    for seed, name in enumerate("ab"):
+        models.save(models.initialise(spec, seed), spec, tmp_path / name)
+    return [tmp_path / "a", tmp_path / "b"]
+
+
+def test_half_done_work_is_not_taken_over_by_another_model(work, folders, tmp_path) -> None:
+    a, b = folders
+    output = tmp_path / "out"
+    with pytest.raises(Interrupted):
+        work(a, output, progress=stop_at(2))
+    (output / "settings.json").unlink()
+    for model in folders:  # also its own model: the seed is gone
+        with pytest.raises(UserError, match="remove the folder"):
+            work(model, output)
+    shutil.rmtree(output)
+    assert work(b, output) == models.model_hash(b)
+
+
+def test_half_done_work_of_changed_settings_is_refused(work, folders, tmp_path) -> None:
+    a, b = folders
+    output = tmp_path / "out"
+    with pytest.raises(Interrupted):
+        work(a, output, progress=stop_at(2))
+    path = output / "settings.json"
+    path.write_text(path.read_text().replace(models.model_hash(a), models.model_hash(b)))
+    with pytest.raises(UserError, match=r"do not belong to settings\.json"):
+        work(b, output)
+
+
+def test_finished_work_is_of_its_model_and_data(work, folders, tmp_path) -> None:
+    a, b = folders
+    output = tmp_path / "out"
+    assert work(a, output) == models.model_hash(a)
+    with pytest.raises(UserError, match="model was"):
+        work(b, output)
+    with pytest.raises(UserError, match="data was 'these', now 'those'"):
+        work(a, output, Images(fingerprint="those"))
+    (output / "settings.json").unlink()
+    with pytest.raises(UserError, match=r"model was|remove the folder"):
+        work(b, output)
+
+
+def test_a_table_moved_beside_other_settings_is_refused(work, folders, tmp_path) -> None:
+    for name, model in zip("xy", folders, strict=True):
+        work(model, tmp_path / name)
+    (table,) = (tmp_path / "x").glob("*.parquet")
+    shutil.copy(table, tmp_path / "y" / table.name)
+    with pytest.raises(UserError, match=r"not of the settings in settings\.json"):
+        reader = reading.read if table.name == job.TABLE else attack_tables.read
+        reader(tmp_path / "y" / table.name)
