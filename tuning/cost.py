@@ -8,17 +8,17 @@ a fixed number, plain composition.
 
 When the search varies what a trial costs (noise, batch size, steps, share of the data), the base is
 the pointwise maximum of the trials' Renyi curves. With a target epsilon each trial gets the least
-noise with which its curve lies below that of the recipe's own setting.
+noise with which its curve lies below that of the recipe's own setting. `Limit` is what every trial
+is held against, by its own plan, before it starts.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING
 
 from dpdist.errors import UserError
 from dpdist.privacy.guarantee import Guarantee
@@ -35,10 +35,13 @@ from dpdist.privacy.selection import SelectionLaw
 from dpdist.recipe import Recipe
 from dpdist.search_options import LawRecipe
 from dpdist.training.planning import plan_at
-from tuning.space import COSTLY, ends_of, varies
+from tuning.space import Box, cost_boxes, own_box
 
-# Ranges of whole numbers and shares are covered by intervals this narrow (ratio of their ends).
-_INTERVAL = 1.05
+if TYPE_CHECKING:
+    import numpy as np
+
+# Settings whose sampling rates differ by less than this factor are covered by one.
+_NEAR = 1.05
 # Renyi orders above the one that costs this much (relative, in epsilon) are given up, so that a
 # trial's noise is not dictated by orders that no bound uses.
 _ORDER_TOLERANCE = 1e-3
@@ -61,6 +64,14 @@ class Sizes:
         return max(1, math.floor(self.whole * (1 - self.hold_out) * fraction))
 
 
+def kept_out(recipe: Recipe) -> float:
+    """The share of the private records that no trial trains on: what data.hold_out keeps out of
+    everything, and of the others those that trials are scored on."""
+    assert recipe.tune is not None
+    score, aside = recipe.tune.score, recipe.data.hold_out
+    return aside if score.public is not None else aside + score.hold_out * (1 - aside)
+
+
 @dataclass(frozen=True)
 class SearchCost:
     """The cost of the search that a recipe's `tune` section asks for.
@@ -77,10 +88,13 @@ class SearchCost:
     # --- what varies
 
     @cached_property
-    def costly(self) -> tuple[str, ...]:
-        """Searched fields that change what one training costs."""
-        assert self.recipe.tune is not None
-        return tuple(field for field in COSTLY if varies(self.recipe.tune, field))
+    def _boxes(self) -> list[Box]:
+        return cost_boxes(self.recipe, self.where)
+
+    @property
+    def costly(self) -> bool:
+        """Whether the search changes what one training costs."""
+        return self._boxes != [own_box(self.recipe)]
 
     @property
     def _records(self) -> int:
@@ -88,49 +102,34 @@ class SearchCost:
 
     def _one_training(self, noise: float, max_order: float | None) -> tuple[Phase, ...]:
         """The train side of the base mechanism, at a noise multiplier of the recipe's setting."""
-        if not self.costly:
-            return plan_at(self.recipe, self._records, noise).phases
-        if self.recipe.privacy.epsilon is not None:
-            own = plan_at(self.recipe, self._records, noise).phases
-            return (WorstOf((own,), max_order),)
-        return (WorstOf(tuple(self._settings()), None),)
+        if self.costly and self.recipe.privacy.epsilon is None:
+            return (WorstOf(tuple(self._settings()), None),)
+        own = self._at(self.recipe, self._records, noise).phases
+        return (WorstOf((own,), max_order),) if self.costly else own
 
     def _settings(self) -> list[tuple[Phase, ...]]:
         """Phases whose curves together lie above those of every setting in the space."""
-        recipe = self.recipe
-        noise = min(ends_of(recipe, "privacy.noise_multiplier"))
-        found: set[tuple[float, int]] = set()
-        batches = _intervals(ends_of(recipe, "training.batch_size"), self._listed("batch_size"))
-        shares = _intervals(ends_of(recipe, "data.fraction"), self._listed("fraction"))
-        for (small, large), (low, high) in itertools.product(batches, shares):
-            rate = min(1.0, large / self.sizes.train(low))
-            if recipe.training.steps is not None:
-                steps = max(ends_of(recipe, "training.steps"))
-            else:
-                epochs = max(ends_of(recipe, "training.epochs"))
-                steps = max(1, math.floor(epochs * self.sizes.train(high) / small))
-            found.add((rate, steps))
-        worst = [
-            (rate, steps)
-            for rate, steps in found
-            if not any((r, s) != (rate, steps) and r >= rate and s >= steps for r, s in found)
-        ]
         # Settings of nearly the same rate are covered by one.
-        near: dict[int, tuple[float, int]] = {}
-        for rate, steps in worst:
-            place = math.floor(math.log(rate) / math.log(_INTERVAL))
+        near: dict[tuple[float, int], tuple[float, int]] = {}
+        for box in self._boxes:
+            small, large = box["training.batch_size"]
+            low, high = box["data.fraction"]
+            rate = min(1.0, large / self.sizes.train(low))
+            steps = box["training.steps"][1]
+            if steps is None:
+                epochs = box["training.epochs"][1]
+                steps = max(1, math.floor(epochs * self.sizes.train(high) / small))
+            noise = box["privacy.noise_multiplier"][0]
+            place = (noise, math.floor(math.log(rate) / math.log(_NEAR)))
             known = near.get(place, (0.0, 0))
             near[place] = (max(rate, known[0]), max(steps, known[1]))
-        return [
-            (*recipe.method.besides, GaussianSteps(steps, noise, rate, recipe.privacy.batch_cap))
-            for rate, steps in sorted(near.values())
-        ]
-
-    def _listed(self, name: str) -> bool:
-        assert self.recipe.tune is not None
-        field = f"training.{name}" if name == "batch_size" else f"data.{name}"
-        domains = [d for f, d in _fields(self.recipe) if f == field]
-        return not domains or domains[0].choice is not None
+        cap, besides = self.recipe.privacy.batch_cap, self.recipe.method.besides
+        found = {
+            GaussianSteps(int(steps), float(noise), rate, cap)
+            for (noise, _), (rate, steps) in near.items()
+        }
+        worst = [one for one in found if not any(_below(one, o) for o in found - {one})]
+        return [(*besides, one) for one in sorted(worst, key=repr)]
 
     # --- the whole
 
@@ -273,7 +272,18 @@ class SearchCost:
         except ValueError as error:
             raise UserError(f"{self.where}: privacy.epsilon: {error}, got {target}") from error
 
+    def _at(self, recipe: Recipe, records: int, noise: float) -> PrivacyPlan:
+        try:
+            return plan_at(recipe, records, noise)
+        except ValueError as error:
+            raise UserError(f"{self.where}: privacy: {error}") from error
+
     # --- trials
+
+    @cached_property
+    def limit(self) -> Limit:
+        """What one trial's training may cost: what the search's price is computed from."""
+        return Limit(self._plan(self._one_training(self.noise_multiplier, self.max_order)))
 
     def trial_noise(self, trial: Recipe) -> float:
         """The noise multiplier of one trial's recipe (made by `tuning.space.with_values`)."""
@@ -281,20 +291,10 @@ class SearchCost:
             return trial.privacy.noise_multiplier
         if not self.costly:
             return self.noise_multiplier
-        from dpdist.privacy import accounting
-
         records = self.sizes.train(trial.data.fraction)
-        neighbours = self.recipe.privacy.neighbours
-        bound = self._plan(self._one_training(self.noise_multiplier, self.max_order)).event()
-        # Orders beyond max_order are infinite in the bound: they constrain nothing.
-        ceiling = accounting.compose_rdp(bound, neighbours)
-        orders = ceiling.orders[ceiling.rdp < math.inf]
-        limit = ceiling.rdp[ceiling.rdp < math.inf]
 
         def fits(noise: float) -> bool:
-            phases = plan_at(trial, records, noise).phases
-            event = self._plan(phases).event()
-            return bool((accounting.compose_rdp(event, neighbours, orders).rdp <= limit).all())
+            return self.limit.allows(self._at(trial, records, noise))
 
         low, high = self.noise_multiplier, self.noise_multiplier
         while not fits(high):
@@ -308,35 +308,70 @@ class SearchCost:
             low, high = (low, middle) if fits(middle) else (middle, high)
         return high
 
-    def trial_plan(self, trial: Recipe) -> PrivacyPlan:
-        """What a trial's training executes. Raises UserError when the method of this trial reads
-        the records in another way than the recipe's own."""
-        if trial.method.besides != self.recipe.method.besides:
+
+def _below(one: GaussianSteps, other: GaussianSteps) -> bool:
+    """Whether steps are a post-processing of others: no more of them, joined no more often, with no
+    less noise. Every accountant then agrees that they cost no more."""
+    if one.batch_cap is not None or other.batch_cap is not None:
+        return one == other
+    return (
+        one.steps <= other.steps
+        and one.sample_rate <= other.sample_rate
+        and one.noise_multiplier >= other.noise_multiplier
+    )
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What one trial's training may cost. base: the plan from which the search's price is computed.
+
+    A trial is within the limit when it is a post-processing of one of the base's choices, or when
+    the base is a maximum of Renyi curves, the only thing its price is computed from, and the
+    trial's own curve lies below it at every order that counts.
+    """
+
+    base: PrivacyPlan
+
+    def allows(self, trial: PrivacyPlan) -> bool:
+        """Whether a trial, by the plan that it executes, costs no more."""
+        base = self.base
+        if (trial.delta, trial.neighbours) != (base.delta, base.neighbours):
+            return False
+        choices: Sequence[tuple[Phase, ...]] = (base.phases,)
+        if isinstance(base.phases[0], WorstOf):
+            choices = base.phases[0].choices
+        for *besides, steps in choices:
+            *own_besides, own = trial.phases
+            assert isinstance(steps, GaussianSteps) and isinstance(own, GaussianSteps)
+            same_size = own.batch_cap is None or trial.records == base.records
+            if own_besides == besides and same_size and _below(own, steps):
+                return True
+        return isinstance(base.phases[0], WorstOf) and self._curve_lies_above(trial)
+
+    def check(self, trial: PrivacyPlan, where: str) -> None:
+        """Raise UserError unless the trial is within the limit."""
+        if not self.allows(trial):
             raise UserError(
-                f"{self.where}: tune.space: a searched field changes what the method itself reads "
-                "from the records, and no bound here covers such a search"
+                f"{where}: this training is not covered by what the search was accounted with, and "
+                f"is not begun: {trial.phases} against {self.base.phases}"
             )
-        records = self.sizes.train(trial.data.fraction)
-        phases = plan_at(trial, records, self.trial_noise(trial)).phases
-        return replace(self._plan(phases), records=records, clip_norm=trial.privacy.sensitivity)
 
+    @cached_property
+    def _ceiling(self) -> tuple[np.ndarray, np.ndarray]:
+        """Renyi orders, and the curve at these: where it is infinite it constrains nothing."""
+        from dpdist.privacy import accounting
 
-def _fields(recipe: Recipe) -> Any:
-    from tuning.space import fields
+        found = accounting.compose_rdp(self.base.event(), self.base.neighbours)
+        return found.orders[found.rdp < math.inf], found.rdp[found.rdp < math.inf]
 
-    assert recipe.tune is not None
-    return fields(recipe.tune)
+    def _curve_lies_above(self, trial: PrivacyPlan) -> bool:
+        from dpdist.privacy import accounting
 
-
-def _intervals(ends: Sequence[Any], listed: bool) -> list[tuple[float, float]]:
-    """Each listed value alone; a range cut into intervals whose ends differ little."""
-    if listed:
-        return [(value, value) for value in sorted(set(ends))]
-    low, high = ends
-    edges = [float(low)]
-    while edges[-1] < high:
-        edges.append(min(float(high), edges[-1] * _INTERVAL))
-    return list(itertools.pairwise(edges)) or [(low, high)]
+        orders, ceiling = self._ceiling
+        if not len(orders):  # the price is infinite
+            return True
+        own = accounting.compose_rdp(trial.event(), trial.neighbours, orders.tolist())
+        return bool((own.rdp <= ceiling).all())
 
 
 def _start(plan_with: Callable[[float], PrivacyPlan], target: float) -> float:

@@ -14,7 +14,7 @@ from dpdist.privacy.selection import SelectionLaw
 from dpdist.recipe import Recipe
 from dpdist.search_options import LawRecipe
 from dpdist.training.planning import make_plan
-from tuning.cost import SearchCost, Sizes
+from tuning.cost import SearchCost, Sizes, kept_out
 
 # Training records of data sets that everybody has; --records tells of others.
 KNOWN_SIZES = {
@@ -68,8 +68,7 @@ def sizes_without_data(recipe: Recipe, records: int | None, where: str) -> Sizes
     if recipe.data.max_train is not None:
         whole = min(whole, recipe.data.max_train)
     whole = math.floor(whole * (1 - recipe.data.public))
-    score = recipe.tune.score
-    return Sizes(whole, recipe.data.hold_out if score.public else score.hold_out)
+    return Sizes(whole, kept_out(recipe))
 
 
 def one_run(recipe: Recipe, sizes: Sizes, where: str) -> PrivacyPlan:

@@ -9,12 +9,13 @@ broken off releases nothing.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -31,10 +32,11 @@ from dpdist.errors import NoRoom, UserError
 from dpdist.gradients.keys import derive_key, new_run_key
 from dpdist.privacy.budget import BudgetExceeded, DataBudget
 from dpdist.privacy.journal import JournalError
+from dpdist.privacy.plan import PrivacyPlan
 from dpdist.recipe import Recipe
 from dpdist.released import read_released
 from dpdist.runfolder import RunFolder
-from dpdist.search_options import TuneRecipe
+from dpdist.search_options import ScoreRecipe, TuneRecipe
 from dpdist.training.job import (
     PACKAGES,
     check_groups,
@@ -43,10 +45,17 @@ from dpdist.training.job import (
     training_data,
 )
 from dpdist.training.planning import make_plan
-from tuning.cost import SearchCost, Sizes
-from tuning.manifest import SearchFolder, best, ensure_manifest, read_settings, read_trials
+from tuning.cost import Limit, SearchCost, Sizes, kept_out
+from tuning.manifest import (
+    SearchFolder,
+    best,
+    draw_trials,
+    ensure_manifest,
+    read_settings,
+    read_trials,
+)
 from tuning.room import live_nodes, trial_resources, trials_at_once
-from tuning.space import Values, check_space, ends_of, fields, with_values
+from tuning.space import Values, check_space, fields, probes, with_values
 from tuning.trial import run_trial, scores_of, scoring_data, trial_recipe
 
 Progress = Callable[[int, int, float], None]
@@ -66,6 +75,7 @@ class Search:
         self.run_folder = folder
         self.folder = SearchFolder(RunFolder(folder.path.resolve()))
         self._since = time.monotonic()
+        self._noises: dict[str, float] = {}
 
     def run(self, session: Session, progress: Progress = lambda done, total, rate: None) -> None:
         """Run what is left of the search; afterwards the run folder holds the winner.
@@ -81,6 +91,7 @@ class Search:
             check_nodes(PACKAGES, self.folder.path)
             _in_background(lambda: self._trials(concurrent), lambda: self._show(progress))
             self._decide()
+        self._check_trials()
         winner = read_json(self.folder.outcome)["winner"]
         if winner is None:
             self._charge(settle=True)
@@ -100,16 +111,19 @@ class Search:
         terms = {
             "data": data,
             "plan": self.cost.plan.to_dict(),
+            "trial": self.cost.limit.base.to_dict(),
             "score_noise": self.cost.score_noise,
             "charge": secrets.token_hex(8),
         }
         if not self.folder.terms.exists():
+            secret = self.recipe.privacy.run_key
+            key = bytes.fromhex(secret) if secret else new_run_key()
+            for trial in draw_trials(self.tune, key):
+                if trial.values is not None:
+                    self.noise_of(trial.values)
             self.run_folder.begin(self.recipe)
             write_atomic(self.run_folder.asked, self.recipe.to_yaml())
-            secret = self.recipe.privacy.run_key
-            ensure_manifest(
-                self.folder, self.tune, bytes.fromhex(secret) if secret else new_run_key()
-            )
+            ensure_manifest(self.folder, self.tune, key)
             write_json(self.folder.terms, terms)
             return
         begun = read_json(self.folder.terms)
@@ -120,6 +134,8 @@ class Search:
                 f"{self.run_folder.path}: {' and '.join(what[name] for name in changed)} changed "
                 "since this search was begun; restore it, or choose another --name"
             )
+        if "trial" not in begun:  # of an older version, which checked no trial by its own plan
+            write_json(self.folder.terms, {**begun, "trial": terms["trial"]})
 
     # --- the trials
 
@@ -208,21 +224,25 @@ class Search:
         seed = int.from_bytes(derive_key(trials[0].key, "optuna")[:4], "little")
         return Suggestions(self.tune, seed, known)
 
-    def noise_of(self, values: Values) -> float:
-        """The noise multiplier of a trial, after checking that it executes what was accounted."""
-        trial = with_values(self.recipe, values, "tune.space")
-        expected = self.cost.trial_plan(trial)
-        noise = self.cost.trial_noise(trial)
+    def planned(self, values: Values) -> tuple[Recipe, PrivacyPlan]:
+        """The recipe of a trial and the plan that it executes.
+
+        Raises UserError when it costs more than what the search was accounted with.
+        """
+        where = self.cost.where
+        noise = self.cost.trial_noise(with_values(self.recipe, values, where))
         settings = {"values": values, "noise_multiplier": noise}
-        executed = make_plan(
-            trial_recipe(self.recipe, settings, bytes(32), "trial"), expected.records, "tune.space"
-        )
-        if executed.phases != expected.phases:
-            raise UserError(
-                "tune.space: the training of these values is not the one that was accounted: "
-                f"{executed.phases} instead of {expected.phases}"
-            )
-        return noise
+        trial = trial_recipe(self.recipe, settings, bytes(32), where)
+        plan = make_plan(trial, self.cost.sizes.train(trial.data.fraction), where)
+        self.cost.limit.check(plan, f"{where}: tune.space")
+        return trial, plan
+
+    def noise_of(self, values: Values) -> float:
+        """The noise multiplier of a trial, after checking its cost as `planned` does."""
+        key = json.dumps(values, sort_keys=True)
+        if key not in self._noises:
+            self._noises[key] = self.planned(values)[1].step(0).noise_multiplier
+        return self._noises[key]
 
     def _show(self, progress: Progress) -> None:
         total = len(read_trials(self.folder))
@@ -230,6 +250,15 @@ class Search:
         progress(done, total, done / (time.monotonic() - self._since))
 
     # --- the end
+
+    def _check_trials(self) -> None:
+        """Raise UserError when a trial executed more than what was accounted: nothing is shown."""
+        limit = Limit(PrivacyPlan.from_dict(read_json(self.folder.terms)["trial"]))
+        for trial in read_trials(self.folder):
+            own = self.folder.trial(trial.number)
+            if own.plan.exists():
+                plan = PrivacyPlan.from_dict(read_json(own.plan))
+                limit.check(plan, f"{self.run_folder.path}: a trial of this search")
 
     def _decide(self) -> None:
         trials = read_trials(self.folder)
@@ -335,8 +364,7 @@ def prepare(recipe: Recipe, folder: RunFolder, where: str, *, only_resume: bool 
     if only_resume and not continued:
         raise UserError(f"{folder.path}: no search to resume; without --resume one is begun")
     check_space(recipe, where)
-    score = recipe.tune.score
-    hold_out = recipe.data.hold_out if score.public else score.hold_out
+    hold_out = kept_out(recipe)
     dataset = _records(recipe, hold_out, recipe.data.fraction)
     check_groups(recipe, dataset, where)
     _check_scoring(recipe, dataset, where)
@@ -348,9 +376,8 @@ def prepare(recipe: Recipe, folder: RunFolder, where: str, *, only_resume: bool 
     sizes = Sizes(len(_records(recipe, 0.0, 1.0)), hold_out, counted)
     search = Search(recipe, folder, SearchCost(recipe, sizes, recipe.tune.law, where))
     if not continued:
-        for values in _probes(recipe.tune):
-            search.noise_of(values)
-            check_model(with_values(recipe, values, where), dataset)
+        for values in probes(recipe.tune):
+            check_model(search.planned(values)[0], dataset)
     if not folder.trained.exists():
         search.begin(dataset.fingerprint)
     return search
@@ -379,15 +406,6 @@ def _records(recipe: Recipe, hold_out: float, fraction: float) -> Dataset:
     return training_data(recipe.model_copy(update={"data": section}), source_of(recipe))
 
 
-def _probes(tune: TuneRecipe) -> Iterator[Values]:
-    """Values at the ends of the space, one field at a time."""
-    first = {key: domain.ends[0] for key, domain in tune.space.items()}
-    yield first
-    for key, domain in tune.space.items():
-        for end in domain.ends[1:]:
-            yield {**first, key: end}
-
-
 def _check_scoring(recipe: Recipe, dataset: Dataset, where: str) -> None:
     """Raise UserError when the records or the objective of the scores cannot be used."""
     assert recipe.tune is not None
@@ -408,20 +426,25 @@ def _check_scoring(recipe: Recipe, dataset: Dataset, where: str) -> None:
             )
     if not score.certifies:
         return
-    certify = recipe.certify
+    for values in probes(recipe.tune):
+        _check_certified(with_values(recipe, values, where), score, where)
+
+
+def _check_certified(trial: Recipe, score: ScoreRecipe, where: str) -> None:
+    """Raise UserError when a trial cannot be scored by what is certified."""
+    certify = trial.certify
     if certify is None or certify.sigma is None or certify.noise != "gaussian":
         raise UserError(
             f"{where}: tune.score.objectives: certified objectives need certify.sigma and Gaussian "
             "noise in the recipe"
         )
-    sigma = min(ends_of(recipe, "certify.sigma"))
     p_lower = clopper_pearson_lower(score.draws, score.draws, score.alpha)
-    reach = float(gaussian_l2_radius(p_lower, sigma))
+    reach = float(gaussian_l2_radius(p_lower, certify.sigma))
     if score.radius is not None and score.radius > reach:
         raise UserError(
             f"{where}: tune.score.radius: {score.draws} draws at alpha {score.alpha:g} never "
-            f"certify more than {reach:.3g} with certify.sigma {sigma:g}: give more draws or a "
-            "larger sigma"
+            f"certify more than {reach:.3g} with certify.sigma {certify.sigma:g}: give more draws "
+            "or a larger sigma"
         )
 
 

@@ -7,6 +7,7 @@ dotted name, as in a complaint about a recipe: "method.radius", "training.learni
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -25,10 +26,12 @@ COSTLY = (
     "training.epochs",
     "data.fraction",
 )
+# Fields that are the same in all trials, whichever way a trial's values are given.
 _FIXED = {
     "name": "it names the run",
     "data": "all trials are about the same records (data.fraction may be searched)",
     "tune": "a search does not search itself",
+    "public": "what is trained on public records is trained once, before the search",
     "resources": "it changes nothing that is learnt",
     "privacy.epsilon": "it is the target of training and search together",
     "privacy.delta": "the guarantee is stated at one delta",
@@ -41,6 +44,8 @@ _FIXED = {
     "privacy.allow_large_delta": "it is not a hyper-parameter",
     "certify.alpha": "the error of a certificate is not chosen by its score",
 }
+# Ranges of batch sizes and shares are cut into intervals this narrow (ratio of their ends).
+_INTERVAL = 1.05
 
 
 def domain_value(domain: Domain, uniform: float) -> Any:
@@ -63,17 +68,31 @@ def draw(tune: TuneRecipe, uniform: Callable[[], float]) -> Values:
     return {key: domain_value(domain, uniform()) for key, domain in tune.space.items()}
 
 
-def fields(tune: TuneRecipe) -> Iterator[tuple[str, Domain]]:
-    """Every field that the search sets, with its domain."""
+def fields(tune: TuneRecipe) -> Iterator[tuple[str, str]]:
+    """Every field that the search sets, with the name of its entry in the space."""
     for key, domain in tune.space.items():
         for field in (key, *domain.also):
-            yield field, domain
+            yield field, key
+
+
+def probes(tune: TuneRecipe) -> Iterator[Values]:
+    """Values that show what the space contains: every listed value and both ends of every range,
+    one entry at a time, all last ones together, and a number between the ends of each range."""
+    first = {key: domain.ends[0] for key, domain in tune.space.items()}
+    yield first
+    yield {key: domain.ends[-1] for key, domain in tune.space.items()}
+    for key, domain in tune.space.items():
+        for end in domain.ends[1:]:
+            yield {**first, key: end}
+        if domain.choice is None:
+            yield {**first, key: domain_value(domain, (math.sqrt(5) - 1) / 2)}
 
 
 def with_values(recipe: Recipe, values: Mapping[str, Any], where: str) -> Recipe:
     """The recipe of one trial: the values put in, without the search itself.
 
-    Raises UserError, beginning with `where`, for a value that the recipe does not take.
+    Raises UserError, beginning with `where`, for a value that the recipe does not take, and for one
+    that changes a field that is the same in all trials: also by a section that leaves it out.
     """
     assert recipe.tune is not None
     raw = recipe.model_dump(mode="json")
@@ -81,7 +100,9 @@ def with_values(recipe: Recipe, values: Mapping[str, Any], where: str) -> Recipe
     for key, value in values.items():
         for field in (key, *recipe.tune.space[key].also):
             _put(raw, field, value, f"{where}: tune.space.{key}")
-    return parse(raw, where)
+    trial = parse(raw, where)
+    _check_fixed(recipe, trial, where)
+    return trial
 
 
 def check_space(recipe: Recipe, where: str) -> None:
@@ -89,35 +110,64 @@ def check_space(recipe: Recipe, where: str) -> None:
     does not take."""
     tune = recipe.tune
     assert tune is not None
-    seen: set[str] = set()
+    seen: list[str] = []
     for field, _ in fields(tune):
-        if field in seen:
-            raise UserError(f"{where}: tune.space: {field} is set twice")
-        seen.add(field)
-        if (why := _not_searchable(field)) is not None:
+        for other in seen:
+            if _within(field, other) or _within(other, field):
+                also = "" if field == other else f", alone and with {min(field, other, key=len)}"
+                raise UserError(
+                    f"{where}: tune.space: {max(field, other, key=len)} is set twice{also}"
+                )
+        seen.append(field)
+        if (why := _why_fixed(recipe, field)) is not None:
             raise UserError(f"{where}: tune.space.{field}: cannot be searched: {why}")
-    if "privacy.noise_multiplier" in seen and recipe.privacy.epsilon is not None:
-        raise UserError(
-            f"{where}: tune.space.privacy.noise_multiplier: cannot be searched when "
+    for values in probes(tune):
+        with_values(recipe, values, where)
+
+
+def _within(field: str, section: str) -> bool:
+    return field == section or field.startswith(section + ".")
+
+
+def _why_fixed(recipe: Recipe, field: str) -> str | None:
+    if field == "data.fraction":
+        return None
+    if field == "privacy.noise_multiplier" and recipe.privacy.epsilon is not None:
+        return (
             "privacy.epsilon is the target, which fixes the noise; give privacy.noise_multiplier "
             "instead of epsilon"
         )
-    first = {key: domain.ends[0] for key, domain in tune.space.items()}
-    last = {key: domain.ends[-1] for key, domain in tune.space.items()}
-    with_values(recipe, first, where)
-    with_values(recipe, last, where)
-    for key, domain in tune.space.items():
-        for end in domain.ends:
-            with_values(recipe, {**first, key: end}, where)
+    return next((why for prefix, why in _FIXED.items() if _within(field, prefix)), None)
 
 
-def _not_searchable(field: str) -> str | None:
-    if field == "data.fraction":
-        return None
-    for prefix, why in _FIXED.items():
-        if field == prefix or field.startswith(prefix + "."):
-            return why
-    return None
+def _check_fixed(recipe: Recipe, trial: Recipe, where: str) -> None:
+    """Raise UserError when a trial differs from the recipe in what a search may not change."""
+    mine = _leaves(recipe.model_dump(mode="json", exclude={"tune"}))
+    other = _leaves(trial.model_dump(mode="json", exclude={"tune"}))
+    assert recipe.tune is not None
+    for leaf in sorted(mine.keys() | other.keys()):
+        if mine.get(leaf) == other.get(leaf) or (why := _why_fixed(recipe, leaf)) is None:
+            continue
+        keys = [key for field, key in fields(recipe.tune) if _within(leaf, field)]
+        raise UserError(
+            f"{where}: {'.'.join(['tune.space', *keys[:1]])}: makes {leaf} {other.get(leaf)}, the "
+            f"recipe says {mine.get(leaf)}; it cannot be searched: {why}"
+        )
+    if trial.method.besides != recipe.method.besides:
+        raise UserError(
+            f"{where}: tune.space: a searched field changes what the method itself reads from the "
+            "records, and no bound here covers such a search"
+        )
+
+
+def _leaves(value: Any, name: str = "") -> dict[str, Any]:
+    """The fields of nested sections by their dotted names."""
+    if not isinstance(value, dict):
+        return {name: value}
+    found: dict[str, Any] = {}
+    for key, inner in value.items():
+        found |= _leaves(inner, f"{name}.{key}" if name else str(key))
+    return found
 
 
 def _put(raw: dict[str, Any], dotted: str, value: Any, where: str) -> None:
@@ -132,16 +182,49 @@ def _put(raw: dict[str, Any], dotted: str, value: Any, where: str) -> None:
     section[last] = copy.deepcopy(value)
 
 
-def varies(tune: TuneRecipe, field: str) -> bool:
-    """Whether the search sets this field."""
-    return any(field == other for other, _ in fields(tune))
+# --- what changes the cost of a trial
+
+Box = dict[str, tuple[Any, Any]]  # costly field -> its least and greatest value
 
 
-def ends_of(recipe: Recipe, field: str) -> tuple[Any, ...]:
-    """Every listed value, or the two ends, of a field; its one value when it is not searched."""
-    assert recipe.tune is not None
-    for other, domain in fields(recipe.tune):
-        if other == field:
-            return domain.ends
-    section, name = field.split(".")
-    return (getattr(getattr(recipe, section), name),)
+def own_box(recipe: Recipe) -> Box:
+    """The recipe's own setting, as a box of one point."""
+    box = {}
+    for field in COSTLY:
+        section, name = field.split(".")
+        value = getattr(getattr(recipe, section), name)
+        box[field] = (value, value)
+    return box
+
+
+def cost_boxes(recipe: Recipe, where: str) -> list[Box]:
+    """Boxes that together hold the costly fields of every trial, whatever the searched fields are
+    called: listed values are read off the trials' own recipes, ranges are cut into intervals."""
+    tune = recipe.tune
+    assert tune is not None
+    first = {key: domain.ends[0] for key, domain in tune.space.items()}
+    boxes = [own_box(recipe)]
+    for key, domain in tune.space.items():
+        touched = [f for f in COSTLY if any(_within(f, field) for field in (key, *domain.also))]
+        if not touched:
+            continue
+        choices: list[Box] = []
+        if domain.choice is not None:
+            for value in domain.choice:
+                point = own_box(with_values(recipe, {**first, key: value}, where))
+                choice = {field: point[field] for field in touched}
+                choices += [choice] * (choice not in choices)
+        else:
+            narrow = {"training.batch_size", "data.fraction"} & set(touched)
+            pieces = _intervals(*domain.ends) if narrow else [domain.ends]
+            choices = [dict.fromkeys(touched, piece) for piece in pieces]
+        boxes = [{**box, **choice} for box, choice in itertools.product(boxes, choices)]
+    return boxes
+
+
+def _intervals(low: float, high: float) -> list[tuple[float, float]]:
+    """A range cut into intervals whose ends differ little."""
+    edges = [float(low)]
+    while edges[-1] < high:
+        edges.append(min(float(high), edges[-1] * _INTERVAL))
+    return list(itertools.pairwise(edges)) or [(low, high)]

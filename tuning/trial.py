@@ -24,14 +24,16 @@ from dpdist.errors import UserError, no_room
 from dpdist.gradients.keys import derive_key
 from dpdist.privacy.journal import JournalBusy
 from dpdist.privacy.ledger import LedgerError, ReplayConflict
+from dpdist.privacy.plan import PrivacyPlan
 from dpdist.recipe import Recipe
 from dpdist.released import read_released
 from dpdist.runfolder import RunFolder
 from dpdist.search_options import PublicData
-from dpdist.training.job import PACKAGES, TrainJob, held_out_data, prepare, source_of
+from dpdist.training.job import PACKAGES, TrainJob, prepare, private_part, source_of
 from dpdist.training.loop import run
 from dpdist.training.reducer import Reducer
 from dpdist.training.trainer import fit
+from tuning.cost import Limit, kept_out
 from tuning.manifest import SearchFolder, Trial, read_settings, read_trials
 from tuning.scoring import score
 from tuning.space import with_values
@@ -73,14 +75,11 @@ def scores_of(folder: SearchFolder, number: int) -> dict[str, Any]:
 
 def trial_recipe(asked: Recipe, settings: dict[str, Any], key: bytes, where: str) -> Recipe:
     """The recipe of a trial: values put in, noise fixed, no budget or search of its own."""
-    tune = asked.tune
-    assert tune is not None
     chosen = with_values(asked, settings["values"], where)
-    hold_out = chosen.data.hold_out if tune.score.public else tune.score.hold_out
     fixed = asked.privacy.run_key is not None  # of tests: every trial is then repeatable
     return chosen.model_copy(
         update={
-            "data": chosen.data.model_copy(update={"hold_out": hold_out}),
+            "data": chosen.data.model_copy(update={"hold_out": kept_out(asked)}),
             "privacy": chosen.privacy.model_copy(
                 update={
                     "epsilon": None,
@@ -95,13 +94,13 @@ def trial_recipe(asked: Recipe, settings: dict[str, Any], key: bytes, where: str
 
 
 def scoring_data(asked: Recipe) -> Dataset:
-    """The records that trials are scored on: named public ones, or the held-out private ones."""
+    """The records that trials are scored on: named public ones, or private ones that no trial
+    trains on, beside those that data.hold_out keeps out of training and search."""
     tune = asked.tune
     assert tune is not None
     public = tune.score.public
     if public is None:
-        held = asked.data.model_copy(update={"hold_out": tune.score.hold_out})
-        return held_out_data(asked.model_copy(update={"data": held}), source_of(asked))
+        return private_part(asked, source_of(asked), asked.data.hold_out, kept_out(asked))
     return public_data(asked, public)
 
 
@@ -129,6 +128,7 @@ def _go_on(
     assert tune is not None
     trial = read_trials(folder)[number]
     job = begin_trial(folder, asked, trial)
+    Limit(PrivacyPlan.from_dict(terms["trial"])).check(job.plan, f"trial {number}")
     factor = tune.asha.reduction_factor if tune.asha else 1
     for rung, step in enumerate(rung_steps(job.plan.steps, tune.rungs, factor), 1):
         if rung <= len(state["scores"]):

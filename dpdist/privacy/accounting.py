@@ -95,8 +95,8 @@ def best_of_runs(orders: np.ndarray, rdp: np.ndarray, mean: float, shape: float)
     """
     from dpdist.privacy.selection import SelectionLaw
 
-    gamma = SelectionLaw(mean, shape).gamma
-    hidden = (1 + shape) * np.min((1 - 1 / orders) * rdp - math.log(gamma) / orders)
+    log_gamma = SelectionLaw(mean, shape).log_gamma
+    hidden = (1 + shape) * np.min((1 - 1 / orders) * rdp - log_gamma / orders)
     curve = rdp + hidden + math.log(mean) / (orders - 1)
     return np.minimum.accumulate(curve[::-1])[::-1]
 

@@ -17,12 +17,11 @@ from dpdist.privacy.guarantee import Guarantee, Neighbours
 from dpdist.privacy.plan import Phase, PrivacyPlan, RepeatAndSelect
 
 
-def mean_of(shape: float, gamma: float) -> float:
-    """E[K] of the truncated negative binomial with 0 < gamma < 1 (Definition 1 there)."""
-    log_gamma = math.log(gamma)
+def mean_of(shape: float, log_gamma: float) -> float:
+    """E[K] of the truncated negative binomial with ln(gamma) < 0 (Definition 1 there)."""
     if shape == 0:
-        return (1 / gamma - 1) / -log_gamma
-    return shape * (1 - gamma) / (gamma * -math.expm1(shape * log_gamma))
+        return math.expm1(-log_gamma) / -log_gamma
+    return shape * math.expm1(-log_gamma) / -math.expm1(shape * log_gamma)
 
 
 @dataclass(frozen=True)
@@ -36,20 +35,28 @@ class SelectionLaw:
         RepeatAndSelect((), self.mean, self.shape)  # the same limits hold here
 
     @cached_property
-    def gamma(self) -> float:
-        """The parameter gamma that gives this mean; 1 for mean 1 (K is 1). Finite shapes only."""
+    def log_gamma(self) -> float:
+        """ln of the parameter gamma that gives this mean; 0 for mean 1 (K is 1). Finite shapes
+        only."""
         if math.isinf(self.shape):
             raise ValueError("a Poisson law has no gamma")
         if self.mean == 1:
-            return 1.0
+            return 0.0
         if self.shape == 1:
-            return 1 / self.mean
+            return -math.log(self.mean)
         from scipy.optimize import brentq
 
-        # E[K] falls from infinity to 1 as gamma rises from 0 to 1.
+        def excess(log_gamma: float) -> float:
+            return math.log(mean_of(self.shape, log_gamma) / self.mean)
+
+        # E[K] falls from infinity to 1 as gamma rises from 0 to 1; at 1 - 1e-17 it rounds to 1.
         low = math.log(1e-300) if self.shape >= 0 else math.log(1e-100)
-        root = brentq(lambda u: math.log(mean_of(self.shape, math.exp(u)) / self.mean), low, -1e-15)
-        return math.exp(root)
+        return float(brentq(excess, low, -1e-17, xtol=1e-300))
+
+    @property
+    def gamma(self) -> float:
+        """The parameter itself, rounded: 1 - gamma is exact only by `log_gamma`."""
+        return math.exp(self.log_gamma)
 
     def log_pmf(self, runs: int) -> float:
         """ln P(K = runs)."""
@@ -61,15 +68,15 @@ class SelectionLaw:
             return float(runs * math.log(self.mean) - self.mean - gammaln(runs + 1))
         if runs < 1:
             return -math.inf
-        if self.gamma == 1:
+        if self.mean == 1:
             return 0.0 if runs == 1 else -math.inf
-        log_rest = runs * math.log1p(-self.gamma)
+        log_rest = runs * math.log(-math.expm1(self.log_gamma))
         if self.shape == 0:
-            return log_rest - math.log(runs) - math.log(-math.log(self.gamma))
+            return log_rest - math.log(runs) - math.log(-self.log_gamma)
         # For a negative shape both gamma(shape) and gamma^-shape - 1 are negative: gammaln and abs
         # take the sign out of both.
         ways = gammaln(runs + self.shape) - gammaln(self.shape) - gammaln(runs + 1)
-        log_norm = math.log(abs(math.expm1(-self.shape * math.log(self.gamma))))
+        log_norm = math.log(abs(math.expm1(-self.shape * self.log_gamma)))
         return float(log_rest + ways - log_norm)
 
     def at_least(self, runs: int) -> float:
@@ -80,7 +87,7 @@ class SelectionLaw:
             return 1.0 if runs <= 0 else float(pdtrc(runs - 1, self.mean))
         if runs <= 1:
             return 1.0
-        if self.gamma == 1:
+        if self.mean == 1:
             return 0.0
         if self.shape < 0:  # tails so long that only the head can be added up
             return max(0.0, 1 - self._head(runs))
@@ -88,23 +95,23 @@ class SelectionLaw:
             import numpy as np
 
             k = np.arange(runs, runs + math.ceil(45 / self.gamma))
-            terms = np.exp(k * math.log1p(-self.gamma)) / k
-            return float(terms.sum()) / -math.log(self.gamma)
+            terms = np.exp(k * math.log(-math.expm1(self.log_gamma))) / k
+            return float(terms.sum()) / -self.log_gamma
         from scipy.special import nbdtrc
 
-        untruncated = -math.expm1(self.shape * math.log(self.gamma))
+        untruncated = -math.expm1(self.shape * self.log_gamma)
         if self.shape == int(self.shape):
             return float(nbdtrc(runs - 1, int(self.shape), self.gamma)) / untruncated
         from scipy.special import betainc
 
-        return float(betainc(runs, self.shape, 1 - self.gamma)) / untruncated
+        return float(betainc(runs, self.shape, -math.expm1(self.log_gamma))) / untruncated
 
     def _head(self, runs: int) -> float:
         """P(1 <= K < runs) for a negative shape, from the ratio of neighbouring probabilities."""
         import numpy as np
 
         k = np.arange(1, runs - 1)
-        ratios = (1 - self.gamma) * (k + self.shape) / (k + 1)
+        ratios = -math.expm1(self.log_gamma) * (k + self.shape) / (k + 1)
         return float(math.exp(self.log_pmf(1)) * (1 + np.cumprod(ratios).sum()))
 
     def quantile(self, probability: float) -> int:

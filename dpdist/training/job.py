@@ -59,12 +59,7 @@ def training_data(recipe: Recipe, source: data.Source) -> data.Dataset:
     """The training records: the split cut to data.max_train, without public and held out ones."""
     section = recipe.data
     end = section.hold_out + section.fraction * (1 - section.hold_out)
-    return _private_part(recipe, source, section.hold_out, end)
-
-
-def held_out_data(recipe: Recipe, source: data.Source) -> data.Dataset:
-    """The training split's records that data.hold_out keeps out of training; private as well."""
-    return _private_part(recipe, source, 0.0, recipe.data.hold_out)
+    return private_part(recipe, source, section.hold_out, end)
 
 
 def declared_public(recipe: Recipe, source: data.Source) -> data.Dataset:
@@ -72,7 +67,7 @@ def declared_public(recipe: Recipe, source: data.Source) -> data.Dataset:
     return _records(recipe, source).part(0.0, recipe.data.public)
 
 
-def _private_part(recipe: Recipe, source: data.Source, low: float, high: float) -> data.Dataset:
+def private_part(recipe: Recipe, source: data.Source, low: float, high: float) -> data.Dataset:
     """The records with hashes from `low` to `high` (fractions) of those that are not public."""
     public = recipe.data.public
     start, end = (public + share * (1 - public) for share in (low, high))
@@ -151,7 +146,7 @@ def prepare(recipe: Recipe, folder: RunFolder, where: str) -> TrainJob:
     if recipe.training.reproducible and recipe.resources.workers > CANONICAL_SHARDS:
         rule = f"must be <= {CANONICAL_SHARDS} when training.reproducible is set"
         raise field_error(where, "resources.workers", rule, recipe.resources.workers)
-    private = _private_part(recipe, source, 0.0, 1.0)
+    private = private_part(recipe, source, 0.0, 1.0)
     pretrained = check_pretrained(recipe, private, where)
     check_model(recipe, dataset)
     public = public_data(recipe)

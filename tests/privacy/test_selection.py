@@ -10,7 +10,7 @@ from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
 from dp_accounting.rdp import RdpAccountant
 from scipy import stats
 
-from dpdist.privacy.plan import GaussianSteps, PrivacyPlan, WorstOf
+from dpdist.privacy.plan import GaussianReleases, GaussianSteps, PrivacyPlan, WorstOf
 from dpdist.privacy.selection import (
     SelectionLaw,
     fixed_runs_guarantee,
@@ -34,6 +34,22 @@ def test_law_sums_to_one_and_has_its_mean(shape, mean):
         assert law.at_least(k) == pytest.approx(pmf[k:].sum(), rel=1e-6, abs=1e-12)
 
 
+@pytest.mark.parametrize("shape", [math.inf, 50.0, 1.0, 0.5, 0.0, -0.5, -0.9])
+@pytest.mark.parametrize("excess", [2.3e-16, 1e-12, 1e-6, 1e-3, 0.05])
+def test_means_a_little_above_one(shape, excess):
+    """K is then hardly ever more than 1; P(K = 1) follows from the mean to first order."""
+    law = SelectionLaw(1 + excess, shape)
+    one, two = (math.exp(law.log_pmf(k)) for k in (1, 2))
+    if math.isfinite(shape):
+        assert -excess - 1e-13 < one - 1 < 1e-13 and two <= excess + 1e-13
+        assert law.at_least(2) == pytest.approx(1 - one, rel=1e-6, abs=1e-13)
+        assert mean_of(shape, law.log_gamma) == pytest.approx(law.mean, rel=1e-14)
+    releases = (GaussianReleases(4.0),)
+    cost = search_guarantee(releases, law, records=1000, delta=1e-5).epsilon
+    nearly = search_guarantee(releases, SelectionLaw(1.06, shape), records=1000, delta=1e-5)
+    assert PrivacyPlan(1000, releases, 1e-5).guarantee().epsilon < cost <= nearly.epsilon
+
+
 def test_special_cases_are_the_textbook_laws():
     for k in (1, 2, 5, 40):
         assert math.exp(SelectionLaw(8.0, 1.0).log_pmf(k)) == pytest.approx(
@@ -44,8 +60,8 @@ def test_special_cases_are_the_textbook_laws():
         assert math.exp(SelectionLaw(8.0, math.inf).log_pmf(k)) == pytest.approx(
             stats.poisson.pmf(k, 8.0)
         )
-    assert mean_of(1.0, 0.1) == pytest.approx(10)
-    assert mean_of(1e-9, 0.1) == pytest.approx(mean_of(0.0, 0.1), rel=1e-6)
+    assert mean_of(1.0, math.log(0.1)) == pytest.approx(10)
+    assert mean_of(1e-9, math.log(0.1)) == pytest.approx(mean_of(0.0, math.log(0.1)), rel=1e-6)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

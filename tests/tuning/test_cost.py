@@ -7,6 +7,7 @@ import math
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,12 +17,19 @@ from dp_accounting.rdp import RdpAccountant
 from dpdist.commands.tune import _plan as plan_search
 from dpdist.errors import UserError
 from dpdist.privacy import accounting
-from dpdist.privacy.plan import GaussianReleases, GaussianSteps, ParallelParts, PrivacyPlan
+from dpdist.privacy.plan import (
+    GaussianReleases,
+    GaussianSteps,
+    ParallelParts,
+    PrivacyPlan,
+    RepeatAndSelect,
+    WorstOf,
+)
 from dpdist.privacy.selection import SelectionLaw, search_guarantee
 from dpdist.search_options import LawRecipe, TuneRecipe
 from dpdist.training.planning import plan_at
-from tuning.cost import SearchCost, Sizes
-from tuning.space import with_values
+from tuning.cost import Limit, SearchCost, Sizes
+from tuning.space import check_space, draw, with_values
 
 LAWS = [
     {"name": "geometric", "mean": 4.0},
@@ -159,13 +167,97 @@ def test_besides_the_steps_nothing_may_change(searched):
         {"name": "secure-sgd", "redistribution": {"source": "paid", "noise_multiplier": s}}
         for s in (5.0, 10.0)
     ]
-    try:
-        asked = searched(LAWS[0], {"method": {"choice": shares}})
-        trial = with_values(asked, {"method": shares[0]}, "r.yaml")
-    except UserError as error:
-        pytest.skip(f"secure-sgd has other fields: {error}")
+    asked = searched(LAWS[0], {"method": {"choice": shares}})
     with pytest.raises(UserError, match="changes what the method itself reads"):
-        cost_of(asked).trial_plan(trial)
+        with_values(asked, {"method": shares[0]}, "r.yaml")
+
+
+# --- no name, no nesting, no combination of entries hides what a trial costs
+
+
+def generated_space(rng: np.random.Generator, target: bool) -> dict:
+    """A space that searches costly fields as fields, as sections, by `also`, or by several."""
+
+    def training() -> dict:
+        length = {"steps": int(rng.integers(20, 300))}
+        if rng.random() < 0.3:
+            length = {"epochs": int(rng.integers(1, 6))}
+        return {"batch_size": int(rng.integers(20, 800)), "learning_rate": 0.5, **length}
+
+    def privacy() -> dict:
+        noise = {"epsilon": 2.0} if target else {"noise_multiplier": float(rng.uniform(1, 8))}
+        return {"delta": 1e-5, "clip_norm": float(rng.uniform(0.5, 2)), **noise}
+
+    space: dict = {}
+    if rng.random() < 0.5:
+        space["training"] = {"choice": [training() for _ in range(rng.integers(1, 4))]}
+    elif rng.random() < 0.5:
+        space["training.batch_size"] = {"integer": [30, int(rng.integers(31, 500))]}
+        space["training.steps"] = {"choice": [50, 250], "also": ["training.init_seed"]}
+    else:
+        space["training.init_seed"] = {"choice": [60, 200], "also": ["training.steps"]}
+    if rng.random() < 0.5:
+        space["privacy"] = {"choice": [privacy() for _ in range(2)]}
+    elif not target:
+        space["privacy.noise_multiplier"] = {"log_uniform": [1.0, 4.0]}
+    if rng.random() < 0.3:
+        space["data.fraction"] = {"choice": [0.4, 1.0]}
+    return space
+
+
+@pytest.mark.parametrize(("seed", "target"), [*((seed, False) for seed in range(8)), (0, True)])
+def test_every_trial_of_every_space_is_covered(searched, seed, target):
+    """Trials drawn from generated spaces: the search is priced at least as high as the same search
+    over that one training, computed here from the trial's own numbers."""
+    rng = np.random.default_rng(100 * seed + target)
+    law = LAWS[seed % 4]
+    privacy = TARGET if target else {"noise_multiplier": 2.0, "delta": 1e-5}
+    public = {"score": {"public": {"name": "digits"}}}
+    asked = searched(law, generated_space(rng, target), tune=public, privacy=privacy)
+    check_space(asked, "r.yaml")
+    cost = cost_of(asked)
+    assert not target or cost.guarantee.epsilon <= 2.0
+    for _ in range(1 if target else 4):
+        trial = with_values(asked, draw(asked.tune, rng.random), "r.yaml")
+        records = SIZES.train(trial.data.fraction)
+        noise = cost.trial_noise(trial)
+        plan = plan_at(trial, records, noise)
+        cost.limit.check(plan, "r.yaml")
+        rate = trial.training.batch_size / records
+        steps = trial.training.steps or trial.training.epochs * records // trial.training.batch_size
+        if law["name"] == "fixed":
+            own = (GaussianSteps(4 * steps, noise, rate),)
+        else:
+            own = (
+                RepeatAndSelect((GaussianSteps(steps, noise, rate),), 4.0, cost.law.shape_number),
+            )
+        alone = PrivacyPlan(records, own, 1e-5).guarantee().epsilon
+        assert alone <= cost.guarantee.epsilon * (1 + 1e-9)
+
+
+def test_a_plain_base_covers_only_what_can_be_made_from_it():
+    """Its price may come from loss distributions, which Renyi curves do not order: two curves that
+    lie one below the other are no proof, less of the same is."""
+    base = PrivacyPlan(1000, (GaussianSteps(100, 2.0, 0.1),), 1e-5)
+    limit = Limit(base)
+
+    def allowed(phases, **more) -> bool:
+        return limit.allows(replace(base, phases=phases, **more))
+
+    for fewer in ((100, 2.0, 0.1), (90, 2.0, 0.1), (100, 2.5, 0.1), (100, 2.0, 0.05)):
+        assert allowed((GaussianSteps(*fewer),))
+    for more in ((101, 2.0, 0.1), (100, 1.99, 0.1), (100, 2.0, 0.11), (100, 2.0, 0.1, 150)):
+        assert not allowed((GaussianSteps(*more),))
+    assert not allowed((GaussianReleases(50.0), *base.phases))
+    assert not allowed(base.phases, delta=1e-6)
+    below = (GaussianSteps(90, 2.2, 0.11),)
+    assert (curve(below, ORDERS) < curve(base.phases, ORDERS)).all()
+    assert not allowed(below)
+    maximum = Limit(replace(base, phases=(WorstOf((base.phases,), 64.0),)))
+    assert maximum.allows(replace(base, phases=below))  # that price is made of the curve alone
+    assert not maximum.allows(replace(base, phases=(GaussianSteps(101, 2.0, 0.1),)))
+    with pytest.raises(UserError, match="is not begun"):
+        maximum.check(replace(base, phases=(GaussianSteps(200, 2.0, 0.1),)), "trial 3")
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from cluster.errors import ClusterError
 from cluster.session import Session
+from cluster.storage import write_json
 from dpdist.errors import UserError
 from dpdist.privacy.budget import budgets_in
 from dpdist.privacy.ledger import Ledger
@@ -21,8 +22,12 @@ from dpdist.recipe import ResourcesRecipe
 from dpdist.releasing import release
 from dpdist.reports.facts import read_facts
 from dpdist.reports.page import write_report
+from dpdist.search_options import Domain
+from dpdist.training.job import private_part, source_of, training_data
+from dpdist.training.planning import plan_at
 from tuning import trial as trial_module
-from tuning.manifest import number_of_trials, read_trials
+from tuning.cost import Limit
+from tuning.manifest import draw_trials, number_of_trials, read_trials
 from tuning.room import Node, trials_at_once
 from tuning.search import NoModel
 from tuning.trial import rung_steps, scores_of
@@ -328,6 +333,109 @@ def test_adding_a_record_to_the_data_is_what_the_plan_is_about(recipe, begin):
     assert scoring[0].noise_multiplier == search.cost.score_noise
     held = len(trial_module.scoring_data(search.recipe))
     assert held + recorded.records == 1439
+
+
+def test_a_searched_section_is_paid_for(recipe, begin, run_trials, tmp_path):
+    """Values that cost far more than the recipe's own setting, given as a whole section: what the
+    card says covers each trial's own ledger, and the winner's."""
+    cheap = {"batch_size": 20, "steps": 1, "learning_rate": 0.5}
+    dear = {"batch_size": 1000, "steps": 6, "learning_rate": 0.5}
+    asked = recipe(
+        privacy={"noise_multiplier": 2.0},
+        training=cheap,
+        tune={"law": {"name": "fixed", "runs": 2, "mean": None}, "score": {"noise": 20.0}},
+    )
+    space = {"training": Domain(choice=(cheap, dear))}
+    tune = asked.tune.model_copy(update={"space": space})
+    keys = (f"{i:064x}" for i in range(100))
+    drawn = ((key, [t.values for t in draw_trials(tune, bytes.fromhex(key))]) for key in keys)
+    key = next(k for k, values in drawn if {"training": dear} in values)
+    privacy = asked.privacy.model_copy(update={"run_key": key})
+    search = begin(asked.model_copy(update={"tune": tune, "privacy": privacy}))
+    run_trials(search)
+    finish(search)
+    stated = read_facts(search.run_folder).guarantee.epsilon  # as the card has it
+    spent = []
+    for number in range(2):
+        own = search.folder.trial(number)
+        plan = PrivacyPlan.from_dict(json.loads(own.plan.read_text()))
+        spent.append(Ledger.read(own.ledger).guarantee(plan).epsilon)
+    winner = PrivacyPlan.from_dict(json.loads(search.run_folder.plan.read_text()))
+    assert Ledger.read(search.run_folder.ledger).guarantee(winner).epsilon in spent
+    untuned = plan_at(asked, winner.records, 2.0).guarantee().epsilon
+    assert stated >= max(spent) > 5 * untuned
+
+
+def test_a_trial_beyond_what_was_accounted_is_not_begun(recipe, begin, run_trials):
+    """Its own plan is held against the accounted one where it runs, and again before a winner is
+    shown: here its settings, then its plan, were changed on the way."""
+    search = begin(recipe(tune={"law": {"name": "fixed", "runs": 2, "mean": None}}))
+    run_trials(search, [])
+    path = search.folder.settings(0)
+    settings = json.loads(path.read_text())
+    path.write_text(json.dumps({**settings, "noise_multiplier": 3.9}))
+    run_trials(search)
+    assert "is not begun" in scores_of(search.folder, 0)["failed"]
+    assert not search.folder.trial(0).ledger.exists()
+    assert scores_of(search.folder, 1)["failed"] is None
+
+    plan = search.folder.trial(1).plan
+    raw = json.loads(plan.read_text())
+    raw["phases"][0]["steps"] += 1
+    plan.write_text(json.dumps(raw))
+    search.folder.trial(0).plan.unlink()
+    with pytest.raises(UserError, match="a trial of this search: this training is not covered"):
+        finish(search)
+    assert not search.run_folder.trained.exists()
+
+
+def test_every_drawn_trial_is_checked_before_the_first_file(recipe, begin, tmp_path, monkeypatch):
+    """Also when the ends of the space told nothing."""
+    search = begin(recipe(name="other"))
+    allows = Limit.allows
+    drawn = {t.values["training.learning_rate"] for t in read_trials(search.folder)}
+    seen = []
+
+    def watched(self, plan):
+        seen.append(plan)
+        return allows(self, plan)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Limit, "allows", watched)
+        again = begin(recipe(name="another", privacy={"run_key": "5a" * 32}))
+    trials = read_trials(again.folder)
+    assert len(seen) >= len(trials) + 3 and drawn
+    asked = recipe(name="third")
+    with monkeypatch.context() as patch:
+        patch.setattr(Limit, "allows", lambda self, plan: False)
+        with pytest.raises(UserError, match="not covered by what the search was accounted with"):
+            begin(asked)
+    assert not (tmp_path / "third").exists()
+
+
+@pytest.mark.parametrize("public", [False, True], ids=["scored on private", "on public"])
+def test_records_kept_out_of_the_run_are_kept_out_of_its_search(recipe, begin, public):
+    """Record by record: data.hold_out's, those that trials are scored on, and those that they and
+    the final model are trained on have nothing in common, and are all there are."""
+    score = {"public": {"name": "digits"}} if public else {"hold_out": 0.2}
+    data = {"hold_out": 0.3, "public": 0.1}
+    asked = recipe(data=data, tune={"law": {"name": "fixed", "runs": 1, "mean": None},
+                                    "score": score})  # fmt: skip
+    search = begin(asked)
+    source = source_of(asked)
+    aside = set(private_part(asked, source, 0.0, 0.3).hashes)
+    everything = set(private_part(asked, source, 0.0, 1.0).hashes)
+    (trial,) = read_trials(search.folder)
+    noise = search.noise_of(trial.values)
+    write_json(search.folder.settings(0), {"values": trial.values, "noise_multiplier": noise})
+    job = trial_module.begin_trial(search.folder, asked, trial)
+    trained = set(training_data(job.recipe, job.source).hashes)
+    scored = set() if public else set(trial_module.scoring_data(asked).hashes)
+    assert aside and trained and bool(scored) != public
+    assert not (aside & trained or aside & scored or scored & trained)
+    assert aside | trained | scored == everything
+    assert job.plan.records == len(training_data(job.recipe, job.source))
+    assert search.cost.limit.base.records == job.plan.records
 
 
 def test_rungs_end_with_the_training():

@@ -11,7 +11,7 @@ from scipy import stats
 
 from dpdist.errors import UserError
 from dpdist.search_options import Domain
-from tuning.space import check_space, domain_value, draw, with_values
+from tuning.space import check_space, cost_boxes, domain_value, draw, with_values
 
 
 def test_every_kind_of_domain_has_its_distribution():
@@ -122,3 +122,80 @@ def test_adaptive_searchers_are_refused_under_the_selection_laws(recipe, law, wh
         recipe(tune={"law": law, **what})
     fixed = {"name": "fixed", "runs": 4, "mean": None}
     assert recipe(tune={"law": fixed, **what}).tune.law.runs == 4
+
+
+SECTIONS = {
+    "privacy": {"noise_multiplier": 4.0, "delta": 1e-4, "group_size": 3},
+    "certify": {"sigma": 0.25, "n": 100, "max_inputs": 5, "alpha": 0.01},
+}
+
+
+@pytest.mark.parametrize(
+    ("section", "changed", "leaf"),
+    [
+        ("privacy", {"delta": 1e-2}, "privacy.delta"),
+        ("privacy", {"run_key": "00" * 32}, "privacy.run_key"),
+        ("privacy", {"neighbours": "replace-one"}, "privacy.neighbours"),
+        ("privacy", {"batch_cap": 500}, "privacy.batch_cap"),
+        ("privacy", {"budget": "elsewhere"}, "privacy.budget"),
+        ("privacy", {"allow_large_delta": True}, "privacy.allow_large_delta"),
+        ("privacy", {"epsilon": 9.0, "noise_multiplier": None}, "privacy.epsilon"),
+        ("privacy", {"group_size": None}, "privacy.group_size"),  # left out: back to its default
+        ("certify", {"alpha": 0.2}, "certify.alpha"),
+        ("certify", {"alpha": None}, "certify.alpha"),
+        ("certify", None, "certify.alpha"),
+    ],
+)
+def test_a_section_changes_nothing_that_its_fields_could_not(recipe, section, changed, leaf):
+    value = None
+    if changed is not None:
+        value = {k: v for k, v in (SECTIONS[section] | changed).items() if v is not None}
+    choice = {"choice": [SECTIONS[section], value]}
+    asked = recipe(**SECTIONS, tune={"space": {section: choice}})
+    with pytest.raises(
+        UserError, match=rf"^r\.yaml: tune\.space\.{section}: makes {leaf} "
+    ) as error:
+        check_space(asked, "r.yaml")
+    assert "cannot be searched" in str(error.value)
+
+
+def test_nor_does_a_section_named_beside_another_field(recipe):
+    other = SECTIONS["privacy"] | {"delta": 1e-2}
+    domain = {"choice": [other], "also": ["privacy"]}
+    asked = recipe(**SECTIONS, tune={"space": {"model.options": domain}})
+    with pytest.raises(UserError, match=r"makes privacy\.delta 0\.01, the recipe says 0\.0001"):
+        check_space(asked, "r.yaml")
+
+
+def test_sections_that_keep_what_is_fixed_can_be_compared(recipe):
+    finer = SECTIONS["privacy"] | {"clip_norm": 0.5, "noise_multiplier": 5.0}
+    asked = recipe(
+        **SECTIONS, tune={"space": {"privacy": {"choice": [SECTIONS["privacy"], finer]}}}
+    )
+    check_space(asked, "r.yaml")
+    (first, second) = cost_boxes(asked, "r.yaml")
+    assert first["privacy.noise_multiplier"] == (4.0, 4.0)
+    assert second["privacy.noise_multiplier"] == (5.0, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("space", "message"),
+    [
+        (
+            {
+                "training": {"choice": [{"batch_size": 100, "steps": 4, "learning_rate": 1}]},
+                "training.batch_size": {"choice": [100]},
+            },
+            "training.batch_size is set twice, alone and with training",
+        ),
+        ({"training.batch_size": {"uniform": [100, 200]}}, "training.batch_size"),
+        ({"public": {"choice": [None]}}, "trained once, before the search"),
+        ({"data": {"choice": [{"name": "digits", "fraction": 0.5}]}}, "the same records"),
+    ],
+)
+def test_what_only_the_whole_space_shows_is_refused(recipe, space, message):
+    asked = recipe()
+    tune = asked.tune.model_copy(update={"space": {k: Domain(**d) for k, d in space.items()}})
+    with pytest.raises(UserError) as error:
+        check_space(asked.model_copy(update={"tune": tune}), "r.yaml")
+    assert message in str(error.value)
