@@ -21,6 +21,7 @@ from dpdist.certification.predict import Predictor
 from dpdist.certification.score_settings import ScoreSettings
 from dpdist.certification.settings import CertifySettings
 from dpdist.certification.units import RandomWords, UnitSource
+from dpdist.errors import UserError
 
 N, N0, BATCH, COUNT = 250, 30, 100, 4
 SETTINGS = CertifySettings(sigma=0.5, n0=N0, n=N, batch=BATCH, seed="5", form="eager")
@@ -156,6 +157,19 @@ def test_predictions_draw_fresh_secret_noise(tmp_path, monkeypatch):
         assert len(asked) == len(set(asked)) == 3 * 3 + 2
         used.append(set(asked))
     assert not used[0] & used[1]
+
+
+def test_a_model_of_numbers_that_are_not_finite_is_not_certified(tmp_path, monkeypatch):
+    """The argmax of NaN is a constant: it would get the largest radius."""
+    without_ray(monkeypatch)
+    folder = model_folder(tmp_path / "model")
+    spec, module = models.read_spec(folder), models.load(folder)
+    with torch.no_grad():
+        next(module.parameters())[0] = torch.nan
+    models.save(module, spec, folder)
+    with pytest.raises((UserError, ValueError), match="not finite"):
+        job.certify(folder, Images(), SETTINGS, tmp_path / "out")
+    assert not (tmp_path / "out" / job.TABLE).exists()
 
 
 def test_the_table_is_what_the_draws_say(certify, tmp_path):
