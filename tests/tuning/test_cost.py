@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import subprocess
 import sys
@@ -103,7 +102,8 @@ ORDERS = (1.5, 2, 4, 8, 16, 32, 64)
 
 @pytest.mark.parametrize("length", [{"steps": 100}, {"steps": None, "epochs": 3}], ids=str)
 def test_the_bound_lies_above_every_setting(searched, length):
-    """Settings drawn from all over the space (200, seeded) against the accounted maximum."""
+    """What the loop would execute at settings drawn from all over the space (200, seeded; half of
+    the values at an end of their domain) against the accounted maximum."""
     space = {
         "privacy.noise_multiplier": {"uniform": [1.0, 3.0]},
         "training.batch_size": {"integer": [50, 400]},
@@ -114,18 +114,20 @@ def test_the_bound_lies_above_every_setting(searched, length):
     cost = cost_of(asked)
     bound = curve(cost.plan.phases[0].phases[0].parts[0], ORDERS)
     rng = np.random.default_rng(0)
-    closest = math.inf
+
+    def drawn(low, high):
+        return float(rng.uniform(low, high) if rng.random() < 0.5 else rng.choice([low, high]))
+
     for _ in range(200):
         values = {
-            "privacy.noise_multiplier": float(rng.uniform(1, 3)),
-            "training.batch_size": int(rng.integers(50, 401)),
-            "data.fraction": float(rng.uniform(0.5, 1)),
+            "privacy.noise_multiplier": drawn(1, 3),
+            "training.batch_size": round(drawn(50, 400)),
+            "data.fraction": drawn(0.5, 1),
         }
         trial = with_values(asked, values, "r.yaml")
         records = SIZES.train(trial.data.fraction)
         ratio = bound / curve(plan_at(trial, records, cost.trial_noise(trial)).phases, ORDERS)
-        assert (ratio >= 1).all()
-        closest = min(closest, ratio.min())
+        assert (ratio >= 1 - 1e-12).all(), values
     corner = {**values, "privacy.noise_multiplier": 1.0, "data.fraction": 0.5}
     trial = with_values(asked, {**corner, "training.batch_size": 400}, "r.yaml")
     tight = bound / curve(plan_at(trial, SIZES.train(0.5), 1.0).phases, ORDERS)

@@ -220,6 +220,8 @@ def test_one_noise_for_a_whole_run_is_not_the_training_s(tmp_path, monkeypatch):
     seen = recorded(job_of(tmp_path, method=method, model=NET), monkeypatch)
     hidden = secrets(seen)["draw"]
     assert len(hidden) == 1
+    below = {d.purpose for d in seen.derived if d.parent in hidden}
+    assert below == {"draws/one-hidden"}, "what is drawn from that key is that noise alone"
     assert not set(hidden) & {*seen.of(SAMPLING), *seen.of(NOISE)}
     assert len(seen.of(SAMPLING)) == len(seen.of(NOISE)) == STEPS
 
