@@ -203,7 +203,8 @@ def _check(
             place = output or folder.path / "attacks" / name
             verdict = pipeline.check_stage(recipe, folder, settings, path, place, actors, claim)
             held = held and verdict.plausible
-            rows.append((path.parent.name, check_line(read_check(place / "check.json"))))
+            found = read_check(place / "check.json")
+            rows.append((found["certificates"], check_line(found)))
     typer.echo(console.table(rows, title="certificates under attack"))
     return held
 
