@@ -173,6 +173,32 @@ def test_tails_are_finite_and_there():
     assert np.abs(noise).max() > 4.2
 
 
+def test_the_tail_reaches_beyond_what_any_delta_would_notice(monkeypatch):
+    """The smallest first words, put into the stream: without a continuation of 64 bits the largest
+    draw would be 9.4, and with 53 bits 8.57. The law of rare words is continuous at the edge."""
+
+    def planted(first: int, tail: int):
+        def words_of(key, start, count):
+            return np.array([first, 0] if count == 2 else [tail], dtype=np.uint64)
+
+        monkeypatch.setattr("dpdist.gradients.noise.words", words_of)
+        return float(standard_normal(KEY, 0, 1)[0])
+
+    assert planted(0, 0) == pytest.approx(np.sqrt(2 * 128 * np.log(2)))
+    assert planted(0, 2**64 - 1) == pytest.approx(np.sqrt(2 * 64 * np.log(2)))
+    assert 2 * stats.norm.sf(planted(0, 0)) < 1e-39
+    assert planted(2**32 - 1, 2**63) == pytest.approx(planted(2**32, 0), rel=1e-9)
+    assert planted(2**64 - 1, 0) == 0.0
+
+
+def test_a_rare_word_does_not_depend_on_where_the_stream_is_entered(monkeypatch):
+    """Every word counts as rare here: the continuation belongs to the pair, not to the call."""
+    monkeypatch.setattr("dpdist.gradients.noise._RARE", np.uint64(2**64 - 1))
+    whole = standard_normal(KEY, 0, 101)
+    for start, count in [(0, 101), (1, 1), (33, 68), (100, 1)]:
+        assert np.array_equal(standard_normal(KEY, start, count), whole[start : start + count])
+
+
 def test_sum_is_on_the_grid_and_close():
     total = np.linspace(-3, 3, 1001)
     noisy = add_noise(total, KEY, 1.5)
