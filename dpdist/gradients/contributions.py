@@ -37,7 +37,7 @@ _FEW_POSITIONS = 64
 # Factors are widened to float64 this many bytes at a time.
 _WIDE_BYTES = 32 << 20
 # Squares below this may be lost to underflow in float32.
-_LOST = 2.0**-120
+_LOST = 2.0**-125
 
 
 Order = tuple[int, ...] | None
@@ -339,7 +339,7 @@ def _gram_product(
 
     |rounding| <= c u (sum_t |left_t| |right_t|)^2: without it, an example whose positions nearly
     cancel could get a norm of zero and escape the clip. An entry of a Gram matrix is a sum of
-    `width` products, each of which may lose 2^-120; the other matrix multiplies the loss, and the
+    `width` products, each of which may lose 2^-125; the other matrix multiplies the loss, and the
     sum of its entries is at most T times its trace. width 0: the matrix is exact.
     """
     positions = gram_left.shape[1]
