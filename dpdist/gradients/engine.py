@@ -327,9 +327,8 @@ class GradientEngine:
         with torch.random.fork_rng(devices):
             if not self._checked:
                 self._checked = self_check(
-                    self.model, self._layers, self.objective, self._named,
-                    self._empty_gradients(), inputs, targets,
-                )  # fmt: skip
+                    self.model, self.objective, self._empty_gradients, inputs, targets
+                )
             if self.micro_batch is None:
                 self.micro_batch = self._choose_micro_batch(inputs, targets)
 

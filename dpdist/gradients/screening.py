@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,11 +13,17 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from dpdist.errors import UserError
-from dpdist.gradients.capture import Layer, Objective, run_pass
+from dpdist.gradients.capture import Layer, Objective, OnCall, find_layers, run_pass
 from dpdist.gradients.contributions import PerExampleGradient
 from dpdist.gradients.rules import LayerCall
 
-_PROBE = 4  # examples of the self-check
+_PROBE = 4  # examples whose signals and gradients are compared with autograd's
+_SIZES = (2, 3, 5, 9, 17, 33)  # of the company that an example's values are compared in
+_COMPANY = 33
+_MIXES = (
+    "depends on another example. Normalise within each example (torch.nn.GroupNorm), never over "
+    "the batch"
+)
 _GROUP = 1 << 20  # parameters differentiated at a time
 
 
@@ -43,10 +52,8 @@ def refuse_mixing_layers(model: nn.Module) -> None:
 
 def self_check(
     model: nn.Module,
-    layers: list[Layer],
     objective: Objective,
-    parameters: Mapping[str, nn.Parameter],
-    gradients: list[PerExampleGradient],
+    make_gradients: Callable[[], list[PerExampleGradient]],
     inputs: Tensor,
     targets: Tensor,
 ) -> bool:
@@ -55,70 +62,174 @@ def self_check(
     1. The gradient of the first example's loss with respect to every layer's output must be zero on
        the rows of all other examples.
     2. The unclipped sum by book-keeping must equal autograd's own gradient.
+    3. An example's loss and gradient must be the same alone and in any company, of 2 to 33
+       examples: mixing that autograd does not see (detached values) is seen here.
 
-    gradients: empty ones, one per parameter. Returns False if the check could not be made (one
-    example only, values not finite) and is to be repeated; raises UserError if it failed.
+    All in a float64 copy of the model, where rounding is far below what is looked for; in the
+    model's own precision when the copy does not run. make_gradients: empty ones, one per parameter.
+    Returns False if the check could not be made (one example only, values not finite) and is to
+    be repeated; raises UserError if it failed.
     """
-    inputs, targets = inputs[:_PROBE], targets[:_PROBE]
     if len(inputs) < 2:
         return False
-    values = {name: parameter.detach() for name, parameter in parameters.items()}
-    state = _random_state(inputs.device)
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    mixed: list[str] = []
-    first_only = torch.zeros(len(inputs), device=inputs.device)
-    first_only[0] = 1
+    own = _Screen(model, objective, make_gradients, inputs[:_COMPANY], targets[:_COMPANY], False)
+    try:
+        with torch.no_grad():
+            wide = copy.deepcopy(model).double()
+        screen = _Screen(wide, objective, make_gradients, _wide(own.inputs), _wide(own.targets))
+        return screen.run()
+    except UserError:
+        raise
+    except Exception:  # a model with constants of its own precision, or one that cannot be copied
+        return own.run()
 
-    def watch(layer: Layer, call: LayerCall) -> None:
-        dimension = 0
-        if isinstance(layer.module, nn.RNNBase) and not layer.module.batch_first:
-            dimension = 1
-        for signal in call.backsignals[:1]:
-            if _reaches(signal.movedim(dimension, 0)[1:]):
-                mixed.append(layer.name)
 
-    def collect(layer: Layer, call: LayerCall) -> None:
-        for local, contribution in layer.rule(call):
-            gradients[layer.slots[local]].add(contribution)
+class _Screen:
+    """The checks of one model on a few examples, in one precision."""
 
-    run_pass(
-        model, layers, objective, inputs, targets, values, watch,
-        weights=first_only,
-    )  # fmt: skip
-    if mixed or _inputs_mix(model, objective, values, inputs, targets):
-        where = f"at or after layer {mixed[0]}" if mixed else "before the first trained layer"
-        raise UserError(
-            f"the model mixes examples {where}: one example's loss depends on another example. "
-            "Normalise within each example (torch.nn.GroupNorm), never over the batch"
-        )
-    _restore(state, inputs.device)
-    losses = run_pass(model, layers, objective, inputs, targets, values, collect)
-    for name, buffer in model.named_buffers():
-        if not torch.equal(buffer, buffers[name]) and not buffer.isnan().any():
-            raise UserError(
-                f"buffer {name} changed in a forward pass: statistics of private data would be "
-                "stored without noise"
-            )
-    _restore(state, inputs.device)
-    with torch.enable_grad():
-        total_loss = objective(model(inputs), targets).sum()
-    finite = bool(losses.isfinite().all())
-    named = list(parameters.items())
-    for group in _groups([parameter.numel() for parameter in parameters.values()]):
-        expected = _autograd(total_loss, [named[slot][1] for slot in group])
-        for slot, grad in zip(group, expected, strict=True):
-            name, gradient = named[slot][0], gradients[slot]
-            total = torch.zeros(grad.shape, dtype=torch.float64, device=grad.device)
-            gradient.squared_norms()
-            gradient.add_weighted_sum(torch.ones_like(first_only, dtype=torch.float64), total, 1)
-            finite = finite and bool(grad.isfinite().all())
-            if finite and float((total - grad).norm()) > 1e-2 * max(float(grad.norm()), 1e-6):
+    def __init__(
+        self,
+        model: nn.Module,
+        objective: Objective,
+        make_gradients: Callable[[], list[PerExampleGradient]],
+        inputs: Tensor,
+        targets: Tensor,
+        exact: bool = True,
+    ) -> None:
+        self.model, self.objective, self.make_gradients = model, objective, make_gradients
+        self.inputs, self.targets = inputs, targets
+        self.layers = find_layers(model)
+        self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self.values = {name: parameter.detach() for name, parameter in self.parameters.items()}
+        self.tolerance, self.dust = (1e-7, 1e-10) if exact else (1e-2, 1e-4)
+
+    def run(self) -> bool:
+        few = slice(_PROBE)
+        state = _random_state(self.inputs.device)
+        self._no_signal_crosses(self.inputs[few], self.targets[few])
+        _restore(state, self.inputs.device)
+        finite = self._nothing_is_missed(self.inputs[few], self.targets[few], state)
+        return self._company_does_not_matter() and finite
+
+    def _pass(self, inputs: Tensor, targets: Tensor, on_call: OnCall, **options: Any) -> Tensor:
+        return run_pass(
+            self.model, self.layers, self.objective, inputs, targets, self.values, on_call,
+            **options,
+        )  # fmt: skip
+
+    def _gradients(
+        self, inputs: Tensor, targets: Tensor
+    ) -> tuple[Tensor, list[PerExampleGradient]]:
+        gradients = self.make_gradients()
+
+        def collect(layer: Layer, call: LayerCall) -> None:
+            for local, contribution in layer.rule(call):
+                gradients[layer.slots[local]].add(contribution)
+
+        return self._pass(inputs, targets, collect), gradients
+
+    def _no_signal_crosses(self, inputs: Tensor, targets: Tensor) -> None:
+        mixed: list[str] = []
+        first_only = torch.zeros(len(inputs), device=inputs.device)
+        first_only[0] = 1
+
+        def watch(layer: Layer, call: LayerCall) -> None:
+            dimension = 0
+            if isinstance(layer.module, nn.RNNBase) and not layer.module.batch_first:
+                dimension = 1
+            for signal in call.backsignals[:1]:
+                if _reaches(signal.movedim(dimension, 0)[1:]):
+                    mixed.append(layer.name)
+
+        self._pass(inputs, targets, watch, weights=first_only)
+        if mixed or _inputs_mix(self.model, self.objective, self.values, inputs, targets):
+            where = f"at or after layer {mixed[0]}" if mixed else "before the first trained layer"
+            raise UserError(f"the model mixes examples {where}: one example's loss {_MIXES}")
+
+    def _nothing_is_missed(self, inputs: Tensor, targets: Tensor, state: Tensor) -> bool:
+        """Compared with the norm of the whole gradient too: of a parameter without effect (a bias
+        before a normalisation) both ways leave rounding only."""
+        buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        losses, gradients = self._gradients(inputs, targets)
+        for name, buffer in self.model.named_buffers():
+            if not torch.equal(buffer, buffers[name]) and not buffer.isnan().any():
+                raise UserError(
+                    f"buffer {name} changed in a forward pass: statistics of private data would be "
+                    "stored without noise"
+                )
+        _restore(state, inputs.device)
+        with torch.enable_grad():
+            total_loss = self.objective(self.model(inputs), targets).sum()
+        finite = bool(losses.isfinite().all())
+        named = list(self.parameters.items())
+        off: dict[str, float] = {}
+        whole = 0.0
+        for group in _groups([parameter.numel() for parameter in self.parameters.values()]):
+            expected = _autograd(total_loss, [named[slot][1] for slot in group])
+            for slot, grad in zip(group, expected, strict=True):
+                total = _one_sum(gradients[slot], grad, slice(None), len(inputs))
+                size, difference = float(grad.norm()), float((total - grad).norm())
+                finite = finite and math.isfinite(size)
+                whole = math.hypot(whole, size)
+                if difference > max(self.tolerance, 1e-4) * size:
+                    off[named[slot][0]] = difference
+        for name, difference in off.items():
+            if finite and difference > self.dust * whole:
                 raise UserError(
                     f"the gradient of parameter {name} cannot be followed example by example: it "
                     "is used outside the forward of the module that owns it, or a random layer "
                     "draws differently in each pass"
                 )
-    return finite
+        return finite
+
+    def _company_does_not_matter(self) -> bool:
+        """Whether it could be seen that it does not; raises UserError when it does."""
+        alone = self._sketch([0], 0)
+        if not torch.equal(alone, self._sketch([0], 0)):  # a random layer: nothing to compare
+            return True
+        if not alone.isfinite().all():
+            return False
+        others = list(range(1, len(self.inputs)))
+        for size in _SIZES:
+            rows = [others[(size + place) % len(others)] for place in range(size)]
+            rows[size // 2] = 0
+            seen = self._sketch(rows, size // 2)
+            if not seen.isfinite().all():
+                return False
+            allowed = self.tolerance * (alone.abs() + alone[1])
+            allowed[0] = self.tolerance * (1 + float(alone[0].abs()))
+            if bool(((seen - alone).abs() > allowed).any()):
+                raise UserError(
+                    "the model mixes examples without autograd's knowledge: among "
+                    f"{size} examples, one example's loss or gradient {_MIXES}"
+                )
+        return True
+
+    def _sketch(self, rows: list[int], place: int) -> Tensor:
+        """Loss, norm of the gradient and, by parameter, its norm and one projection: of the example
+        at `place` among these rows."""
+        losses, gradients = self._gradients(self.inputs[rows], self.targets[rows])
+        found = []
+        for gradient, parameter in zip(gradients, self.parameters.values(), strict=True):
+            one = _one_sum(gradient, parameter, slice(place, place + 1), 1).flatten()
+            angle = torch.arange(len(one), device=one.device, dtype=one.dtype)
+            found += [one.norm(), (one @ angle.cos()) / max(1.0, math.sqrt(len(one)))]
+        each = torch.stack(found)
+        return torch.cat([losses[place].double().view(1), each[::2].norm().view(1), each])
+
+
+def _one_sum(gradient: PerExampleGradient, like: Tensor, keep: slice, count: int) -> Tensor:
+    """The sum over the kept examples of a parameter's gradients: float64, of its shape."""
+    total = torch.zeros(like.shape, dtype=torch.float64, device=like.device)
+    if gradient.squared_norms() is not None:
+        gradient.select(keep)
+        weights = torch.ones(count, dtype=torch.float64, device=like.device)
+        gradient.add_weighted_sum(weights, total, 1)
+    return total
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
 
 
 def _groups(sizes: list[int]) -> Iterator[list[int]]:
