@@ -105,15 +105,17 @@ class PretrainedRecipe(Section):
 class ModelRecipe(Section):
     """A name from the zoo or package.module:factory. mean and std are public constants.
 
-    initial: public weights that the training begins with. classifier: a frozen one behind the
-    model, which then is a denoiser. denoiser: a frozen one before the model, which then is a
-    classifier.
+    isolate: private training runs every record through the model alone, so that a model of one's
+    own cannot mix records. initial: public weights that the training begins with. classifier: a
+    frozen one behind the model, which then is a denoiser. denoiser: a frozen one before the model,
+    which then is a classifier.
     """
 
     name: Text
     options: JsonObject = Field(default={})
     mean: list[Finite] = Field(default=[], max_length=10_000)
     std: list[Positive] = Field(default=[], max_length=10_000)
+    isolate: bool = False
     initial: PretrainedRecipe | None = None
     classifier: PretrainedRecipe | None = None
     denoiser: PretrainedRecipe | None = None

@@ -31,6 +31,7 @@ from dpdist.gradients.screening import refuse_mixing_layers, self_check
 _MICRO_BATCH_BYTES = 1 << 30
 # A step's perturbed parameters are kept between micro-batches up to this size, else drawn again.
 _PERTURBED_CACHE_BYTES = 64 << 20
+_LOOKS = (1, 10, 100, 1000)  # the steps whose batch the self-check looks at
 
 
 @dataclass(frozen=True)
@@ -54,14 +55,15 @@ class GradientEngine:
     """Sums of clipped per-example gradients of `objective(model(inputs), targets)`.
 
     model: takes (B, ...) inputs and treats examples independently (BatchNorm is refused; a
-    self-check on the first batch refuses other mixing). Its parameters are only read. objective:
+    self-check on a few batches refuses other mixing). Its parameters are only read. objective:
     per-example losses (B,). clipping: see `dpdist.gradients.clipping`. draws: K perturbed passes
     whose gradients are averaged before the clip; None is plain DP-SGD. micro_batch: examples per
     physical pass at most; None chooses it from the model's activation sizes, never from values or
     load. blocks: with them (and record ids and a draw key), records run in keyed blocks and in
     passes of one shape, and one record changes the executed sum by at most `sensitivity`, rounding
     included; without, passes are cut by position and the sum's rounding comes on top. They may be
-    replaced between steps.
+    replaced between steps. isolate: every example runs through the model alone (torch.func), so
+    that no model can mix examples; memory is micro-batch x parameters, hidden draws do not fit.
 
     parameters: the trainable ones, in the model's order. size: their total number of scalars.
     layers: names of the layers, in the order of per-layer clip norms. fallback_layers: those
@@ -79,6 +81,7 @@ class GradientEngine:
         draws: Draws | None = None,
         micro_batch: int | None = None,
         blocks: Blocks | None = None,
+        isolate: bool = False,
     ) -> None:
         if micro_batch is not None and micro_batch < 1:
             raise UserError(f"micro_batch must be at least 1, got {micro_batch}")
@@ -88,7 +91,7 @@ class GradientEngine:
         self.objective = objective
         self.clipping = clipping
         self.micro_batch = micro_batch
-        self.blocks = blocks
+        self.blocks, self.isolate = blocks, isolate
         self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not self._named:
             raise UserError("the model has no trainable parameters")
@@ -111,7 +114,8 @@ class GradientEngine:
         self._channels_last = self.parameters[0].device.type == "cpu" and any(
             isinstance(module, nn.Conv2d) for module in model.modules()
         )
-        self._checked = False
+        self._checked = isolate  # nothing to look for then
+        self._calls = 0
 
     @property
     def draws(self) -> Draws:
@@ -121,6 +125,8 @@ class GradientEngine:
     @draws.setter
     def draws(self, draws: Draws) -> None:
         draws.check(self.model, list(self._named))
+        if self.isolate and draws.hidden_module is not None:
+            raise UserError("model.isolate: noise in a hidden layer needs the batch in one pass")
         self._draws = draws
 
     @property
@@ -144,6 +150,9 @@ class GradientEngine:
         batch = len(inputs)
         if len(targets) != batch or (record_ids is not None and len(record_ids) != batch):
             raise UserError(f"{batch} inputs, but {len(targets)} targets or other record ids")
+        self._calls += 1
+        if batch and self._calls in _LOOKS:
+            self._checked = self.isolate
         if batch and not (self._checked and self.micro_batch):
             self._first_look(inputs, targets)
         flat = torch.zeros(self.size, dtype=torch.float64, device=self.parameters[0].device)
@@ -252,10 +261,8 @@ class GradientEngine:
         total = torch.zeros(len(inputs), dtype=torch.float64, device=inputs.device)
         for draw in range(draws.count):
             seen = draws.inputs(inputs, record_ids, draw_key, draw)
-            if isinstance(draws, ParameterDraws) and draws.per_example:
-                losses = self._own_parameters_pass(
-                    draws, seen, targets, draw_key, record_ids, draw, gradients
-                )
+            if self.isolate or draws.per_example:
+                losses = self._isolated_pass(seen, targets, draw_key, record_ids, draw, gradients)
             else:
                 values = perturbed.get(draw)
                 if values is None:
@@ -289,9 +296,8 @@ class GradientEngine:
         finally:
             handle.remove()
 
-    def _own_parameters_pass(
+    def _isolated_pass(
         self,
-        draws: ParameterDraws,
         inputs: Tensor,
         targets: Tensor,
         draw_key: bytes,
@@ -299,12 +305,18 @@ class GradientEngine:
         draw: int,
         gradients: list[PerExampleGradient],
     ) -> Tensor:
-        """Every example has its own perturbed parameters: torch.func over the whole model."""
-        if record_ids is None:
-            raise UserError(
-                "per-example draws need record_ids: a record's noise is keyed by its id"
-            )
-        values = draws.parameters_per_example(self._trainable(), record_ids, draw_key, draw)
+        """Every example alone, with its own perturbed parameters if the draws are per example:
+        torch.func over the whole model."""
+        draws, own_values = self.draws, None
+        if isinstance(draws, ParameterDraws) and draws.per_example:
+            if record_ids is None:
+                raise UserError(
+                    "per-example draws need record_ids: a record's noise is keyed by its id"
+                )
+            own_values = 0  # the dimension of the examples
+            values = draws.parameters_per_example(self._trainable(), record_ids, draw_key, draw)
+        else:
+            values = draws.parameters(self._trainable(), draw_key, draw)
         frozen = {
             name: p.detach() for name, p in self.model.named_parameters() if name not in values
         }
@@ -315,7 +327,9 @@ class GradientEngine:
             value = self.objective(output, target.unsqueeze(0))[0]
             return value, value.detach()
 
-        per_example = torch.func.vmap(torch.func.grad(loss, has_aux=True))
+        per_example = torch.func.vmap(
+            torch.func.grad(loss, has_aux=True), in_dims=(own_values, 0, 0)
+        )
         grads, losses = per_example(values, inputs, targets)
         for name, gradient in zip(self._named, gradients, strict=True):
             gradient.add(Dense(grads[name]))
@@ -334,6 +348,9 @@ class GradientEngine:
 
     def _choose_micro_batch(self, inputs: Tensor, targets: Tensor) -> int:
         """From the bytes one example keeps alive, found with a pass over at most two examples."""
+        if self.isolate or self.draws.per_example:
+            example = 16 * self.size + 64 * inputs[0].numel()
+            return max(1, _MICRO_BATCH_BYTES // example)
         probe = min(2, len(inputs))
         saved = 0
 
@@ -360,8 +377,6 @@ class GradientEngine:
                 self._trainable(), watch,
             )  # fmt: skip
         kept += sum(gradient.nbytes() for gradient in gradients)
-        if self.draws.per_example:
-            kept = 4 * probe * 4 * self.size
         return max(1, _MICRO_BATCH_BYTES * probe // max(1, 2 * saved + 2 * kept))
 
 

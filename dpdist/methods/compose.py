@@ -86,17 +86,24 @@ def engine_for(
     expected_batch: float,
     steps: int,
     micro_batch: int | None = None,
+    isolate: bool = False,
 ) -> GradientEngine:
     """The gradient engine of a method, on the part of the model that it trains."""
     task = task_for(method)
+    if isolate and (task.consistency or isinstance(method, HiddenNoiseMethod)):
+        raise UserError(
+            f"model.isolate: method {method.name} with these options runs records together; use "
+            "another method, or a model from the zoo without it"
+        )
     if isinstance(method, TransDenoiser) and method.variant == "full":
         return SplitEngine(
             task.module(model), method, clipping=clipping, expected_batch=expected_batch,
             steps=steps, micro_batch=micro_batch,
         )  # fmt: skip
     return GradientEngine(
-        task.module(model), task.losses, clipping=clipping, micro_batch=micro_batch
-    )
+        task.module(model), task.losses, clipping=clipping, micro_batch=micro_batch,
+        isolate=isolate,
+    )  # fmt: skip
 
 
 def draws_for(

@@ -115,6 +115,9 @@ class Facts:
             searched = {"searched": str(self.search)}
         if math.isinf(self.guarantee.epsilon):
             notes.append(f"Nothing is proved about training records: {self._why_not}.")
+        if ":" in self.recipe.model.name:  # a factory outside the zoo
+            how = "each runs alone" if self.recipe.model.isolate else "assumed, screened"
+            notes.append(f"Custom model: treats examples independently ({how}).")
         if self.claim is not None:
             notes.append(f"Claimed by the paper, not the guarantee: {claim_line(self.claim)}.")
         return card(

@@ -226,6 +226,7 @@ def build_engine(
         expected_batch=recipe.training.batch_size if plan is None else plan.step(0).expected_batch,
         steps=1 if plan is None else plan.steps,
         micro_batch=recipe.resources.micro_batch,
+        isolate=recipe.model.isolate,
     )
 
 

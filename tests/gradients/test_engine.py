@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from dpdist.errors import UserError
 from dpdist.gradients.clipping import AutomaticClipping, FlatClipping, PerLayerClipping
 from dpdist.gradients.engine import GradientEngine
+from dpdist.gradients.perturbations import HiddenDraws
 
 
 def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -288,7 +289,8 @@ def test_mixing_that_autograd_does_not_see_is_refused(network):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_models_whose_gradients_vanish_are_not_refused(dtype):
+@pytest.mark.parametrize("scale", [1e-2, 1.0, 1e3])
+def test_models_whose_gradients_vanish_are_not_refused(dtype, scale):
     """A bias before a normalisation has gradient zero; what is computed is rounding."""
     torch.manual_seed(0)
     for norm in (nn.InstanceNorm2d(8), nn.GroupNorm(8, 8), nn.GroupNorm(1, 8)):
@@ -297,7 +299,7 @@ def test_models_whose_gradients_vanish_are_not_refused(dtype):
         ).to(dtype)
         inputs, targets = batch(16)
         engine = GradientEngine(network, cross_entropy, clipping=FlatClipping(0.3))
-        assert engine.clipped_sum(1e3 * inputs.to(dtype), targets).flat.any()
+        assert engine.clipped_sum(scale * inputs.to(dtype), targets).flat.any()
         assert engine._checked
 
 
@@ -326,6 +328,57 @@ def test_a_model_that_needs_its_own_precision_is_screened_in_it():
     engine = GradientEngine(network(_Detached(9)), cross_entropy, clipping=FlatClipping(0.3))
     with pytest.raises(UserError, match="mixes examples"):
         engine.clipped_sum(inputs, targets)
+
+
+def test_mixing_that_begins_later_is_found_by_the_next_look():
+    """The first batch gives no sign: the mixing needs inputs above 2."""
+
+    class Late(nn.Module):
+        def forward(self, inputs: Tensor) -> Tensor:
+            return inputs + (inputs > 2).any()
+
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(4, 3), Late(), nn.Linear(3, 3))
+    engine = GradientEngine(network, cross_entropy, clipping=FlatClipping(1.0))
+    inputs, targets = torch.zeros(6, 4), torch.zeros(6, dtype=torch.long)
+    engine.clipped_sum(inputs, targets)
+    inputs[3] = 100
+    with pytest.raises(UserError, match="mixes examples"):
+        for _ in range(9):
+            engine.clipped_sum(inputs, targets)
+
+
+def test_an_isolated_model_cannot_mix():
+    """Each example runs alone: the same sum as for the model without its mixing."""
+    torch.manual_seed(0)
+    honest = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    inputs, targets = torch.randn(9, 4), torch.arange(9) % 3
+
+    class Centred(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = honest
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return self.inner(inputs) + (inputs.detach() - inputs.detach().mean(0))[:, :3]
+
+    sums = [
+        GradientEngine(
+            model, cross_entropy, clipping=FlatClipping(0.3), isolate=True, micro_batch=micro_batch
+        ).clipped_sum(inputs, targets).flat
+        for model, micro_batch in ((Centred(), None), (Centred(), 4), (honest, None))
+    ]  # fmt: skip
+    plain = GradientEngine(honest, cross_entropy, clipping=FlatClipping(0.3))
+    for found in sums:
+        torch.testing.assert_close(found, plain.clipped_sum(inputs, targets).flat, rtol=1e-4,
+                                   atol=1e-6)  # fmt: skip
+    with pytest.raises(UserError, match="mixes examples"):
+        GradientEngine(Centred(), cross_entropy, clipping=FlatClipping(0.3)).clipped_sum(
+            inputs, targets
+        )
+    with pytest.raises(UserError, match=r"model\.isolate"):
+        GradientEngine(honest, cross_entropy, clipping=FlatClipping(0.3), isolate=True,
+                       draws=HiddenDraws(1, "0", 0.1))  # fmt: skip
 
 
 def test_self_check_waits_for_two_examples():

@@ -21,6 +21,7 @@ from dpdist.errors import UserError
 from dpdist.gradients.blocks import Blocks
 from dpdist.gradients.engine import ClippedSum, GradientEngine
 from dpdist.privacy.ledger import Ledger, LedgerError, ReplayConflict
+from dpdist.reports.facts import read_facts
 from dpdist.runfolder import RunFolder
 from dpdist.training import checkpoint, loop
 from dpdist.training.job import prepare
@@ -382,3 +383,15 @@ def test_every_pass_of_a_run_has_the_shape_that_the_plan_gives(tmp_path, monkeyp
     train(*make(tmp_path, training__steps=6, resources__checkpoint_seconds=1e9), workers)
     assert len(batches) > 2
     assert shapes == {Blocks.for_batches(400 // workers, 0.1).capacity}
+
+
+@pytest.mark.parametrize(("isolate", "how"), [(False, "assumed, screened"), (True, "runs alone")])
+def test_a_custom_model_is_named_on_the_card_and_can_be_isolated(tmp_path, isolate, how):
+    """dpdist's own factory by its path counts as custom; isolated, it learns the same."""
+    custom = {"name": "dpdist.models.zoo:small_cnn", "options": {"width": 4}, "isolate": isolate}
+    recipe, folder = make(tmp_path, "custom", model=custom, training__steps=3)
+    found = train(recipe, folder)
+    assert any("Custom model" in n and how in n for n in read_facts(folder).card()["notes"])
+    recipe, folder = make(tmp_path, "zoo", training__steps=3)
+    assert relative(found, train(recipe, folder)) < 1e-3  # another plan's noise would be 0.1 away
+    assert not any("Custom" in note for note in read_facts(folder).card()["notes"])
