@@ -166,6 +166,11 @@ class PrivacyRecipe(Section):
         default=None, description="hard cap on the batch: truncated Poisson"
     )
     allow_large_delta: bool = False
+    nominal_records: Count | None = Field(
+        default=None,
+        description="a declared number of records: rate, divisor and steps follow from it, and "
+        "the true number stays private",
+    )
     group_size: Annotated[int, Number, Field(ge=1, le=1000)] = Field(
         default=1, description="also state the guarantee for a person with up to so many records"
     )
@@ -193,6 +198,11 @@ class PrivacyRecipe(Section):
             raise ValueError("give exactly one of epsilon and noise_multiplier")
         if self.budget_ceiling is not None and self.budget is None:
             raise ValueError("budget_ceiling needs budget, the folder where runs are recorded")
+        if self.nominal_records is not None and self.batch_cap is not None:
+            raise ValueError(
+                "nominal_records does not go with batch_cap: what a capped batch costs depends on "
+                "the true number of records"
+            )
         if self.clipping == "none" and self.noise_multiplier != 0:
             raise ValueError("clipping: none is training without privacy: noise_multiplier: 0")
         return self
@@ -390,6 +400,11 @@ class Recipe(Section):
             raise ValueError(
                 f"method {self.method.name} puts noise behind the first layer, which would be the "
                 "frozen denoiser's: take a method without hidden noise"
+            )
+        if self.tune is not None and self.privacy.nominal_records is not None:
+            raise ValueError(
+                "privacy.nominal_records does not go with tune: a search's shares of the records "
+                "are counted; search without it, and train with the values found"
             )
         if self.tune is not None and self.resources.archive_private:
             raise ValueError(

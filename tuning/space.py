@@ -42,6 +42,7 @@ _FIXED = {
     "privacy.budget_ceiling": "the whole search is charged once",
     "privacy.run_key": "keys are drawn, never chosen by their scores",
     "privacy.allow_large_delta": "it is not a hyper-parameter",
+    "privacy.nominal_records": "it is declared once, for the data set",
     "certify.alpha": "the error of a certificate is not chosen by its score",
 }
 # Ranges of batch sizes and shares are cut into intervals this narrow (ratio of their ends).

@@ -101,7 +101,7 @@ def _show_plan(plan: PrivacyPlan, as_json: bool) -> None:
         "epsilon": _number(guarantee.epsilon),
         "delta": guarantee.delta,
         "accountant": guarantee.source,
-        "neighbours": guarantee.neighbours,
+        "neighbours": guarantee.relation,
         "noise_multiplier": step.noise_multiplier,
         "sample_rate": step.sample_rate,
         "steps": plan.steps,
@@ -270,7 +270,7 @@ def search_command(
                     "law": law,
                     "epsilon": _number(cost.epsilon),
                     "delta": cost.delta,
-                    "neighbours": cost.neighbours,
+                    "neighbours": cost.relation,
                     "accountant": cost.source,
                     "runs_95_percent": at_most,
                 }

@@ -96,7 +96,7 @@ def card(
         "private": private,
         "guarantee": main.to_dict(),
         "unit": unit,
-        "neighbours": plan.neighbours,
+        "neighbours": main.relation,
         "epsilon_at_delta": [
             {"delta": g.delta, "epsilon": g.to_dict()["epsilon"]} for g in profile
         ],
@@ -105,6 +105,7 @@ def card(
         "mechanism": [describe_phase(phase) for phase in phases],
         "clip_norm": plan.clip_norm if math.isfinite(plan.clip_norm) else "none",
         "records": plan.records if show_records else None,
+        "records_are": "declared" if plan.nominal else "counted",
         "released_besides": [] if ledger is None else [e["name"] for e in ledger.events],
         "superseded_releases": 0 if ledger is None else ledger.superseded,
         "data_set": None if data_set is None else data_set.to_dict(),
@@ -139,7 +140,7 @@ def card_markdown(described: Mapping[str, Any]) -> str:
         f"| clip norm | {described['clip_norm']} |",
     ]
     if described["records"] is not None:
-        lines.append(f"| records | {described['records']} |")
+        lines.append(f"| records | {described['records']} ({described['records_are']}) |")
     if described["data_set"] is not None:
         total = described["data_set"]
         lines.append(

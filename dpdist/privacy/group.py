@@ -80,7 +80,7 @@ def group_guarantee(plan: PrivacyPlan, size: int, delta: float | None = None) ->
         value = lemma_epsilon(accounting.delta_profile(paths, plan.neighbours), delta, size)
         source = "group-privacy lemma on the record's profile"
     assumptions = (*plan.assumptions, unit)
-    return Guarantee(value, delta, plan.neighbours, "proved", source, assumptions)
+    return Guarantee(value, delta, plan.neighbours, "proved", source, assumptions, not plan.nominal)
 
 
 def _mixture_epsilon(plan: PrivacyPlan, size: int, delta: float) -> float:

@@ -30,6 +30,7 @@ class Guarantee:
     kind: "proved" is an upper bound we can defend, "claimed" what a paper's own theorem says,
     "audited" a lower bound measured on the trained mechanism.
     source: accountant or theorem. assumptions: what must hold for the number to be true.
+    size_public: whether the mechanism was told the true number of records.
     """
 
     epsilon: float
@@ -38,6 +39,7 @@ class Guarantee:
     kind: Kind
     source: str
     assumptions: tuple[str, ...] = ()
+    size_public: bool = True
 
     def __post_init__(self) -> None:
         if math.isnan(self.epsilon) or self.epsilon < 0:
@@ -45,14 +47,27 @@ class Guarantee:
         if not 0 <= self.delta < 1:
             raise ValueError(f"delta must be in [0, 1), got {self.delta}")
 
+    @property
+    def relation(self) -> str:
+        """The neighbouring relation in words.
+
+        A sampling rate or divisor made from the true number of records does not follow when a
+        record comes or goes: what is then proved is that a record may be blanked out, the number
+        staying what it is ("zero-out"; REPLACE_SPECIAL in dp_accounting).
+        """
+        if self.neighbours == "add-or-remove-one" and self.size_public:
+            return "add-or-remove-one at a fixed number of records (zero-out)"
+        return self.neighbours
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types; an infinite epsilon becomes the string "inf"."""
         record = asdict(self)
         record["assumptions"] = list(self.assumptions)
+        record["relation"] = self.relation
         if math.isinf(self.epsilon):
             record["epsilon"] = "inf"
         return record
 
     def __str__(self) -> str:
         epsilon = format_epsilon(self.epsilon, lower_bound=self.kind == "audited")
-        return f"({epsilon}, {self.delta:.3g})-DP, {self.neighbours}, {self.kind} by {self.source}"
+        return f"({epsilon}, {self.delta:.3g})-DP, {self.relation}, {self.kind} by {self.source}"

@@ -324,7 +324,8 @@ def compose_alternatives(choices: Sequence[Sequence[dpa.DpEvent]]) -> list[dpa.D
 class PrivacyPlan:
     """Everything the privacy of a training run depends on.
 
-    records: number of training records N, treated as public. phases: run in order; the training
+    records: number of training records N, treated as public. nominal: it was declared instead, and
+    nothing follows from the true number, which stays private. phases: run in order; the training
     loop executes the GaussianSteps, other phases are charged in full from the beginning.
     clip_norm: L2 bound C on a record's contribution; noise is noise_multiplier * clip_norm. It is
     infinite (no clip) only where no step has noise: nothing is then proved.
@@ -336,9 +337,12 @@ class PrivacyPlan:
     delta: float
     clip_norm: float = 1.0
     neighbours: Neighbours = "add-or-remove-one"
+    nominal: bool = False
 
     def __post_init__(self) -> None:
         _positive_integer("records", self.records)
+        if self.nominal and _any_phase(self.phases, _is_capped):
+            raise ValueError("what a capped batch costs depends on the true number of records")
         if not 0 < self.delta < 1:
             raise ValueError(f"delta must lie strictly between 0 and 1, got {self.delta}")
         noisy = any(phase.noise_multiplier for phase in self._gaussians)
@@ -365,6 +369,7 @@ class PrivacyPlan:
         neighbours: Neighbours = "add-or-remove-one",
         batch_cap: int | None = None,
         besides: tuple[Phase, ...] = (),
+        nominal: bool = False,
     ) -> PrivacyPlan:
         """One phase of Poisson-sampled steps; batch_size is the EXPECTED batch L, rate L / N.
 
@@ -375,7 +380,7 @@ class PrivacyPlan:
         if batch_size > records:
             raise ValueError(f"batch_size {batch_size} is larger than the {records} records")
         phase = GaussianSteps(steps, noise_multiplier, batch_size / records, batch_cap)
-        return cls(records, (*besides, phase), delta, clip_norm, neighbours)
+        return cls(records, (*besides, phase), delta, clip_norm, neighbours, nominal)
 
     @property
     def _gaussians(self) -> list[GaussianSteps]:
@@ -472,7 +477,9 @@ class PrivacyPlan:
         if not 0 < delta < 1:
             raise ValueError(f"delta must lie strictly between 0 and 1, got {delta}")
         value, name = accounting.epsilon(list(paths), delta, self.neighbours)
-        return Guarantee(value, delta, self.neighbours, "proved", name, self.assumptions)
+        return Guarantee(
+            value, delta, self.neighbours, "proved", name, self.assumptions, not self.nominal
+        )
 
     @property
     def assumptions(self) -> tuple[str, ...]:
@@ -495,7 +502,10 @@ class PrivacyPlan:
             lines.append("the number of runs and all unselected runs stay secret")
         if _any_phase(self.phases, lambda phase: isinstance(phase, WorstOf)):
             lines.append("every setting that was tried costs at most as much as the one described")
-        lines.append(f"the number of records ({self.records}) is public")
+        if self.nominal:
+            lines.append(f"{self.records} records were declared without looking at the data")
+        else:
+            lines.append(f"the number of records ({self.records}) is public")
         return tuple(lines)
 
     def epsilon_curve(self, points: int = 50) -> list[tuple[int, float]]:
@@ -526,13 +536,15 @@ class PrivacyPlan:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types, exact (floats round-trip); `from_dict` inverts it."""
-        return {
+        record = {
             "records": self.records,
             "phases": [phase_to_dict(phase) for phase in self.phases],
             "delta": self.delta,
             "clip_norm": "inf" if math.isinf(self.clip_norm) else self.clip_norm,
             "neighbours": self.neighbours,
         }
+        # Named only where it holds: other plans keep the fingerprint they had without it.
+        return record | {"nominal": True} if self.nominal else record
 
     @classmethod
     def from_dict(cls, record: dict[str, Any]) -> PrivacyPlan:

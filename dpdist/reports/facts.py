@@ -69,7 +69,7 @@ class Facts:
             return f"NOT PRIVATE: epsilon is infinite, nothing is proved ({self._why_not})"
         return (
             f"epsilon = {format_epsilon(guarantee.epsilon)} at delta = {guarantee.delta:g}, "
-            f"{guarantee.neighbours} ({guarantee.kind}, {guarantee.source})"
+            f"{guarantee.relation} ({guarantee.kind}, {guarantee.source})"
         )
 
     @property
@@ -151,8 +151,10 @@ class Facts:
         for title, other in (("privacy of a group", self.group), ("data set", self.data_set)):
             if other is not None:
                 rows.append((title, f"epsilon = {format_epsilon(other.epsilon)} ({other.source})"))
-        # How long a search's trials took is part of what stays secret about it.
-        took = f", {self.trained['seconds']:.0f} s" if self.search is None else ""
+        # How long a search's trials took is part of what stays secret about it; how long a run
+        # took tells how many records it has.
+        hidden = self.search is not None or self.plan.nominal
+        took = "" if hidden else f", {self.trained['seconds']:.0f} s"
         rows.append(
             (
                 "training",

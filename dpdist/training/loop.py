@@ -99,7 +99,7 @@ def run(job: TrainJob, reducer: Reducer, until: int | None = None) -> None:
     recipe, plan, folder = job.recipe, job.plan, job.folder
     first = reducer.rank == 0
     dataset = training_data(recipe, job.source)
-    if len(dataset) != plan.records:
+    if len(dataset) != plan.records and not plan.nominal:
         raise UserError(f"{dataset.name} has {len(dataset)} records, the plan says {plan.records}")
     spec = model_spec(recipe, dataset)
     model = initial_model(recipe, spec).to(reducer.device)
@@ -148,7 +148,7 @@ def run(job: TrainJob, reducer: Reducer, until: int | None = None) -> None:
         )
         monitor = Monitor(job, plan.steps, start) if first else None
         permit = None if ledger is None else PermitGate(folder, ledger.epoch, start, plan.steps)
-        shards = _shards(plan.records, reducer, recipe.training.reproducible)
+        shards = _shards(len(dataset), reducer, recipe.training.reproducible)
 
         def draws(todo: StepPlan, rate: float) -> Draws:
             return draws_for(recipe.method, todo, rate, hidden, derive_key(key, "hidden"))
@@ -173,7 +173,7 @@ def run(job: TrainJob, reducer: Reducer, until: int | None = None) -> None:
             for row, begin, end in shards.mine:
                 members = poisson_sample(
                     sample_key, begin, end, todo.sample_rate,
-                    batch_cap=todo.batch_cap, records=plan.records,
+                    batch_cap=todo.batch_cap, records=len(dataset),
                 )  # fmt: skip
                 inputs = dataset.batch(members).to(reducer.device)
                 labels = dataset.targets(members).to(reducer.device)

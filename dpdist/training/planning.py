@@ -15,6 +15,7 @@ def plan_at(recipe: Recipe, records: int, noise_multiplier: float) -> PrivacyPla
     """What one training of the recipe executes with this noise, whatever its privacy section says
     about noise. Raises ValueError for what no plan allows."""
     privacy = recipe.privacy
+    records = privacy.nominal_records or records
     return PrivacyPlan.dp_sgd(
         records=records,
         batch_size=recipe.training.batch_size,
@@ -25,16 +26,19 @@ def plan_at(recipe: Recipe, records: int, noise_multiplier: float) -> PrivacyPla
         neighbours=privacy.neighbours,
         batch_cap=privacy.batch_cap,
         besides=recipe.method.besides,
+        nominal=privacy.nominal_records is not None,
     )
 
 
 def make_plan(recipe: Recipe, records: int, where: str) -> PrivacyPlan:
     """The plan of a recipe on `records` records; the noise is calibrated when epsilon is given.
 
-    Raises UserError when the recipe does not fit the data or the target cannot be reached.
+    With privacy.nominal_records nothing in it depends on `records`. Raises UserError when the
+    recipe does not fit the data or the target cannot be reached.
     """
-    check_against_data(recipe, records, where)
     privacy = recipe.privacy
+    records = privacy.nominal_records or records
+    check_against_data(recipe, records, where)
     noise_multiplier = privacy.noise_multiplier
     if noise_multiplier is None:
         assert privacy.epsilon is not None

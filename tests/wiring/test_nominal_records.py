@@ -1,0 +1,115 @@
+"""Strict add-or-remove: with a declared number of records nothing published tells the true one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from support.training import execute, make
+
+from dpdist.errors import UserError
+from dpdist.privacy.card import card_markdown
+from dpdist.privacy.ledger import Ledger
+from dpdist.privacy.plan import GaussianSteps, PrivacyPlan
+from dpdist.recipe import Recipe
+from dpdist.releasing import release
+from dpdist.reports.facts import read_facts
+from dpdist.runfolder import RunFolder
+from dpdist.training.job import prepare
+
+NAMES = [f"x{i}" for i in range(6)]
+
+
+def recipe_on(tmp: Path, records: int, **changes) -> tuple[Recipe, RunFolder]:
+    """A run on the first `records` of the same records; everything else is equal."""
+    root = tmp / f"on-{records}"
+    (root / "mine").mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(3)
+    for split, rows in (("train", records), ("test", 30)):
+        table = {name: rng.random(500)[:rows] for name in NAMES}
+        table["label"] = rng.integers(0, 3, 500)[:rows]
+        pq.write_table(pa.table(table), root / "mine" / f"{split}.parquet")
+    settings = {
+        "data": {
+            "name": "mine",
+            "root": str(root),
+            "classes": 3,
+            "columns": {"features": NAMES, "label": "label"},
+        },
+        "model": {"name": "linear"},
+        "privacy": {"noise_multiplier": 1.0, "delta": 1e-3, "nominal_records": 128},
+        "training": {"batch_size": 16, "epochs": 1, "learning_rate": 0.1},
+    }
+    return make(tmp, f"run-{records}", **(settings | changes))
+
+
+def trained_on(tmp: Path, records: int) -> RunFolder:
+    recipe, folder = recipe_on(tmp, records)
+    execute(prepare(recipe, folder, "test"), world_size=2)
+    return folder
+
+
+def test_one_record_more_changes_nothing_that_is_published(tmp_path):
+    published = []
+    for records in (120, 121):
+        folder = trained_on(tmp_path, records)
+        assert PrivacyPlan.from_dict(json.loads(folder.plan.read_text())).nominal
+        release(folder)
+        names = ("privacy_card.json", "privacy_card.md", "model.json")
+        files = {name: (folder.release / name).read_bytes() for name in names}
+        summary = [row for row in read_facts(folder).summary() if row[0] != "report"]
+        published.append((folder.plan.read_bytes(), files, summary))
+        ledger = Ledger.read(folder.ledger)
+        assert ledger.releases == dict.fromkeys(range(8), 1)  # 128 // 16 steps, whatever N is
+    assert published[0] == published[1]
+    card = json.loads(published[0][1]["privacy_card.json"])
+    assert card["neighbours"] == card["guarantee"]["relation"] == "add-or-remove-one"
+    assert (card["records"], card["records_are"]) == (128, "declared")
+
+
+def test_the_batch_is_drawn_from_all_records_at_the_declared_rate(tmp_path):
+    """Neither the rate nor the divisor follows the true number, here more than the declared."""
+    recipe, folder = recipe_on(tmp_path, 260)
+    job = prepare(recipe, folder, "test")
+    step = job.plan.step(0)
+    assert (step.sample_rate, step.expected_batch) == (16 / 128, 16)
+    execute(job)
+    lines = folder.metrics.read_text().splitlines()
+    sizes = [json.loads(line)["examples"] for line in lines]
+    # 8 batches of 260 records at rate 1/8: mean 32.5, standard error 1.9. The test's fixed key.
+    assert 25 < np.mean(sizes) < 40
+
+
+def test_a_counted_number_is_named_in_the_relation(tmp_path):
+    recipe, folder = recipe_on(tmp_path, 120, privacy={"noise_multiplier": 1.0, "delta": 1e-3})
+    job = prepare(recipe, folder, "test")
+    guarantee = job.plan.guarantee()
+    assert guarantee.relation == "add-or-remove-one at a fixed number of records (zero-out)"
+    assert guarantee.relation in str(guarantee)
+    assert "nominal" not in job.plan.to_dict()  # plans written before keep their fingerprint
+    execute(job)
+    described = read_facts(folder).card()
+    assert described["neighbours"] == guarantee.relation
+    assert "(zero-out)" in card_markdown(described) and "(counted)" in card_markdown(described)
+
+
+def test_what_would_depend_on_the_true_number_is_refused(tmp_path):
+    strict = {"epsilon": 2.0, "delta": 1e-3, "nominal_records": 128}
+    with pytest.raises(UserError, match=r"nominal_records does not go with batch_cap"):
+        recipe_on(tmp_path, 120, privacy=strict | {"batch_cap": 30})
+    search = {
+        "space": {"training.learning_rate": {"choice": [0.1, 0.2]}},
+        "law": {"name": "geometric", "mean": 3},
+    }
+    with pytest.raises(UserError, match=r"nominal_records does not go with tune"):
+        recipe_on(tmp_path, 120, tune=search)
+    with pytest.raises(ValueError, match="capped batch"):
+        PrivacyPlan(128, (GaussianSteps(3, 1.0, 0.1, 20),), 1e-3, nominal=True)
+    recipe, folder = recipe_on(tmp_path, 120, training={"batch_size": 129, "steps": 3,
+                                                        "learning_rate": 0.1})  # fmt: skip
+    with pytest.raises(UserError, match="batch_size"):
+        prepare(recipe, folder, "test")
