@@ -175,10 +175,18 @@ class PrivacyRecipe(Section):
         default=1, description="also state the guarantee for a person with up to so many records"
     )
     budget: FilePath | None = Field(
-        default=None, description="folder of ledgers per data set; the run is charged there"
+        default=None, description="folder of budgets; the run is charged to that of its records"
     )
     budget_ceiling: Positive | None = Field(
-        default=None, description="refuse to train beyond this composed epsilon of the data set"
+        default=None,
+        description="epsilon that all runs on the same records stay within; fixed by the first",
+    )
+    budget_delta: Probability | None = Field(
+        default=None, description="delta of the ceiling (default: privacy.delta)"
+    )
+    budget_composition: Literal["filter", "non-adaptive"] = Field(
+        default="filter",
+        description="filter: holds when runs are chosen by earlier results; non-adaptive: not then",
     )
     run_key: str | None = Field(
         default=None,
@@ -198,6 +206,8 @@ class PrivacyRecipe(Section):
             raise ValueError("give exactly one of epsilon and noise_multiplier")
         if self.budget_ceiling is not None and self.budget is None:
             raise ValueError("budget_ceiling needs budget, the folder where runs are recorded")
+        if self.budget_delta is not None and self.budget_ceiling is None:
+            raise ValueError("budget_delta needs budget_ceiling, the epsilon that goes with it")
         if self.nominal_records is not None and self.batch_cap is not None:
             raise ValueError(
                 "nominal_records does not go with batch_cap: what a capped batch costs depends on "

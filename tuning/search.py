@@ -30,13 +30,13 @@ from dpdist.data import Dataset
 from dpdist.data.dataset import base_fingerprint
 from dpdist.errors import NoRoom, UserError
 from dpdist.gradients.keys import derive_key, new_run_key
-from dpdist.privacy.budget import BudgetExceeded, DataBudget
-from dpdist.privacy.journal import JournalError
+from dpdist.privacy.budget import Charge
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.recipe import Recipe
 from dpdist.released import read_released
 from dpdist.runfolder import RunFolder
 from dpdist.search_options import ScoreRecipe, TuneRecipe
+from dpdist.training import charging
 from dpdist.training.job import (
     PACKAGES,
     check_groups,
@@ -290,6 +290,7 @@ class Search:
                     update={
                         "budget": self.recipe.privacy.budget,
                         "budget_ceiling": self.recipe.privacy.budget_ceiling,
+                        "budget_delta": self.recipe.privacy.budget_delta,
                     }
                 ),
             }
@@ -331,27 +332,16 @@ class Search:
         return read_json(self.folder.terms)["charge"]
 
     def _charge(self, settle: bool = False) -> None:
-        """Charge the whole search to the data set's budget before it starts; settle it after."""
-        privacy, plan = self.recipe.privacy, self.cost.plan
-        if privacy.budget is None:
+        """Charge the whole search to the records' budget before it starts; settle it after."""
+        if self.recipe.privacy.budget is None:
             return
-        try:
-            data = training_data(self.recipe, source_of(self.recipe))
-            whole = base_fingerprint(data.fingerprint)
-            with DataBudget.open(privacy.budget, whole, self.recipe.data.name) as budget:
-                budget.reserve(
-                    self._charge_id(),
-                    self.recipe.name,
-                    plan.records,
-                    plan.phases,
-                    delta=plan.delta,
-                    neighbours=plan.neighbours,
-                    ceiling=None if settle else privacy.budget_ceiling,
-                )
-                if settle:
-                    budget.settle(self._charge_id(), plan.phases)
-        except (BudgetExceeded, JournalError) as error:
-            raise UserError(f"{self.run_folder.recipe_file}: privacy.budget: {error}") from error
+        plan, where = self.cost.plan, str(self.run_folder.recipe_file)
+        records = _records(self.recipe, 0.0, 1.0)  # some to train, the others to score
+        charge = Charge.of(self._charge_id(), self.recipe.name, plan, plan.phases)
+        if settle:
+            charging.settle(self.recipe, records, charge, where)
+        else:
+            charging.reserve(self.recipe, records, charge, where, enforce=True)
 
 
 def prepare(recipe: Recipe, folder: RunFolder, where: str, *, only_resume: bool = False) -> Search:

@@ -40,6 +40,8 @@ _FIXED = {
     "privacy.group_size": "the guarantee is stated for one size of group",
     "privacy.budget": "the whole search is charged once",
     "privacy.budget_ceiling": "the whole search is charged once",
+    "privacy.budget_delta": "the whole search is charged once",
+    "privacy.budget_composition": "the whole search is charged once",
     "privacy.run_key": "keys are drawn, never chosen by their scores",
     "privacy.allow_large_delta": "it is not a hyper-parameter",
     "privacy.nominal_records": "it is declared once, for the data set",

@@ -86,6 +86,7 @@ def trial_recipe(asked: Recipe, settings: dict[str, Any], key: bytes, where: str
                     "noise_multiplier": settings["noise_multiplier"],
                     "budget": None,
                     "budget_ceiling": None,
+                    "budget_delta": None,
                     "run_key": derive_key(key, "fixed").hex() if fixed else None,
                 }
             ),

@@ -14,11 +14,12 @@ from dpdist.errors import UserError
 from dpdist.fields import Probability
 
 if TYPE_CHECKING:
+    from dpdist.privacy.budget import DataBudget
     from dpdist.privacy.guarantee import Neighbours
 
 app = typer.Typer(
     invoke_without_command=True,
-    help="Show what each data set has cost so far: all runs and searches, composed.",
+    help="Show what sets of records have cost so far: all runs and searches on them.",
 )
 
 
@@ -29,15 +30,19 @@ def show(
         typer.Option(callback=file_path(), help="A recipe's budget folder."),
     ] = Path("budgets"),
     delta: Annotated[
-        float, typer.Option(callback=kind(Probability), help="Delta of the composed guarantee.")
+        float,
+        typer.Option(
+            callback=kind(Probability), help="Delta of a composed guarantee, and of each run alone."
+        ),
     ] = 1e-5,
     replace_one: Annotated[
         bool, typer.Option("--replace-one", help="Neighbours differ by one record's value.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show what each data set has cost so far: all runs and searches, composed."""
-    from dpdist.privacy.budget import budgets_in, composed_guarantee
+    """Show what sets of records have cost so far: all runs and searches on them."""
+    from dpdist.privacy.budget import composed_guarantee
+    from dpdist.privacy.budgets import budgets_in
     from dpdist.privacy.guarantee import format_epsilon
     from dpdist.privacy.journal import JournalError
 
@@ -59,12 +64,16 @@ def show(
             total = budget.guarantee(delta, neighbours)
             answer.append(
                 {
-                    "data": budget.fingerprint,
+                    "budget": budget.path.name,
                     "name": budget.data_name,
+                    "records": len(budget.known),
                     "epsilon": _number(total.epsilon),
-                    "delta": delta,
-                    "neighbours": neighbours,
+                    "delta": total.delta,
+                    "neighbours": total.neighbours,
+                    "relation": total.relation,
                     "accountant": total.source,
+                    "assumptions": list(total.assumptions),
+                    "spent": _spent(budget),
                     "runs": runs,
                 }
             )
@@ -76,11 +85,18 @@ def show(
     if not answer:
         typer.echo(f"no budgets in {folder}")
     for entry in answer:
-        spent = format_epsilon(entry["epsilon"])
+        epsilon = format_epsilon(entry["epsilon"])
         typer.echo(
-            f"{entry['name'] or entry['data']}: epsilon {spent} at delta {delta:g} "
-            f"({neighbours}, {entry['accountant']})"
+            f"{entry['name'] or entry['budget']}: epsilon {epsilon} at delta {entry['delta']:g} "
+            f"({entry['relation']}, {entry['accountant']})"
         )
+        if entry["spent"] is not None:
+            typer.echo(
+                f"  {100 * entry['spent']['of_ceiling']:.4g} % of this ceiling is spent "
+                f"(epsilon {format_epsilon(entry['spent']['epsilon'])}, no guarantee by itself)"
+            )
+        for line in entry["assumptions"]:
+            typer.echo(f"  holds if {line}")
         for run in entry["runs"]:
             alone = format_epsilon(run["epsilon"])
             typer.echo(f"  {run['name']:<24} alone {alone:<8} {run['status']}  {run['run']}")
@@ -88,3 +104,16 @@ def show(
 
 def _number(value: float) -> float | str:
     return value if math.isfinite(value) else "inf"
+
+
+def _spent(budget: DataBudget) -> dict[str, Any] | None:
+    """How far a ceiling is used up. Where runs were chosen by results, it promises nothing."""
+    ceiling = budget.terms.ceiling
+    if ceiling is None:
+        return None
+    spent = budget.spent
+    return {
+        "of_ceiling": _number(spent / ceiling.share),
+        "epsilon": _number(ceiling.epsilon_of(spent)),
+        "guarantee": False,
+    }

@@ -1,47 +1,61 @@
-"""What a data set has cost so far: runs and searches on the same records compose.
+"""What a set of records has cost so far: every run and search on any of them, on one journal.
 
-One file per data set, in a folder the user names, keyed by the data set's fingerprint. A run is put
-on record before it starts (its whole plan) and settled when it ends (what was really released), so
-that a crash leaves the data set charged, never free. A ceiling refuses a run whose cost would carry
-the composed epsilon above it.
+A run is put on record before it starts (its whole plan) and settled when it ends (what was really
+released), so that a crash leaves the records charged, never free. With a ceiling, fixed when the
+budget is opened, it is a Renyi filter: runs may be chosen by the results of earlier ones, and what
+is stated is the ceiling. Otherwise what is stated is the composition, which assumes that they are
+not. `dpdist.privacy.budgets` finds the budgets that some records belong to.
 """
 
 from __future__ import annotations
 
-import re
+import base64
+import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
+from dpdist.privacy.filter import RenyiFilter
 from dpdist.privacy.guarantee import Guarantee, Neighbours
 from dpdist.privacy.journal import Journal, JournalError, OnJournal
 from dpdist.privacy.plan import (
     Phase,
+    PrivacyPlan,
     compose_alternatives,
     data_alternatives,
     phase_from_dict,
     phase_to_dict,
 )
 
-_KIND = "budget"
-_SUFFIX = ".budget.jsonl"
+KIND, SUFFIX = "budget", ".budget.jsonl"
+_FORMAT = 2
 Status = Literal["reserved", "settled"]
 
 
 class BudgetExceeded(ValueError):
-    """The run would carry the data set's composed epsilon above its ceiling."""
+    """The run would carry the records above their ceiling, or cannot be accounted under it."""
 
 
 @dataclass(frozen=True)
 class Charge:
-    """What one run or search costs. phases: in the order they ran; records: N of that run."""
+    """What one run or search costs. phases: in the order they ran. records, nominal: its plan's."""
 
     run: str
     name: str
     records: int
     phases: tuple[Phase, ...]
     status: Status
+    nominal: bool = False
+
+    @classmethod
+    def of(cls, run: str, name: str, plan: PrivacyPlan, phases: Sequence[Phase]) -> Charge:
+        """A reservation for `phases` on the records of `plan`."""
+        return cls(run, name, plan.records, tuple(phases), "reserved", plan.nominal)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types."""
@@ -51,6 +65,7 @@ class Charge:
             "records": self.records,
             "phases": [phase_to_dict(phase) for phase in self.phases],
             "status": self.status,
+            "nominal": self.nominal,
         }
 
     @classmethod
@@ -61,15 +76,34 @@ class Charge:
         return cls(**fields)
 
 
-def base_fingerprint(fingerprint: str) -> str:
-    """The whole data set's fingerprint: parts of it are charged to the same budget."""
-    return re.sub(r"-(first|part)-.*$", "", fingerprint)
+@dataclass(frozen=True)
+class Terms:
+    """How a budget counts, fixed when it is opened. ceiling: None for plain composition."""
+
+    ceiling: RenyiFilter | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return {"ceiling": None if self.ceiling is None else self.ceiling.to_dict()}
+
+    @classmethod
+    def from_dict(cls, record: dict[str, Any]) -> Terms:
+        """Inverse of `to_dict`."""
+        ceiling = record["ceiling"]
+        return cls(None if ceiling is None else RenyiFilter(**ceiling))
+
+    def same(self, other: Terms) -> bool:
+        """Whether both promise the same."""
+        return str(self) == str(other)
+
+    def __str__(self) -> str:
+        return "no ceiling" if self.ceiling is None else f"a ceiling of {self.ceiling}"
 
 
 def composed_guarantee(
     charges: Sequence[Charge], delta: float, neighbours: Neighbours = "add-or-remove-one"
 ) -> Guarantee:
-    """All charges together, adaptively composed, for any one record of the data set.
+    """All charges together for any one record, if none was chosen by the results of another.
 
     Raises dpdist.privacy.accounting.Unsupported when no theorem covers the composition.
     """
@@ -81,102 +115,149 @@ def composed_guarantee(
         [data_alternatives(charge.phases, charge.records, neighbours) for charge in charges]
     )
     value, source = accounting.epsilon(paths, delta, neighbours)
-    return Guarantee(
-        value,
-        delta,
-        neighbours,
-        "proved",
-        source,
-        ("every release of these records is on this budget", "each run was executed as planned"),
-    )
+    lines = ["every release of these records is on this budget", "each run was executed as planned"]
+    if len(charges) > 1:
+        lines.append("no run was chosen by looking at the results of an earlier one")
+    public = not all(charge.nominal for charge in charges)
+    return Guarantee(value, delta, neighbours, "proved", source, tuple(lines), public)
 
 
 class DataBudget(OnJournal):
-    """The budget of one data set. `open` to charge it, `read` to look at it."""
+    """One budget. `dpdist.privacy.budgets` opens it to charge it, `read` is for looking at it."""
 
     def __init__(self, journal: Journal) -> None:
+        header = journal.header
         self.path = journal.path
-        self.fingerprint: str = journal.header["data"]
-        self.data_name: str = journal.header["name"]
+        self.old: bool = "format" not in header
+        if not self.old and header["format"] != _FORMAT:
+            raise JournalError(f"{self.path} was written by a newer dpdist; upgrade to read it")
+        self.data_name: str = header["name"]
+        self.terms = Terms() if self.old else Terms.from_dict(header["terms"])
         self._journal = journal
 
     @classmethod
-    def open(cls, folder: str | Path, fingerprint: str, name: str = "") -> DataBudget:
-        """Create or load the budget of a data set and hold its lock until `close`.
+    def create(cls, folder: Path, name: str, terms: Terms) -> DataBudget:
+        """A new budget, open for writing. name: a public name of the data."""
+        header = {"format": _FORMAT, "name": name, "terms": terms.to_dict()}
+        path = folder / f"{secrets.token_hex(8)}{SUFFIX}"
+        return cls(Journal.open(path, KIND, header))
 
-        name: a public name, kept from the first opening. Raises JournalError if the file is damaged
-        or in use.
-        """
-        key = base_fingerprint(fingerprint)
-        if not re.fullmatch(r"[A-Za-z0-9_.-]+", key):
-            raise ValueError(f"not a data fingerprint: {fingerprint!r}")
-        path = Path(folder) / f"{key}{_SUFFIX}"
-        return cls(Journal.open(path, _KIND, {"data": key, "name": name}))
+    @classmethod
+    def open(cls, path: Path) -> DataBudget:
+        """Load an existing budget and hold its lock until `close`. Raises JournalError."""
+        return cls(Journal.open(path, KIND, {}))
 
     @classmethod
     def read(cls, path: str | Path) -> DataBudget:
-        """Load a budget file without locking it."""
-        return cls(Journal.read(path, _KIND))
+        """Load a budget file without locking it. Raises JournalError."""
+        return cls(Journal.read(path, KIND))
 
     @property
     def charges(self) -> list[Charge]:
         """The last charge of every run, in the order the runs first appeared."""
         latest: dict[str, Charge] = {}
         for record in self._journal.records:
-            charge = Charge.from_dict(record)
-            latest[charge.run] = charge
+            if "run" in record:
+                charge = Charge.from_dict(record)
+                latest[charge.run] = charge
         return list(latest.values())
 
-    def guarantee(self, delta: float, neighbours: Neighbours = "add-or-remove-one") -> Guarantee:
-        """Everything on record, composed. See `composed_guarantee`."""
-        return composed_guarantee(self.charges, delta, neighbours)
+    @cached_property
+    def known(self) -> NDArray[np.uint64]:
+        """The records on this budget, as `dpdist.privacy.budgets` recognises them: sorted."""
+        parts = [
+            np.frombuffer(base64.b64decode(record["known"]), "<u8")
+            for record in self._journal.records
+            if "known" in record
+        ]
+        return np.unique(np.concatenate(parts)) if parts else np.empty(0, np.uint64)
 
-    def reserve(
-        self,
-        run: str,
-        name: str,
-        records: int,
-        phases: Sequence[Phase],
-        *,
-        delta: float,
-        neighbours: Neighbours = "add-or-remove-one",
-        ceiling: float | None = None,
+    @property
+    def spent(self) -> float:
+        """Sum of all charges' Renyi divergences at the filter's order; 0 without a ceiling."""
+        ceiling = self.terms.ceiling
+        if ceiling is None:
+            return 0.0
+        return sum(ceiling.cost(charge.phases, charge.records) for charge in self.charges)
+
+    def guarantee(
+        self, delta: float | None = None, neighbours: Neighbours = "add-or-remove-one"
     ) -> Guarantee:
-        """Put a run on record before it starts; durable on return. The composed cost with it.
+        """What is proved for the records: the ceiling where there is one, whatever the arguments.
 
-        run: a unique id; a run already on record (a continued one) is not charged twice, unless its
-        phases changed. Raises BudgetExceeded, and records nothing, above `ceiling` at `delta`.
+        Otherwise the composition of all charges at `delta`, see `composed_guarantee`.
         """
-        charge = Charge(run, name, records, tuple(phases), "reserved")
-        others = [other for other in self.charges if other.run != run]
-        mine = next((other for other in self.charges if other.run == run), None)
-        if mine is not None and mine.phases == charge.phases and mine.records == records:
-            charge = mine
-        total = composed_guarantee([*others, charge], delta, neighbours)
-        if ceiling is not None and total.epsilon > ceiling:
+        charges = self.charges
+        if self.terms.ceiling is not None:
+            public = not all(charge.nominal for charge in charges)
+            return self.terms.ceiling.guarantee(self.spent, public)
+        if delta is None:
+            raise ValueError("without a ceiling a delta is needed")
+        return composed_guarantee(charges, delta, neighbours)
+
+    def add_records(self, known: NDArray[np.uint64]) -> None:
+        """Put records on this budget that are not on it yet; durable on return."""
+        new = np.setdiff1d(known, self.known)
+        if len(new):
+            raw = base64.b64encode(new.astype("<u8").tobytes()).decode()
+            self._journal.append({"known": raw})
+            self.__dict__.pop("known", None)
+
+    def record(self, charge: Charge) -> None:
+        """Put a charge on record, durably, unless it is there already."""
+        mine = next((other for other in self.charges if other.run == charge.run), None)
+        if mine is not None and charge in (mine, replace(mine, status="reserved")):
+            return
+        self._journal.append(charge.to_dict())
+
+
+def check_fits(
+    terms: Terms,
+    charges: Sequence[Charge],
+    new: Charge,
+    neighbours: Neighbours,
+    limit: tuple[float, float] | None = None,
+) -> None:
+    """Raise BudgetExceeded when `new` does not fit beside the charges of other runs.
+
+    limit: epsilon and delta of a composition without a filter.
+    """
+    others = [charge for charge in charges if charge.run != new.run]
+    if terms.ceiling is not None:
+        _check_filter(terms.ceiling, others, new, neighbours)
+    elif limit is not None:
+        epsilon, delta = limit
+        total = composed_guarantee([*others, new], delta, neighbours)
+        if total.epsilon > epsilon:
             spent = composed_guarantee(others, delta, neighbours).epsilon
             raise BudgetExceeded(
-                f"with {name!r} the data set would have cost epsilon {total.epsilon:.4g} at delta "
-                f"{delta:g}, above its ceiling of {ceiling:g} (so far {spent:.4g})"
+                f"with {new.name!r} the records would have cost epsilon {total.epsilon:.4g} at "
+                f"delta {delta:g}, above their ceiling of {epsilon:g} (so far {spent:.4g})"
             )
-        if charge is not mine:
-            self._journal.append(charge.to_dict())
-        return total
-
-    def settle(self, run: str, phases: Sequence[Phase]) -> None:
-        """Replace a reservation by what was really released (`Ledger.phases`); may be repeated.
-
-        Raises JournalError for a run that was never reserved.
-        """
-        for charge in self.charges:
-            if charge.run == run:
-                settled = Charge(run, charge.name, charge.records, tuple(phases), "settled")
-                if settled != charge:
-                    self._journal.append(settled.to_dict())
-                return
-        raise JournalError(f"{self.path} has no run {run!r}: reserve comes before settle")
 
 
-def budgets_in(folder: str | Path) -> list[DataBudget]:
-    """Every budget in a folder, by file name. Raises JournalError if one is damaged."""
-    return [DataBudget.read(path) for path in sorted(Path(folder).glob(f"*{_SUFFIX}"))]
+def _check_filter(
+    ceiling: RenyiFilter, others: Sequence[Charge], new: Charge, neighbours: Neighbours
+) -> None:
+    from dpdist.privacy.accounting import Unsupported
+
+    if neighbours != ceiling.neighbours:
+        raise BudgetExceeded(f"the budget counts {ceiling.neighbours}, this run {neighbours}")
+    try:
+        cost = ceiling.cost(new.phases, new.records)
+    except Unsupported as error:
+        raise BudgetExceeded(
+            f"{new.name!r} has no Renyi bound, which a ceiling over runs that follow each other's "
+            f"results needs: {error}"
+        ) from error
+    spent = sum(ceiling.cost(other.phases, other.records) for other in others)
+    if spent + cost > ceiling.share:
+        raise BudgetExceeded(
+            f"{new.name!r} would take {_percent(cost, ceiling)} of what the ceiling of {ceiling} "
+            f"allows, and {_percent(spent, ceiling)} are spent (Renyi divergence of order "
+            f"{ceiling.order})"
+        )
+
+
+def _percent(part: float, ceiling: RenyiFilter) -> str:
+    return f"{100 * part / ceiling.share:.4g} %"

@@ -96,7 +96,8 @@ def card(
         "private": private,
         "guarantee": main.to_dict(),
         "unit": unit,
-        "neighbours": main.relation,
+        "neighbours": plan.neighbours,
+        "relation": main.relation,
         "epsilon_at_delta": [
             {"delta": g.delta, "epsilon": g.to_dict()["epsilon"]} for g in profile
         ],
@@ -136,7 +137,7 @@ def card_markdown(described: Mapping[str, Any]) -> str:
         "| | |",
         "|---|---|",
         f"| unit | {described['unit']} |",
-        f"| neighbouring relation | {described['neighbours']} |",
+        f"| neighbouring relation | {described['relation']} |",
         f"| clip norm | {described['clip_norm']} |",
     ]
     if described["records"] is not None:

@@ -302,7 +302,7 @@ def data_alternatives(
     a record is removed, all of them when one is added.
     """
     paths = sequence_alternatives(phases, records)
-    if neighbours == "add-or-remove-one" and _any_phase(phases, _is_capped):
+    if neighbours == "add-or-remove-one" and any_phase(phases, _is_capped):
         paths += sequence_alternatives(phases, records + 1)
     return paths
 
@@ -341,7 +341,7 @@ class PrivacyPlan:
 
     def __post_init__(self) -> None:
         _positive_integer("records", self.records)
-        if self.nominal and _any_phase(self.phases, _is_capped):
+        if self.nominal and any_phase(self.phases, _is_capped):
             raise ValueError("what a capped batch costs depends on the true number of records")
         if not 0 < self.delta < 1:
             raise ValueError(f"delta must lie strictly between 0 and 1, got {self.delta}")
@@ -350,7 +350,7 @@ class PrivacyPlan:
             raise ValueError(f"clip_norm must be > 0 and finite, got {self.clip_norm}")
         if self.neighbours not in ("add-or-remove-one", "replace-one"):
             raise ValueError(f"unknown neighbouring relation {self.neighbours!r}")
-        if self.neighbours == "replace-one" and _any_phase(self.phases, _is_parallel):
+        if self.neighbours == "replace-one" and any_phase(self.phases, _is_parallel):
             raise ValueError(
                 "parallel parts are accounted under add-or-remove-one only: a replaced record may "
                 "change parts and then costs both"
@@ -490,17 +490,17 @@ class PrivacyPlan:
         if any(isinstance(phase, GaussianReleases) for phase in self.phases):
             lines.append("what is released beside the steps is clipped per record as well")
         lines += [f"NOT PRIVATE: {p.reason}" for p in self.phases if isinstance(p, NonPrivate)]
-        if _any_phase(self.phases, _is_sampled):
+        if any_phase(self.phases, _is_sampled):
             lines.append("every record joins a step independently (Poisson), never by shuffling")
-        if _any_phase(self.phases, _is_capped):
+        if any_phase(self.phases, _is_capped):
             lines.append("a batch above the cap is cut to a uniformly random subset")
-        if _any_phase(self.phases, lambda phase: isinstance(phase, LaplaceReleases)):
+        if any_phase(self.phases, lambda phase: isinstance(phase, LaplaceReleases)):
             lines.append("Laplace parts bound a record's contribution in L1 norm")
-        if _any_phase(self.phases, _is_parallel):
+        if any_phase(self.phases, _is_parallel):
             lines.append("every record lies in one part only, whatever the other records are")
         if any(isinstance(phase, RepeatAndSelect) for phase in self.phases):
             lines.append("the number of runs and all unselected runs stay secret")
-        if _any_phase(self.phases, lambda phase: isinstance(phase, WorstOf)):
+        if any_phase(self.phases, lambda phase: isinstance(phase, WorstOf)):
             lines.append("every setting that was tried costs at most as much as the one described")
         if self.nominal:
             lines.append(f"{self.records} records were declared without looking at the data")
@@ -576,7 +576,7 @@ def _is_parallel(phase: Phase) -> bool:
     return isinstance(phase, ParallelParts)
 
 
-def _any_phase(phases: Sequence[Phase], holds: Callable[[Phase], bool]) -> bool:
+def any_phase(phases: Sequence[Phase], holds: Callable[[Phase], bool]) -> bool:
     """Whether a phase, or one nested in a search or in parallel parts, has the property."""
     for phase in phases:
         inner: Sequence[Phase] = ()
@@ -586,6 +586,6 @@ def _any_phase(phases: Sequence[Phase], holds: Callable[[Phase], bool]) -> bool:
             inner = [nested for part in phase.parts for nested in part]
         elif isinstance(phase, WorstOf):
             inner = [nested for choice in phase.choices for nested in choice]
-        if holds(phase) or _any_phase(inner, holds):
+        if holds(phase) or any_phase(inner, holds):
             return True
     return False

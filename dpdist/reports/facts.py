@@ -12,7 +12,7 @@ from dpdist import __version__
 from dpdist.certification import reading
 from dpdist.certification.reading import CertificateTable
 from dpdist.gradients.keys import key_id
-from dpdist.privacy.budget import budgets_in
+from dpdist.privacy.budgets import budgets_in
 from dpdist.privacy.card import card
 from dpdist.privacy.claims import Claim
 from dpdist.privacy.group import group_guarantee
@@ -250,7 +250,9 @@ def _data_set_guarantee(
     run_id = key_id(bytes.fromhex(folder.run_key.read_text()))
     if search is not None:
         run_id = search.charge
-    for budget in budgets_in(recipe.privacy.budget):
-        if any(charge.run == run_id for charge in budget.charges):
-            return budget.guarantee(plan.delta, plan.neighbours)
-    return None
+    totals = [
+        budget.guarantee(plan.delta, plan.neighbours)
+        for budget in budgets_in(recipe.privacy.budget)
+        if any(charge.run == run_id for charge in budget.charges)
+    ]
+    return max(totals, key=lambda total: total.epsilon, default=None)

@@ -148,7 +148,7 @@ def run(job: TrainJob, reducer: Reducer, until: int | None = None) -> None:
         )
         monitor = Monitor(job, plan.steps, start) if first else None
         permit = None if ledger is None else PermitGate(folder, ledger.epoch, start, plan.steps)
-        shards = _shards(len(dataset), reducer, recipe.training.reproducible)
+        shards = _shards(len(dataset), plan.records, reducer, recipe.training.reproducible)
 
         def draws(todo: StepPlan, rate: float) -> Draws:
             return draws_for(recipe.method, todo, rate, hidden, derive_key(key, "hidden"))
@@ -239,7 +239,7 @@ def _constraint(job: TrainJob, model: torch.nn.Module) -> Callable[[], None]:
 
 @dataclasses.dataclass(frozen=True)
 class _Shards:
-    """rows: length of the reduced stack. largest: most records of any shard. mine: (row, first
+    """rows: length of the reduced stack. largest: records planned for any shard. mine: (row, first
     record, end) of this worker's shards."""
 
     rows: int
@@ -247,16 +247,20 @@ class _Shards:
     mine: list[tuple[int, int, int]]
 
 
-def _shards(records: int, reducer: Reducer, reproducible: bool) -> _Shards:
+def _shards(records: int, planned: int, reducer: Reducer, reproducible: bool) -> _Shards:
+    """Cut at the plan's number of records, which is another than theirs when it was declared: the
+    last shard takes what is beyond it, and nothing else changes with their number."""
+    count = CANONICAL_SHARDS if reproducible else reducer.world_size
+
+    def bounds(shard: int) -> tuple[int, int]:
+        begin, end = share(planned, shard, count)
+        return min(begin, records), records if shard == count - 1 else min(end, records)
+
+    largest = -(-planned // count)
     if not reproducible:
-        largest = -(-records // reducer.world_size)
-        return _Shards(1, largest, [(0, *share(records, reducer.rank, reducer.world_size))])
-    begin, end = share(CANONICAL_SHARDS, reducer.rank, reducer.world_size)
-    return _Shards(
-        CANONICAL_SHARDS,
-        -(-records // CANONICAL_SHARDS),
-        [(row, *share(records, row, CANONICAL_SHARDS)) for row in range(begin, end)],
-    )
+        return _Shards(1, largest, [(0, *bounds(reducer.rank))])
+    first, last = share(CANONICAL_SHARDS, reducer.rank, reducer.world_size)
+    return _Shards(count, largest, [(row, *bounds(row)) for row in range(first, last)])
 
 
 def _identity(job: TrainJob, reducer: Reducer) -> dict[str, str]:

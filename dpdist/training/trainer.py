@@ -20,11 +20,12 @@ from cluster.waiting import Room
 from dpdist.archive import Archive
 from dpdist.errors import NoRoom, UserError
 from dpdist.gradients.keys import key_id
-from dpdist.privacy.budget import BudgetExceeded, DataBudget
-from dpdist.privacy.journal import JournalError
+from dpdist.privacy.budget import Charge
+from dpdist.privacy.plan import Phase
 from dpdist.recipe import Recipe
 from dpdist.released import begun, read_released
 from dpdist.runfolder import RunFolder
+from dpdist.training import charging
 from dpdist.training.job import PACKAGES, TrainJob, read_run_key, training_data
 
 Progress = Callable[[int, int, float], None]  # done, total, per second
@@ -59,50 +60,38 @@ def train(
 
 @contextmanager
 def _charged(job: TrainJob) -> Iterator[None]:
-    """Charge the data set's budget: the whole plan before the run, what was released after it.
+    """Charge the records' budget: the whole plan before the run, what was released after it.
 
-    Raises UserError, before anything runs, above the recipe's ceiling.
+    Raises UserError, before anything runs, where the run does not fit under the recipe's ceiling.
     """
-    privacy, plan = job.recipe.privacy, job.plan
-    if privacy.budget is None:
+    recipe, plan, folder = job.recipe, job.plan, job.folder
+    if recipe.privacy.budget is None:
         yield
         return
-    fingerprint = training_data(job.recipe, job.source).fingerprint
-    run_id = key_id(read_run_key(job.folder))
+    records = training_data(recipe, job.source)
+    run_id, where = key_id(read_run_key(folder)), str(folder.recipe_file)
 
-    def reserve(budget: DataBudget, ceiling: float | None) -> None:
+    def charge(phases: Sequence[Phase]) -> Charge:
+        return Charge.of(run_id, recipe.name, plan, phases)
+
+    def reserve(enforce: bool) -> None:
         planned = plan.counts()
-        if begun(job.folder):  # superseded attempts come on top of the plan
-            for step, releases in read_released(job.folder).ledger.releases.items():
+        if begun(folder):  # superseded attempts come on top of the plan
+            for step, releases in read_released(folder).ledger.releases.items():
                 planned[plan.phase_of(step)] += releases - 1
         phases = plan.with_counts(planned)
-        budget.reserve(
-            run_id,
-            job.recipe.name,
-            plan.records,
-            phases,
-            delta=plan.delta,
-            neighbours=plan.neighbours,
-            ceiling=ceiling,
-        )
+        charging.reserve(recipe, records, charge(phases), where, enforce=enforce)
 
-    def budget() -> DataBudget:
-        assert privacy.budget is not None
-        return DataBudget.open(privacy.budget, fingerprint, job.source.name)
-
-    try:
-        with budget() as opened:
-            reserve(opened, None if job.folder.trained.exists() else privacy.budget_ceiling)
-    except (BudgetExceeded, JournalError) as error:
-        raise UserError(f"{job.folder.recipe_file}: privacy.budget: {error}") from error
+    if not folder.trained.exists():
+        reserve(enforce=True)
     try:
         yield
     finally:
-        with budget() as opened:
-            if job.folder.trained.exists():
-                opened.settle(run_id, read_released(job.folder).ledger.phases(plan))
-            else:
-                reserve(opened, None)
+        if folder.trained.exists():
+            released = read_released(folder).ledger.phases(plan)
+            charging.settle(recipe, records, charge(released), where)
+        else:
+            reserve(enforce=False)
 
 
 def fit(

@@ -1,22 +1,28 @@
-"""Budgets of data sets, and the privacy card."""
+"""Budgets of records: the filter, whose records they are, and what a crash leaves."""
 
 from __future__ import annotations
 
 import json
 import math
+import stat
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from dpdist.commands.budget import app
 from dpdist.errors import UserError
-from dpdist.privacy.budget import BudgetExceeded, DataBudget, budgets_in
-from dpdist.privacy.card import EVALUATION_UNPROTECTED, card, card_markdown
-from dpdist.privacy.journal import JournalError
+from dpdist.privacy import budgets
+from dpdist.privacy.budget import BudgetExceeded, Charge, DataBudget, Terms, composed_guarantee
+from dpdist.privacy.budgets import budgets_in
+from dpdist.privacy.filter import RenyiFilter
+from dpdist.privacy.journal import Journal, JournalError
 from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.plan import (
+    GaussianReleases,
     GaussianSteps,
     LaplaceReleases,
+    NonPrivate,
     ParallelParts,
     PrivacyPlan,
     RepeatAndSelect,
@@ -24,40 +30,226 @@ from dpdist.privacy.plan import (
 
 PLAN = PrivacyPlan.dp_sgd(records=1000, batch_size=50, noise_multiplier=1.5, steps=40, delta=1e-4)
 TWICE = PrivacyPlan(1000, PLAN.phases * 2, 1e-4)
-DATA = "ab" * 16
-
-
-def reserve(budget: DataBudget, run: str, **setting):
-    return budget.reserve(run, f"name of {run}", 1000, PLAN.phases, delta=1e-4, **setting)
+RECORDS = np.random.default_rng(0).random(1000)
+OTHERS = np.random.default_rng(1).random(500)
+BOTH = "add-or-remove-one"
+FOUR = Terms(RenyiFilter.fixed(4.0, 1e-4, BOTH))
 
 
 @pytest.fixture
-def budget(tmp_path):
-    with DataBudget.open(tmp_path / "budgets", DATA, "toy") as opened:
-        yield opened
+def folder(tmp_path):
+    return tmp_path / "budgets"
 
 
-def test_runs_on_the_same_data_compose(budget):
-    assert reserve(budget, "one").epsilon == PLAN.guarantee().epsilon
-    total = reserve(budget, "two")
+def reserve(folder, run, *, plan=PLAN, records=RECORDS, terms=FOUR, phases=None, **setting):
+    charge = Charge.of(run, f"name of {run}", plan, phases or plan.phases)
+    budgets.reserve(folder, records, charge, terms, plan.neighbours, name="toy", **setting)
+
+
+def only(folder) -> DataBudget:
+    (budget,) = budgets_in(folder)
+    return budget
+
+
+def size(folder) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir())
+
+
+# --- the filter
+
+
+def test_the_share_is_what_the_ceiling_allows_at_the_order():
+    import dp_accounting.rdp as rdp
+
+    for epsilon, delta in ((0.1, 1e-6), (1.0, 1e-5), (4.0, 1e-4), (30.0, 1e-5)):
+        found = RenyiFilter.fixed(epsilon, delta, BOTH)
+        theirs, _ = rdp.compute_epsilon([found.order], [found.share], delta)
+        assert theirs == pytest.approx(epsilon) and found.epsilon_of(found.share) <= epsilon + 1e-9
+        gaussian = (
+            found.share / found.order
+        )  # so many Gaussian releases fit; no other order has more
+        for order in range(2, 65):
+            assert rdp.compute_epsilon([order], [order * gaussian], delta)[0] >= epsilon - 1e-9
+    with pytest.raises(ValueError, match="ceiling"):
+        RenyiFilter.fixed(math.inf, 1e-5, BOTH)
+    with pytest.raises(ValueError, match="no Renyi order"):
+        RenyiFilter.fixed(1e-6, 1e-5, BOTH)
+
+
+def hockey_gaussian(at, shift):
+    """Divergence of N(shift, 1) from N(0, 1) at any real epsilon."""
+    from scipy.stats import norm
+
+    return norm.sf(at / shift - shift / 2) - np.exp(at + norm.logsf(at / shift + shift / 2))
+
+
+def hockey_sampled(at, rate, shift):
+    """Divergence of (1 - rate) N(0, 1) + rate N(shift, 1) from N(0, 1) at any real epsilon."""
+    from scipy.stats import norm
+
+    inside = 1 + np.expm1(at) / rate
+    with np.errstate(divide="ignore", invalid="ignore"):
+        edge = np.where(inside > 0, (np.log(inside) + shift**2 / 2) / shift, -np.inf)
+    over = (1 - rate) * norm.sf(edge) + rate * norm.sf(edge - shift)
+    return over - np.exp(at) * norm.sf(edge)
+
+
+def adaptive_delta(epsilon, first, gaussian, rate, shift):
+    """What one chooser reaches at epsilon: after the first run (one Gaussian release), whichever of
+    two runs does more harm at the loss that is left; exact up to the grid. With each alone."""
+    from scipy.stats import norm
+
+    loss = np.linspace(first**2 / 2 - 9 * first, first**2 / 2 + 9 * first, 20_001)
+    weight = norm.pdf(loss, first**2 / 2, first)
+    weight /= weight.sum()
+    left = epsilon - loss
+    one, two = hockey_gaussian(left, gaussian), hockey_sampled(left, rate, shift)
+    return float(weight @ np.maximum(one, two)), float(weight @ one), float(weight @ two)
+
+
+def test_runs_chosen_by_results_break_a_composed_epsilon_and_not_the_filter(folder):
+    """After the first run either of two goes with it within (2, 1e-5); chosen by its result, they
+    reach delta 1.9e-5. The filter's ceiling refuses both, and those it admits stay within it."""
+    first = (GaussianReleases(1 / 0.4),)
+    wide = (GaussianReleases(1 / 0.3025),)  # harms most when the first loss was large
+    rare = (GaussianReleases(1 / 8.0, 1, 1.007e-5),)  # a record in 100,000, nearly shown
+    broken, with_wide, with_rare = adaptive_delta(2.0, 0.4, 0.3025, 1.007e-5, 8.0)
+    assert max(with_wide, with_rare) <= 1e-5 and broken > 1.9e-5
+    plan = PrivacyPlan(1000, first, 1e-5)
+    for chosen in (wide, rare):
+        both = [Charge.of(str(i), "", plan, phases) for i, phases in enumerate((first, chosen))]
+        composed = composed_guarantee(both, 1e-5)
+        assert composed.epsilon <= 2.0  # what was stated, and proved for runs fixed beforehand
+        assert "no run was chosen by looking at the results" in composed.assumptions[-1]
+
+    terms = Terms(RenyiFilter.fixed(2.0, 1e-5, BOTH))
+    reserve(folder, "first", plan=plan, terms=terms)
+    for chosen in (wide, rare):
+        with pytest.raises(BudgetExceeded, match="ceiling of epsilon 2"):
+            reserve(folder, "second", plan=plan, phases=chosen, terms=terms)
+    assert len(only(folder).charges) == 1
+
+    # The largest of the same two kinds that still fit.
+    share = terms.ceiling.share - terms.ceiling.cost(first, 1000)
+
+    def most(kind, low, high):
+        for _ in range(60):
+            middle = math.sqrt(low * high)
+            fits = terms.ceiling.cost((kind(middle),), 1000) <= share
+            low, high = (middle, high) if fits else (low, middle)
+        return low
+
+    gaussian = most(lambda shift: GaussianReleases(1 / shift), 1e-3, 1.0)
+    rate = most(lambda q: GaussianReleases(1.0, 1, q), 1e-9, 0.5)
+    assert 0.1 < gaussian < 0.3025 and rate > 1e-3
+    assert 1e-9 < adaptive_delta(2.0, 0.4, gaussian, rate, 1.0)[0] <= 1e-5
+
+
+def test_the_ceiling_is_stated_and_the_sum_is_kept(folder):
+    reserve(folder, "one")
+    budget = only(folder)
+    stated = budget.guarantee(1e-9, "replace-one")  # the ceiling, whatever is asked
+    assert (stated.epsilon, stated.delta, stated.neighbours) == (4.0, 1e-4, BOTH)
+    assert stated.kind == "proved" and stated.source.startswith("Renyi filter of order")
+    cost = FOUR.ceiling.cost(PLAN.phases, 1000)
+    assert budget.spent == cost > 0
+    reserve(folder, "two")
+    assert only(folder).spent == pytest.approx(2 * cost)
+    assert only(folder).guarantee(1e-4) == stated
+
+
+def test_a_ceiling_is_fixed_by_the_first_run(folder):
+    reserve(folder, "one")
+    before = size(folder)
+    for terms in (Terms(), Terms(RenyiFilter.fixed(5.0, 1e-4, BOTH))):
+        with pytest.raises(BudgetExceeded, match="fixed before its first run"):
+            reserve(folder, "two", terms=terms)
+    replaced = PrivacyPlan(1000, (GaussianReleases(9.0),), 1e-4, neighbours="replace-one")
+    with pytest.raises(BudgetExceeded, match="this run replace-one"):
+        reserve(folder, "two", plan=replaced)
+    assert size(folder) == before
+
+
+def test_a_ceiling_refuses_and_records_nothing(folder):
+    reserve(folder, "one")
+    runs = int(FOUR.ceiling.share / only(folder).spent)
+    assert runs > 2
+    for number in range(2, runs + 1):
+        reserve(folder, str(number))
+    before = size(folder)
+    with pytest.raises(BudgetExceeded, match=r"would take .* % .* are spent"):
+        reserve(folder, "last")
+    assert size(folder) == before
+    reserve(folder, "one")  # continuing the first run stays allowed
+    empty = folder.with_name("fresh")
+    with pytest.raises(BudgetExceeded):
+        reserve(empty, "large", phases=PLAN.phases * 50)
+    assert budgets_in(empty) == []
+
+
+def test_searches_and_parallel_parts_enter_by_their_renyi_curves(folder):
+    search = RepeatAndSelect(PLAN.phases, 3, 1.0)
+    reserve(folder, "search", phases=(search,))
+    searched = only(folder).spent
+    assert searched > FOUR.ceiling.cost(PLAN.phases, 1000)
+    parts = ParallelParts(((GaussianReleases(4.0),), (LaplaceReleases(20.0),)))
+    reserve(folder, "parts", phases=(parts,))
+    worst = FOUR.ceiling.cost((GaussianReleases(4.0),), 1000)  # a record lies in one of them
+    assert only(folder).spent == pytest.approx(searched + worst)
+
+
+def test_what_has_no_renyi_bound_is_refused_with_the_reason(folder):
+    for phase, why in (
+        (GaussianSteps(10, 1.5, 0.05, batch_cap=60), "no Renyi bound"),
+        (NonPrivate("statistics of the batch"), "of what the ceiling"),
+    ):
+        with pytest.raises(BudgetExceeded, match=why):
+            reserve(folder, "run", phases=(phase,))
+    assert budgets_in(folder) == []
+
+
+def test_restarts_above_the_ceiling_are_stated(folder):
+    """On record whatever they cost; no new run is let in, and the ceiling is not claimed."""
+    reserve(folder, "one")
+    reserve(folder, "one", phases=PLAN.phases * 30, enforce=False)
+    stated = only(folder).guarantee()
+    assert stated.epsilon > 4.0 and "restarts" in stated.assumptions[-1]
+    with pytest.raises(BudgetExceeded):
+        reserve(folder, "two")
+
+
+# --- composition without a filter
+
+
+def test_without_a_ceiling_the_composition_is_stated_with_its_assumption(folder):
+    reserve(folder, "one", terms=Terms())
+    assert only(folder).guarantee(1e-4).epsilon == PLAN.guarantee().epsilon
+    reserve(folder, "two", terms=Terms())
+    total = only(folder).guarantee(1e-4)
     assert total.epsilon == pytest.approx(TWICE.guarantee().epsilon)
-    assert total.epsilon > PLAN.guarantee().epsilon
-    assert budget.guarantee(1e-4) == total
-    budget.close()
-    with DataBudget.open(budget.path.parent, DATA) as again:
-        assert again.guarantee(1e-4) == total
-        assert again.data_name == "toy"
+    assert "no run was chosen by looking at the results of an earlier one" in total.assumptions
+    with pytest.raises(BudgetExceeded, match="above their ceiling"):
+        reserve(folder, "three", terms=Terms(), limit=(total.epsilon + 0.01, 1e-4))
+    assert len(only(folder).charges) == 2
 
 
-def test_a_continued_run_is_charged_once(budget):
-    reserve(budget, "one")
-    size = budget.path.stat().st_size
-    assert reserve(budget, "one").epsilon == PLAN.guarantee().epsilon
-    assert budget.path.stat().st_size == size
+# --- on record
 
 
-def test_settling_charges_what_was_released(budget, tmp_path):
-    reserve(budget, "one")
+def test_a_continued_run_is_charged_once(folder):
+    reserve(folder, "one")
+    before = size(folder)
+    reserve(folder, "one")
+    assert size(folder) == before
+    budgets.settle(folder, "one", PLAN.phases)
+    settled = size(folder)
+    budgets.settle(folder, "one", PLAN.phases)
+    reserve(folder, "one")
+    assert size(folder) == settled > before
+
+
+def test_settling_charges_what_was_released(folder, tmp_path):
+    reserve(folder, "one")
     with Ledger.open(tmp_path / "private" / "ledger.jsonl", PLAN.fingerprint()) as ledger:
         ledger.begin_attempt({"world_size": "1"})
         for step in range(40):
@@ -66,124 +258,114 @@ def test_settling_charges_what_was_released(budget, tmp_path):
         for step in range(30, 40):
             ledger.record(step, f"{step + 1000:064x}")
         released = ledger.phases(PLAN)
-    budget.settle("one", released)
+    assert budgets.settle(folder, "one", released)
+    budget = only(folder)
     assert [charge.status for charge in budget.charges] == ["settled"]
-    fifty = PrivacyPlan(1000, (GaussianSteps(50, 1.5, 0.05),), 1e-4)
-    assert budget.guarantee(1e-4).epsilon == fifty.guarantee().epsilon
-    with pytest.raises(JournalError, match="reserve comes before"):
-        budget.settle("unknown", released)
+    assert budget.spent == FOUR.ceiling.cost((GaussianSteps(50, 1.5, 0.05),), 1000)
+    assert not budgets.settle(folder, "unknown", released)
 
 
-def test_a_ceiling_refuses_and_records_nothing(budget):
-    one = reserve(budget, "one", ceiling=5.0).epsilon
-    size = budget.path.stat().st_size
-    with pytest.raises(BudgetExceeded, match="above its ceiling"):
-        reserve(budget, "two", ceiling=one + 0.01)
-    assert budget.path.stat().st_size == size
-    reserve(budget, "one", ceiling=one + 0.01)  # continuing the first run stays allowed
-    reserve(budget, "two", ceiling=5.0)
-
-
-def test_searches_and_single_runs_share_a_budget(budget):
-    search = RepeatAndSelect(PLAN.phases, 5, 1.0)
-    budget.reserve("search", "search", 1000, (search,), delta=1e-4)
-    total = reserve(budget, "run")
-    both = PrivacyPlan(1000, (search, *PLAN.phases), 1e-4).guarantee()
-    assert total.epsilon == pytest.approx(both.epsilon)
-    assert total.source.startswith("RDP")
-
-
-def test_a_part_of_the_data_is_the_same_data(budget):
-    budget.close()
-    with DataBudget.open(budget.path.parent, f"{DATA}-first-100") as part:
-        assert part.path == budget.path
-    with pytest.raises(ValueError, match="fingerprint"):
-        DataBudget.open(budget.path.parent, "../escape")
-
-
-def test_damage_is_noticed(budget):
-    reserve(budget, "one")
-    reserve(budget, "two")
-    budget.close()
-    lines = budget.path.read_text().splitlines(keepends=True)
-    budget.path.write_text("".join([lines[0], *lines[2:]]))
+def test_damage_is_noticed(folder):
+    reserve(folder, "one")
+    reserve(folder, "two")
+    path = only(folder).path
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([lines[0], *lines[2:]]))
     with pytest.raises(JournalError):
-        budgets_in(budget.path.parent)
+        budgets_in(folder)
 
 
-def test_the_command(budget):
-    reserve(budget, "one")
-    reserve(budget, "two")
-    folder = str(budget.path.parent)
-    arguments = ["--folder", folder, "--delta", "1e-4"]
+# --- whose records
+
+
+def test_one_row_more_and_another_order_are_the_same_data(folder):
+    reserve(folder, "one")
+    spent = only(folder).spent
+    rng = np.random.default_rng(2)
+    for number, records in enumerate(
+        (
+            np.append(RECORDS, 0.123),
+            rng.permutation(RECORDS),
+            RECORDS[::7],
+            np.append(OTHERS, 0.123),
+        )
+    ):
+        reserve(folder, f"again {number}", records=records)
+        assert only(folder).spent == pytest.approx((number + 2) * spent)
+    assert len(only(folder).known) == 1001 + 500  # the last shared one row, and brought its own
+
+
+def test_other_records_have_a_budget_of_their_own_and_who_joins_them_pays_both(folder):
+    reserve(folder, "one")
+    reserve(folder, "two", records=OTHERS)
+    assert len(budgets_in(folder)) == 2
+    reserve(folder, "joint", records=np.append(RECORDS[:3], OTHERS[:3]))
+    runs = sorted(sorted(charge.run for charge in b.charges) for b in budgets_in(folder))
+    assert runs == [["joint", "one"], ["joint", "two"]]
+    budgets.settle(folder, "joint", PLAN.phases)
+    assert {c.status for b in budgets_in(folder) for c in b.charges if c.run == "joint"} == {
+        "settled"
+    }
+    # One of them full is enough to refuse, and then neither is charged.
+    full = only_of(folder, "two")
+    while full.terms.ceiling.share - full.spent > full.spent / len(full.charges):
+        reserve(folder, f"more {len(full.charges)}", records=OTHERS)
+        full = only_of(folder, "two")
+    before = size(folder)
+    with pytest.raises(BudgetExceeded):
+        reserve(folder, "both", records=np.append(RECORDS, OTHERS))
+    assert size(folder) == before
+
+
+def only_of(folder, run) -> DataBudget:
+    (budget,) = [b for b in budgets_in(folder) if any(c.run == run for c in b.charges)]
+    return budget
+
+
+def test_records_are_kept_under_a_private_key(folder):
+    reserve(folder, "one")
+    for path in folder.iterdir():
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    other = folder.with_name("elsewhere")
+    reserve(other, "one")
+    assert not np.intersect1d(only(folder).known, only(other).known).size
+    (folder / "records.key").unlink()
+    with pytest.raises(JournalError, match="lost or damaged"):
+        reserve(folder, "two")
+
+
+def test_a_budget_of_an_older_version_is_read_and_not_added_to(folder):
+    charge = Charge.of("old", "old run", PLAN, PLAN.phases).to_dict()
+    del charge["nominal"]
+    path = folder / ("ab" * 16 + ".budget.jsonl")
+    journal = Journal.open(path, "budget", {"data": "ab" * 16, "name": "toy"})
+    journal.append(charge)
+    journal.close()
+    assert only(folder).guarantee(1e-4).epsilon == PLAN.guarantee().epsilon
+    with pytest.raises(BudgetExceeded, match=r"older dpdist.*name a new folder"):
+        reserve(folder, "new")
+    reserve(folder, "old")  # what is on it already stays as it is
+    assert budgets.settle(folder, "old", PLAN.phases)
+    assert len(only(folder).charges) == 1
+
+
+# --- the command
+
+
+def test_the_command(folder):
+    reserve(folder, "one")
+    reserve(folder, "two")
+    arguments = ["--folder", str(folder), "--delta", "1e-4"]
     shown = CliRunner().invoke(app, [*arguments, "--json"], catch_exceptions=False)
     (entry,) = json.loads(shown.stdout)
-    assert entry["epsilon"] == pytest.approx(TWICE.guarantee().epsilon)
-    assert entry["data"] == DATA and entry["name"] == "toy"
+    assert (entry["epsilon"], entry["delta"], entry["name"]) == (4.0, 1e-4, "toy")
+    assert entry["records"] == 1000
     assert [run["epsilon"] for run in entry["runs"]] == [PLAN.guarantee().epsilon] * 2
+    assert 0 < entry["spent"]["of_ceiling"] < 1 and entry["spent"]["guarantee"] is False
     text = CliRunner().invoke(app, arguments, catch_exceptions=False).stdout
-    assert "toy: epsilon" in text and "name of two" in text
+    assert "toy: epsilon 4 at delta 0.0001" in text and "name of two" in text
+    assert "no guarantee by itself" in text
     with pytest.raises(UserError, match="not a folder"):
-        CliRunner().invoke(app, ["--folder", folder + "x"], catch_exceptions=False)
+        CliRunner().invoke(app, ["--folder", str(folder) + "x"], catch_exceptions=False)
     with pytest.raises(UserError, match="delta"):
-        CliRunner().invoke(app, ["--folder", folder, "--delta", "1"], catch_exceptions=False)
-
-
-# --- the card ---------------------------------------------------------------------------------
-
-
-def test_card_of_a_run(tmp_path):
-    with Ledger.open(tmp_path / "private" / "ledger.jsonl", PLAN.fingerprint()) as ledger:
-        ledger.begin_attempt({"world_size": "1"})
-        for step in range(25):
-            ledger.record(step, f"{step:064x}")
-        ledger.record_event("noise scale from private data", LaplaceReleases(4.0), "cd" * 32)
-        described = card(PLAN, ledger, extra={"model": "cnn"})
-        proved = ledger.guarantee(PLAN)
-    again = json.loads(json.dumps(described, allow_nan=False))
-    assert again["guarantee"]["epsilon"] == proved.epsilon
-    assert again["guarantee"]["kind"] == "proved"
-    assert again["released_besides"] == ["noise scale from private data"]
-    assert again["mechanism"][0].startswith("25 Gaussian steps")
-    assert again["library"].startswith("dp-accounting ")
-    deltas = {row["delta"]: row["epsilon"] for row in again["epsilon_at_delta"]}
-    assert deltas[1e-4] == proved.epsilon < deltas[1e-6] < deltas[1e-8]
-    page = card_markdown(again)
-    for part in ("add-or-remove-one", "Poisson", "one record", EVALUATION_UNPROTECTED, "cnn"):
-        assert part in page
-
-
-def test_card_never_rounds_epsilon_down():
-    described = card(PLAN)
-    text = card_markdown(described).split("(", 1)[1].split(",", 1)[0]
-    assert (
-        described["guarantee"]["epsilon"]
-        <= float(text)
-        <= 1.001 * (described["guarantee"]["epsilon"])
-    )
-
-
-def test_card_without_the_number_of_records():
-    plan = PrivacyPlan(73_219, PLAN.phases, 1e-4)
-    described = card(plan, show_records=False)
-    assert described["records"] is None and described["plan"] is None
-    assert "73219" not in json.dumps(described)
-    assert "73219" not in card_markdown(described)
-    assert "73219" in card_markdown(card(plan))
-
-
-def test_card_of_a_run_without_noise():
-    bare = PrivacyPlan.dp_sgd(
-        records=1000, batch_size=50, noise_multiplier=0.0, steps=40, delta=1e-4
-    )
-    described = card(bare, private=False)
-    assert json.loads(json.dumps(described, allow_nan=False))["guarantee"]["epsilon"] == "inf"
-    assert "NOT private" in card_markdown(described)
-
-
-def test_card_keeps_the_number_of_runs_secret():
-    search = PrivacyPlan(1000, (RepeatAndSelect(PLAN.phases, 5, math.inf),), 1e-4)
-    (sentence,) = card(search)["mechanism"]
-    assert "secret random number of runs (Poisson, mean 5)" in sentence
-    parts = PrivacyPlan(1000, (ParallelParts((PLAN.phases, (LaplaceReleases(2.0),))),), 1e-4)
-    assert "disjoint parts" in card(parts)["mechanism"][0]
+        CliRunner().invoke(app, ["--folder", str(folder), "--delta", "1"], catch_exceptions=False)

@@ -6,6 +6,7 @@ purpose and must be caught.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import threading
@@ -231,9 +232,43 @@ def test_a_budget_counts_superseded_attempts_and_survives_a_crash(tmp_path, monk
     with _charged(job):
         pass
     assert spent() == ("settled", 18)
-    over, other = make(tmp_path, "other", **extra, privacy__budget_ceiling=0.1)
-    with pytest.raises(UserError, match="above its ceiling"), _charged(prepare(over, other, "t")):
+    late, other = make(tmp_path, "other", **extra, privacy__budget_ceiling=30.0)
+    with pytest.raises(UserError, match="fixed before"), _charged(prepare(late, other, "t")):
         raise AssertionError("must not start")
+
+
+def test_a_ceiling_holds_over_runs_on_overlapping_records(tmp_path):
+    """One record more is the same data to the ceiling of the first run."""
+    from dpdist.privacy.budget import DataBudget
+    from dpdist.privacy.budgets import budgets_in
+    from dpdist.training.trainer import _charged
+
+    def run(name: str, records: int, ceiling: float = 4.0) -> DataBudget:
+        recipe, folder = make(
+            tmp_path,
+            name,
+            data={"name": "digits", "max_train": records},
+            privacy__run_key=hashlib.blake2b(name.encode(), digest_size=32).hexdigest(),
+            privacy__budget=str(tmp_path / "budgets"),
+            privacy__budget_ceiling=ceiling,
+        )
+        job = prepare(recipe, folder, "test")
+        with _charged(job):
+            pass
+        (budget,) = budgets_in(tmp_path / "budgets")
+        return budget
+
+    one = run("one", 400).spent
+    both = run("two", 401)
+    assert len(both.charges) == 2 and both.spent == pytest.approx(2 * one, rel=0.02)
+    assert both.guarantee().epsilon == 4.0
+    with pytest.raises(UserError, match="fixed before its first run"):
+        run("three", 400, ceiling=5.0)
+    with pytest.raises(UserError, match=r"privacy.budget: 'x' would take .* are spent"):
+        for number in range(20):
+            run(f"more-{number}", 400)
+    full = run("one", 400)  # a continued run is let in
+    assert full.spent <= full.terms.ceiling.share < full.spent + 1.1 * one
 
 
 def test_nothing_private_lies_outside_private(tmp_path):

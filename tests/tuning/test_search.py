@@ -311,7 +311,7 @@ def test_another_recipe_or_data_is_not_continued(recipe, begin):
         ),
         ({"privacy": {"batch_cap": 300}}, "tune.law: "),
         ({"privacy": {"neighbours": "replace-one"}}, "add-or-remove-one"),
-        ({"privacy": {"budget": "b", "budget_ceiling": 1e-3}}, "above its ceiling"),
+        ({"privacy": {"budget": "b", "budget_ceiling": 0.1}}, "of what the ceiling"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_searched_leaves_nothing_behind(

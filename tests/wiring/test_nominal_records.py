@@ -67,7 +67,7 @@ def test_one_record_more_changes_nothing_that_is_published(tmp_path):
         assert ledger.releases == dict.fromkeys(range(8), 1)  # 128 // 16 steps, whatever N is
     assert published[0] == published[1]
     card = json.loads(published[0][1]["privacy_card.json"])
-    assert card["neighbours"] == card["guarantee"]["relation"] == "add-or-remove-one"
+    assert card["relation"] == card["guarantee"]["relation"] == "add-or-remove-one"
     assert (card["records"], card["records_are"]) == (128, "declared")
 
 
@@ -93,7 +93,7 @@ def test_a_counted_number_is_named_in_the_relation(tmp_path):
     assert "nominal" not in job.plan.to_dict()  # plans written before keep their fingerprint
     execute(job)
     described = read_facts(folder).card()
-    assert described["neighbours"] == guarantee.relation
+    assert described["relation"] == guarantee.relation
     assert "(zero-out)" in card_markdown(described) and "(counted)" in card_markdown(described)
 
 

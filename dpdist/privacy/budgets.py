@@ -1,0 +1,163 @@
+"""The budgets of a folder, found by the records themselves.
+
+Data are known by their records, not by their file: one row more, another order or another split is
+the same data. A run is charged to every budget that holds any of its records, and that budget takes
+in the others, so that all runs on a record are on each budget it is on. Records are kept as hashes
+under a key that never leaves the folder.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dpdist.privacy.budget import SUFFIX, BudgetExceeded, Charge, DataBudget, Terms, check_fits
+from dpdist.privacy.guarantee import Neighbours
+from dpdist.privacy.journal import JournalError
+from dpdist.privacy.plan import Phase
+
+_KEY = "records.key"
+_KEY_BYTES = 32
+
+
+def budgets_in(folder: str | Path) -> list[DataBudget]:
+    """Every budget in a folder, by file name. Raises JournalError if one is damaged."""
+    return [DataBudget.read(path) for path in _files(Path(folder))]
+
+
+def reserve(
+    folder: str | Path,
+    records: NDArray,
+    charge: Charge,
+    terms: Terms,
+    neighbours: Neighbours,
+    *,
+    name: str = "",
+    limit: tuple[float, float] | None = None,
+    enforce: bool = True,
+) -> None:
+    """Put a run on record before it starts, on every budget that holds any of its records.
+
+    records: a hash of every record the run reads, one number each. terms: of the budget that is
+    opened when there is none; otherwise they must be the same. name: a public name of the data.
+    A run on record already (a continued one) is charged once. Durable on return.
+
+    Raises BudgetExceeded, and nothing was recorded, where the run does not fit; JournalError.
+    enforce: False records what was done already, whatever it costs.
+    """
+    with _opened(Path(folder)) as (key, budgets):
+        if _on_an_old_one(budgets, charge.run, refuse=enforce):
+            return
+        known = _recognisable(key, records)
+        held = [budget for budget in budgets if _common(budget, known)]
+        if enforce:
+            for budget in held:
+                if not budget.terms.same(terms):
+                    raise BudgetExceeded(
+                        f"{budget.path} holds some of these records under {budget.terms}, fixed "
+                        f"before its first run; this run comes with {terms}"
+                    )
+            for charges in [budget.charges for budget in held] or [[]]:
+                check_fits(terms, charges, charge, neighbours, limit)
+        if not held:
+            held = [DataBudget.create(Path(folder), name, terms)]
+            budgets.append(held[0])  # is closed with the others
+        for budget in held:
+            budget.add_records(known)
+            budget.record(charge)
+
+
+def settle(folder: str | Path, run: str, phases: Sequence[Phase]) -> bool:
+    """Replace a reservation by what was really released (`Ledger.phases`); may be repeated.
+
+    False for a run that was never reserved. Raises JournalError.
+    """
+    found = False
+    with _opened(Path(folder)) as (_, budgets):
+        if _on_an_old_one(budgets, run, refuse=False):
+            return True
+        for budget in budgets:
+            for charge in budget.charges:
+                if charge.run == run:
+                    budget.record(replace(charge, phases=tuple(phases), status="settled"))
+                    found = True
+    return found
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(folder.glob(f"*{SUFFIX}"))
+
+
+@contextmanager
+def _opened(folder: Path) -> Iterator[tuple[bytes, list[DataBudget]]]:
+    """The folder's key and all its budgets, for one process at a time."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    descriptor = os.open(folder / _KEY, os.O_RDWR | os.O_CREAT, 0o600)
+    with os.fdopen(descriptor, "r+") as file, ExitStack() as stack:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        budgets: list[DataBudget] = []
+        stack.callback(_close, budgets)
+        for path in _files(folder):
+            budgets.append(DataBudget.open(path))
+        text = file.read()
+        if len(text) != 2 * _KEY_BYTES:
+            if any(not budget.old for budget in budgets):
+                raise JournalError(
+                    f"{folder / _KEY}: lost or damaged, and with it which records the budgets "
+                    "beside it hold; bring it back"
+                )
+            text = secrets.token_hex(_KEY_BYTES)
+            file.seek(0)
+            file.truncate()
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        yield bytes.fromhex(text), budgets
+
+
+def _close(budgets: list[DataBudget]) -> None:
+    for budget in budgets:
+        budget.close()
+
+
+def _recognisable(key: bytes, records: NDArray) -> NDArray[np.uint64]:
+    """Keyed hashes of the records' own, sorted and each once: uint64."""
+    if records.ndim != 1 or not len(records):
+        raise ValueError(f"one hash for each record is needed, got shape {records.shape}")
+    raw, size = np.ascontiguousarray(records).tobytes(), records.dtype.itemsize
+    person = b"dpdist.budget"
+    digests = b"".join(
+        hashlib.blake2b(raw[i : i + size], digest_size=8, key=key, person=person).digest()
+        for i in range(0, len(raw), size)
+    )
+    return np.unique(np.frombuffer(digests, "<u8"))
+
+
+def _common(budget: DataBudget, known: NDArray[np.uint64]) -> bool:
+    return len(np.intersect1d(budget.known, known, assume_unique=True)) > 0
+
+
+def _on_an_old_one(budgets: Sequence[DataBudget], run: str, *, refuse: bool) -> bool:
+    """Whether the run is on a budget that knows its data by their file only.
+
+    refuse: raise BudgetExceeded when it is not, but there is such a budget.
+    """
+    old = [budget for budget in budgets if budget.old]
+    if any(charge.run == run for budget in old for charge in budget.charges):
+        return True
+    if old and refuse:
+        raise BudgetExceeded(
+            f"{old[0].path} was kept by an older dpdist, which knew data by their file only: "
+            "see with `dpdist budget` what it has spent, then name a new folder in privacy.budget, "
+            "with a ceiling that leaves room for that"
+        )
+    return False

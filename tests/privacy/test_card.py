@@ -1,0 +1,69 @@
+"""The privacy card."""
+
+from __future__ import annotations
+
+import json
+import math
+
+from dpdist.privacy.card import EVALUATION_UNPROTECTED, card, card_markdown
+from dpdist.privacy.ledger import Ledger
+from dpdist.privacy.plan import LaplaceReleases, ParallelParts, PrivacyPlan, RepeatAndSelect
+
+PLAN = PrivacyPlan.dp_sgd(records=1000, batch_size=50, noise_multiplier=1.5, steps=40, delta=1e-4)
+
+
+def test_card_of_a_run(tmp_path):
+    with Ledger.open(tmp_path / "private" / "ledger.jsonl", PLAN.fingerprint()) as ledger:
+        ledger.begin_attempt({"world_size": "1"})
+        for step in range(25):
+            ledger.record(step, f"{step:064x}")
+        ledger.record_event("noise scale from private data", LaplaceReleases(4.0), "cd" * 32)
+        described = card(PLAN, ledger, extra={"model": "cnn"})
+        proved = ledger.guarantee(PLAN)
+    again = json.loads(json.dumps(described, allow_nan=False))
+    assert again["guarantee"]["epsilon"] == proved.epsilon
+    assert again["guarantee"]["kind"] == "proved"
+    assert again["released_besides"] == ["noise scale from private data"]
+    assert again["mechanism"][0].startswith("25 Gaussian steps")
+    assert again["library"].startswith("dp-accounting ")
+    deltas = {row["delta"]: row["epsilon"] for row in again["epsilon_at_delta"]}
+    assert deltas[1e-4] == proved.epsilon < deltas[1e-6] < deltas[1e-8]
+    page = card_markdown(again)
+    for part in ("add-or-remove-one", "Poisson", "one record", EVALUATION_UNPROTECTED, "cnn"):
+        assert part in page
+
+
+def test_card_never_rounds_epsilon_down():
+    described = card(PLAN)
+    text = card_markdown(described).split("(", 1)[1].split(",", 1)[0]
+    assert (
+        described["guarantee"]["epsilon"]
+        <= float(text)
+        <= 1.001 * (described["guarantee"]["epsilon"])
+    )
+
+
+def test_card_without_the_number_of_records():
+    plan = PrivacyPlan(73_219, PLAN.phases, 1e-4)
+    described = card(plan, show_records=False)
+    assert described["records"] is None and described["plan"] is None
+    assert "73219" not in json.dumps(described)
+    assert "73219" not in card_markdown(described)
+    assert "73219" in card_markdown(card(plan))
+
+
+def test_card_of_a_run_without_noise():
+    bare = PrivacyPlan.dp_sgd(
+        records=1000, batch_size=50, noise_multiplier=0.0, steps=40, delta=1e-4
+    )
+    described = card(bare, private=False)
+    assert json.loads(json.dumps(described, allow_nan=False))["guarantee"]["epsilon"] == "inf"
+    assert "NOT private" in card_markdown(described)
+
+
+def test_card_keeps_the_number_of_runs_secret():
+    search = PrivacyPlan(1000, (RepeatAndSelect(PLAN.phases, 5, math.inf),), 1e-4)
+    (sentence,) = card(search)["mechanism"]
+    assert "secret random number of runs (Poisson, mean 5)" in sentence
+    parts = PrivacyPlan(1000, (ParallelParts((PLAN.phases, (LaplaceReleases(2.0),))),), 1e-4)
+    assert "disjoint parts" in card(parts)["mechanism"][0]
