@@ -210,7 +210,7 @@ def test_two_copies_of_a_run_never_share_noise(tmp_path, monkeypatch):
 
 def test_a_budget_counts_superseded_attempts_and_survives_a_crash(tmp_path, monkeypatch):
     """Charged before the run, settled after it, also when the driver died in between."""
-    from dpdist.privacy.budget import budgets_in
+    from dpdist.privacy.budgets import budgets_in
     from dpdist.training.trainer import _charged
 
     folder_of_budgets = str(tmp_path / "budgets")
@@ -243,7 +243,7 @@ def test_a_ceiling_holds_over_runs_on_overlapping_records(tmp_path):
     from dpdist.privacy.budgets import budgets_in
     from dpdist.training.trainer import _charged
 
-    def run(name: str, records: int, ceiling: float = 4.0) -> DataBudget:
+    def run(name: str, records: int, ceiling: float = 12.0) -> DataBudget:
         recipe, folder = make(
             tmp_path,
             name,
@@ -261,7 +261,7 @@ def test_a_ceiling_holds_over_runs_on_overlapping_records(tmp_path):
     one = run("one", 400).spent
     both = run("two", 401)
     assert len(both.charges) == 2 and both.spent == pytest.approx(2 * one, rel=0.02)
-    assert both.guarantee().epsilon == 4.0
+    assert both.guarantee().epsilon == 12.0
     with pytest.raises(UserError, match="fixed before its first run"):
         run("three", 400, ceiling=5.0)
     with pytest.raises(UserError, match=r"privacy.budget: 'x' would take .* are spent"):

@@ -15,7 +15,7 @@ from cluster.errors import ClusterError
 from cluster.session import Session
 from cluster.storage import write_json
 from dpdist.errors import UserError
-from dpdist.privacy.budget import budgets_in
+from dpdist.privacy.budgets import budgets_in
 from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.recipe import ResourcesRecipe

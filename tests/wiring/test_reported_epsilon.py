@@ -19,7 +19,7 @@ from support.training import execute, interrupted, make
 from dpdist.errors import UserError
 from dpdist.pipeline import evaluate_stage, load_model
 from dpdist.pipeline import test_data as held_out_test_data
-from dpdist.privacy.budget import budgets_in
+from dpdist.privacy.budgets import budgets_in
 from dpdist.privacy.guarantee import format_epsilon
 from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.plan import GaussianSteps, PrivacyPlan
