@@ -1,0 +1,82 @@
+"""What a check of certificates counts: another class certified inside a radius, nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.here import without_ray
+
+from dpdist import models
+from dpdist.attacks.check import Plausibility, check_certificates
+from dpdist.attacks.settings import AttackSettings
+from dpdist.certification import job
+from dpdist.certification import table as tables
+from dpdist.certification.settings import CertifySettings
+
+COUNT = 30
+
+
+@dataclass(frozen=True)
+class Points:
+    """Inputs on both sides of a plane; features, so that no pixel box helps them."""
+
+    classes: int = 2
+    fingerprint: str = "points"
+    name: str = "points/test"
+
+    @property
+    def labels(self) -> np.ndarray:
+        return np.arange(COUNT) % 2
+
+    def batch(self, indices: np.ndarray | slice) -> torch.Tensor:
+        rng = np.random.default_rng(0)
+        x = rng.normal(size=(COUNT, 4)).astype(np.float32)
+        x[:, 0] = np.where(self.labels == 1, 1, -1) * rng.uniform(0.1, 0.5, COUNT)
+        return torch.from_numpy(x[indices])
+
+
+@pytest.fixture
+def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Certify a plane, change the radii by a factor, and hold them against an attack."""
+    without_ray(monkeypatch)
+    spec = models.ModelSpec("linear", (4,), 2)
+    model = models.initialise(spec, 0)
+    layer = next(m for m in model.modules() if isinstance(m, torch.nn.Linear))
+    with torch.no_grad():
+        layer.weight.zero_()
+        layer.weight[1, 0], layer.weight[0, 0] = 5.0, -5.0
+        layer.bias.zero_()
+    models.save(model, spec, tmp_path / "model")
+
+    def run(factor: float) -> tuple[list[dict], Plausibility]:
+        settings = CertifySettings(sigma=0.25, n0=50, n=1000, batch=200, seed="1")
+        job.certify(tmp_path / "model", Points(), settings, tmp_path / "certificates")
+        table = tables.read(tmp_path / "certificates" / job.TABLE)
+        rows = [{**row, "radius": factor * row["radius"]} for row in table.to_pylist()]
+        path = tmp_path / f"times-{factor:g}" / "certificates.parquet"
+        tables.write(tables.build(rows, tables.about(table)), path)
+        attack = AttackSettings(attacks=("pgd",), steps=5, draws=4, seed="2", batch=30)
+        output = tmp_path / f"check-{factor:g}"
+        found, verdict = check_certificates(tmp_path / "model", Points(), path, attack, output)
+        return found.to_pylist(), verdict
+
+    return run
+
+
+def test_valid_certificates_end_in_abstentions_not_contradictions(check) -> None:
+    # The attack goes to the edge of the radius, near the plane, where nothing is certified.
+    points, verdict = check(1.0)
+    assert len(points) >= 25 and any(row["prediction"] == -1 for row in points)
+    assert verdict.contradictions == 0 and verdict.plausible
+    assert verdict.error == pytest.approx(0.002) and verdict.inputs == COUNT
+
+
+def test_another_class_inside_a_radius_is_a_contradiction(check) -> None:
+    points, verdict = check(3.0)
+    wrong = [row for row in points if row["prediction"] == 1 - row["certified"]]
+    assert len(wrong) >= 20 and all(row["p_lower"] > 0.5 for row in wrong)
+    assert verdict.contradictions == len(wrong) and not verdict.plausible
