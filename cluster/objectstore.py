@@ -18,6 +18,7 @@ from typing import Any
 from urllib.parse import parse_qs, quote, urlsplit
 
 from cluster.errors import ClusterError
+from cluster.names import check_path
 
 SCHEMES = ("s3", "gs", "file")
 _OPTIONS = {"region", "scheme", "endpoint_override"}
@@ -67,7 +68,10 @@ class ObjectStore:
             raise ClusterError(f"{self.url}: {name + ': ' if name else ''}{said}") from error
 
     def _path(self, name: str) -> str:
-        return f"{self._root}/{name}"
+        try:
+            return f"{self._root}/{check_path(name)}"
+        except ValueError as error:
+            raise ClusterError(f"{self.url}: {error}") from None
 
     def put(self, name: str, source: bytes | Path) -> tuple[str, int]:
         """Write an object; returns the digest and size of what was written."""

@@ -41,15 +41,22 @@ def json_number(value: float) -> float | None:
 
 
 @contextmanager
-def built_aside(folder: Path) -> Iterator[Path]:
-    """A path beside `folder` to build it at, moved there at the end: whole or not there."""
+def built_aside(folder: Path, *, replace: bool = False) -> Iterator[Path]:
+    """A path beside `folder` to build it at, moved there at the end: whole or not there.
+
+    replace: a folder that is there already makes room for the new one, and only when that is whole.
+    """
     aside = folder.with_name(f".{folder.name}.{os.getpid()}")
+    old = folder.with_name(f".{folder.name}.{os.getpid()}.old")
     shutil.rmtree(aside, ignore_errors=True)
     try:
         yield aside
+        if replace and folder.exists():
+            os.rename(folder, old)
         os.rename(aside, folder)
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        for rest in (aside, old):
+            shutil.rmtree(rest, ignore_errors=True)
 
 
 def private_folder(path: Path) -> Path:

@@ -7,11 +7,15 @@ run.json stay, so that a fetched copy is never taken for a run that could be con
 from __future__ import annotations
 
 import base64
+import gzip
 import hashlib
 import io
 import tarfile
-from pathlib import Path, PurePosixPath
+import zlib
+from pathlib import Path
 
+from cluster.names import check_paths, place
+from cluster.storage import write_atomic
 from dpdist.errors import UserError
 from dpdist.runfolder import RunFolder
 
@@ -19,22 +23,34 @@ PUBLISHABLE = (
     "recipe.yaml", "evaluation.json", "landscape.json", "release", "certificates", "attacks",
     "audit", "report",
 )  # fmt: skip
+# What is in release/, and all of it or nothing.
+RELEASED = ("model.json", "model.safetensors", "privacy_card.json", "privacy_card.md")
 MAX_BYTES = 200 * 2**20
 _BEGIN, _END = "-----BEGIN DPDIST EXPORT-----", "-----END DPDIST EXPORT "
 _LINE = 4096
 
 
+def is_publishable(path: str) -> bool:
+    """Whether a file of this path (as in `cluster.names.check_path`) below a run folder may leave;
+    of release/ only what `dpdist release` writes."""
+    top, _, below = path.partition("/")
+    return top in PUBLISHABLE and (top != "release" or below in RELEASED)
+
+
 def publishable(folder: RunFolder) -> list[Path]:
     """The files that may leave, relative to the run folder, sorted. What a link leads to is left
-    out."""
+    out, and so are released weights without their card."""
     found, root = [], folder.path.resolve()
     for name in PUBLISHABLE:
         place = folder.path / name
         for path in sorted(place.rglob("*")) if place.is_dir() else [place]:
             inside = path.relative_to(folder.path)
+            if not is_publishable(inside.as_posix()):
+                continue
             if path.is_file() and path.resolve() == root / inside:
                 found.append(inside)
-    return found
+    whole = all(Path("release", name) in found for name in RELEASED)
+    return [path for path in found if whole or path.parts[0] != "release"]
 
 
 def export(folder: RunFolder, limit: int = MAX_BYTES) -> str:
@@ -62,7 +78,7 @@ def unpack(log: str, target: Path) -> list[Path]:
     """Write the files found in a job's log under `target`; returns their paths.
 
     Raises UserError when the text is incomplete, was changed, or names a file that has no business
-    in an export.
+    in an export; nothing is written then.
     """
     try:
         body, _, tail = log.partition(_BEGIN)[2].partition(_END)
@@ -72,17 +88,29 @@ def unpack(log: str, target: Path) -> list[Path]:
     digest = hashlib.blake2b(raw, digest_size=16).hexdigest()
     if not tail.startswith(f"{digest}-----"):
         raise UserError("the job's log holds no complete export")
-    written = []
-    with tarfile.open(fileobj=io.BytesIO(raw), mode="r:gz") as archive:
-        for member in archive:
-            path = PurePosixPath(member.name)
-            safe = member.isfile() and not path.is_absolute() and ".." not in path.parts
-            if not safe or path.parts[0] not in PUBLISHABLE:
-                raise UserError(f"the export names {member.name!r}, which may not leave a cluster")
+    try:
+        contents = _contents(raw)
+        written = [place(target, path) for path in contents]
+    except (ValueError, OSError, EOFError, tarfile.TarError, zlib.error) as error:
+        raise UserError(f"the job's log holds an export that cannot be used: {error}") from error
+    for where, content in zip(written, contents.values(), strict=True):
+        write_atomic(where, content)
+    return written
+
+
+def _contents(raw: bytes) -> dict[str, bytes]:
+    """The files of an export. Raises ValueError for one that may not be there."""
+    with gzip.open(io.BytesIO(raw)) as file:
+        plain = file.read(2 * MAX_BYTES + 1)
+    if len(plain) > 2 * MAX_BYTES:
+        raise ValueError(f"it is larger than {2 * MAX_BYTES / 2**20:.0f} MiB")
+    contents: dict[str, bytes] = {}
+    with tarfile.open(fileobj=io.BytesIO(plain), mode="r:") as archive:
+        members = archive.getmembers()
+        for path, member in zip(check_paths(m.name for m in members), members, strict=True):
+            if not member.isreg() or member.issparse() or not is_publishable(path):
+                raise ValueError(f"it names {path!r}, which may not leave a cluster")
             content = archive.extractfile(member)
             assert content is not None
-            place = target / path
-            place.parent.mkdir(parents=True, exist_ok=True)
-            place.write_bytes(content.read())
-            written.append(place)
-    return written
+            contents[path] = content.read()
+    return contents

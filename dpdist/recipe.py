@@ -431,11 +431,7 @@ class Recipe(Section):
     @field_validator("name")
     @classmethod
     def _file_name(cls, value: str) -> str:
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", value):
-            raise ValueError(
-                "must be letters, digits, '.', '_' and '-', at most 100 (it names the run folder)"
-            )
-        return value
+        return check_run_name(value)
 
     @field_validator("model", mode="before")
     @classmethod
@@ -485,6 +481,15 @@ def _default_method() -> Any:
     from dpdist.methods.options import DPSGD
 
     return DPSGD()
+
+
+def check_run_name(name: object) -> str:
+    """The name of a run, which is that of its folder too. Raises ValueError."""
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
+        raise ValueError(
+            "must be letters, digits, '.', '_' and '-', at most 100 (it names the run folder)"
+        )
+    return name
 
 
 def find(name: str) -> Path:

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cluster.storage import write_atomic, write_json
+import torch
+
+from cluster.reading import read_bytes
+from cluster.storage import built_aside, write_atomic, write_json
+from dpdist import models
 from dpdist.errors import UserError
+from dpdist.exporting import RELEASED
 from dpdist.privacy.card import card_markdown
-from dpdist.reports.facts import read_facts
+from dpdist.reports.facts import Facts, read_facts
 from dpdist.runfolder import RunFolder
 
 
 def release(folder: RunFolder, *, not_private: bool = False) -> list[Path]:
-    """Copy the model and write its privacy card; returns the files.
+    """Copy the model and write its privacy card; returns the files, which are all there is.
 
-    Raises UserError when training never finished, or when the run has no finite guarantee or a
-    fixed key and `not_private` is not given (the card then says so).
+    The folder is made anew and whole. Raises UserError, and leaves it as it was, when training
+    never finished, the model is not the one that was trained or cannot be loaded, release/ holds
+    something else, or the run has no finite guarantee or a fixed key and `not_private` is not given
+    (the card then says so).
     """
+    _refuse_foreign(folder.release)
     facts = read_facts(folder)
     described = facts.card()
     if not described["private"] and not not_private:
@@ -25,11 +33,53 @@ def release(folder: RunFolder, *, not_private: bool = False) -> list[Path]:
             f"{folder.path}: this run is not private ({reason}); to release it all the same, "
             "labelled as such, add --not-private"
         )
-    written = []
-    for name in ("model.safetensors", "model.json"):
-        target = folder.release / name
-        write_atomic(target, (folder.model / name).read_bytes())
-        written.append(target)
-    write_json(folder.release / "privacy_card.json", described)
-    write_atomic(folder.release / "privacy_card.md", card_markdown(described))
-    return [*written, folder.release / "privacy_card.json", folder.release / "privacy_card.md"]
+    with built_aside(folder.release, replace=True) as aside:
+        aside.mkdir()
+        for name in ("model.safetensors", "model.json"):
+            write_atomic(aside / name, read_bytes(folder.model / name))
+        _check_model(facts, aside)
+        write_json(aside / "privacy_card.json", described)
+        write_atomic(aside / "privacy_card.md", card_markdown(described))
+    return [folder.release / name for name in RELEASED]
+
+
+def _refuse_foreign(release: Path) -> None:
+    """Raise UserError for anything in release/ that is not ours: the folder is published whole."""
+    if release.is_symlink() or (release.exists() and not release.is_dir()):
+        raise UserError(f"{release}: must be a folder that `dpdist release` makes; remove it")
+    found = sorted(release.iterdir()) if release.exists() else []
+    foreign = [p.name for p in found if p.name not in RELEASED or p.is_symlink() or p.is_dir()]
+    if foreign:
+        raise UserError(
+            f"{release}: holds {', '.join(map(repr, foreign))}, which `dpdist release` did not "
+            "write; all of release/ is published: move it away"
+        )
+
+
+def _check_model(facts: Facts, copied: Path) -> None:
+    """Raise UserError unless the copied model is the trained one, loads as its users will load it,
+    and answers with finite numbers."""
+    where = facts.folder.model
+    trained = facts.trained.get("model")  # runs of earlier versions did not say
+    if trained is not None and models.model_hash(copied) != trained:
+        raise UserError(
+            f"{where}: is not the model that this run trained, and its guarantee does not speak of "
+            "it; put the trained model back"
+        )
+    name, classes = facts.recipe.model.name, facts.recipe.data.classes
+    try:
+        spec = models.read_spec(copied)
+        module = models.load(copied, trusted_factory=name)
+        if models.hidden_noise(module) is None:
+            models.check_outputs(module, spec)
+    except UserError as error:
+        said = str(error).replace(str(copied), str(where))
+        raise UserError(f"{where}: cannot be released: {said}") from error
+    if trained is None and (spec.name != name or spec.classes != classes):
+        raise UserError(
+            f"{where}: is {spec.name!r} for {spec.classes} classes, the recipe asks for {name!r} "
+            f"for {classes}"
+        )
+    bad = [k for k, v in module.state_dict().items() if not bool(torch.isfinite(v).all())]
+    if bad:
+        raise UserError(f"{where}: {bad[0]} holds numbers that are not finite; train again")

@@ -267,7 +267,7 @@ def test_torn_and_damaged_archives_are_refused(archived) -> None:
     store.put(entry["object"], ledger)
 
     store.put("00000001/manifest.json", good[:-20])
-    refused(folder, "manifest.json is damaged")
+    refused(folder, "manifest.json: damaged")
     store.put("00000001/manifest.json", good.replace(b'"permit"', b'"pormit"'))
     refused(folder, "its check does not fit")
     rewrite_with = good.replace(b"private/run.key", b"private/../../x")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import hashlib
 import io
 import tarfile
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dpdist.errors import UserError
-from dpdist.exporting import PUBLISHABLE, export, unpack
+from dpdist.exporting import PUBLISHABLE, RELEASED, export, unpack
 from dpdist.runfolder import RunFolder
 
 PUBLIC = {
@@ -19,14 +20,23 @@ PUBLIC = {
     "evaluation.json": b"{}",
     "report/index.html": b"<html>" + bytes(range(256)) * 100,
     "certificates/a/certificates.parquet": b"PAR1",
-    "release/model.safetensors": b"w",
+    **{f"release/{name}": b"w" for name in RELEASED},
 }
 PRIVATE = {
     "run.json": b'{"format": 1, "dpdist": "0"}',
     "private/run.key": b"secret",
     "private/ledger.jsonl": b"secret",
     "other/notes.txt": b"secret",
+    "release/run.key": b"secret",
+    "release/old/model.safetensors": b"secret",
 }
+
+# Names that lead out of a folder, or might on some file system.
+OUTSIDE = (
+    "../evil", "/etc/evil", "report/../../evil", "report/../../private/run.key", ".", "..", "",
+    "./private/run.key", "private//run.key", "report//x", "report/./x", "report/", "report\\x",
+    "..\\evil", "C:/evil", "report/\x01", "report/x ", "report/" + "x" * 300,
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -79,19 +89,75 @@ def test_a_damaged_log_gives_nothing(run, tmp_path, damage):
     assert not (tmp_path / "home").exists()
 
 
-@pytest.mark.parametrize("name", ["../evil", "/etc/evil", "private/run.key", "report/../../evil"])
-def test_a_file_that_has_no_business_there_is_refused(name, tmp_path):
+def crafted(*names: str, kind: bytes = tarfile.REGTYPE, size: int = 1) -> str:
+    """A job's log with an export of these files, its digest right."""
     raw = io.BytesIO()
     with tarfile.open(fileobj=raw, mode="w:gz") as archive:
-        info = tarfile.TarInfo(name)
-        info.size = 1
-        archive.addfile(info, io.BytesIO(b"x"))
-    digest = hashlib.blake2b(raw.getvalue(), digest_size=16).hexdigest()
-    text = base64.b64encode(raw.getvalue()).decode()
-    log = f"-----BEGIN DPDIST EXPORT-----\n{text}\n-----END DPDIST EXPORT {digest}-----"
-    with pytest.raises(UserError, match="may not leave"):
-        unpack(log, tmp_path / "home")
+        for name in names:
+            info = tarfile.TarInfo(name)
+            info.size, info.type, info.linkname = size, kind, "report/index.html"
+            archive.addfile(info, io.BytesIO(b"x" * size))
+    return as_log(raw.getvalue())
+
+
+def as_log(raw: bytes) -> str:
+    digest = hashlib.blake2b(raw, digest_size=16).hexdigest()
+    text = base64.b64encode(raw).decode()
+    return f"-----BEGIN DPDIST EXPORT-----\n{text}\n-----END DPDIST EXPORT {digest}-----"
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        *[(name,) for name in OUTSIDE],
+        ("private/run.key",), ("Private/run.key",), ("release/run.key",), ("run.json",),
+        ("report/index.html", "report/index.html"),
+        ("report/index.html", "report/Index.html"),
+        ("report/index.html", "report/index.html/more"),
+        ("report/index.html", "../evil"),
+    ],
+)  # fmt: skip
+def test_a_file_that_has_no_business_there_is_refused(names, tmp_path):
+    with pytest.raises(UserError, match="export that cannot be used"):
+        unpack(crafted(*names), tmp_path / "home")
     assert not (tmp_path / "home").exists() and not (tmp_path / "evil").exists()
+
+
+@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE])
+def test_an_export_holds_files_only(kind, tmp_path):
+    with pytest.raises(UserError, match="may not leave"):
+        unpack(crafted("report/page", kind=kind, size=0), tmp_path / "home")
+
+
+def test_an_export_that_unpacks_to_very_much_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("dpdist.exporting.MAX_BYTES", 10_000)
+    log = crafted("report/index.html", size=10**6)
+    with pytest.raises(UserError, match="larger than"):
+        unpack(log, tmp_path / "home")
+    for raw in (b"", b"no gzip", gzip.compress(b"no tar")):
+        with pytest.raises(UserError, match="cannot be used"):
+            unpack(as_log(raw), tmp_path / "home")
+
+
+def test_a_link_in_the_target_is_not_followed(run, tmp_path):
+    (tmp_path / "home").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "home" / "report").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="is a link"):
+        unpack(export(run), tmp_path / "home")
+    assert not list((tmp_path / "elsewhere").iterdir())
+    (tmp_path / "home" / "report").unlink()
+    (tmp_path / "elsewhere" / "victim").write_text("mine")
+    (tmp_path / "home" / "recipe.yaml").symlink_to(tmp_path / "elsewhere" / "victim")
+    unpack(export(run), tmp_path / "home")
+    assert (tmp_path / "elsewhere" / "victim").read_text() == "mine"
+    assert files(tmp_path / "home") == PUBLIC
+
+
+def test_weights_do_not_leave_without_their_card(run, tmp_path):
+    (run.release / "privacy_card.json").unlink()
+    unpack(export(run), tmp_path / "home")
+    assert not (tmp_path / "home" / "release").exists()
 
 
 def test_too_much_for_a_log_is_refused(run):

@@ -48,9 +48,10 @@ ALLOWED = {
         "cluster",
     },
     "dpdist.released": {"dpdist.errors", "dpdist.privacy", "dpdist.runfolder", "cluster"},
-    "dpdist.exporting": {"dpdist.errors", "dpdist.runfolder"},
+    "dpdist.exporting": {"dpdist.errors", "dpdist.runfolder", "cluster"},
     "dpdist.archive": {
         "dpdist.errors",
+        "dpdist.recipe",
         "dpdist.released",
         "dpdist.runfolder",
         "dpdist.exporting",

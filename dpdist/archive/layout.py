@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import hashlib
+import hmac
 import json
+import os
 import secrets
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
+from cluster.names import check_path, check_paths
 from cluster.objectstore import Missing, ObjectStore
-from cluster.reading import NoSuchFile, read_json
+from cluster.reading import NoSuchFile, parse_json, read_json
 from dpdist.errors import UserError
+from dpdist.recipe import check_run_name
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+KEY = "DPDIST_ARCHIVE_KEY"
+_KEY_CHARACTERS = 32
 
 
 @dataclass(frozen=True)
@@ -25,6 +31,11 @@ class Permit:
     step: int
     steps: int
 
+    def __post_init__(self) -> None:
+        numbers = (self.epoch, self.step, self.steps)
+        if not all(type(n) is int and n >= 0 for n in numbers) or self.step > self.steps:
+            raise ValueError(f"not a permit: {self}")
+
 
 def read_permit(path: Path) -> Permit | None:
     """A permit that was asked for or granted; None when there is none."""
@@ -32,7 +43,10 @@ def read_permit(path: Path) -> Permit | None:
         found = read_json(path, {"epoch": int, "step": int, "steps": int})
     except NoSuchFile:
         return None
-    return Permit(found["epoch"], found["step"], found["steps"])
+    try:
+        return Permit(found["epoch"], found["step"], found["steps"])
+    except ValueError as error:
+        raise UserError(f"{path}: damaged: {error}") from None
 
 
 def newest(store: ObjectStore) -> tuple[int, dict[str, Any]]:
@@ -46,18 +60,7 @@ def newest(store: ObjectStore) -> tuple[int, dict[str, Any]]:
             raw = store.get(name)
         except Missing:
             continue  # its owner never finished an upload, and so never released anything
-        try:
-            manifest = json.loads(raw)
-            if manifest["format"] > FORMAT:
-                raise UserError(f"{store.url}: written by a newer dpdist ({manifest['dpdist']})")
-            if manifest.pop("check") != digest_of(manifest):
-                raise ValueError("its check does not fit its content")
-            for path in manifest["files"]:
-                pure = PurePosixPath(path)
-                if pure.is_absolute() or ".." in pure.parts:
-                    raise ValueError(f"it names {path!r}")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{store.url}: {name} is damaged: {error}") from error
+        manifest = read_manifest(raw, f"{store.url}: {name}", number)
         return number, manifest
     raise UserError(
         f"{store.url}: no upload was ever finished (no manifest); there is nothing to restore"
@@ -73,9 +76,72 @@ def new_claim(number: int) -> str:
 
 
 def number_of(claim: str) -> int:
-    return int(claim.partition("-")[0])
+    """The number of a claim. Raises UserError for an object that is none."""
+    number = claim.partition("-")[0]
+    if not (number.isascii() and number.isdigit() and len(number) <= 16):
+        raise UserError(f"claims/{claim!r} is no claim of an archive; remove it")
+    return int(number)
+
+
+def archive_key() -> bytes:
+    """The secret that keys manifests, from the environment; empty when there is none."""
+    secret = os.environ.get(KEY, "")
+    if secret and len(secret) < _KEY_CHARACTERS:
+        raise UserError(
+            f"{KEY}: must have at least {_KEY_CHARACTERS} characters; take those that `openssl "
+            "rand -hex 32` prints"
+        )
+    return hashlib.blake2b(secret.encode(), person=b"dpdist.archive").digest() if secret else b""
+
+
+def write_manifest(body: dict[str, Any]) -> bytes:
+    """The manifest as it is stored: with a check, keyed when there is a key."""
+    body = {**body, "keyed": bool(archive_key())}
+    return json.dumps({**body, "check": digest_of(body)}, sort_keys=True).encode()
+
+
+def read_manifest(raw: bytes, where: str, number: int) -> dict[str, Any]:
+    """Inverse of `write_manifest`: every name in it lies below the run's folder, or the prefix's.
+
+    Raises UserError when it is damaged, of a newer version, or not made with this machine's key.
+    """
+    try:
+        manifest = parse_json(raw, where)
+        if manifest["format"] > FORMAT:
+            raise UserError(f"{where}: written by a newer dpdist ({manifest['dpdist']})")
+        check, keyed = str(manifest.pop("check")), manifest.get("keyed") is True
+        if keyed != bool(archive_key()):
+            why = (
+                f"was written with a key: set {KEY} to it"
+                if keyed
+                else f"was written without a key, by anybody who can write there; {KEY} is set"
+            )
+            raise UserError(f"{where}: {why}")
+        if not hmac.compare_digest(check.encode(), digest_of(manifest).encode()):
+            raise ValueError("its check does not fit its content")
+        _check_manifest(manifest, number)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{where} is damaged: {error}") from error
+    return manifest
+
+
+def _check_manifest(manifest: dict[str, Any], number: int) -> None:
+    check_run_name(manifest["run"])
+    for name in ("private", "trained"):
+        if not isinstance(manifest[name], bool):
+            raise ValueError(f"{name} must be true or false")
+    if manifest["permit"] is not None:
+        Permit(**manifest["permit"])
+    check_paths(manifest["files"], "files")
+    begin = f"{folder_of(number)}/files/"
+    for path, entry in manifest["files"].items():
+        if not check_path(entry["object"], path).startswith(begin):
+            raise ValueError(f"{path}: its object must lie in {begin}")
+        if not isinstance(entry["digest"], str) or not isinstance(entry["size"], int):
+            raise ValueError(f"{path}: digest and size are missing")
 
 
 def digest_of(body: dict[str, Any]) -> str:
+    """Of a manifest's content; with a key in the environment, a message authentication code."""
     text = json.dumps(body, sort_keys=True, separators=(",", ":"))
-    return hashlib.blake2b(text.encode(), digest_size=32).hexdigest()
+    return hashlib.blake2b(text.encode(), digest_size=32, key=archive_key()).hexdigest()

@@ -5,18 +5,22 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from cluster.names import place
 from cluster.objectstore import Missing, ObjectStore
 from cluster.reading import read_json
 from cluster.storage import built_aside, private_folder, write_json
 from dpdist.archive.layout import Permit, new_claim, newest, number_of
 from dpdist.errors import UserError
+from dpdist.exporting import is_publishable
 from dpdist.privacy.journal import JournalError
 from dpdist.privacy.ledger import Ledger
+from dpdist.recipe import check_run_name
 from dpdist.released import begun, read_released
 from dpdist.runfolder import RunFolder, open_run
 
@@ -48,7 +52,10 @@ def restore(url: str, runs: Path, name: str | None = None) -> tuple[RunFolder, i
             f"{store.url}: holds no private state (archive_private was not given), so nothing can "
             f"be continued; `dpdist cluster fetch {store.url}` copies what may be published"
         )
-    folder = _free(RunFolder(runs / (name or manifest["run"])))
+    try:
+        folder = _free(RunFolder(runs / check_run_name(name or manifest["run"])))
+    except ValueError as error:
+        raise UserError(f"--name: {error}, got {name!r}") from None
     number = max(number, *(number_of(claim) for claim in store.names("claims"))) + 1
     about = {"url": store.url, "private": True, "number": number, "claim": new_claim(number)}
     store.put(f"claims/{about['claim']}", json.dumps({"run": folder.name}).encode())
@@ -101,19 +108,17 @@ def fetch(url: str, into: Path) -> tuple[Path, list[str]]:
     store = ObjectStore(url)
     _, manifest = newest(store)
     target = into / manifest["run"]
-    paths = sorted(path for path in manifest["files"] if _is_publishable(path))
-    for path in paths:
-        place = target / path
-        place.parent.mkdir(parents=True, exist_ok=True)
-        partial = place.with_name(f".{place.name}.{os.getpid()}")
-        partial.unlink(missing_ok=True)
-        _download_file(store, path, manifest["files"][path], partial)
-        os.replace(partial, place)
+    paths = sorted(path for path in manifest["files"] if is_publishable(path))
+    into.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=into) as scratch:
+        for path in paths:
+            _download_file(store, path, manifest["files"][path], place(Path(scratch), path))
+        try:
+            for path in paths:
+                os.replace(Path(scratch) / path, place(target, path))
+        except ValueError as error:
+            raise UserError(str(error)) from None
     return target, paths
-
-
-def _is_publishable(path: str) -> bool:
-    return path.split("/")[0] not in ("private", "run.json")
 
 
 def _free(folder: RunFolder) -> RunFolder:
@@ -134,8 +139,7 @@ def _aside(folder: RunFolder) -> Iterator[RunFolder]:
 
 def _download(store: ObjectStore, manifest: dict[str, Any], aside: RunFolder) -> None:
     for path, entry in manifest["files"].items():
-        target = aside.path / path
-        target.parent.mkdir(parents=True, exist_ok=True)
+        target = place(aside.path, path)
         _download_file(store, path, entry, target)
         if path.startswith("private/"):
             target.chmod(0o600)

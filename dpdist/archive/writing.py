@@ -19,11 +19,12 @@ from dpdist.archive.layout import (
     FORMAT,
     MANIFEST,
     Permit,
-    digest_of,
     folder_of,
     new_claim,
     number_of,
+    read_manifest,
     read_permit,
+    write_manifest,
 )
 from dpdist.errors import UserError
 from dpdist.exporting import publishable
@@ -179,8 +180,7 @@ class Archive:
             "permit": None if permit is None else asdict(permit),
             "files": files,
         }
-        raw = json.dumps({**body, "check": digest_of(body)}, sort_keys=True).encode()
-        self.store.put(f"{folder_of(self._number)}/{MANIFEST}", raw)
+        self.store.put(f"{folder_of(self._number)}/{MANIFEST}", write_manifest(body))
         self._files, self._stamps, self._checkpoint = files, stamps, checkpoint
         # Only now: a new owner that the look misses has not read a manifest yet, and reads this.
         self._check_claim()
@@ -195,10 +195,12 @@ class Archive:
 
     def _stored(self) -> dict[str, dict[str, Any]]:
         """The files of the manifest that an earlier process of this owner wrote, if any."""
+        name = f"{folder_of(self._number)}/{MANIFEST}"
         try:
-            return json.loads(self.store.get(f"{folder_of(self._number)}/{MANIFEST}"))["files"]
+            raw = self.store.get(name)
         except Missing:
             return {}
+        return read_manifest(raw, f"{self.store.url}: {name}", self._number)["files"]
 
     def _chosen(self) -> list[str]:
         """Paths of the files to keep, relative to the run folder, the ledger left out."""

@@ -272,9 +272,15 @@ def _follow_and_fetch(jobs: Jobs, job: str, into: Path) -> None:
 def _fetch(jobs: Jobs, run: str, runs: str | None, into: Path) -> None:
     from cluster.errors import ClusterError
     from dpdist import console
+    from dpdist.errors import UserError
     from dpdist.exporting import unpack
+    from dpdist.recipe import check_run_name
 
-    job = f"fetch-{run}-{secrets.token_hex(4)}"
+    try:
+        name = check_run_name(Path(run).name)
+    except ValueError as error:
+        raise UserError(f"{run!r}: {error}") from None
+    job = f"fetch-{name}-{secrets.token_hex(4)}"
     command = ["dpdist", "cluster", "export", run, *(["--runs", runs] if runs else [])]
     jobs.submit(job, shlex.join(command))
     ended = jobs.follow(job, lambda text: None)
@@ -282,8 +288,8 @@ def _fetch(jobs: Jobs, run: str, runs: str | None, into: Path) -> None:
     if ended.state != "SUCCEEDED":
         said = [line for line in log.splitlines() if line.startswith("dpdist: ")]
         raise ClusterError(f"{run}: could not be fetched: {said[-1] if said else ended.message}")
-    files = unpack(log, into / run)
-    console.say(f"fetched {len(files)} files into {into / run}")
-    page = into / run / "report" / "index.html"
+    files = unpack(log, into / name)
+    console.say(f"fetched {len(files)} files into {into / name}")
+    page = into / name / "report" / "index.html"
     if page.exists():
         typer.echo(str(page))

@@ -130,6 +130,7 @@ class Facts:
             extra={
                 "training data": self.recipe.data.name,
                 "model": self.recipe.model.name,
+                **({"model hash": self.trained["model"]} if "model" in self.trained else {}),
                 "method": self.recipe.method.name,
                 **self.parts,
                 "dpdist": __version__,

@@ -148,7 +148,11 @@ def check_pretrained(recipe: Recipe, private: data.Dataset, where: str) -> dict[
     if (folder / PROVENANCE).exists():
         return {**about, **_pretrained(folder, about["model"], private, begin)}
     if (folder / _CARD).exists():
-        return {**about, **_released(read_json(folder / _CARD, _STATED), recipe, begin)}
+        card = read_json(folder / _CARD, _STATED)
+        extra = card.get("extra")  # cards of earlier versions do not name their weights
+        if isinstance(extra, dict) and extra.get("model hash", about["model"]) != about["model"]:
+            raise UserError(f"{begin}: the model is not the one that {_CARD} speaks of")
+        return {**about, **_released(card, recipe, begin)}
     return {**about, **_declared(part, section, begin)}
 
 

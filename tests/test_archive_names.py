@@ -1,0 +1,202 @@
+"""An archive is written by whoever can write to its bucket: its names stay inside, and with a key
+that is not in the bucket its manifest is nobody else's. On a file system; the loop runs for real.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.training import make, train
+from test_exporting import OUTSIDE, files
+
+from cluster.errors import ClusterError
+from cluster.names import check_path, check_paths
+from cluster.objectstore import ObjectStore
+from dpdist import archive as archives
+from dpdist.archive import Archive, layout
+from dpdist.errors import UserError
+from dpdist.runfolder import RunFolder
+
+SECRET = "0123456789abcdef" * 4
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> RunFolder:
+    recipe, folder = make(
+        tmp_path_factory.mktemp("runs"), "x", data__max_train=40, training__batch_size=10,
+        training__steps=2, model="linear",
+    )  # fmt: skip
+    train(recipe, folder)
+    folder.evaluation.write_text('{"accuracy": 1}')
+    return folder
+
+
+@pytest.fixture
+def archived(finished, tmp_path) -> ObjectStore:
+    return archived_as(finished, tmp_path)
+
+
+def archived_as(finished: RunFolder, tmp_path: Path) -> ObjectStore:
+    folder = RunFolder(tmp_path / "mine" / "x")
+    shutil.copytree(finished.path, folder.path)
+    archive = Archive.begin(folder, f"file://{tmp_path}/store", True)
+    assert archive is not None
+    archive.update()
+    return archive.store
+
+
+def forge(store: ObjectStore, change: Callable[[dict], object]) -> None:
+    """Another manifest, with a check that fits it."""
+    manifest = json.loads(store.get("00000001/manifest.json"))
+    manifest.pop("check")
+    change(manifest)
+    raw = {**manifest, "check": layout.digest_of(manifest)}
+    store.put("00000001/manifest.json", json.dumps(raw).encode())
+
+
+def refused(store: ObjectStore, tmp_path: Path, match: str) -> None:
+    """By all three that read an archive, and nothing is left anywhere."""
+    before = files(tmp_path)
+    for reader in (archives.restore, archives.read_copy, archives.fetch):
+        with pytest.raises((UserError, ClusterError), match=match):
+            reader(store.url, tmp_path / "inside" / "runs")
+        assert files(tmp_path) == before, reader
+        assert not [p for p in (tmp_path / "inside").rglob("*") if p.is_file()]
+
+
+@pytest.mark.parametrize("name", [*OUTSIDE, "x/y", "-x", "x" * 101, None, 3, ["x"]])
+def test_the_runs_name_cannot_lead_out(archived, tmp_path, name):
+    forge(archived, lambda manifest: manifest.update(run=name))
+    refused(archived, tmp_path, "damaged")
+
+
+@pytest.mark.parametrize("absolute", [False, True])
+def test_nothing_is_written_where_a_manifest_points(archived, tmp_path, absolute):
+    target = tmp_path / "victim"
+    forge(archived, lambda manifest: manifest.update(run=str(target) if absolute else "../victim"))
+    refused(archived, tmp_path, "damaged")
+    assert not target.exists()
+
+
+def renamed(path: str, to: str) -> Callable[[dict], None]:
+    def change(manifest: dict) -> None:
+        manifest["files"][to] = manifest["files"][path]
+
+    return change
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_a_files_name_cannot_lead_out(archived, tmp_path, name):
+    forge(archived, renamed("private/run.key", name))
+    refused(archived, tmp_path, "damaged")
+
+
+@pytest.mark.parametrize(
+    "name", ["Private/run.key", "PRIVATE/run.key", "release/run.key", "privat\u0435/run.key", "key"]
+)
+def test_a_private_file_under_another_name_is_not_fetched(archived, tmp_path, name):
+    forge(archived, lambda m: m["files"].update({name: m["files"].pop("private/run.key")}))
+    target, paths = archives.fetch(archived.url, tmp_path / "fetched")
+    assert set(paths) == {"recipe.yaml", "evaluation.json"} == set(files(target))
+
+
+@pytest.mark.parametrize(
+    "name", ["Recipe.yaml", "recipe.yaml/x", "evaluation.json/a/b", "RECIPE.YAML", "private"]
+)
+def test_two_names_of_one_file_are_refused(archived, tmp_path, name):
+    forge(archived, renamed("recipe.yaml", name))
+    refused(archived, tmp_path, "damaged")
+
+
+def test_a_key_given_twice_is_refused(archived, tmp_path):
+    raw = archived.get("00000001/manifest.json")
+    archived.put("00000001/manifest.json", raw.replace(b"{", b'{"run": "y", ', 1))
+    refused(archived, tmp_path, "damaged")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"permit": {"epoch": 0, "step": 0, "steps": 10**12, "more": 1}},
+        {"permit": {"epoch": 0, "step": -1, "steps": 5}},
+        {"permit": 7},
+        {"trained": "yes"},
+        {"files": [["recipe.yaml"]]},
+        {"files": {"recipe.yaml": None}},
+        {"format": "1"},
+    ],
+)
+def test_a_manifest_of_another_shape_is_refused(archived, tmp_path, change):
+    forge(archived, lambda manifest: manifest.update(change))
+    refused(archived, tmp_path, "damaged")
+
+
+def test_objects_outside_the_prefix_are_not_read(archived, tmp_path):
+    (tmp_path / "mine" / "secret").write_text("secret")
+    for name in (
+        "../mine/secret",
+        "00000001/files/../../../mine/secret",
+        "claims/x",
+        "/etc/passwd",
+    ):
+        forge(archived, lambda m, name=name: m["files"]["recipe.yaml"].update(object=name))
+        refused(archived, tmp_path, "damaged")
+    with pytest.raises(ClusterError, match="not a plain path"):
+        archived.get("../mine/secret")
+    with pytest.raises(ClusterError, match="not a plain path"):
+        archived.delete("../mine/secret")
+    archived.put("claims/readme", b"")
+    refused(archived, tmp_path, "is no claim of an archive")
+
+
+def test_links_in_the_target_are_not_followed(archived, tmp_path):
+    victim, into = tmp_path / "victim", tmp_path / "fetched"
+    victim.write_text("mine")
+    (into / "x").mkdir(parents=True)
+    (into / "x" / "recipe.yaml").symlink_to(victim)
+    archives.fetch(archived.url, into)
+    assert victim.read_text() == "mine" and not (into / "x" / "recipe.yaml").is_symlink()
+
+
+def test_the_name_to_restore_under_stays_below_runs(archived, tmp_path):
+    for name in ("../x", "/tmp/x", "a/b", ".."):
+        with pytest.raises(UserError, match="--name"):
+            archives.restore(archived.url, tmp_path / "runs", name)
+
+
+def test_with_a_key_nobody_else_can_write_a_manifest(finished, tmp_path, monkeypatch):
+    monkeypatch.setenv(layout.KEY, SECRET)
+    store = archived_as(finished, tmp_path)
+    good = store.get("00000001/manifest.json")
+    archives.fetch(store.url, tmp_path / "fetched")
+    with monkeypatch.context() as writer:  # of the bucket, without the key
+        writer.delenv(layout.KEY)
+        forge(store, lambda manifest: manifest.update(trained=False))
+        refused(store, tmp_path, f"written with a key: set {layout.KEY}")
+    refused(store, tmp_path, "its check does not fit its content")
+    with monkeypatch.context() as writer:
+        writer.delenv(layout.KEY)
+        forge(store, lambda manifest: manifest.update(keyed=False))
+    refused(store, tmp_path, "was written without a key")
+    store.put("00000001/manifest.json", good)
+    with monkeypatch.context() as other:
+        other.setenv(layout.KEY, SECRET[::-1])
+        refused(store, tmp_path, "its check does not fit its content")
+        other.setenv(layout.KEY, "short")
+        refused(store, tmp_path, "must have at least 32 characters")
+    # The owner's next process reads its own manifest, and only with the key.
+    mine = RunFolder(tmp_path / "mine" / "x")
+    Archive.of(mine).update()
+    monkeypatch.delenv(layout.KEY)
+    with pytest.raises(UserError, match="written with a key"):
+        Archive.of(mine).update()
+
+
+def test_names_that_are_fine():
+    for name in ("recipe.yaml", "certificates/sigma-0.25/certificates.parquet", "a/ä ö.png"):
+        assert check_path(name) == name
+    assert check_paths(["a/b", "a/c", "b"]) == ["a/b", "a/c", "b"]

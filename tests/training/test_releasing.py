@@ -1,0 +1,166 @@
+"""What `dpdist release` publishes is the trained model, its card, and nothing else; or nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.training import make, train
+
+from dpdist import models, releasing
+from dpdist.errors import UserError
+from dpdist.models import ModelSpec
+from dpdist.releasing import release
+from dpdist.runfolder import RunFolder
+
+FILES = {"model.safetensors", "model.json", "privacy_card.json", "privacy_card.md"}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> RunFolder:
+    recipe, folder = make(
+        tmp_path_factory.mktemp("runs"), "x", data__max_train=40, training__batch_size=40,
+        training__steps=2, model="linear", privacy__run_key=None,
+    )  # fmt: skip
+    train(recipe, folder)
+    return folder
+
+
+@pytest.fixture
+def run(finished, tmp_path) -> RunFolder:
+    folder = RunFolder(tmp_path / "x")
+    shutil.copytree(finished.path, folder.path)
+    return folder
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*")}
+
+
+def refused(folder: RunFolder, match: str) -> None:
+    """And release/ is as it was, with nothing left beside it."""
+    before = contents(folder.release) if folder.release.exists() else None
+    with pytest.raises(UserError, match=match):
+        release(folder)
+    assert (contents(folder.release) if folder.release.exists() else None) == before
+    assert not list(folder.path.glob(".*"))
+
+
+def test_exactly_these_files_and_the_card_names_its_weights(run):
+    for _ in range(2):  # anew and whole each time
+        assert {path.name for path in release(run)} == FILES
+        assert contents(run.release).keys() == FILES
+        for name in ("model.safetensors", "model.json"):
+            assert (run.release / name).read_bytes() == (run.model / name).read_bytes()
+    card = json.loads((run.release / "privacy_card.json").read_text())
+    assert card["private"] and card["extra"]["model hash"] == models.model_hash(run.release)
+    assert not list(run.path.glob(".*"))
+
+
+@pytest.mark.parametrize("old", [False, True], ids=["", "of-an-earlier-version"])
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("model.safetensors", b"garbage"),
+        ("model.safetensors", b""),
+        ("model.json", b"garbage"),
+        ("model.json", b"{}"),
+        ("model.json", b"[]"),
+        ("model.json", b'"x"'),
+    ],
+)
+def test_a_damaged_model_is_not_published(run, name, content, old):
+    """Earlier versions did not write the trained model's hash down."""
+    if old:
+        forget_the_hash(run)
+    (run.model / name).write_bytes(content)
+    refused(run, "is not the model that this run trained" if not old else "model|damaged")
+    (run.model / name).unlink()
+    refused(run, "no such file|is missing|no model there")
+
+
+def forget_the_hash(run: RunFolder) -> None:
+    trained = json.loads(run.trained.read_text())
+    trained.pop("model", None)
+    run.trained.write_text(json.dumps(trained))
+
+
+def test_another_model_is_not_published_under_this_guarantee(run):
+    release(run)
+    other = ModelSpec("linear", (1, 8, 8), 10)
+    models.save(models.initialise(other, 5), other, run.model)
+    refused(run, "is not the model that this run trained")
+    forget_the_hash(run)
+    wider = ModelSpec("linear", (1, 8, 8), 11)
+    models.save(models.initialise(wider, 5), wider, run.model)
+    refused(run, "for 11 classes, the recipe asks for 'linear' for 10")
+    shutil.rmtree(run.model)
+    refused(run, "no such file")
+
+
+def test_numbers_that_are_not_finite_are_not_published(run):
+    weights = run.model / "model.safetensors"
+    tensors = load_file(weights)
+    name = sorted(tensors)[0]
+    tensors[name].view(-1)[0] = torch.nan
+    save_file(tensors, weights)
+    trained = json.loads(run.trained.read_text())
+    trained["model"] = models.model_hash(run.model)
+    run.trained.write_text(json.dumps(trained))
+    refused(run, f"{name} holds numbers that are not finite")
+
+
+def plant_link(release: Path) -> None:
+    (release / "model.json").unlink()
+    (release / "model.json").symlink_to("../private/run.key")
+
+
+@pytest.mark.parametrize(
+    ("plant", "name"),
+    [
+        (lambda release: (release / "run.key").write_text("secret"), "run.key"),
+        (lambda release: (release / ".hidden").write_text("x"), ".hidden"),
+        (lambda release: (release / "old").mkdir(), "old"),
+        (lambda release: os.symlink("../private", release / "more"), "more"),
+        (plant_link, "model.json"),
+    ],
+)
+def test_what_is_not_ours_is_named_and_nothing_is_published(run, plant, name):
+    release(run)
+    plant(run.release)
+    with pytest.raises(UserError, match=f"holds '{name}', which `dpdist release` did not write"):
+        release(run)
+
+
+def test_a_release_folder_that_is_a_link_is_refused(run, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    run.release.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="must be a folder"):
+        release(run)
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("last", ["model.json", "privacy_card.json", "privacy_card.md"])
+def test_a_crash_leaves_the_release_before_or_none(run, monkeypatch, before, last):
+    """Never weights without their card."""
+    if before:
+        release(run)
+    for writer in ("write_atomic", "write_json"):
+        real = getattr(releasing, writer)
+
+        def crash(path, content, real=real):
+            if path.name == last:
+                raise OSError(28, "No space left on device")
+            real(path, content)
+
+        monkeypatch.setattr(releasing, writer, crash)
+    with pytest.raises(OSError, match="No space"):
+        release(run)
+    assert run.release.exists() == before
+    assert not before or contents(run.release).keys() == FILES
