@@ -132,13 +132,15 @@ class DataBudget(OnJournal):
         if not self.old and header["format"] != _FORMAT:
             raise JournalError(f"{self.path} was written by a newer dpdist; upgrade to read it")
         self.data_name: str = header["name"]
+        self.hashed: str | None = header.get("hashed")
         self.terms = Terms() if self.old else Terms.from_dict(header["terms"])
         self._journal = journal
 
     @classmethod
-    def create(cls, folder: Path, name: str, terms: Terms) -> DataBudget:
-        """A new budget, open for writing. name: a public name of the data."""
-        header = {"format": _FORMAT, "name": name, "terms": terms.to_dict()}
+    def create(cls, folder: Path, name: str, terms: Terms, hashed: str) -> DataBudget:
+        """A new budget, open for writing. name: a public name of the data. hashed: the type of its
+        records' hashes."""
+        header = {"format": _FORMAT, "name": name, "terms": terms.to_dict(), "hashed": hashed}
         path = folder / f"{secrets.token_hex(8)}{SUFFIX}"
         return cls(Journal.open(path, KIND, header))
 

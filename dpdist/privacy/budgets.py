@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from dpdist.privacy.budget import SUFFIX, BudgetExceeded, Charge, DataBudget, Terms, check_fits
 from dpdist.privacy.guarantee import Neighbours
-from dpdist.privacy.journal import JournalError
+from dpdist.privacy.journal import JournalError, anchor_path
 from dpdist.privacy.plan import Phase
 
 _KEY = "records.key"
@@ -57,6 +57,13 @@ def reserve(
     with _opened(Path(folder)) as (key, budgets):
         if _on_an_old_one(budgets, charge.run, refuse=enforce):
             return
+        hashed = records.dtype.str
+        other = [budget.path for budget in budgets if not budget.old and budget.hashed != hashed]
+        if other and enforce:
+            raise BudgetExceeded(
+                f"{other[0]} knows its records by hashes of another kind, as another dpdist makes "
+                "them, and cannot tell whether it holds these; name a new folder"
+            )
         known = _recognisable(key, records)
         held = [budget for budget in budgets if _common(budget, known)]
         if enforce:
@@ -69,7 +76,7 @@ def reserve(
             for charges in [budget.charges for budget in held] or [[]]:
                 check_fits(terms, charges, charge, neighbours, limit)
         if not held:
-            held = [DataBudget.create(Path(folder), name, terms)]
+            held = [DataBudget.create(Path(folder), name, terms, hashed)]
             budgets.append(held[0])  # is closed with the others
         for budget in held:
             budget.add_records(known)
@@ -94,7 +101,8 @@ def settle(folder: str | Path, run: str, phases: Sequence[Phase]) -> bool:
 
 
 def _files(folder: Path) -> list[Path]:
-    return sorted(folder.glob(f"*{SUFFIX}"))
+    found = sorted(folder.glob(f"*{SUFFIX}"))
+    return [path for path in found if path.stat().st_size]  # a crash may leave one just created
 
 
 @contextmanager
@@ -108,6 +116,10 @@ def _opened(folder: Path) -> Iterator[tuple[bytes, list[DataBudget]]]:
         stack.callback(_close, budgets)
         for path in _files(folder):
             budgets.append(DataBudget.open(path))
+        left = {anchor_path(budget.path) for budget in budgets}
+        for anchor in sorted(folder.glob(f"*{anchor_path(Path(SUFFIX)).suffix}")):
+            if anchor not in left:
+                raise JournalError(f"{anchor}: the budget it belongs to is gone; bring it back")
         text = file.read()
         if len(text) != 2 * _KEY_BYTES:
             if any(not budget.old for budget in budgets):

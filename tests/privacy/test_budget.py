@@ -334,6 +334,22 @@ def test_records_are_kept_under_a_private_key(folder):
         reserve(folder, "two")
 
 
+def test_a_budget_that_is_gone_is_missed(folder):
+    reserve(folder, "one")
+    only(folder).path.unlink()
+    with pytest.raises(JournalError, match="is gone"):
+        reserve(folder, "two")
+
+
+def test_records_hashed_in_another_way_are_not_taken_for_others(folder):
+    """Hashes of any type do, of one type only."""
+    reserve(folder, "bytes", records=np.array([b"a" * 16, b"b" * 16]))
+    reserve(folder, "again", records=np.array([b"b" * 16, b"c" * 15]))
+    assert len(only(folder).known) == 3
+    with pytest.raises(BudgetExceeded, match="another kind"):
+        reserve(folder, "numbers")
+
+
 def test_a_budget_of_an_older_version_is_read_and_not_added_to(folder):
     charge = Charge.of("old", "old run", PLAN, PLAN.phases).to_dict()
     del charge["nominal"]
