@@ -32,11 +32,12 @@ from dpdist.methods.compose import cross_entropy
 from dpdist.methods.sharpness import loss_picture, sharpness
 from dpdist.recipe import Recipe, field_error
 from dpdist.runfolder import RunFolder
-from dpdist.training.job import PACKAGES, TrainJob, prepare, source_of
+from dpdist.training.job import PACKAGES, CheckedTraining, TrainJob, source_of
+from dpdist.training.job import check as check_training
 from dpdist.training.pretrain import pretrain
 from dpdist.training.trainer import train
 from tuning.search import Search
-from tuning.search import prepare as prepare_search
+from tuning.search import check as check_search
 
 _EVALUATION_BATCH = 1000
 _EVALUATION_DRAWS = 16
@@ -94,24 +95,54 @@ def _trained(
     The recipe it gives has the values that a search chose.
     """
     folder = RunFolder(runs / recipe.name)
-    Archive.check_free(folder, recipe.resources.archive)  # before anything is written
-    check_evaluations(recipe, where)
-    public_stage(recipe, where)
-    # Complaints come before the archive is claimed and Ray started.
-    if search:
-        trials = prepare_search(recipe, folder, where, only_resume=only_resume)
-    else:
-        job = prepare(recipe, folder, where)
+    # Complaints come before anything is written, the archive is claimed and Ray started.
+    work = _checked(recipe, folder, where, search=search, only_resume=only_resume).begin()
     begin_archive(recipe, folder)
     with session(folder, recipe.resources.cpus) as ray_session:
-        if search:
-            search_stage(trials, ray_session)
+        if isinstance(work, Search):
+            search_stage(work, ray_session)
             recipe = folder.read_recipe()
         else:
-            train_stage(job, ray_session)
+            train_stage(work, ray_session)
         evaluate_stage(recipe, folder)
         yield recipe, folder
     archive_stage(folder)
+
+
+def _checked(
+    recipe: Recipe,
+    folder: RunFolder,
+    where: str,
+    *,
+    search: bool,
+    only_resume: bool = False,
+    pretrain: bool = True,
+) -> Search | CheckedTraining:
+    """What a run will execute, after every check that comes before its first file but for those of
+    its public pre-training, which is made up for first. Raises UserError."""
+    Archive.check_free(folder, recipe.resources.archive)
+    check_evaluations(recipe, where)
+    if pretrain:
+        public_stage(recipe, where)
+    if search:
+        return check_search(recipe, folder, where, only_resume=only_resume)
+    return check_training(recipe, folder, where)
+
+
+def dry_run(
+    recipe: Recipe, *, runs: str | Path = "runs", where: str = "recipe"
+) -> list[tuple[str, str]]:
+    """Name and value of what `run` would execute, by the same checks; writes nothing, trains
+    nothing. Raises as `run` does before it begins."""
+    from dpdist.training.estimate import describe
+
+    folder = RunFolder(Path(runs) / recipe.name)
+    searching = recipe.tune is not None
+    work = _checked(recipe, folder, where, search=searching, pretrain=False)
+    if isinstance(work, Search):
+        trial, plan = work.example()
+        return [*work.describe(), *describe(trial, plan)]
+    return [("guarantee", str(work.plan.guarantee())), *describe(work.recipe, work.plan)]
 
 
 def resolve(

@@ -40,7 +40,7 @@ from dpdist.training import charging
 from dpdist.training.job import (
     PACKAGES,
     check_groups,
-    check_model,
+    check_trainable,
     source_of,
     training_data,
 )
@@ -68,9 +68,10 @@ class NoModel(UserError):
 class Search:
     """A prepared search. `prepare` makes it; `run` brings it to its end."""
 
-    def __init__(self, recipe: Recipe, folder: RunFolder, cost: SearchCost) -> None:
+    def __init__(self, recipe: Recipe, folder: RunFolder, cost: SearchCost, data: str) -> None:
+        """data: fingerprint of the training records."""
         assert recipe.tune is not None
-        self.recipe, self.cost = recipe, cost
+        self.recipe, self.cost, self.data = recipe, cost, data
         self.tune: TuneRecipe = recipe.tune
         self.run_folder = folder
         self.folder = SearchFolder(RunFolder(folder.path.resolve()))
@@ -103,30 +104,11 @@ class Search:
         self._promote(winner)
         self._charge(settle=True)
 
-    def begin(self, data: str) -> None:
-        """Draw everything and write it down, or check that it is the search that was begun.
-
-        data: fingerprint of the training records. All that can fail comes before the first file.
-        """
-        terms = {
-            "data": data,
-            "plan": self.cost.plan.to_dict(),
-            "trial": self.cost.limit.base.to_dict(),
-            "score_noise": self.cost.score_noise,
-            "charge": secrets.token_hex(8),
-        }
-        if not self.folder.terms.exists():
-            secret = self.recipe.privacy.run_key
-            key = bytes.fromhex(secret) if secret else new_run_key()
-            for trial in draw_trials(self.tune, key):
-                if trial.values is not None:
-                    self.noise_of(trial.values)
-            self.run_folder.begin(self.recipe)
-            write_atomic(self.run_folder.asked, self.recipe.to_yaml())
-            ensure_manifest(self.folder, self.tune, key)
-            write_json(self.folder.terms, terms)
+    def check_begun(self) -> None:
+        """Raise UserError when this search was begun with other records or another cost."""
+        if not self.folder.terms.exists() or self.run_folder.trained.exists():
             return
-        begun = read_json(self.folder.terms)
+        begun, terms = read_json(self.folder.terms), self._terms()
         changed = [name for name in ("data", "plan") if begun[name] != terms[name]]
         if changed:
             what = {"data": "the training records", "plan": "what the search costs"}
@@ -134,8 +116,38 @@ class Search:
                 f"{self.run_folder.path}: {' and '.join(what[name] for name in changed)} changed "
                 "since this search was begun; restore it, or choose another --name"
             )
-        if "trial" not in begun:  # of an older version, which checked no trial by its own plan
-            write_json(self.folder.terms, {**begun, "trial": terms["trial"]})
+
+    def begin(self) -> Search:
+        """Draw everything and write it down, unless that was done before.
+
+        All that can fail comes before the first file.
+        """
+        if self.run_folder.trained.exists():
+            return self
+        terms = self._terms()
+        if self.folder.terms.exists():
+            begun = read_json(self.folder.terms)
+            if "trial" not in begun:  # of an older version, which checked no trial by its own plan
+                write_json(self.folder.terms, {**begun, "trial": terms["trial"]})
+            return self
+        secret = self.recipe.privacy.run_key
+        key = bytes.fromhex(secret) if secret else new_run_key()
+        for trial in draw_trials(self.tune, key):
+            if trial.values is not None:
+                self.noise_of(trial.values)
+        self.run_folder.begin(self.recipe)
+        write_atomic(self.run_folder.asked, self.recipe.to_yaml())
+        ensure_manifest(self.folder, self.tune, key)
+        write_json(self.folder.terms, {**terms, "charge": secrets.token_hex(8)})
+        return self
+
+    def _terms(self) -> dict[str, Any]:
+        return {
+            "data": self.data,
+            "plan": self.cost.plan.to_dict(),
+            "trial": self.cost.limit.base.to_dict(),
+            "score_noise": self.cost.score_noise,
+        }
 
     # --- the trials
 
@@ -236,6 +248,26 @@ class Search:
         plan = make_plan(trial, self.cost.sizes.train(trial.data.fraction), where)
         self.cost.limit.check(plan, f"{where}: tune.space")
         return trial, plan
+
+    def example(self) -> tuple[Recipe, PrivacyPlan]:
+        """A trial with the first value of every searched field."""
+        return self.planned(next(probes(self.tune)))
+
+    def describe(self) -> list[tuple[str, str]]:
+        """Name and value of what the whole search is, for a dry run."""
+        records = f"{len(scoring_data(self.recipe)):,} records"
+        noise = self.cost.score_noise
+        if noise is None:
+            scored = f"{records}, public"
+        else:
+            scored = f"{records}, held out, with noise {noise:.4g} on their count"
+        trials = "cost differently; below, one of them" if self.cost.costly else "all cost the same"
+        return [
+            ("guarantee", str(self.cost.guarantee)),
+            ("search", self.cost.law_in_words),
+            ("scored on", scored),
+            ("trials", trials),
+        ]
 
     def noise_of(self, values: Values) -> float:
         """The noise multiplier of a trial, after checking its cost as `planned` does."""
@@ -345,9 +377,15 @@ class Search:
 
 
 def prepare(recipe: Recipe, folder: RunFolder, where: str, *, only_resume: bool = False) -> Search:
-    """Check all that can be checked, account the search and draw it, or read it back.
+    """Check as `check` does, then draw the search, or read it back. Raises UserError, and then
+    nothing was written."""
+    return check(recipe, folder, where, only_resume=only_resume).begin()
 
-    only_resume: refuse to begin. Raises UserError, and then nothing was written.
+
+def check(recipe: Recipe, folder: RunFolder, where: str, *, only_resume: bool = False) -> Search:
+    """Check all that can be checked, account the search, and write nothing.
+
+    only_resume: refuse to begin. Raises UserError.
     """
     assert recipe.tune is not None
     continued = _check_same_search(recipe, folder)
@@ -364,12 +402,13 @@ def prepare(recipe: Recipe, folder: RunFolder, where: str, *, only_resume: bool 
         return len(_records(recipe, hold_out, fraction))
 
     sizes = Sizes(len(_records(recipe, 0.0, 1.0)), hold_out, counted)
-    search = Search(recipe, folder, SearchCost(recipe, sizes, recipe.tune.law, where))
+    cost = SearchCost(recipe, sizes, recipe.tune.law, where)
+    search = Search(recipe, folder, cost, dataset.fingerprint)
     if not continued:
         for values in probes(recipe.tune):
-            check_model(search.planned(values)[0], dataset)
-    if not folder.trained.exists():
-        search.begin(dataset.fingerprint)
+            check_trainable(search.planned(values)[0], where)
+        cost.plan  # noqa: B018  (refused here, if no theorem covers it)
+    search.check_begun()
     return search
 
 

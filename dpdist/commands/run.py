@@ -38,9 +38,8 @@ def command(
         archive_private=archive_private,
     )  # fmt: skip
     if dry_run:
-        from dpdist.training.estimate import describe
-
-        typer.echo(console.table(describe(resolved, recipe), title=f"plan of {resolved.name}"))
+        rows = pipeline.dry_run(resolved, runs=runs, where=recipe)
+        typer.echo(console.table(rows, title=f"plan of {resolved.name}"))
         return
     folder = pipeline.run(resolved, runs=runs, where=recipe)
     typer.echo(console.table(pipeline.summary(folder), title=f"run {folder.name}"))

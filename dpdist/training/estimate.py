@@ -13,31 +13,27 @@ from dpdist.methods.compose import Task, draws_for, task_for
 from dpdist.methods.options import HiddenNoiseMethod
 from dpdist.methods.pixeldp import equal_noise, noise_scale
 from dpdist.models import HiddenNoise, require_split
+from dpdist.privacy.plan import PrivacyPlan
 from dpdist.recipe import Recipe
 from dpdist.training.job import (
     build_engine,
-    check_model,
     initial_model,
     model_spec,
     source_of,
     training_data,
 )
-from dpdist.training.planning import make_plan
 
 _PROBE_EXAMPLES = 64
 _PROBE_KEY = bytes(32)
 
 
-def describe(recipe: Recipe, where: str) -> list[tuple[str, str]]:
-    """Name and value of what a dry run prints. The time is extrapolated from a probe on this
-    machine with made-up inputs: no record is touched. Raises UserError for what training would
-    refuse."""
+def describe(recipe: Recipe, plan: PrivacyPlan) -> list[tuple[str, str]]:
+    """Name and value of what a dry run prints of a training that was checked, and its plan. The
+    time is extrapolated from a probe on this machine with made-up inputs: no record is touched."""
     source = source_of(recipe)
     dataset = training_data(recipe, source)
     test = data.load(source, "test")
-    plan = make_plan(recipe, len(dataset), where)
     step, resources = plan.step(0), recipe.resources
-    check_model(recipe, dataset)
     module = initial_model(recipe, model_spec(recipe, dataset))
     engine = build_engine(recipe, module)
     rate, hidden = recipe.training.learning_rate, _likely_noise(recipe, module, dataset)
@@ -48,7 +44,6 @@ def describe(recipe: Recipe, where: str) -> list[tuple[str, str]]:
     state = 4 * engine.size * 6 + 8 * engine.size * 3
     activations = (engine.micro_batch or _PROBE_EXAMPLES) * _bytes_per_example(module, dataset)
     return [
-        ("guarantee", str(plan.guarantee())),
         ("noise multiplier", f"{step.noise_multiplier:.4g}"),
         (
             "sampling rate",

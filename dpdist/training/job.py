@@ -130,15 +130,61 @@ def check_groups(recipe: Recipe, dataset: data.Dataset, where: str) -> None:
         raise field_error(where, "privacy.group_size", rule, size)
 
 
-def prepare(recipe: Recipe, folder: RunFolder, where: str) -> TrainJob:
-    """Check everything that can be checked, then begin the run: folder, plan and key.
+@dataclass(frozen=True)
+class CheckedTraining:
+    """A training that nothing forbids, and the plan it executes. Nothing was written for it yet."""
+
+    recipe: Recipe
+    folder: RunFolder
+    plan: PrivacyPlan
+    dataset: data.Dataset
+    pretrained: dict[str, Any] | None
+
+    def begin(self) -> TrainJob:
+        """Write the run down: folder, plan and key, unless that was done before."""
+        recipe, folder = self.recipe, self.folder
+        folder.begin(recipe)
+        if not folder.plan.exists():
+            write_json(folder.plan, self.plan.to_dict())
+        if not folder.data.exists():
+            write_json(folder.data, {"train": self.dataset.fingerprint})
+        if self.pretrained is not None and not folder.pretrained.exists():
+            write_json(folder.pretrained, self.pretrained)
+        _ensure_run_key(recipe, folder)
+        absolute = RunFolder(folder.path.resolve())
+        return TrainJob(recipe, self.plan, absolute, source_of(recipe), fingerprint(PACKAGES))
+
+
+def check(recipe: Recipe, folder: RunFolder, where: str) -> CheckedTraining:
+    """Check everything that can be checked, and write nothing.
 
     A continued run reads its plan back, so that it executes the same one. `where` begins the
-    complaints. Raises UserError, and then nothing was written.
+    complaints. Raises UserError.
     """
     if folder.asked.exists():
         raise UserError(f"{folder.path}: holds a private search; continue it with `dpdist tune`")
     continued = folder.check_same_recipe(recipe)
+    dataset, pretrained = check_trainable(recipe, where)
+    _check_same_data(folder, dataset)
+    _check_same_pretrained(folder, pretrained)
+    if continued and folder.plan.exists():
+        plan = folder.read_plan()
+    else:
+        plan = make_plan(recipe, len(dataset), where)
+    return CheckedTraining(recipe, folder, plan, dataset, pretrained)
+
+
+def prepare(recipe: Recipe, folder: RunFolder, where: str) -> TrainJob:
+    """Check as `check` does, then begin the run. Raises UserError, and then nothing was written."""
+    return check(recipe, folder, where).begin()
+
+
+def check_trainable(recipe: Recipe, where: str) -> tuple[data.Dataset, dict[str, Any] | None]:
+    """The records to train on, and what the model's public part is and saw.
+
+    Raises UserError for records, a model or public parts with which nothing could be trained, or
+    nothing promised.
+    """
     source = source_of(recipe)
     dataset = training_data(recipe, source)
     check_same_kind(dataset, data.load(source, "test"))
@@ -152,21 +198,7 @@ def prepare(recipe: Recipe, folder: RunFolder, where: str) -> TrainJob:
     public = public_data(recipe)
     if public is not None and recipe.privacy.noise_multiplier != 0:  # else nothing is promised
         refuse_common(private, public.hashes, f"{where}: method.redistribution.data")
-    _check_same_data(folder, dataset)
-    _check_same_pretrained(folder, pretrained)
-    if continued and folder.plan.exists():
-        plan = folder.read_plan()
-    else:
-        plan = make_plan(recipe, len(dataset), where)
-        folder.begin(recipe)
-        write_json(folder.plan, plan.to_dict())
-    if not folder.data.exists():
-        write_json(folder.data, {"train": dataset.fingerprint})
-    if pretrained is not None and not folder.pretrained.exists():
-        write_json(folder.pretrained, pretrained)
-    _ensure_run_key(recipe, folder)
-    absolute = RunFolder(folder.path.resolve())
-    return TrainJob(recipe, plan, absolute, source, fingerprint(PACKAGES))
+    return dataset, pretrained
 
 
 def _check_same_data(folder: RunFolder, dataset: data.Dataset) -> None:

@@ -1,0 +1,102 @@
+"""`run --dry-run` prints what `run` executes, and refuses what it refuses: one path makes both."""
+
+from __future__ import annotations
+
+import pytest
+
+from cluster.storage import write_json
+from dpdist import pipeline
+from dpdist.errors import UserError
+from dpdist.privacy.plan import PrivacyPlan
+from dpdist.recipe import Recipe, parse
+from dpdist.runfolder import RunFolder
+from dpdist.training.job import prepare, source_of, training_data
+from tuning import search as searching
+from tuning.manifest import read_trials
+from tuning.trial import begin_trial
+
+BASE = {
+    "name": "r",
+    "data": {"name": "digits"},
+    "model": "linear",
+    "privacy": {"noise_multiplier": 4.0, "delta": 1e-4},
+    "training": {"batch_size": 200, "steps": 6, "learning_rate": 0.5},
+}
+TARGET = {"epsilon": 3.0, "delta": 1e-4}
+TUNE = {
+    "space": {"training.learning_rate": {"uniform": [0.1, 1.0]}},
+    "law": {"name": "fixed", "runs": 2},
+}
+HIDDEN = {
+    "model": "mlp",
+    "method": {"name": "secure-sgd", "redistribution": {"source": "paid"}},
+    "privacy": TARGET,
+}
+DATA = {"name": "digits"}
+CASES = {
+    "plain": {"privacy": TARGET},
+    "hold_out": {"data": DATA | {"hold_out": 0.2}},
+    "public": {"data": DATA | {"public": 0.3}},
+    "max_train": {"data": DATA | {"max_train": 700}},
+    "paid": HIDDEN,
+    "search": {"tune": TUNE, "privacy": TARGET},
+    "search, hold_out": {"tune": TUNE, "data": DATA | {"hold_out": 0.2, "max_train": 900}},
+    "search, public": {"tune": TUNE | {"score": {"public": DATA}}},
+}
+
+
+def executed(recipe: Recipe, runs) -> tuple[PrivacyPlan, int, str]:
+    """The plan in the folder that a run begins, the records it is about, its guarantee."""
+    folder = RunFolder(runs / recipe.name)
+    if recipe.tune is None:
+        job = prepare(recipe, folder, "r.yaml")
+        stated = str(folder.read_plan().guarantee())
+    else:
+        search = searching.prepare(recipe, folder, "r.yaml")
+        trial = read_trials(search.folder)[0]
+        settings = {"values": trial.values, "noise_multiplier": search.noise_of(trial.values)}
+        write_json(search.folder.settings(0), settings)
+        job = begin_trial(search.folder, recipe, trial)
+        stated = str(search.cost.guarantee)
+    records = len(training_data(job.recipe, source_of(job.recipe)))
+    return job.folder.read_plan(), records, stated
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_printed_is_what_runs(case, tmp_path):
+    recipe = parse(BASE | CASES[case], "r.yaml")
+    rows = dict(pipeline.dry_run(recipe, runs=tmp_path, where="r.yaml"))
+    assert list(tmp_path.iterdir()) == []
+    plan, records, stated = executed(recipe, tmp_path)
+    step = plan.step(0)
+    assert rows["noise multiplier"] == f"{step.noise_multiplier:.4g}"
+    assert rows["steps"] == f"{plan.steps:,}"
+    assert rows["records"].startswith(f"{records:,} to train") and plan.records == records
+    assert rows["sampling rate"].startswith(f"{step.sample_rate:.4g} ")
+    assert rows["guarantee"] == stated
+    # and of a run that was begun, its own
+    assert dict(pipeline.dry_run(recipe, runs=tmp_path, where="r.yaml"))["guarantee"] == stated
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"tune": TUNE | {"score": {"public": DATA | {"split": "train"}}}}, "private training"),
+        ({"tune": TUNE | {"space": {"privacy.delta": {"choice": [1e-5]}}}}, "cannot be searched"),
+        ({"tune": TUNE | {"law": {"name": "geometric", "mean": 3}},
+          "privacy": BASE["privacy"] | {"batch_cap": 300}}, "tune.law: "),
+        ({"training": BASE["training"] | {"reproducible": True},
+          "resources": {"workers": 9}}, "resources.workers: must be <= 8"),
+        ({"certify": {"sigma": 0.5, "start": 5000}}, "certify.start"),
+        ({"training": BASE["training"] | {"batch_size": 5000}}, "training.batch_size: must be <="),
+    ],
+)  # fmt: skip
+def test_what_a_run_refuses_a_dry_run_refuses_as_well(sections, message, tmp_path):
+    recipe = parse(BASE | sections, "r.yaml")
+    said = []
+    for attempt in (pipeline.dry_run, pipeline.run):
+        with pytest.raises(UserError) as error:
+            attempt(recipe, runs=tmp_path, where="r.yaml")
+        said.append(str(error.value))
+    assert message in said[0] and said[0] == said[1]
+    assert list(tmp_path.iterdir()) == []
