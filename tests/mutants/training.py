@@ -93,20 +93,34 @@ FAULTS: list[Fault] = [
          "a release id does not cover the sum"),
     ),
     *group(
-        "dpdist/training/loop.py", LOOP,
+        "dpdist/training/loop.py",
+        f"{LOOP}::test_another_number_of_workers_is_a_new_attempt_and_is_charged "
+        f"{LOOP}::test_same_noise_is_never_added_to_another_sum "
+        f"{LOOP}::test_workers_that_drift_apart_are_noticed",
         ('"world_size": "any" if job.recipe.training.reproducible else str(reducer.world_size)',
          '"world_size": "any"', "another number of workers replays with the same keys"),
         ("ledger.new_epoch(", "str(", "a replay that differs takes no new epoch"),
-        ("engine.clipping.sensitivity > plan.clip_norm * (1 + 1e-9)", "False",
-         "a clip above the plan's is accepted"),
         ('raise MissingRank(f"the workers\' parameters differ', 'str(f"the workers\' parameters differ',
          "workers that drift apart go on"),
-        ("not ledger.releases.keys() >= set(range(start))", "False",
-         "a ledger without the checkpoint's releases is accepted"),
+    ),
+    *group(
+        "dpdist/training/loop.py",
+        f"{KEYS}::test_no_step_is_released_without_the_archive_s_leave "
+        f"{KEYS}::test_a_clip_that_exceeds_the_plan_s_is_not_executed",
+        ("engine.clipping.sensitivity > plan.clip_norm * (1 + 1e-9)", "False",
+         "a clip above the plan's is accepted"),
         ("permit.wait(step)", "pass", "the archive is not asked before a release"),
     ),
     *group(
-        "dpdist/training/reducer.py", f"{LOOP} {STEP}::test_several_workers training/test_reducer",
+        "dpdist/training/permit.py",
+        f"{KEYS}::test_no_step_is_released_without_the_archive_s_leave",
+        ("while step >= self._granted:", "while step > self._granted:",
+         "one step more than the archive has given leave for"),
+        ('folder.archive.exists() and read_json(folder.archive, {"private": bool})["private"]', "False",
+         "no run asks its archive"),
+    ),
+    *group(
+        "dpdist/training/reducer.py", f"{LOOP}::test_a_missing_rank_never_updates_the_model {STEP}::test_several_workers training/test_reducer",
         ("if present != self.world_size:", "if present > self.world_size:",
          "a missing worker is a smaller sum"),
         ("result += row", "result = row", "only the last row counts"),
@@ -158,6 +172,15 @@ FAULTS: list[Fault] = [
         ("os.O_EXCL, 0o600)", "os.O_EXCL, 0o644)", "others can read the run key"),
         ("        os.fsync(file.fileno())\n", "", "the run key is not synced"),
         ("    if fixed:\n", "    if False:\n", "a fixed key is not marked"),
+    ),
+    *group(
+        "dpdist/released.py", "training/test_released",
+        ("complete = ledger.releases.keys() >= set(range(made.steps))", "complete = True",
+         "steps that a model was made of may be missing"),
+        ("not (made.anchor is None or ledger.reaches(made.anchor))", "False",
+         "superseded releases may be cut off"),
+        ("if ledger.plan_fingerprint != plan.fingerprint():", "if False:",
+         "a ledger of another plan is taken"),
     ),
     *group(
         "dpdist/training/provenance.py",

@@ -150,6 +150,7 @@ def test_each_score_carries_the_noise_that_was_paid_for(recipe, begin, run_trial
     reports = [value for report in run_trials(search) for _, value in report]
     paid = [p for p in _phases(search.cost.plan.phases) if isinstance(p, GaussianReleases)]
     assert paid and {p.noise_multiplier for p in paid} == {search.cost.score_noise}
+    assert sum(p.count for p in paid) == RUNS * 2, "every rung of every trial is paid for"
     assert search.cost.score_noise > 0 and {std for _, _, std in found} == {search.cost.score_noise}
     records = scoring_data(asked)
     for value, (right, key, std) in zip(reports, found, strict=True):

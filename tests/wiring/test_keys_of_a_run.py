@@ -6,6 +6,7 @@ A fixed run key makes runs comparable; what a fresh one adds (the attempt's nonc
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,11 @@ import torch
 from support.keys import DRAWS, NOISE, SAMPLING, Recorder, record
 from support.training import Interrupt, execute, interrupted, make
 
+from cluster.errors import ClusterError
+from dpdist.errors import UserError
 from dpdist.gradients.engine import GradientEngine
 from dpdist.privacy.ledger import Ledger, ReplayConflict
-from dpdist.training import loop
+from dpdist.training import loop, permit
 from dpdist.training.job import TrainJob, prepare, read_run_key
 
 STEPS = 5
@@ -281,6 +284,28 @@ def test_the_ledger_knows_of_a_release_before_its_noise_is_drawn(tmp_path, monke
     monkeypatch.setattr(loop, "add_noise", looking)
     execute(job)
     assert known == [1, 2, 3, 4, 5]
+
+
+def test_no_step_is_released_without_the_archive_s_leave(tmp_path, monkeypatch):
+    """A private archive has given leave for two steps: the third is neither recorded nor noised."""
+    job = job_of(tmp_path)
+    job.folder.archive.write_text(json.dumps({"private": True}))
+    job.folder.permit.write_text(json.dumps({"epoch": 0, "step": 0, "steps": 2}))
+    monkeypatch.setattr(permit, "_PATIENCE", 0.2)
+    with monkeypatch.context() as patch:
+        seen = record(patch)
+        with pytest.raises(ClusterError, match="step 2: the archive did not answer"):
+            execute(job)
+    assert Ledger.read(job.folder.ledger).releases == {0: 1, 1: 1} and len(seen.of(NOISE)) == 2
+
+
+def test_a_clip_that_exceeds_the_plan_s_is_not_executed(tmp_path):
+    """The noise is that of the plan's clip norm, so the engine may not let more through."""
+    job = job_of(tmp_path)
+    plan = dataclasses.replace(job.plan, clip_norm=0.99 * job.plan.clip_norm)
+    with pytest.raises(UserError, match="sensitivity exceeds the plan"):
+        execute(dataclasses.replace(job, plan=plan))
+    assert not job.folder.ledger.exists()
 
 
 def test_a_step_that_is_not_recorded_is_not_released(tmp_path, monkeypatch):
