@@ -136,8 +136,8 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/training/trainer.py", f"{EPSILON}::test_the_budget_of_a_data_set_counts_them_too",
-        ("opened.settle(run_id, read_released(job.folder).ledger.phases(plan))",
-         "opened.settle(run_id, plan.phases)", "superseded releases are settled away"),
+        ("released = read_released(folder).ledger.phases(plan)",
+         "released = plan.phases", "superseded releases are settled away"),
         ("planned[plan.phase_of(step)] += releases - 1", "planned[plan.phase_of(step)] += 0",
          "a continued run reserves its plan only"),
     ),

@@ -109,6 +109,8 @@ def test_the_bound_lies_above_every_setting(searched, length):
         "training.batch_size": {"integer": [50, 400]},
         "data.fraction": {"uniform": [0.5, 1.0]},
     }
+    if length["steps"] is not None:
+        space["training.steps"] = {"integer": [50, 100]}
     asked = searched(LAWS[0], space)
     asked = asked.model_copy(update={"training": asked.training.model_copy(update=length)})
     cost = cost_of(asked)
@@ -124,12 +126,15 @@ def test_the_bound_lies_above_every_setting(searched, length):
             "training.batch_size": round(drawn(50, 400)),
             "data.fraction": drawn(0.5, 1),
         }
+        if "training.steps" in space:
+            values["training.steps"] = round(drawn(50, 100))
         trial = with_values(asked, values, "r.yaml")
         records = SIZES.train(trial.data.fraction)
         ratio = bound / curve(plan_at(trial, records, cost.trial_noise(trial)).phases, ORDERS)
         assert (ratio >= 1 - 1e-12).all(), values
-    corner = {**values, "privacy.noise_multiplier": 1.0, "data.fraction": 0.5}
-    trial = with_values(asked, {**corner, "training.batch_size": 400}, "r.yaml")
+    corner = {"privacy.noise_multiplier": 1.0, "data.fraction": 0.5, "training.batch_size": 400}
+    longest = {"training.steps": 100} if "training.steps" in space else {}
+    trial = with_values(asked, corner | longest, "r.yaml")
     tight = bound / curve(plan_at(trial, SIZES.train(0.5), 1.0).phases, ORDERS)
     assert tight.min() < (1.01 if "epochs" not in length else 2.3)
 
