@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import IO, Any
 
 from cluster.errors import ClusterError
+from cluster.reading import not_blocking
 
 _LOCK_SECONDS = 2.0  # a writer that was just killed may need that long to be gone
 
@@ -71,7 +72,7 @@ class Journal:
                 yield json.loads(text)
 
     def append(self, entry: Any) -> None:
-        text = json.dumps(entry, separators=(",", ":"))
+        text = json.dumps(entry, separators=(",", ":"), allow_nan=False)
         self._file.write(f"{zlib.crc32(text.encode()):08x} {text}\n".encode())
         self._file.flush()
 
@@ -98,6 +99,7 @@ class Journal:
 def _locked(path: Path) -> IO[bytes]:
     """The file, opened to append and locked. Raises InUse."""
     deadline = time.monotonic() + _LOCK_SECONDS
+    not_blocking(path)
     while True:
         file = open(path, "ab")  # noqa: SIM115 - closed by close()
         try:

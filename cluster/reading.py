@@ -73,6 +73,14 @@ def _kind(mode: int) -> str:
     return next((name for is_kind, name in names if is_kind(mode)), "a device")
 
 
+def not_blocking(path: str | Path) -> None:
+    """Raise UserError when opening `path`, or making it, would meet anything but a regular file."""
+    try:
+        regular_file(path)
+    except NoSuchFile:
+        return
+
+
 def read_bytes(path: str | Path, most: int | None = None) -> bytes:
     """The content of a regular file. Raises as `regular_file`."""
     path = regular_file(path, most)

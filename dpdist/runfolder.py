@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster.reading import NoSuchFile, read_json, reason, usable_path
+from cluster.reading import NoSuchFile, read_json, read_text, reason, usable_path
 from cluster.storage import private_folder, write_atomic, write_json
 from dpdist import __version__
 from dpdist.errors import UserError
@@ -229,6 +229,13 @@ class RunFolder:
                 f"`dpdist {command}` first"
             )
         return read_json(self.trained, {"steps": int, "fallback_layers": list})
+
+    def read_key(self) -> bytes:
+        """The secret run key. Raises UserError when it is missing or damaged."""
+        try:
+            return bytes.fromhex(read_text(self.run_key, 1000))
+        except ValueError:
+            raise UserError(f"{self.run_key}: damaged: must be 64 hex digits") from None
 
     def read_plan(self) -> PrivacyPlan:
         """The plan that the run executes. Raises UserError when it is missing or damaged."""

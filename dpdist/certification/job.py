@@ -19,6 +19,7 @@ from ray.exceptions import RayTaskError
 
 from cluster.journal import Journal
 from cluster.pool import Chunk, PoolSettings, run_chunks
+from cluster.reading import parse_any_json, read_text, reason, shown
 from dpdist import bulk, models
 from dpdist.bulk import Progress
 from dpdist.certification import score_columns, scores, units
@@ -124,8 +125,11 @@ def timings(output: Path) -> dict[int, float]:
     path = output / "timings.csv"
     if not path.exists():
         return {}
-    with open(path, newline="") as file:
-        return {int(row["index"]): float(row["seconds"]) for row in csv.DictReader(file)}
+    lines = read_text(path).splitlines()
+    try:
+        return {int(row["index"]): float(row["seconds"]) for row in csv.DictReader(lines)}
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path}: damaged: {reason(error)}") from None
 
 
 def _assignment(
@@ -212,7 +216,10 @@ def _identity(assignment: Assignment) -> dict[str, Any]:
 
 def _stored_rate(output: Path) -> float:
     path = output / _RATE
-    return float(json.loads(path.read_text())) if path.exists() else 1000.0
+    rate = parse_any_json(read_text(path), str(path)) if path.exists() else 1000.0
+    if not isinstance(rate, int | float) or rate <= 0:
+        raise UserError(f"{path}: damaged: must be a number > 0, got {shown(rate)}")
+    return float(rate)
 
 
 _Interval = tuple[int, int, dict[str, Any]]  # low, high, what was counted there

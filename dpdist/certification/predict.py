@@ -100,12 +100,14 @@ def as_input(values: np.ndarray, input_shape: tuple[int, ...]) -> Tensor:
 
     Raises ValueError when the shape is another one, or for an image with numbers outside [0, 1].
     """
+    if values.shape != input_shape:
+        raise ValueError(f"shape {values.shape}, the model takes {input_shape}")
+    if values.dtype.kind not in "uif":
+        raise ValueError(f"holds {values.dtype}, must hold numbers")
     array = np.ascontiguousarray(values)
     if array.dtype == np.uint8:
         array = array.astype(np.float32) / 255
     tensor = torch.from_numpy(array.astype(np.float32))
-    if tuple(tensor.shape) != input_shape:
-        raise ValueError(f"shape {tuple(tensor.shape)}, the model takes {input_shape}")
     if not bool(torch.isfinite(tensor).all()):
         raise ValueError("contains numbers that are not finite")
     if tensor.dim() == 3 and not 0 <= float(tensor.min()) <= float(tensor.max()) <= 1:

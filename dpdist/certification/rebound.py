@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 from scipy import stats
 
+from cluster.reading import check_shape
 from dpdist.certification import radii, reading
 from dpdist.certification import table as tables
 from dpdist.certification.bounds import clopper_pearson_lower, clopper_pearson_upper
@@ -91,11 +92,15 @@ def shares(parts: Sequence[pa.Table]) -> list[list[int]]:
     return [group for group in groups.values() if len(group) > 1]
 
 
+_ABOUT = {"settings": dict, "classifier": dict, "model": str, "data": str}
+
+
 def identity(table: pa.Table) -> dict[str, Any]:
     """What shares of one certification have in common."""
     note, found = tables.about(table), reading.of(table)
     if "settings" not in note:
         raise UserError("cannot merge a table that does not say what it was computed from")
+    check_shape(note, "the table's description", _ABOUT)
     classifier = {f"classifier.{k}": v for k, v in note["classifier"].items() if k != "check"}
     settings = {k: v for k, v in note["settings"].items() if k not in _SHARE}
     rebound = {name: note.get(name) for name in ("rebound_alpha", "rebound_bound")}

@@ -10,6 +10,7 @@ import numpy as np
 import typer
 from pydantic import Field
 
+from cluster.reading import reason, regular_file
 from dpdist.commands.options import RUNS, RunArgument, Runs, file_path, kind
 from dpdist.errors import UserError
 from dpdist.fields import Number, Positive, Probability
@@ -101,21 +102,20 @@ def _print(
 
 
 def _read(path: Path, input_shape: tuple[int, ...]) -> Any:
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image
 
     from dpdist.certification.predict import as_input
 
+    regular_file(path)
     try:
         if path.suffix == ".npy":
-            values = np.load(path, allow_pickle=False)
+            values = np.load(path, mmap_mode="r", allow_pickle=False)  # its size was not checked
         else:
             with Image.open(path) as image:
                 values = np.asarray(image.convert("L" if input_shape[0] == 1 else "RGB"))
             values = values[None] if values.ndim == 2 else values.transpose(2, 0, 1)
         return as_input(values, input_shape)
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file") from None
-    except (UnidentifiedImageError, OSError) as error:
-        raise UserError(f"{path}: not a readable image: {error}") from error
     except ValueError as error:
-        raise UserError(f"{path}: {error}") from error
+        raise UserError(f"{path}: {reason(error)}") from error
+    except Exception as error:  # decoders raise whatever a damaged file leads them to
+        raise UserError(f"{path}: not a readable image: {reason(error)}") from error

@@ -115,10 +115,34 @@ def check_denoiser(module: nn.Module, spec: ModelSpec) -> None:
         )
 
 
+_MOST_PARAMETERS = 2**30
+_MOST_SIZE = 2**16  # of a width, a depth, ...
+
+
+def _check_size(spec: ModelSpec, factory: Callable[..., nn.Module]) -> None:
+    """Raise UserError for a network of the zoo that no memory would hold, before making it."""
+    values = list(spec.options.values())
+    while values:
+        value = values.pop()
+        values += value.values() if isinstance(value, dict) else ()
+        values += value if isinstance(value, list | tuple) else ()
+        if isinstance(value, int) and abs(value) > _MOST_SIZE:
+            raise UserError(f"model.options: sizes must be <= {_MOST_SIZE:,}, got {value}")
+    with torch.device("meta"), torch.random.fork_rng(devices=[]):  # shapes alone, no memory
+        sketch = factory(tuple(spec.input_shape), spec.classes, **spec.options)
+    numbers = sum(parameter.numel() for parameter in sketch.parameters())
+    if numbers > _MOST_PARAMETERS:
+        raise UserError(f"model.options: {numbers:,} parameters, at most {_MOST_PARAMETERS:,}")
+
+
 def _network(spec: ModelSpec) -> nn.Module:
     factory = _factory(spec.name)
     try:
+        if spec.name in ZOO:
+            _check_size(spec, factory)
         network = factory(tuple(spec.input_shape), spec.classes, **spec.options)
+    except UserError:
+        raise
     except Exception as error:  # whatever a user's factory does
         reason = f"{type(error).__name__}: {_first_line(error)}"
         raise UserError(f"model {spec.name!r} cannot be built: {reason}") from error

@@ -21,6 +21,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any, Self
 
+from cluster.reading import not_blocking
+
 _VERSION = 2
 _WITHOUT_ANCHOR = 1  # the version before; still read, and continued with an anchor
 _LOCK_SECONDS = 15.0
@@ -99,9 +101,11 @@ def _parse(raw: bytes, path: Path) -> tuple[list[dict[str, Any]], list[str], int
     for number, line in enumerate(complete, start=1):
         try:
             entry = json.loads(line)
+            if not isinstance(entry["record"], dict):
+                raise TypeError("its record has no keys")
             if entry["check"] != _chain(previous, _encode(entry["record"])):
                 raise ValueError("its check does not follow from the lines before it")
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             if number == len(complete) and not rest.strip(b"\0") and b"\0" in line + rest:
                 break
             raise JournalError(f"{path}, line {number}, is corrupt: {error}") from error
@@ -180,6 +184,7 @@ class Journal:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         if not path.exists() and (anchor := _read_anchor(path)):
             _check_anchor(anchor, [], [], path)
+        not_blocking(path)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         file = os.fdopen(descriptor, "r+b", buffering=0)
         journal = cls(path, [], [], file)
@@ -208,6 +213,7 @@ class Journal:
     def read(cls, path: str | Path, kind: str) -> Journal:
         """Load a file without locking it; it cannot be written. Raises JournalError, OSError."""
         path = Path(path)
+        not_blocking(path)
         try:
             return cls._look(path, kind)
         except JournalCut:  # or an anchor that was being written at that moment

@@ -89,7 +89,7 @@ class Facts:
         """Which part of the model saw which data; empty when all of it began at random."""
         if not self.folder.pretrained.exists():
             return {}
-        about = read_json(self.folder.pretrained)
+        about = read_json(self.folder.pretrained, {"part": str, "saw": str})
         frozen = about["part"]
         if frozen == "initial":
             return {"initial weights trained on": about["saw"]}
@@ -248,7 +248,7 @@ def _data_set_guarantee(
     """What all runs on record have cost the data set, this one included."""
     if recipe.privacy.budget is None:
         return None
-    run_id = key_id(bytes.fromhex(folder.run_key.read_text()))
+    run_id = key_id(folder.read_key())
     if search is not None:
         run_id = search.charge
     totals = [

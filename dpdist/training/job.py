@@ -280,4 +280,4 @@ def _ensure_run_key(recipe: Recipe, folder: RunFolder) -> None:
 
 
 def read_run_key(folder: RunFolder) -> bytes:
-    return bytes.fromhex(folder.run_key.read_text())
+    return folder.read_key()
