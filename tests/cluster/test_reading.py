@@ -46,11 +46,11 @@ LAUGHS = "a0: &a0 [x, x]\n" + "".join(
 def test_yaml_with_more_than_one_meaning_or_none_is_refused(tmp_path, text, complaint):
     path = tmp_path / "x.yaml"
     path.write_text(text)
-    began = time.monotonic()
+    began = time.process_time()
     with pytest.raises(UserError) as caught:
         read_yaml(path)
     assert complaint in str(caught.value) and str(caught.value).startswith(str(path))
-    assert "\n" not in str(caught.value) and time.monotonic() - began < 5
+    assert "\n" not in str(caught.value) and time.process_time() - began < 5
 
 
 def test_yaml_says_what_it_says(tmp_path):
