@@ -21,7 +21,7 @@ from dpdist.archive import Archive
 from dpdist.commands.budget import show as show_budget
 from dpdist.denoising import put_together
 from dpdist.errors import UserError
-from dpdist.privacy.budget import budgets_in
+from dpdist.privacy.budgets import budgets_in
 from dpdist.privacy.journal import Anchor, JournalError
 from dpdist.privacy.ledger import Ledger
 from dpdist.recipe import Recipe
