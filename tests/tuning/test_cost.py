@@ -263,6 +263,9 @@ def test_a_plain_base_covers_only_what_can_be_made_from_it():
     maximum = Limit(replace(base, phases=(WorstOf((base.phases,), 64.0),)))
     assert maximum.allows(replace(base, phases=below))  # that price is made of the curve alone
     assert not maximum.allows(replace(base, phases=(GaussianSteps(101, 2.0, 0.1),)))
+    crossing = (GaussianSteps(10, 1.0, 0.02),)
+    signs = curve(crossing, ORDERS) < curve(base.phases, ORDERS)
+    assert signs.any() and not signs.all() and not maximum.allows(replace(base, phases=crossing))
     with pytest.raises(UserError, match="is not begun"):
         maximum.check(replace(base, phases=(GaussianSteps(200, 2.0, 0.1),)), "trial 3")
 
