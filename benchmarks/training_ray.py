@@ -46,14 +46,14 @@ def make_images(root: Path, name: str, records: int) -> None:
     """Random 28x28 pictures: the work of a step does not depend on what they show."""
     rng = np.random.default_rng(0)
     rows = []
-    for _ in range(records):
+    for _ in range(records + 10):
         buffer = io.BytesIO()
         Image.fromarray(rng.integers(0, 256, (28, 28), dtype=np.uint8)).save(buffer, format="PNG")
         rows.append({"bytes": buffer.getvalue(), "path": ""})
     (root / name).mkdir(parents=True)
-    table = pa.table({"image": rows, "label": rng.integers(0, 10, records)})
-    pq.write_table(table, root / name / "train.parquet")
-    pq.write_table(table.slice(0, 10), root / name / "test.parquet")
+    table = pa.table({"image": rows, "label": rng.integers(0, 10, records + 10)})
+    pq.write_table(table.slice(0, records), root / name / "train.parquet")
+    pq.write_table(table.slice(records), root / name / "test.parquet")
 
 
 def recipe(folder: Path, data: str, batch_size: int, workers: int, steps: int) -> Path:

@@ -223,11 +223,12 @@ class Bench:
         from dpdist.attacks.settings import AttackSettings
         from dpdist.certification.job import certify
         from dpdist.training.pretrain import accuracy
+        from dpdist.training.records import evaluation_data, source_of
 
         recipe = pipeline.resolve(self.recipe(row, 0), data_root=self.data_root)
         section = recipe.certify
         assert section is not None
-        test = pipeline.test_data(recipe)
+        test = evaluation_data(recipe, source_of(recipe))
         print(f"{row.title}, noise {row.noise:g}", flush=True)
         settings = CertifySettings(row.noise, n=section.n, every=section.every)
         certify(self.public / ALONE, test, settings, folder / "certificates")

@@ -10,7 +10,6 @@ import shutil
 from pathlib import Path
 from typing import Literal
 
-import dpdist.data
 from cluster.reading import usable_path
 from cluster.storage import built_aside, write_json
 from dpdist import models
@@ -18,8 +17,8 @@ from dpdist.errors import UserError
 from dpdist.recipe import parse
 from dpdist.released import read_released
 from dpdist.runfolder import RunFolder
-from dpdist.training.job import source_of
 from dpdist.training.provenance import check_pretrained, load_frozen, with_frozen
+from dpdist.training.records import private_data, source_of
 
 Part = Literal["classifier", "denoiser"]
 
@@ -61,7 +60,7 @@ def put_together(
         raw["data"]["root"] = str(usable_path(data_root).resolve())
     raw["model"][part] = {"folder": str(usable_path(other).resolve()), "saw": saw}
     new = parse(raw, str(target.path))
-    private = dpdist.data.load(source_of(new), "train").part(new.data.public, 1.0)
+    private = private_data(new, source_of(new))
     about = check_pretrained(new, private, str(target.path))
     assert about is not None
     spec = with_frozen(models.read_spec(folder.model), new, private)

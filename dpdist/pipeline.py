@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-import dpdist.data
 from cluster.packages import check_nodes
 from cluster.reading import usable_path
 from cluster.session import Session, connect
@@ -32,9 +31,10 @@ from dpdist.methods.compose import cross_entropy
 from dpdist.methods.sharpness import loss_picture, sharpness
 from dpdist.recipe import Recipe, field_error
 from dpdist.runfolder import RunFolder
-from dpdist.training.job import PACKAGES, CheckedTraining, TrainJob, source_of
+from dpdist.training.job import PACKAGES, CheckedTraining, TrainJob
 from dpdist.training.job import check as check_training
 from dpdist.training.pretrain import pretrain
+from dpdist.training.records import evaluation_data, source_of
 from dpdist.training.trainer import train
 from tuning.search import Search
 from tuning.search import check as check_search
@@ -288,11 +288,6 @@ def search_stage(search: Search, ray_session: Session) -> None:
         search.run(ray_session, show)
 
 
-def test_data(recipe: Recipe) -> dpdist.data.Dataset:
-    """The test split, which is not protected: its results are published."""
-    return dpdist.data.load(source_of(recipe), "test")
-
-
 def load_model(recipe: Recipe, folder: RunFolder) -> torch.nn.Module:
     """The run's trained model; its own recipe names the factory, so that is trusted."""
     folder.require_trained()
@@ -304,7 +299,10 @@ def check_evaluations(recipe: Recipe, where: str) -> None:
     has cost anything."""
     if recipe.certify is None:
         return
-    dataset, settings = test_data(recipe), settings_of(recipe.certify.model_dump())
+    dataset, settings = (
+        evaluation_data(recipe, source_of(recipe)),
+        settings_of(recipe.certify.model_dump()),
+    )
     if not settings.indices(len(dataset)):
         rule = f"must be below the {len(dataset):,} inputs of {dataset.name}"
         raise field_error(where, "certify.start", rule, settings.start)
@@ -317,7 +315,7 @@ def evaluate_stage(recipe: Recipe, folder: RunFolder) -> None:
     """
     if folder.evaluation.exists():
         return
-    dataset = test_data(recipe)
+    dataset = evaluation_data(recipe, source_of(recipe))
     model = load_model(recipe, folder)
     noisy = models.hidden_noise(model) is not None
     correct, loss = 0, 0.0
@@ -372,7 +370,7 @@ def certify_stage(
     with console.progress(f"certifying, {settings.folder_name}", "inputs", "draws") as show:
         table = certify(
             folder.model,
-            test_data(recipe),
+            evaluation_data(recipe, source_of(recipe)),
             settings,
             output,
             progress=show,
@@ -399,7 +397,7 @@ def attack_stage(
     with console.progress(f"attacking, {settings.norm}", "inputs") as show:
         attack_model(
             folder.model,
-            test_data(recipe),
+            evaluation_data(recipe, source_of(recipe)),
             settings,
             output,
             progress=show,
@@ -426,7 +424,7 @@ def check_stage(
     with console.progress(f"attacking certificates, {certificates.parent.name}", "inputs") as show:
         _, verdict = check_certificates(
             folder.model,
-            test_data(recipe),
+            evaluation_data(recipe, source_of(recipe)),
             certificates,
             settings,
             output,
@@ -454,7 +452,7 @@ def summary(folder: RunFolder) -> list[tuple[str, str]]:
 def landscape(recipe: Recipe, folder: RunFolder, inputs: int, iterations: int) -> dict[str, Any]:
     """Sharpness (DPlis Table 9) and loss picture on the first test inputs, in landscape.json."""
     box = 0.0045  # DPlis, PoPETs 2021
-    dataset = test_data(recipe).first(inputs)
+    dataset = evaluation_data(recipe, source_of(recipe)).first(inputs)
     model = load_model(recipe, folder)
     batch, targets = dataset.batch(slice(None)), dataset.targets(slice(None))
     sharp = sharpness(model, cross_entropy, batch, targets, epsilon=box, iterations=iterations)

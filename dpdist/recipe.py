@@ -78,7 +78,10 @@ class DataRecipe(Section):
     test: SplitName = "test"
     columns: ColumnNames = ColumnNames()
     max_train: Count | None = Field(
-        default=None, description="use only the first records; for smoke runs"
+        default=None, description="use about so many records, chosen by hash; for smoke runs"
+    )
+    drop_test_records: bool = Field(
+        default=False, description="leave records out of training that are in the test split too"
     )
     public: Part = Field(
         default=0.0, description="declare this fraction (by hash) public: no run trains on it"

@@ -10,7 +10,8 @@ from dpdist.errors import UserError
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.recipe import Recipe, parse
 from dpdist.runfolder import RunFolder
-from dpdist.training.job import prepare, source_of, training_data
+from dpdist.training.job import prepare
+from dpdist.training.records import source_of, training_data
 from tuning import search as searching
 from tuning.manifest import read_trials
 from tuning.trial import begin_trial

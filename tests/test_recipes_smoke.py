@@ -32,23 +32,23 @@ def make_up(root, section) -> None:
 
 def write(root, name, classes, columns) -> None:
     rng = np.random.default_rng(list(name.encode()))  # no record of one is in another
-    labels = rng.integers(0, classes, RECORDS)
+    labels = rng.integers(0, classes, 2 * RECORDS)
     if name in SIDES:
         rows = []
-        for _ in range(RECORDS):
+        for _ in range(2 * RECORDS):
             buffer = io.BytesIO()
             picture = rng.integers(0, 256, SIDES[name], dtype=np.uint8)
             Image.fromarray(picture).save(buffer, format="PNG")
             rows.append({"bytes": buffer.getvalue(), "path": ""})
     elif name in TOKENS:
-        tokens = rng.integers(0, classes, (RECORDS, TOKENS[name]))
+        tokens = rng.integers(0, classes, (2 * RECORDS, TOKENS[name]))
         rows = tokens.astype(np.float32).tolist()
     else:
-        rows = rng.random((RECORDS, FEATURES[name]), dtype=np.float32).tolist()
+        rows = rng.random((2 * RECORDS, FEATURES[name]), dtype=np.float32).tolist()
     column = columns.features[0] if columns.features else columns.image
     (root / name).mkdir(parents=True)
-    for split, order in (("train", 1), ("test", -1)):
-        table = pa.table({column: rows[::order], columns.label: labels[::order]})
+    for split, half in (("train", slice(RECORDS)), ("test", slice(RECORDS, None))):
+        table = pa.table({column: rows[half], columns.label: labels[half]})
         pq.write_table(table, root / name / f"{split}.parquet")
 
 

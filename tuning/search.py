@@ -27,7 +27,7 @@ from cluster.storage import private_folder, write_atomic, write_json
 from dpdist.certification.bounds import clopper_pearson_lower
 from dpdist.certification.radii import gaussian_l2_radius
 from dpdist.data import Dataset
-from dpdist.data.dataset import base_fingerprint
+from dpdist.data.overlap import refuse_common
 from dpdist.errors import NoRoom, UserError
 from dpdist.gradients.keys import derive_key, new_run_key
 from dpdist.privacy.budget import Charge
@@ -37,14 +37,9 @@ from dpdist.released import read_released
 from dpdist.runfolder import RunFolder
 from dpdist.search_options import ScoreRecipe, TuneRecipe
 from dpdist.training import charging
-from dpdist.training.job import (
-    PACKAGES,
-    check_groups,
-    check_trainable,
-    source_of,
-    training_data,
-)
+from dpdist.training.job import PACKAGES, check_groups, check_records, check_trainable
 from dpdist.training.planning import make_plan
+from dpdist.training.records import private_data, source_of, training_data
 from tuning.cost import Limit, SearchCost, Sizes, kept_out
 from tuning.manifest import (
     SearchFolder,
@@ -111,7 +106,7 @@ class Search:
         begun, terms = read_json(self.folder.terms), self._terms()
         changed = [name for name in ("data", "plan") if begun[name] != terms[name]]
         if changed:
-            what = {"data": "the training records", "plan": "what the search costs"}
+            what = {"data": "the private records", "plan": "what the search costs"}
             raise UserError(
                 f"{self.run_folder.path}: {' and '.join(what[name] for name in changed)} changed "
                 "since this search was begun; restore it, or choose another --name"
@@ -394,6 +389,7 @@ def check(recipe: Recipe, folder: RunFolder, where: str, *, only_resume: bool = 
     check_space(recipe, where)
     hold_out = kept_out(recipe)
     dataset = _records(recipe, hold_out, recipe.data.fraction)
+    check_records(recipe, source_of(recipe), where)
     check_groups(recipe, dataset, where)
     _check_scoring(recipe, dataset, where)
 
@@ -403,7 +399,8 @@ def check(recipe: Recipe, folder: RunFolder, where: str, *, only_resume: bool = 
 
     sizes = Sizes(len(_records(recipe, 0.0, 1.0)), hold_out, counted)
     cost = SearchCost(recipe, sizes, recipe.tune.law, where)
-    search = Search(recipe, folder, cost, dataset.fingerprint)
+    everything = private_data(recipe, source_of(recipe))  # what is scored on is among it
+    search = Search(recipe, folder, cost, everything.fingerprint)
     if not continued:
         for values in probes(recipe.tune):
             check_trainable(search.planned(values)[0], where)
@@ -443,16 +440,17 @@ def _check_scoring(recipe: Recipe, dataset: Dataset, where: str) -> None:
     if not len(records):
         raise UserError(f"{where}: tune.score: there are no records to score on")
     if score.public is not None:
-        if base_fingerprint(records.fingerprint) == base_fingerprint(dataset.fingerprint):
-            raise UserError(
-                f"{where}: tune.score.public: {records.name} is the private training split; leave "
-                "public out to score on a held-out part of it, with noise"
-            )
         if records.input_shape != dataset.input_shape:
             raise UserError(
                 f"{where}: tune.score.public: inputs of shape {records.input_shape}, the training "
                 f"records have {dataset.input_shape}"
             )
+        why = (
+            f"are in {records.name}, and scores on them would be used as if they were public; "
+            "leave public out to score on a held-out part, with noise"
+        )
+        private = private_data(recipe, source_of(recipe))
+        refuse_common(private, records, f"{where}: tune.score.public", why)
     if not score.certifies:
         return
     for values in probes(recipe.tune):

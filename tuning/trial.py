@@ -29,8 +29,9 @@ from dpdist.recipe import Recipe
 from dpdist.released import read_released
 from dpdist.runfolder import RunFolder
 from dpdist.search_options import PublicData
-from dpdist.training.job import PACKAGES, TrainJob, prepare, private_part, source_of
+from dpdist.training.job import PACKAGES, TrainJob, prepare
 from dpdist.training.loop import run
+from dpdist.training.records import private_part, source_of
 from dpdist.training.reducer import Reducer
 from dpdist.training.trainer import fit
 from tuning.cost import Limit, kept_out

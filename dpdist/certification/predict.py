@@ -98,13 +98,16 @@ def two_sided_p_value(hits: int, draws: int) -> float:
 def as_input(values: np.ndarray, input_shape: tuple[int, ...]) -> Tensor:
     """Raw pixels (uint8) or numbers as the float32 input the model takes.
 
-    Raises ValueError when the shape is another one, or for an image with numbers outside [0, 1].
+    Raises ValueError for complex numbers, truth values or text, when the shape is another one, or
+    for an image with numbers outside [0, 1].
     """
     if values.shape != input_shape:
         raise ValueError(f"shape {values.shape}, the model takes {input_shape}")
     if values.dtype.kind not in "uif":
         raise ValueError(f"holds {values.dtype}, must hold numbers")
     array = np.ascontiguousarray(values)
+    if array.dtype.kind not in "fiu":
+        raise ValueError(f"holds {array.dtype}, the model takes real numbers")
     if array.dtype == np.uint8:
         array = array.astype(np.float32) / 255
     tensor = torch.from_numpy(array.astype(np.float32))

@@ -32,20 +32,17 @@ def list_data(data_root: DataRoot = None) -> None:
 @app.command("check")
 def check(recipe: RecipeArgument, data_root: DataRoot = None) -> None:
     """Read every record a recipe needs; complain with file and row."""
-    from dpdist import data, pipeline
-    from dpdist.data.dataset import check_same_kind
+    from dpdist import pipeline
     from dpdist.recipe import check_against_data
-    from dpdist.training.job import source_of, training_data
+    from dpdist.training.records import evaluation_data, source_of, training_data
 
     resolved = pipeline.resolve(recipe, data_root=data_root)
     source = source_of(resolved)
-    train, test = training_data(resolved, source), data.load(source, "test")
-    check_same_kind(train, test)
+    train, test = training_data(resolved, source), evaluation_data(resolved, source)
     for split in (train, test):
         typer.echo(
             f"{split.name}: {len(split):,} records, inputs "
-            f"{'x'.join(map(str, split.input_shape))}, "
-            f"{split.classes} classes, fingerprint {split.fingerprint}"
+            f"{'x'.join(map(str, split.input_shape))}, {split.classes} classes"
         )
     check_against_data(resolved, len(train), recipe)
 

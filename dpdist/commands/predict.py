@@ -102,18 +102,16 @@ def _print(
 
 
 def _read(path: Path, input_shape: tuple[int, ...]) -> Any:
-    from PIL import Image
 
     from dpdist.certification.predict import as_input
+    from dpdist.data.images import decode
 
     regular_file(path)
     try:
         if path.suffix == ".npy":
             values = np.load(path, mmap_mode="r", allow_pickle=False)  # its size was not checked
         else:
-            with Image.open(path) as image:
-                values = np.asarray(image.convert("L" if input_shape[0] == 1 else "RGB"))
-            values = values[None] if values.ndim == 2 else values.transpose(2, 0, 1)
+            values = decode(path.read_bytes())
         return as_input(values, input_shape)
     except ValueError as error:
         raise UserError(f"{path}: {reason(error)}") from error

@@ -1,6 +1,6 @@
 """Datasets: Parquet/Arrow in, memory-mapped arrays out."""
 
-from dpdist.data.catalog import BUILT_IN, Source, cache_folder, fetch, load, split_by_id
+from dpdist.data.catalog import BUILT_IN, Source, cache_folder, fetch, has, load, split_by_id
 from dpdist.data.dataset import Dataset
 from dpdist.data.parquet import Columns
 
@@ -11,6 +11,7 @@ __all__ = [
     "Source",
     "cache_folder",
     "fetch",
+    "has",
     "load",
     "split_by_id",
 ]

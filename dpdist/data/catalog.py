@@ -64,6 +64,17 @@ def load(source: Source, split: str) -> Dataset:
     return load_parquet(files, name, source.classes, source.columns, cache)
 
 
+def has(source: Source, split: str) -> bool:
+    """Whether the split's files are there; they are not read."""
+    if source.root is None:
+        return source.name in BUILT_IN
+    try:
+        split_files(source.root, source.name, source.train if split == "train" else source.test)
+    except UserError:
+        return False
+    return True
+
+
 def split_by_id(records: int, fraction: float, salt: str) -> np.ndarray:
     """Boolean (records,): which records a split of about `fraction` holds.
 

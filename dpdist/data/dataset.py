@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -13,26 +12,29 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpdist.errors import UserError
+from dpdist.data.hashes import as_model_sees, positions, stored_hashes
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """A split stored as inputs.npy, labels.npy and meta.json in `folder`; only the path is pickled.
+    """A split stored as inputs.npy, labels.npy and meta.json in `folder`, or a part of its records;
+    only the path is pickled.
 
-    name: "mnist/train". inputs: (N, C, H, W) uint8 images, or (N, features) float32.
-    labels: (N,) int64 in 0..classes-1. fingerprint: hex digest of the records, in order. limit: use
-    the first records only; share: of these, the records whose hash lies in [low, high).
+    name: "mnist/train". inputs: (N, C, H, W) uint8 images, or float32 of any one shape.
+    labels: (N,) int64 in 0..classes-1. stored: hex digest of all records in the folder, in order.
+    limit: use the first records only; share: of these, the records whose position by hash lies in
+    [low, high); without: leave out the records whose inputs are stored in that folder.
     largest_group: most records of one group, when a group column is named.
     """
 
     folder: Path
     name: str
     classes: int
-    fingerprint: str
+    stored: str
     limit: int | None = None
     largest_group: int | None = None
     share: tuple[float, float] | None = None
+    without: Path | None = None
 
     @staticmethod
     def open(folder: Path) -> Dataset:
@@ -46,21 +48,41 @@ class Dataset:
         )
 
     def first(self, limit: int | None) -> Dataset:
-        """The first `limit` records as a data set of its own (None: all)."""
+        """The first `limit` records (None: all), for public records only: removing one of them
+        lets another one in."""
         if limit is None or limit >= len(self):
             return self
-        return replace(self, limit=limit, fingerprint=f"{self.fingerprint}-first-{limit}")
+        if self._rows is not None:
+            raise ValueError("the first records of a part are not defined")
+        return replace(self, limit=limit)
 
     def part(self, low: float, high: float) -> Dataset:
-        """The records whose hash lies in [low, high), 0 <= low < high <= 1: about that share.
+        """The records whose position lies in [low, high), 0 <= low < high <= 1: about that share.
 
-        A record's hash depends on its own content alone: adding or removing one record moves no
-        other one between parts (equal records lie in the same part).
+        A record's position is a hash of its own input alone: adding or removing one record moves no
+        other one between parts, and equal inputs lie in the same part.
         """
-        if (low, high) == (0.0, 1.0):
-            return self
-        fingerprint = f"{self.fingerprint}-part-{low:.17g}-{high:.17g}"
-        return replace(self, share=(low, high), fingerprint=fingerprint)
+        if self.share is not None:
+            raise ValueError("a part of a part is not defined")
+        return self if (low, high) == (0.0, 1.0) else replace(self, share=(low, high))
+
+    def leaving_out(self, other: Dataset) -> Dataset:
+        """The records whose inputs are not among those of `other`, a whole public split: whether a
+        record stays depends on that split and on the record alone."""
+        if other.limit is not None or other._rows is not None:
+            raise ValueError("only a whole split can be left out")
+        return replace(self, without=other.folder)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hex digest of these records, in order, and of nothing else: that of a public part says
+        nothing about the private records stored beside them."""
+        if self._rows is None and self.limit is None:
+            return self.stored
+        digest = hashlib.blake2b(digest_size=16, person=b"dpdist.data")
+        digest.update(self.hashes.tobytes())
+        digest.update(np.ascontiguousarray(self.labels).tobytes())
+        return digest.hexdigest()
 
     @cached_property
     def _stored(self) -> np.ndarray:
@@ -69,10 +91,16 @@ class Dataset:
     @cached_property
     def _rows(self) -> np.ndarray | None:
         """Positions of this part's records among those stored; None for all of them."""
-        if self.share is None:
+        if self.share is None and self.without is None:
             return None
-        hashes = _hashes(self.folder)[: self.limit]
-        return np.flatnonzero((hashes >= self.share[0]) & (hashes < self.share[1]))
+        hashes = stored_hashes(self.folder)[: self.limit]
+        kept = np.ones(len(hashes), dtype=bool)
+        if self.share is not None:
+            places = positions(hashes)
+            kept &= (places >= self.share[0]) & (places < self.share[1])
+        if self.without is not None:
+            kept &= ~np.isin(hashes, stored_hashes(self.without))
+        return np.flatnonzero(kept)
 
     @property
     def inputs(self) -> np.ndarray:
@@ -81,8 +109,8 @@ class Dataset:
 
     @property
     def hashes(self) -> np.ndarray:
-        """A number in [0, 1) for each record, from its content alone: float64 (N,)."""
-        hashes = _hashes(self.folder)[: self.limit]
+        """What each record's input is recognised by (dpdist.data.overlap): (N,) of 16 bytes."""
+        hashes = stored_hashes(self.folder)[: self.limit]
         return hashes if self._rows is None else hashes[self._rows]
 
     @cached_property
@@ -105,49 +133,8 @@ class Dataset:
         """Inputs as float32 (B, *input_shape); images are divided by 255 into [0, 1]."""
         chosen = indices if self._rows is None else self._rows[indices]
         rows = np.ascontiguousarray(self._stored[chosen])
-        tensor = torch.from_numpy(rows if rows.flags.writeable else rows.copy())
-        return tensor.float().div_(255) if rows.dtype == np.uint8 else tensor
+        return as_model_sees(rows)
 
     def targets(self, indices: np.ndarray | slice) -> Tensor:
         """Labels as int64 (B,)."""
         return torch.from_numpy(np.array(self.labels[indices]))
-
-
-def base_fingerprint(fingerprint: str) -> str:
-    """The fingerprint of the whole stored split that a data set is a part of."""
-    return fingerprint.partition("-first-")[0].partition("-part-")[0]
-
-
-def _hashes(folder: Path) -> np.ndarray:
-    """A number in [0, 1) for each stored record, from its content alone; kept beside the data."""
-    path = folder / "hashes.npy"
-    if not path.exists():
-        inputs = np.load(folder / "inputs.npy", mmap_mode="r", allow_pickle=False)
-        labels = np.load(folder / "labels.npy", mmap_mode="r", allow_pickle=False)
-        found = np.empty(len(labels), dtype=np.uint64)
-        for record, label in enumerate(labels):
-            digest = hashlib.blake2b(digest_size=8, person=b"dpdist.part")
-            digest.update(np.ascontiguousarray(inputs[record]).tobytes())
-            digest.update(int(label).to_bytes(8, "little"))
-            found[record] = int.from_bytes(digest.digest(), "little")
-        partial = folder / f".hashes.{os.getpid()}.npy"
-        np.save(partial, (found >> np.uint64(11)) * 2.0**-53)
-        os.replace(partial, path)
-    return np.load(path, allow_pickle=False)
-
-
-def check_same_kind(train: Dataset, test: Dataset) -> None:
-    """Raise UserError unless the two splits can be used with one model, and are two.
-
-    Scores on the test split are published, so it must not be the protected one.
-    """
-    if base_fingerprint(train.fingerprint) == test.fingerprint:
-        raise UserError(
-            f"{train.name} and {test.name} hold the same records: scores on private records would "
-            "be published"
-        )
-    if train.input_shape != test.input_shape:
-        raise UserError(
-            f"{train.name} has inputs of shape {train.input_shape}, {test.name} of "
-            f"{test.input_shape}"
-        )

@@ -7,7 +7,6 @@ or numeric feature columns (or one list column of numbers) and a label column.
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import os
 import shutil
@@ -23,9 +22,10 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from dpdist.data.dataset import Dataset
+from dpdist.data.images import Inexact, decode
 from dpdist.errors import UserError
 
-_LAYOUT = 2  # of the cache; a new number re-reads everything
+_LAYOUT = 3  # of the cache; a new number re-reads everything
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,23 @@ class Columns:
     """Which columns hold the record.
 
     features: column names, or empty when there is an image column. group: whom a record belongs to;
-    only the size of the largest group is kept.
+    only the size of the largest group is kept. Raises UserError when a column would be read twice.
     """
 
     image: str = "image"
     label: str = "label"
     features: tuple[str, ...] = ()
     group: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.label in (self.features or (self.image,)):
+            raise UserError(
+                f"data.columns: the label {self.label!r} is among the features: the model would "
+                "read the answer; take it out"
+            )
+        twice = [name for name, times in Counter(self.features).items() if times > 1]
+        if twice:
+            raise UserError(f"data.columns.features: {twice[0]!r} is named twice; name it once")
 
 
 def split_files(root: Path, name: str, split: str) -> list[Path]:
@@ -117,10 +127,10 @@ def _decode(files: list[Path], name: str, classes: int, columns: Columns, out: P
             if inputs is None:
                 shape = (total, *rows.shape[1:])
                 inputs = np.lib.format.open_memmap(out / "inputs.npy", "w+", rows.dtype, shape)
-            elif rows.shape[1:] != inputs.shape[1:]:
+            elif _kind(rows[0]) != _kind(inputs[0]):
                 raise UserError(
-                    f"{file} row {first_row}: shape {rows.shape[1:]}, the rows before it "
-                    f"{inputs.shape[1:]}"
+                    f"{file} row {first_row}: {_kind(rows[0])}, the rows before it "
+                    f"{_kind(inputs[0])}"
                 )
             if columns.group is not None:
                 groups.update(table[columns.group].to_pylist())
@@ -160,6 +170,9 @@ def _tables(file: Path, reader: pq.ParquetFile, columns: Columns) -> Iterator[tu
             f"{file}: no column {', '.join(map(repr, missing))}; it has {', '.join(present)} "
             "(name yours under data.columns in the recipe)"
         )
+    twice = [column for column in wanted if present.count(column) > 1]
+    if twice:
+        raise UserError(f"{file}: has more than one column {twice[0]!r}; rename the others")
     if columns.group is not None and pa.types.is_nested(schema.field(columns.group).type):
         raise UserError(f"{file}: group column {columns.group!r} must hold one value per record")
     first_row = 0
@@ -193,31 +206,37 @@ def _inputs(table: pa.Table, file: Path, first_row: int, columns: Columns) -> np
     if not columns.features:
         return _images(table[columns.image].combine_chunks(), file, first_row, columns.image)
     if len(columns.features) == 1 and _is_list(table[columns.features[0]].type):
+        kind = table[columns.features[0]].type.value_type
+        if _is_list(kind):
+            raise UserError(f"{file}: feature lists must hold numbers, not lists")
+        _require_numbers(kind, file, columns.features[0])
         rows = table[columns.features[0]].to_pylist()
         widths = {len(row) if row is not None else -1 for row in rows}
         if len(widths) != 1 or -1 in widths:
             raise UserError(
                 f"{file} from row {first_row}: feature lists of lengths {sorted(widths)}"
             )
-        try:
-            features = np.asarray(rows, dtype=np.float32)
-        except (TypeError, ValueError) as error:
-            raise UserError(
-                f"{file} from row {first_row}: features are not numbers: {error}"
-            ) from None
-        if features.ndim != 2:
-            raise UserError(f"{file}: feature lists must hold numbers, not lists")
+        features = np.asarray(rows, dtype=np.float32)
     else:
         for column in columns.features:
-            kind = table[column].type
-            if not (pa.types.is_floating(kind) or pa.types.is_integer(kind)):
-                raise UserError(f"{file}: feature column {column!r} is {kind}, must be numeric")
+            _require_numbers(table[column].type, file, column)
         arrays = [table[column].to_numpy().astype(np.float32) for column in columns.features]
         features = np.stack(arrays, axis=1)
     bad = np.flatnonzero(~np.isfinite(features).all(axis=1))
     if len(bad):
         raise UserError(f"{file} row {first_row + bad[0]}: a feature is missing or not finite")
     return features
+
+
+def _require_numbers(kind: pa.DataType, file: Path, column: str) -> None:
+    """Neither text that reads like numbers nor truth values pass for features."""
+    if not (pa.types.is_floating(kind) or pa.types.is_integer(kind)):
+        raise UserError(f"{file}: feature column {column!r} is {kind}, must be numeric")
+
+
+def _kind(record: np.ndarray) -> str:
+    """What all records of a data set have in common: "shape (1, 28, 28), uint8"."""
+    return f"shape {record.shape}, {record.dtype}"
 
 
 def _is_list(kind: pa.DataType) -> bool:
@@ -241,15 +260,13 @@ def _images(values: pa.Array, file: Path, first_row: int, column: str) -> np.nda
         if raw is None:
             raise UserError(f"{where}: no image")
         try:
-            with Image.open(io.BytesIO(raw)) as picture:
-                picture.load()
-                plain = picture.mode in ("L", "RGB")
-                pixels = np.asarray(picture if plain else picture.convert("RGB"))
+            images.append(decode(raw))
+        except Inexact as error:
+            raise UserError(f"{where}: the image cannot be taken as it is: {error}") from None
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
             raise UserError(f"{where}: the image cannot be decoded: {error}") from error
-        images.append(pixels[None] if pixels.ndim == 2 else np.moveaxis(pixels, -1, 0))
-        if images[-1].shape != images[0].shape:
+        if _kind(images[-1]) != _kind(images[0]):
             raise UserError(
-                f"{where}: image of shape {images[-1].shape}, the first one is {images[0].shape}"
+                f"{where}: image of {_kind(images[-1])}, the first one is {_kind(images[0])}"
             )
     return np.stack(images)

@@ -70,6 +70,7 @@ def card(
     show_records: bool = True,
     unit: str = "one record",
     data_set: Guarantee | None = None,
+    assumptions: Sequence[str] = (),
     notes: Sequence[str] = (),
     extra: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
@@ -78,7 +79,8 @@ def card(
     ledger: what was really released; without it the plan is taken as executed. private: False for a
     run with a fixed key or without noise, which the card then says. show_records: False keeps the
     number of records (and with it the sampling rate's meaning) out. data_set: what the data set has
-    cost in all runs. extra: further facts (library versions, model, recipe).
+    cost in all runs. assumptions: what must hold besides. extra: further facts (library versions,
+    model, recipe).
     """
     from dpdist.privacy import accounting
 
@@ -112,7 +114,7 @@ def card(
         "data_set": None if data_set is None else data_set.to_dict(),
         # With the other entries at hand, the fingerprint would give N away to a search.
         "plan": plan.fingerprint() if show_records else None,
-        "assumptions": list(main.assumptions),
+        "assumptions": [*main.assumptions, *assumptions],
         "notes": [EVALUATION_UNPROTECTED, *notes],
     }
     if extra:

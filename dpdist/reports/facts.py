@@ -100,6 +100,12 @@ class Facts:
         }
         return saw | ({"put together": about["joined"]} if "joined" in about else {})
 
+    @property
+    def assumed(self) -> list[str]:
+        """What the guarantee rests on and nobody could check."""
+        about = read_json(self.folder.pretrained) if self.folder.pretrained.exists() else {}
+        return [about["assumed"]] if about.get("assumed") else []
+
     def card(self) -> dict[str, Any]:
         """The privacy card, as JSON types."""
         unit = "one record"
@@ -126,6 +132,7 @@ class Facts:
             private=not self.fixed_key and math.isfinite(self.guarantee.epsilon),
             unit=unit,
             data_set=self.data_set,
+            assumptions=self.assumed,
             notes=notes,
             extra={
                 "training data": self.recipe.data.name,

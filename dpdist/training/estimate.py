@@ -15,13 +15,8 @@ from dpdist.methods.pixeldp import equal_noise, noise_scale
 from dpdist.models import HiddenNoise, require_split
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.recipe import Recipe
-from dpdist.training.job import (
-    build_engine,
-    initial_model,
-    model_spec,
-    source_of,
-    training_data,
-)
+from dpdist.training.job import build_engine, initial_model, model_spec
+from dpdist.training.records import evaluation_data, source_of, training_data
 
 _PROBE_EXAMPLES = 64
 _PROBE_KEY = bytes(32)
@@ -32,7 +27,7 @@ def describe(recipe: Recipe, plan: PrivacyPlan) -> list[tuple[str, str]]:
     time is extrapolated from a probe on this machine with made-up inputs: no record is touched."""
     source = source_of(recipe)
     dataset = training_data(recipe, source)
-    test = data.load(source, "test")
+    test = evaluation_data(recipe, source)
     step, resources = plan.step(0), recipe.resources
     module = initial_model(recipe, model_spec(recipe, dataset))
     engine = build_engine(recipe, module)

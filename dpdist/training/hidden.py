@@ -29,7 +29,8 @@ from dpdist.methods.pixeldp import equal_noise, noise_scale
 from dpdist.methods.sensitivity import keep_within
 from dpdist.models import HiddenNoise, ModelSpec
 from dpdist.recipe import Recipe
-from dpdist.training.job import TrainJob, initial_model, public_data, read_run_key
+from dpdist.training.job import TrainJob, initial_model, read_run_key
+from dpdist.training.records import public_data
 
 _TENSOR = "std"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from cluster.packages import fingerprint
 from cluster.reading import read_json
 from cluster.storage import write_atomic, write_json
 from dpdist import data, models
-from dpdist.data.dataset import check_same_kind
+from dpdist.data.overlap import refuse_common
 from dpdist.errors import UserError
 from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.keys import new_run_key
@@ -25,7 +24,14 @@ from dpdist.recipe import Recipe, field_error
 from dpdist.runfolder import RunFolder
 from dpdist.training.finite import check_start, probe
 from dpdist.training.planning import make_plan
-from dpdist.training.provenance import check_pretrained, load_frozen, refuse_common, with_frozen
+from dpdist.training.provenance import AMONG_PUBLIC, check_pretrained, load_frozen, with_frozen
+from dpdist.training.records import (
+    evaluation_data,
+    private_data,
+    public_data,
+    source_of,
+    training_data,
+)
 
 PACKAGES = ("cluster", "dpdist", "tuning")
 CANONICAL_SHARDS = 8  # of `reproducible: true`; the most workers such a run can use
@@ -42,72 +48,6 @@ class TrainJob:
     packages: dict[str, str]
 
 
-def source_of(recipe: Recipe) -> data.Source:
-    """Where the recipe's data lie."""
-    section = recipe.data
-    columns = data.Columns(
-        section.columns.image,
-        section.columns.label,
-        tuple(section.columns.features),
-        section.columns.group,
-    )
-    root = None if section.root is None else Path(section.root).expanduser().resolve()
-    return data.Source(section.name, section.classes, root, section.train, section.test, columns)
-
-
-def training_data(recipe: Recipe, source: data.Source) -> data.Dataset:
-    """The training records: the split cut to data.max_train, without public and held out ones."""
-    section = recipe.data
-    end = section.hold_out + section.fraction * (1 - section.hold_out)
-    return private_part(recipe, source, section.hold_out, end)
-
-
-def declared_public(recipe: Recipe, source: data.Source) -> data.Dataset:
-    """The training split's records that data.public declares public; no run trains on them."""
-    return _records(recipe, source).part(0.0, recipe.data.public)
-
-
-def private_part(recipe: Recipe, source: data.Source, low: float, high: float) -> data.Dataset:
-    """The records with hashes from `low` to `high` (fractions) of those that are not public."""
-    public = recipe.data.public
-    start, end = (public + share * (1 - public) for share in (low, high))
-    return _records(recipe, source).part(start, end)
-
-
-def _records(recipe: Recipe, source: data.Source) -> data.Dataset:
-    return data.load(source, "train").first(recipe.data.max_train)
-
-
-def public_data(recipe: Recipe) -> data.Dataset | None:
-    """The public records a method reads (their training split), or None when it reads none.
-
-    Without a root of their own they lie beside the recipe's data; of the run's own data set they
-    are those that data.public declares public. Raises UserError when missing, or of other classes
-    than a frozen classifier tells apart.
-    """
-    method = recipe.method
-    section = method.redistribution if isinstance(method, HiddenNoiseMethod) else None
-    if section is None or section.source != "public":
-        return None
-    root = None
-    if section.data not in data.BUILT_IN or section.root is not None:
-        root = section.root or recipe.data.root
-    root = None if root is None else Path(root).expanduser().resolve()
-    own = source_of(recipe)
-    if recipe.data.public and (section.data, root) == (own.name, own.root):
-        return declared_public(recipe, own)
-    try:
-        found = data.load(data.Source(section.data, section.classes, root), "train")
-    except UserError as error:
-        raise UserError(f"method.redistribution.data: {error}") from None
-    if recipe.model.classifier is not None and found.classes != recipe.data.classes:
-        raise UserError(
-            f"method.redistribution.data: {found.name} has {found.classes} classes, the frozen "
-            f"classifier tells {recipe.data.classes}; take other public records, or source: paid"
-        )
-    return found
-
-
 def model_spec(recipe: Recipe, dataset: data.Dataset) -> ModelSpec:
     """The description of the model for these inputs."""
     section = recipe.model
@@ -120,6 +60,20 @@ def model_spec(recipe: Recipe, dataset: data.Dataset) -> ModelSpec:
         std=tuple(section.std),
     )
     return with_frozen(spec, recipe, dataset)
+
+
+def check_records(recipe: Recipe, source: data.Source, where: str) -> dict[str, Any] | None:
+    """Raise UserError when a private record is among the test records or any public ones.
+
+    Returns what the model's public part is and saw (`check_pretrained`).
+    """
+    evaluation_data(recipe, source)
+    private = private_data(recipe, source)
+    pretrained = check_pretrained(recipe, private, where)
+    public = public_data(recipe)
+    if public is not None and recipe.privacy.noise_multiplier != 0:  # else nothing is promised
+        refuse_common(private, public, f"{where}: method.redistribution.data", AMONG_PUBLIC)
+    return pretrained
 
 
 def check_groups(recipe: Recipe, dataset: data.Dataset, where: str) -> None:
@@ -187,17 +141,12 @@ def check_trainable(recipe: Recipe, where: str) -> tuple[data.Dataset, dict[str,
     """
     source = source_of(recipe)
     dataset = training_data(recipe, source)
-    check_same_kind(dataset, data.load(source, "test"))
+    pretrained = check_records(recipe, source, where)
     check_groups(recipe, dataset, where)
     if recipe.training.reproducible and recipe.resources.workers > CANONICAL_SHARDS:
         rule = f"must be <= {CANONICAL_SHARDS} when training.reproducible is set"
         raise field_error(where, "resources.workers", rule, recipe.resources.workers)
-    private = private_part(recipe, source, 0.0, 1.0)
-    pretrained = check_pretrained(recipe, private, where)
     check_model(recipe, dataset)
-    public = public_data(recipe)
-    if public is not None and recipe.privacy.noise_multiplier != 0:  # else nothing is promised
-        refuse_common(private, public.hashes, f"{where}: method.redistribution.data")
     return dataset, pretrained
 
 
@@ -206,9 +155,15 @@ def _check_same_data(folder: RunFolder, dataset: data.Dataset) -> None:
     if folder.data.exists():
         before = read_json(folder.data, {"train": str})["train"]
         if before != dataset.fingerprint:
+            if "-part-" in before or "-first-" in before:
+                raise UserError(
+                    f"{folder.path}: begun by an older dpdist, which chose the training records "
+                    "by another rule; choose another --name (what is finished can still be "
+                    "certified, attacked and released)"
+                )
             raise UserError(
-                f"{folder.path}: {dataset.name} has changed since this run was begun (fingerprint "
-                f"{before}, now {dataset.fingerprint}); restore it, or choose another --name"
+                f"{folder.path}: {dataset.name} has changed since this run was begun; restore it, "
+                "or choose another --name"
             )
 
 

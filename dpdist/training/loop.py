@@ -49,11 +49,11 @@ from dpdist.training.job import (
     initial_model,
     model_spec,
     read_run_key,
-    training_data,
 )
 from dpdist.training.monitor import Monitor
 from dpdist.training.optimizer import FlatOptimizer
 from dpdist.training.permit import PermitGate
+from dpdist.training.records import training_data
 from dpdist.training.reducer import MissingRank, Reducer
 
 

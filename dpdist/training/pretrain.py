@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from cluster.reading import read_bytes
 from cluster.storage import built_aside
 from dpdist import data, models
-from dpdist.data.dataset import check_same_kind
+from dpdist.data.overlap import common, refuse_common
 from dpdist.errors import UserError
 from dpdist.methods.compose import cross_entropy
 from dpdist.methods.hgm import resized
@@ -29,9 +29,9 @@ from dpdist.models import ModelSpec
 from dpdist.models.torchvision_zoo import estimating, published_weights
 from dpdist.recipe import ModelRecipe, PublicRecipe, Recipe
 from dpdist.training.augment import deformed
-from dpdist.training.job import declared_public, source_of
 from dpdist.training.optimizer import FlatOptimizer
-from dpdist.training.provenance import refuse_common, write_provenance
+from dpdist.training.provenance import AMONG_PUBLIC, write_provenance
+from dpdist.training.records import declared_public, named_public, private_data, source_of
 
 Progress = Callable[[int, int, float], None]  # steps done, steps, per second
 
@@ -56,8 +56,7 @@ def pretrain(
     source = source_of(recipe)
     test = data.load(source, "test")
     public = _public_records(recipe, section, source, where)
-    private = data.load(source, "train").part(recipe.data.public, 1.0)
-    refuse_common(private, public.hashes, f"{where}: public.data")
+    refuse_common(private_data(recipe, source), public, f"{where}: public.data", AMONG_PUBLIC)
     spec = ModelSpec(
         network.name,
         test.input_shape,
@@ -92,21 +91,21 @@ def _public_records(
             )
         records = declared_public(recipe, source)
     else:
-        other = section.data
-        columns = data.Columns(other.columns.image, other.columns.label)
-        root = None if other.root is None else other.root.expanduser().resolve()
-        found = data.load(
-            data.Source(other.name, other.classes, root, other.train, other.test, columns), "train"
-        )
+        found = named_public(section.data)
         if found.classes != recipe.data.classes:
             raise UserError(
                 f"{where}: public.data: {found.classes} classes, the private data have "
                 f"{recipe.data.classes}"
             )
-        records = found.first(other.max_train)
+        records = found
     test = data.load(source, "test")
-    if records.input_shape == test.input_shape:
-        check_same_kind(records, test)
+    both = common(records, test)
+    if both:
+        raise UserError(
+            f"{where}: {both:,} of the {len(records):,} public records of {records.name} are in "
+            f"{test.name}, whose scores would then say nothing about new records; "
+            + ("take others" if section.data else "set data.drop_test_records: true")
+        )
     if section.training.batch_size > len(records):
         raise UserError(
             f"{where}: public.training.batch_size: must be <= the {len(records)} public records, "

@@ -18,12 +18,19 @@ from torch import nn
 from cluster.reading import read_bytes, read_json
 from cluster.storage import write_atomic, write_json
 from dpdist import data, models
+from dpdist.data.overlap import Inputs, refuse_common
 from dpdist.errors import UserError
 from dpdist.models import ModelSpec
 from dpdist.models.zoo import ZOO
 from dpdist.recipe import PretrainedRecipe, Recipe
+from dpdist.runfolder import RunFolder
+from dpdist.training.records import private_data, source_of, training_data
 
 PROVENANCE, RECORDS = "provenance.json", "records.npy"
+AMONG_PUBLIC = (
+    "are among the public ones, which are used without privacy; set them aside with data.public, "
+    "or take others"
+)
 _CARD = "privacy_card.json"
 _WRITTEN = {"model": str, "records": int, "data": str, "fingerprint": str}
 _STATED = {"private": bool, "guarantee.epsilon": float | str, "guarantee.delta": float}
@@ -38,6 +45,7 @@ def write_provenance(folder: Path, dataset: data.Dataset, facts: dict[str, Any])
         "data": dataset.name,
         "fingerprint": dataset.fingerprint,
         "records": len(dataset),
+        "inputs": list(dataset.input_shape),
         "model": models.model_hash(folder),
         **facts,
     }
@@ -132,8 +140,10 @@ def load_frozen(module: nn.Module, recipe: Recipe) -> None:
 def check_pretrained(recipe: Recipe, private: data.Dataset, where: str) -> dict[str, Any] | None:
     """What the model's public part is and saw, as JSON types; None when there is none.
 
-    private: all records of the data set that are not declared public. Raises UserError when one of
-    them is among those that the part was trained on, or nobody says what it saw.
+    private: all records of the data set that are not declared public. "assumed": what the privacy
+    card must add to what the guarantee rests on, because no record could be compared. Raises
+    UserError when a private record is among those that the part was trained on, or nobody says what
+    it saw.
     """
     if recipe.model.pretrained is None:
         return None
@@ -145,57 +155,98 @@ def check_pretrained(recipe: Recipe, private: data.Dataset, where: str) -> dict[
     folder = section.folder.expanduser()
     begin = f"{where}: model.{part}.folder: {folder}"
     about = {"part": part, "model": models.model_hash(folder)}
+    compared = _compared(folder, private, begin)
     if (folder / PROVENANCE).exists():
-        return {**about, **_pretrained(folder, about["model"], private, begin)}
+        return {**about, **_pretrained(folder, about["model"], begin, compared)}
     if (folder / _CARD).exists():
         card = read_json(folder / _CARD, _STATED)
         extra = card.get("extra")  # cards of earlier versions do not name their weights
         if isinstance(extra, dict) and extra.get("model hash", about["model"]) != about["model"]:
             raise UserError(f"{begin}: the model is not the one that {_CARD} speaks of")
-        return {**about, **_released(card, recipe, begin)}
-    return {**about, **_declared(part, section, begin)}
+        return {**about, **_released(card, recipe, begin, compared)}
+    return {**about, **_declared(part, section, begin, compared)}
 
 
-def refuse_common(private: data.Dataset, seen: np.ndarray, begin: str) -> None:
-    """Raise UserError when a private record is among the hashes of public ones."""
-    common = int(np.isin(private.hashes, seen).sum())
-    if common:
+def _compared(folder: Path, private: data.Dataset, begin: str) -> bool:
+    """Whether everything that the model in `folder` was trained on was compared with the private
+    records, one by one. Raises UserError when one of them is among it."""
+    if (folder / PROVENANCE).exists():
+        return refuse_common(private, _seen(folder), begin, AMONG_PUBLIC)
+    run = _run_of(folder)
+    if run is None:
+        return False
+    try:
+        other = run.read_recipe()
+        source = source_of(other)
+        begun = read_json(run.data, {"train": str})["train"]
+        if training_data(other, source).fingerprint != begun:
+            return False  # other records lie there now
+        theirs = private_data(other, source)
+    except UserError:
+        return False  # they lie elsewhere, or nowhere any more
+    why = (
+        f"trained it, or chose its settings, in run {run.name}: its cost would have to be added, "
+        "which is not done; take one that saw other records"
+    )
+    whole = refuse_common(private, theirs, begin, why)
+    inner = other.model.pretrained
+    return whole and (inner is None or _compared(inner[1].folder.expanduser(), private, begin))
+
+
+def _run_of(folder: Path) -> RunFolder | None:
+    """The run whose release/ or private/model this is, when its folder is around it."""
+    for path in list(folder.absolute().parents)[:2]:
+        if (path / "run.json").exists():
+            return RunFolder(path)
+    return None
+
+
+def _seen(folder: Path) -> Inputs:
+    """The records that `pretrain` says it trained on."""
+    written, path = read_json(folder / PROVENANCE, _WRITTEN), folder / RECORDS
+    try:
+        hashes = np.load(io.BytesIO(read_bytes(path)), allow_pickle=False)
+        if hashes.ndim != 1:
+            raise ValueError("must hold one hash for each record")
+    except (ValueError, EOFError) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from error
+    if "inputs" not in written or hashes.dtype != np.dtype("S16"):
         raise UserError(
-            f"{begin}: {common:,} of the {len(private):,} private records of {private.name} are "
-            "among the public ones, which are used without privacy; set them aside with "
-            "data.public, or take others"
+            f"{folder}: made by an older dpdist, which recognised records by other hashes; remove "
+            "it and make it again with `dpdist pretrain`"
         )
+    written = read_json(folder / PROVENANCE, {"inputs": list})
+    if len(hashes) != written["records"]:
+        raise UserError(f"{path}: {len(hashes)} records, not {written['records']}")
+    return Inputs(tuple(written["inputs"]), hashes)
 
 
-def _pretrained(folder: Path, model: str, private: data.Dataset, begin: str) -> dict[str, Any]:
+def _pretrained(folder: Path, model: str, begin: str, compared: bool) -> dict[str, Any]:
     written = read_json(folder / PROVENANCE, _WRITTEN)
     if written["model"] != model:
         raise UserError(f"{begin}: the model is not the one that {PROVENANCE} speaks of")
-    try:
-        seen = np.load(io.BytesIO(read_bytes(folder / RECORDS)), allow_pickle=False)
-        if seen.ndim != 1 or seen.dtype != np.float64:
-            raise ValueError("must hold one number for each record")
-    except (ValueError, EOFError) as error:
-        raise UserError(f"{folder / RECORDS}: cannot be read: {error}") from error
-    if len(seen) != written["records"]:
-        raise UserError(f"{folder / RECORDS}: {len(seen)} records, not {written['records']}")
-    refuse_common(private, seen, begin)
+    how, assumed = "none of them is among the private records (compared by content)", None
+    if not compared:
+        shape = "x".join(map(str, written["inputs"]))
+        how = f"of another shape, {shape}, so not compared with the private records"
+        assumed = f"no private record is, in another shape, among the records of {written['data']}"
     began = f"; it began with {written['began_with']}" if "began_with" in written else ""
     return {
         "public": True,
-        "checked": True,
+        "checked": compared,
         "saw": (
             f"{written['records']:,} public records of {written['data']}, without privacy "
-            f"(fingerprint {written['fingerprint']}); none of them is among the "
-            f"private records (compared by content){began}"
+            f"(fingerprint {written['fingerprint']}); {how}{began}"
         ),
+        "assumed": assumed,
     }
 
 
-def _released(card: dict[str, Any], recipe: Recipe, begin: str) -> dict[str, Any]:
+def _released(card: dict[str, Any], recipe: Recipe, begin: str, compared: bool) -> dict[str, Any]:
     extra = card.get("extra", {})
-    name = extra.get("training data", "an unnamed data set") if isinstance(extra, dict) else ""
-    if name == recipe.data.name:
+    name = extra.get("training data") if isinstance(extra, dict) else None
+    name = name if isinstance(name, str) else "an unnamed data set"
+    if not compared and name.casefold() == recipe.data.name.casefold():
         raise UserError(
             f"{begin}: trained on {name}, as this run is: its cost would have to be added, which "
             "is not done; take one that saw other records"
@@ -206,13 +257,28 @@ def _released(card: dict[str, Any], recipe: Recipe, begin: str) -> dict[str, Any
         if card["private"]
         else "without privacy"
     )
-    return {"public": False, "checked": False, "saw": f"{name}, {how} (its own privacy card)"}
+    found, assumed = "none of its records is private here (compared by content)", None
+    if not compared:
+        found = "told apart by name only, not checked by record"
+        assumed = f"no private record is among those of {name}: {found}"
+    return {
+        "public": False,
+        "checked": compared,
+        "saw": f"{name}, {how} (its own privacy card); {found}",
+        "assumed": assumed,
+    }
 
 
-def _declared(part: str, section: PretrainedRecipe, begin: str) -> dict[str, Any]:
+def _declared(part: str, section: PretrainedRecipe, begin: str, compared: bool) -> dict[str, Any]:
     if section.saw is None:
         raise UserError(
             f"{begin}: nothing says what it was trained on; make it with `dpdist pretrain`, or "
             f"declare it: model.{part}.saw"
         )
-    return {"public": True, "checked": False, "saw": f"{section.saw} (declared, not checked)"}
+    assumed = f"no private record is among what the {part} part saw, {section.saw}: declared only"
+    return {
+        "public": True,
+        "checked": False,
+        "saw": f"{section.saw} (declared, not checked)",
+        "assumed": None if compared else assumed,
+    }

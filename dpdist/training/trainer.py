@@ -26,7 +26,8 @@ from dpdist.recipe import Recipe
 from dpdist.released import begun, read_released
 from dpdist.runfolder import RunFolder
 from dpdist.training import charging
-from dpdist.training.job import PACKAGES, TrainJob, read_run_key, training_data
+from dpdist.training.job import PACKAGES, TrainJob, read_run_key
+from dpdist.training.records import training_data
 
 Progress = Callable[[int, int, float], None]  # done, total, per second
 

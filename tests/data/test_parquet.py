@@ -145,7 +145,7 @@ def test_features_that_are_not_numbers(tmp_path):
 
 @pytest.mark.parametrize(
     ("values", "message"),
-    [([["a"], ["b"]], "not numbers"), ([[[1.0]], [[2.0]]], "must hold numbers, not lists")],
+    [([["a"], ["b"]], "must be numeric"), ([[[1.0]], [[2.0]]], "must hold numbers, not lists")],
 )
 def test_lists_that_hold_no_numbers(tmp_path, values, message):
     (tmp_path / "shapes").mkdir()

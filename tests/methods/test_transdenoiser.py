@@ -26,10 +26,11 @@ from dpdist.recipe import parse
 from dpdist.releasing import release
 from dpdist.reports.facts import read_facts
 from dpdist.runfolder import RunFolder
-from dpdist.training.job import prepare, source_of, training_data
+from dpdist.training.job import prepare
 from dpdist.training.loop import run
 from dpdist.training.pretrain import pretrain
 from dpdist.training.provenance import PROVENANCE, RECORDS
+from dpdist.training.records import source_of, training_data
 from dpdist.training.reducer import Reducer
 
 KEY = "5a" * 32
@@ -361,7 +362,10 @@ def test_a_released_classifier_brings_its_card(public, tmp_path):
     (copy / "privacy_card.json").write_text(json.dumps(card))
     prepare(parse(raw(copy), "test"), RunFolder(tmp_path / "run"), "test")
     about = json.loads(RunFolder(tmp_path / "run").pretrained.read_text())
-    assert about["saw"] == "mnist, with epsilon 2.0 at delta 1e-05 (its own privacy card)"
+    told = "told apart by name only, not checked by record"
+    stated = "mnist, with epsilon 2.0 at delta 1e-05 (its own privacy card)"
+    assert about["saw"] == f"{stated}; {told}"
+    assert about["assumed"] == f"no private record is among those of mnist: {told}"
     card["extra"]["training data"] = "digits"
     (copy / "privacy_card.json").write_text(json.dumps(card))
     with pytest.raises(UserError, match="its cost would have to be added"):

@@ -18,7 +18,8 @@ from dpdist.gradients import keys, noise, perturbations
 from dpdist.methods.compose import task_for
 from dpdist.recipe import Recipe
 from dpdist.training.hidden import read_hidden_noise
-from dpdist.training.job import TrainJob, initial_model, model_spec, training_data
+from dpdist.training.job import TrainJob, initial_model, model_spec
+from dpdist.training.records import training_data
 from support.keys import NOISE, SAMPLING, Recorder
 
 

@@ -39,9 +39,10 @@ from dpdist.releasing import release
 from dpdist.reports.facts import read_facts
 from dpdist.runfolder import RunFolder
 from dpdist.training import hidden, loop
-from dpdist.training.job import initial_model, model_spec, prepare, source_of, training_data
+from dpdist.training.job import initial_model, model_spec, prepare
 from dpdist.training.pretrain import pretrain
 from dpdist.training.provenance import PROVENANCE
+from dpdist.training.records import source_of, training_data
 from dpdist.training.reducer import Reducer
 from dpdist.vision import torchvision
 
@@ -408,9 +409,9 @@ def torchvision_recipe(tmp_path: Path, weights: str) -> dict:
 
 def colours(root: Path) -> Path:
     rng = np.random.default_rng(1)
-    pictures = rng.random((40, 3 * 32 * 32), dtype=np.float32)
     (root / "colours").mkdir()
     for split in ("train", "test"):
+        pictures = rng.random((40, 3 * 32 * 32), dtype=np.float32)
         buffers = []
         for picture in pictures:
             buffer = io.BytesIO()

@@ -23,7 +23,8 @@ from dpdist.recipe import Recipe, parse
 from dpdist.reports.facts import read_facts
 from dpdist.runfolder import RunFolder
 from dpdist.training import hidden, loop
-from dpdist.training.job import prepare, public_data, source_of, training_data
+from dpdist.training.job import prepare
+from dpdist.training.records import public_data, source_of, training_data
 from dpdist.training.reducer import Reducer
 
 NO_PRIVACY = {"noise_multiplier": 0, "clipping": "none", "delta": 1e-4}
@@ -286,7 +287,7 @@ def test_a_continued_run_keeps_its_noise_and_a_lost_one_is_a_new_attempt(tmp_pat
 
 def test_public_r_may_not_read_private_records(tmp_path):
     recipe, folder = make(tmp_path, "secure-sgd", data={"name": "digits", "max_train": 300})
-    with pytest.raises(UserError, match=r"method\.redistribution\.data: 300 of the 300 private"):
+    with pytest.raises(UserError, match=r"method\.redistribution\.data: 1,439 of the 1,439 pri"):
         prepare(recipe, folder, "test")
     assert not folder.path.exists()
     recipe, folder = make(tmp_path, "secure-sgd")

@@ -23,8 +23,8 @@ from dpdist.releasing import release
 from dpdist.reports.facts import read_facts
 from dpdist.reports.page import write_report
 from dpdist.search_options import Domain
-from dpdist.training.job import private_part, source_of, training_data
 from dpdist.training.planning import plan_at
+from dpdist.training.records import private_part, source_of, training_data
 from tuning import trial as trial_module
 from tuning.cost import Limit
 from tuning.manifest import draw_trials, number_of_trials, read_trials
@@ -294,7 +294,7 @@ def test_another_recipe_or_data_is_not_continued(recipe, begin):
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"tune": {"score": {"public": {"name": "digits", "split": "train"}}}}, "private training"),
+        ({"tune": {"score": {"public": {"name": "digits", "split": "train"}}}}, "as if they"),
         ({"tune": {"score": {"public": {"name": "mnist"}}}}, "not built in"),
         (
             {"certify": None, "tune": {"score": {"objectives": {"average-radius": 1},

@@ -23,7 +23,8 @@ from dpdist.reports.facts import read_facts
 from dpdist.reports.page import write_report
 from dpdist.runfolder import RunFolder
 from dpdist.training.job import prepare as prepare_training
-from dpdist.training.job import read_run_key, training_data
+from dpdist.training.job import read_run_key
+from dpdist.training.records import training_data
 from tuning import manifest, scoring
 from tuning import trial as trial_module
 from tuning.manifest import read_trials

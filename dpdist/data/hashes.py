@@ -1,0 +1,53 @@
+"""What a record is recognised by: a hash of its input as a model sees it, without its label.
+
+The same picture stored as 8 or as 16 bits, under another label or in another row is the same
+record; one changed pixel makes another one, which no comparison finds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_CHUNK = 2**22  # values turned into floats at once
+
+
+def as_model_sees(rows: np.ndarray) -> Tensor:
+    """Stored inputs as float32: bytes are divided by 255 into [0, 1], floats stay as they are."""
+    tensor = torch.from_numpy(rows if rows.flags.writeable else rows.copy())
+    return tensor.float().div_(255) if rows.dtype == np.uint8 else tensor
+
+
+def hashes_of(inputs: np.ndarray) -> np.ndarray:
+    """Hashes of stored inputs (N, *shape), each of its own input alone: (N,) of 16 bytes."""
+    found = bytearray()
+    rows = max(1, _CHUNK // max(1, inputs[0].size))
+    for start in range(0, len(inputs), rows):
+        seen = as_model_sees(np.ascontiguousarray(inputs[start : start + rows])).numpy()
+        for row in seen + np.float32(0):  # -0.0 becomes 0.0
+            found += hashlib.blake2b(
+                row.tobytes(), digest_size=16, person=b"dpdist.record"
+            ).digest()
+    return np.frombuffer(bytes(found), dtype="S16")
+
+
+def positions(hashes: np.ndarray) -> np.ndarray:
+    """A number in [0, 1) for each hash, uniform over different inputs: float64 (N,)."""
+    words = np.frombuffer(hashes.tobytes(), dtype="<u8").reshape(-1, 2)[:, 0]
+    return (words >> np.uint64(11)) * 2.0**-53
+
+
+def stored_hashes(folder: Path) -> np.ndarray:
+    """Hashes of the records stored in `folder`, kept beside them once computed."""
+    path = folder / "record-hashes.npy"
+    if not path.exists():
+        inputs = np.load(folder / "inputs.npy", mmap_mode="r", allow_pickle=False)
+        partial = folder / f".{path.stem}.{os.getpid()}.npy"
+        np.save(partial, hashes_of(inputs))
+        os.replace(partial, path)
+    return np.load(path, allow_pickle=False)

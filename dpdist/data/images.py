@@ -1,0 +1,73 @@
+"""Encoded pictures to pixels: exactly, or not at all."""
+
+from __future__ import annotations
+
+import io
+import re
+
+import numpy as np
+from PIL import Image
+
+FORMATS = ("PNG", "JPEG", "BMP", "GIF", "TIFF", "WEBP")
+
+
+class Inexact(ValueError):
+    """A picture whose pixels would not be what was stored."""
+
+
+def decode(raw: bytes) -> np.ndarray:
+    """Pixels (C, H, W), C = 1 for grey and 3 for colour.
+
+    uint8 for at most 8 bits (by their range; palettes are looked up), float32 in [0, 1] for grey
+    pictures of 16 bits (v / 65535) and of floats. An alpha channel goes when it says opaque
+    everywhere. Raises Inexact for what would lose something (transparency, several frames, colours
+    of 16 bits, CMYK and other colour spaces, floats outside [0, 1]); OSError, SyntaxError,
+    ValueError or Image.DecompressionBombError for bytes that are no picture of these formats.
+    """
+    with Image.open(io.BytesIO(raw), formats=FORMATS) as picture:
+        frames = getattr(picture, "n_frames", 1)
+        if frames != 1:
+            raise Inexact(f"it has {frames} frames; store the one that is meant")
+        stored = _stored_as(picture)
+        picture.load()
+        pixels = _pixels(picture, stored)
+    return pixels[None] if pixels.ndim == 2 else np.moveaxis(pixels, -1, 0)
+
+
+def _stored_as(picture: Image.Image) -> str:
+    """How the decoder reads the samples; known only before they are loaded."""
+    tiles = getattr(picture, "tile", [])
+    arguments = tiles[0][3] if tiles else ""
+    first = arguments[0] if isinstance(arguments, tuple) and arguments else arguments
+    return first if isinstance(first, str) else ""
+
+
+def _pixels(picture: Image.Image, stored: str) -> np.ndarray:
+    """Shape (H, W) or (H, W, 3)."""
+    mode = picture.mode
+    if mode == "F":
+        values = np.asarray(picture, dtype=np.float32)
+        if not ((values >= 0) & (values <= 1)).all():
+            raise Inexact("its numbers are not all in [0, 1]; scale them")
+        return values
+    if mode.startswith("I;16") and stored.startswith("I;16") and "S" not in stored:
+        return np.asarray(picture).astype(np.float32) / np.float32(65535)
+    if re.search(r";1[0-6]", stored):
+        raise Inexact(f"its samples ({stored}) cannot be read in full; store 8 bits per channel")
+    if mode in ("RGBA", "LA", "PA") or "transparency" in picture.info:
+        return _opaque(picture)
+    if mode == "1":
+        return np.asarray(picture.convert("L"))
+    if mode == "P":
+        return np.asarray(picture.convert("RGB"))
+    if mode in ("L", "RGB"):
+        return np.asarray(picture)
+    raise Inexact(f"its colours ({mode}) have no exact grey or RGB values; convert it")
+
+
+def _opaque(picture: Image.Image) -> np.ndarray:
+    """The pixels of a picture that could be transparent and nowhere is."""
+    whole = np.asarray(picture.convert("RGBA"))
+    if (whole[..., 3] != 255).any():
+        raise Inexact("it is transparent in places; put it before a background")
+    return whole[..., 0] if picture.mode in ("1", "L", "LA") else whole[..., :3]

@@ -1,0 +1,125 @@
+"""Which records a run trains on, keeps out of training, publishes scores on, and calls public.
+
+Every record's side follows from a hash of its own input (`Dataset.part`) and from public numbers,
+so that adding or removing one record moves no other one.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from dpdist import data
+from dpdist.data.overlap import check_test
+from dpdist.errors import UserError
+from dpdist.methods.options import HiddenNoiseMethod
+from dpdist.recipe import DataRecipe, Recipe
+
+
+def source_of(recipe: Recipe) -> data.Source:
+    """Where the recipe's data lie."""
+    return _source(recipe.data)
+
+
+def _source(section: DataRecipe) -> data.Source:
+    columns = data.Columns(
+        section.columns.image,
+        section.columns.label,
+        tuple(section.columns.features),
+        section.columns.group,
+    )
+    root = None if section.root is None else Path(section.root).expanduser().resolve()
+    return data.Source(section.name, section.classes, root, section.train, section.test, columns)
+
+
+def training_data(recipe: Recipe, source: data.Source) -> data.Dataset:
+    """The training records: what data.max_train, public, hold_out and fraction leave."""
+    section = recipe.data
+    end = section.hold_out + section.fraction * (1 - section.hold_out)
+    return private_part(recipe, source, section.hold_out, end)
+
+
+def private_data(recipe: Recipe, source: data.Source) -> data.Dataset:
+    """All records of the training split that are not declared public, whether used or not."""
+    return _split(recipe.data, source).part(recipe.data.public, 1.0)
+
+
+def declared_public(recipe: Recipe, source: data.Source) -> data.Dataset:
+    """The training split's records that data.public declares public; no run trains on them."""
+    split = _split(recipe.data, source)
+    return split.part(0.0, recipe.data.public * _used(recipe.data, split))
+
+
+def evaluation_data(recipe: Recipe, source: data.Source) -> data.Dataset:
+    """The test split, whose scores and certificates are published.
+
+    Raises UserError when private records are in it. (Where the training split does not lie, nothing
+    can be compared; it did where the run was trained.)
+    """
+    test = data.load(source, "test")
+    if data.has(source, "train"):
+        check_test(private_data(recipe, source), test, "data.test")
+    return test
+
+
+def named_public(section: DataRecipe) -> data.Dataset:
+    """The training split of another data set, all of which is public."""
+    split = _split(section, _source(section))
+    return split.part(0.0, _used(section, split))
+
+
+def private_part(recipe: Recipe, source: data.Source, low: float, high: float) -> data.Dataset:
+    """The records from `low` to `high` (fractions) of those that are neither public nor beyond
+    data.max_train."""
+    split, public = _split(recipe.data, source), recipe.data.public
+    used = _used(recipe.data, split)
+    start, end = (public + share * used * (1 - public) for share in (low, high))
+    return split.part(start, end)
+
+
+def _split(section: DataRecipe, source: data.Source) -> data.Dataset:
+    split = data.load(source, "train")
+    return split.leaving_out(data.load(source, "test")) if section.drop_test_records else split
+
+
+def _used(section: DataRecipe, split: data.Dataset) -> float:
+    """The share of public and of private records that data.max_train lets in.
+
+    In two digits, rounded up: so one record more or fewer in the split does not move the threshold,
+    except where the rounding does; N is public there as it is in the sampling rate.
+    """
+    if section.max_train is None or section.max_train >= len(split):
+        return 1.0
+    share = section.max_train / len(split)
+    digits = 1 - math.floor(math.log10(share))
+    return min(1.0, math.ceil(share * 10**digits - 1e-9) / 10**digits)
+
+
+def public_data(recipe: Recipe) -> data.Dataset | None:
+    """The public records a method reads (their training split), or None when it reads none.
+
+    Without a root of their own they lie beside the recipe's data; of the run's own data set they
+    are those that data.public declares public. Raises UserError when missing, or of other classes
+    than a frozen classifier tells apart.
+    """
+    method = recipe.method
+    section = method.redistribution if isinstance(method, HiddenNoiseMethod) else None
+    if section is None or section.source != "public":
+        return None
+    root = None
+    if section.data not in data.BUILT_IN or section.root is not None:
+        root = section.root or recipe.data.root
+    root = None if root is None else Path(root).expanduser().resolve()
+    own = source_of(recipe)
+    if recipe.data.public and (section.data, root) == (own.name, own.root):
+        return declared_public(recipe, own)
+    try:
+        found = data.load(data.Source(section.data, section.classes, root), "train")
+    except UserError as error:
+        raise UserError(f"method.redistribution.data: {error}") from None
+    if recipe.model.classifier is not None and found.classes != recipe.data.classes:
+        raise UserError(
+            f"method.redistribution.data: {found.name} has {found.classes} classes, the frozen "
+            f"classifier tells {recipe.data.classes}; take other public records, or source: paid"
+        )
+    return found

@@ -1,0 +1,163 @@
+"""Pictures are decoded exactly or refused, naming file and row; tables hold what they say."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zlib
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from dpdist.certification.predict import as_input
+from dpdist.data import Columns, Source, load
+from dpdist.data.images import Inexact, decode
+from dpdist.errors import UserError
+
+GREY = np.random.default_rng(0).integers(0, 256, (5, 4), dtype=np.uint8)
+COLOUR = np.random.default_rng(1).integers(0, 256, (5, 4, 3), dtype=np.uint8)
+DEEP = np.random.default_rng(2).integers(0, 65536, (5, 4), dtype=np.uint16)
+
+
+def saved(picture: Image.Image | np.ndarray, kind: str = "PNG", **options) -> bytes:
+    picture = picture if isinstance(picture, Image.Image) else Image.fromarray(picture)
+    buffer = io.BytesIO()
+    picture.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def png(bits: int, colour: int, width: int, row: bytes) -> bytes:
+    """A PNG of one row, of any depth and colour type (Pillow does not write them all)."""
+
+    def chunk(name: bytes, content: bytes) -> bytes:
+        checked = name + content
+        return struct.pack(">I", len(content)) + checked + struct.pack(">I", zlib.crc32(checked))
+
+    header = struct.pack(">IIBBBBB", width, 1, bits, colour, 0, 0, 0)
+    parts = [(b"IHDR", header), (b"IDAT", zlib.compress(b"\0" + row)), (b"IEND", b"")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*part) for part in parts)
+
+
+def with_alpha(alpha: int) -> Image.Image:
+    return Image.fromarray(np.dstack([COLOUR, np.full((5, 4), alpha, np.uint8)]))
+
+
+def palette() -> Image.Image:
+    picture = Image.fromarray(np.arange(20, dtype=np.uint8).reshape(5, 4) % 7, "P")
+    picture.putpalette(list(COLOUR.reshape(-1)[:21]))
+    return picture
+
+
+@pytest.mark.parametrize(
+    "raw, expected",
+    [
+        (saved(GREY), GREY[None]),
+        (saved(COLOUR), COLOUR.transpose(2, 0, 1)),
+        (saved(COLOUR, "BMP"), COLOUR.transpose(2, 0, 1)),
+        (saved(COLOUR, "WEBP", lossless=True), COLOUR.transpose(2, 0, 1)),
+        (saved(DEEP), (DEEP / np.float32(65535))[None]),
+        (saved(DEEP, "TIFF"), (DEEP / np.float32(65535))[None]),
+        (saved(GREY.astype(np.uint16) * 257), (GREY / np.float32(255))[None]),
+        (saved(GREY / np.float32(255), "TIFF"), (GREY / np.float32(255))[None]),
+        (saved(GREY > 100), (255 * (GREY > 100))[None]),
+        (png(2, 0, 4, b"\x1b"), np.array([[[0, 85, 170, 255]]])),  # two bits, by their range
+        (saved(with_alpha(255)), COLOUR.transpose(2, 0, 1)),
+        (saved(Image.fromarray(GREY).convert("LA")), GREY[None]),
+        (saved(palette()), np.asarray(palette().convert("RGB")).transpose(2, 0, 1)),
+        (saved(palette(), "GIF"), np.asarray(palette().convert("RGB")).transpose(2, 0, 1)),
+    ],
+)
+def test_what_is_stored_is_what_is_read(raw, expected):
+    found = decode(raw)
+    assert found.dtype == (np.float32 if expected.dtype.kind == "f" else np.uint8)
+    assert np.array_equal(found, expected)
+
+
+def moving(kind: str) -> bytes:
+    return saved(GREY, kind, save_all=True, append_images=[Image.fromarray(GREY[::-1])])
+
+
+REFUSED = [
+    (saved(with_alpha(128)), "transparent in places"),
+    (saved(Image.fromarray(COLOUR), transparency=tuple(int(v) for v in COLOUR[2, 2])), "transpar"),
+    *((moving(kind), "2 frames") for kind in ("GIF", "PNG", "TIFF", "WEBP")),
+    (png(16, 2, 1, b"\x12\x34" * 3), r"samples \(RGB;16B\) cannot be read in full"),
+    (png(16, 4, 1, b"\x12\x34" * 2), r"samples \(LA;16B\)"),
+    (png(16, 6, 1, b"\x12\x34" * 4), r"samples \(RGBA;16B\)"),
+    (saved(Image.fromarray(COLOUR).convert("CMYK"), "JPEG"), "CMYK"),
+    (saved(Image.fromarray(COLOUR).convert("LAB"), "TIFF"), "LAB"),
+    (saved(DEEP.astype(np.int32), "TIFF"), r"colours \(I\)"),
+    (saved(GREY.astype(np.float32), "TIFF"), r"not all in \[0, 1\]"),
+    (saved(np.full((2, 2), np.nan, np.float32), "TIFF"), r"not all in \[0, 1\]"),
+]
+
+
+@pytest.mark.parametrize("raw, message", REFUSED)
+def test_what_cannot_be_read_exactly_is_refused(raw, message, tmp_path):
+    with pytest.raises(Inexact, match=message):
+        decode(raw)
+    write(tmp_path, image=[saved(GREY), raw], label=[0, 1])
+    with pytest.raises(UserError, match=rf"train.parquet row 1: .*{message}"):
+        load(Source("t", 2, tmp_path), "train")
+
+
+@pytest.mark.parametrize("first, second", [(GREY, DEEP), (DEEP, GREY), (GREY, COLOUR)])
+def test_pictures_of_one_set_are_of_one_kind(first, second, tmp_path):
+    write(tmp_path, image=[saved(first), saved(second)], label=[0, 1])
+    with pytest.raises(UserError, match=r"row 1: image of shape .*, the first one is shape"):
+        load(Source("t", 2, tmp_path), "train")
+    write(tmp_path, "train-0", image=[saved(first)], label=[0])
+    write(tmp_path, "train-1", image=[saved(second)], label=[0])
+    (tmp_path / "t" / "train.parquet").unlink()
+    with pytest.raises(UserError, match=r"train-1.parquet row 0: shape .*, the rows before it"):
+        load(Source("t", 2, tmp_path), "train")
+
+
+def write(root, split="train", **columns) -> None:
+    (root / "t").mkdir(exist_ok=True)
+    pq.write_table(pa.table(columns), root / "t" / f"{split}.parquet")
+
+
+# --- tables
+
+
+def refused(root, message, **columns) -> None:
+    with pytest.raises(UserError, match=message):
+        load(Source("t", 2, root, columns=Columns(**columns)), "train")
+
+
+def test_the_label_is_no_feature(tmp_path):
+    write(tmp_path, a=[1.0, 2.0], label=[0, 1])
+    refused(tmp_path, "label 'label' is among the features", features=("a", "label"))
+    refused(tmp_path, "label 'a' is among", image="a", label="a")
+    refused(tmp_path, "'a' is named twice", features=("a", "a"))
+
+
+@pytest.mark.parametrize(
+    "values", [["1", "2"], [["1", "2"], ["3", "4"]], [[True, False], [True, True]], [True, False]]
+)
+def test_neither_text_nor_truth_values_are_features(tmp_path, values):
+    write(tmp_path, a=values, label=[0, 1])
+    refused(tmp_path, "'a' is (string|bool), must be numeric", features=("a",))
+
+
+def test_truth_values_are_no_labels(tmp_path):
+    write(tmp_path, a=[1.0, 2.0], label=[True, False])
+    refused(tmp_path, "label column 'label' is bool, must be integer", features=("a",))
+
+
+def test_a_column_is_there_once(tmp_path):
+    (tmp_path / "t").mkdir()
+    arrays = [pa.array([1.0, 2.0]), pa.array([3.0, 4.0]), pa.array([0, 1])]
+    table = pa.Table.from_arrays(arrays, names=["a", "a", "label"])
+    pq.write_table(table, tmp_path / "t" / "train.parquet")
+    refused(tmp_path, "more than one column 'a'", features=("a",))
+
+
+@pytest.mark.parametrize("kind", [complex, bool, str])
+def test_inputs_to_predict_are_real_numbers(kind):
+    with pytest.raises(ValueError, match="the model takes real numbers"):
+        as_input(np.ones((1, 2, 2)).astype(kind), (1, 2, 2))
