@@ -82,7 +82,7 @@ def test_what_is_printed_is_what_runs(case, tmp_path):
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"tune": TUNE | {"score": {"public": DATA | {"split": "train"}}}}, "private training"),
+        ({"tune": TUNE | {"score": {"public": DATA | {"split": "train"}}}}, "as if they were"),
         ({"tune": TUNE | {"space": {"privacy.delta": {"choice": [1e-5]}}}}, "cannot be searched"),
         ({"tune": TUNE | {"law": {"name": "geometric", "mean": 3}},
           "privacy": BASE["privacy"] | {"batch_cap": 300}}, "tune.law: "),

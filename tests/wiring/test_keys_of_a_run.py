@@ -120,7 +120,7 @@ def test_every_worker_uses_the_same_keys(tmp_path, monkeypatch):
     check_disjoint(seen, STEPS)
     for key in seen.of(SAMPLING):
         parts = sorted((s.start, s.count) for s in seen.streams if s.key == key)
-        assert parts == [(0, 40), (40, 40), (80, 40)], "each record is drawn once"
+        assert parts == [(0, 36), (36, 36), (72, 36)], "each record is drawn once"
     for key in seen.of(NOISE):
         assert [(s.start, s.count) for s in seen.streams if s.key == key] == [(0, 650)] * 3
 

@@ -229,4 +229,4 @@ def test_the_noise_on_the_sum_is_what_the_recipe_asks_for(tmp_path):
     assert 0.5 <= plan.noise_std <= 0.5 * 1.05
     assert (plan.sample_rate, plan.expected_batch) == (12 / 108, 12)
     (phase,) = job.plan.phases
-    assert (phase.noise_multiplier, phase.steps, phase.sample_rate) == (2.0, STEPS, 0.1)
+    assert (phase.noise_multiplier, phase.steps, phase.sample_rate) == (2.0, STEPS, 12 / 108)
