@@ -284,13 +284,16 @@ def test_the_denoiser_of_a_released_run_goes_before_a_classifier(public, tmp_pat
     folder = RunFolder(tmp_path / "c")
     own = train(raw(model=CNN), folder)
     # Both saw the private digits: refused, the costs would have to be added.
-    with pytest.raises(UserError, match="its cost would have to be added"):
+    with pytest.raises(
+        UserError, match="in run d: its cost would have to be added"
+    ):
         put_together(folder, "denoiser", other.release, RunFolder(tmp_path / "x"))
-    path = other.release / "privacy_card.json"
-    card = json.loads(path.read_text())
+    alone = tmp_path / "copied" / "release"  # without its run, only the card tells what it saw
+    shutil.copytree(other.release, alone)
+    card = json.loads((alone / "privacy_card.json").read_text())
     card["extra"]["training data"] = "letters"
-    path.write_text(json.dumps(card))
-    put_together(folder, "denoiser", other.release, RunFolder(tmp_path / "x"))
+    (alone / "privacy_card.json").write_text(json.dumps(card))
+    put_together(folder, "denoiser", alone, RunFolder(tmp_path / "x"))
     x = torch.rand(3, 1, 8, 8)
     joined = models.load(RunFolder(tmp_path / "x").model)
     assert torch.equal(joined(x), own(whole.get_submodule("denoiser")(x)))
