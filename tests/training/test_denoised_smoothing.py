@@ -284,9 +284,7 @@ def test_the_denoiser_of_a_released_run_goes_before_a_classifier(public, tmp_pat
     folder = RunFolder(tmp_path / "c")
     own = train(raw(model=CNN), folder)
     # Both saw the private digits: refused, the costs would have to be added.
-    with pytest.raises(
-        UserError, match="in run d: its cost would have to be added"
-    ):
+    with pytest.raises(UserError, match="in run d: its cost would have to be added"):
         put_together(folder, "denoiser", other.release, RunFolder(tmp_path / "x"))
     alone = tmp_path / "copied" / "release"  # without its run, only the card tells what it saw
     shutil.copytree(other.release, alone)
