@@ -7,6 +7,7 @@ import re
 
 import numpy as np
 from PIL import Image
+from PIL.TiffImagePlugin import PHOTOMETRIC_INTERPRETATION, TiffImageFile
 
 FORMATS = ("PNG", "JPEG", "BMP", "GIF", "TIFF", "WEBP")
 
@@ -20,9 +21,10 @@ def decode(raw: bytes) -> np.ndarray:
 
     uint8 for at most 8 bits (by their range; palettes are looked up), float32 in [0, 1] for grey
     pictures of 16 bits (v / 65535) and of floats. An alpha channel goes when it says opaque
-    everywhere. Raises Inexact for what would lose something (transparency, several frames, colours
-    of 16 bits, CMYK and other colour spaces, floats outside [0, 1]); OSError, SyntaxError,
-    ValueError or Image.DecompressionBombError for bytes that are no picture of these formats.
+    everywhere. An EXIF orientation is not applied: pixels lie as they are stored. Raises Inexact
+    for what would lose something (transparency, several frames, colours of 16 bits, CMYK and other
+    colour spaces, floats outside [0, 1]); OSError, SyntaxError, ValueError or
+    Image.DecompressionBombError for bytes that are no picture of these formats.
     """
     with Image.open(io.BytesIO(raw), formats=FORMATS) as picture:
         frames = getattr(picture, "n_frames", 1)
@@ -45,12 +47,16 @@ def _stored_as(picture: Image.Image) -> str:
 def _pixels(picture: Image.Image, stored: str) -> np.ndarray:
     """Shape (H, W) or (H, W, 3)."""
     mode = picture.mode
+    if mode not in ("1", "L") and _white_is_zero(picture):  # these the decoder turns round
+        raise Inexact("its zero is white; store it with zero for black")
     if mode == "F":
         values = np.asarray(picture, dtype=np.float32)
         if not ((values >= 0) & (values <= 1)).all():
             raise Inexact("its numbers are not all in [0, 1]; scale them")
         return values
     if mode.startswith("I;16") and stored.startswith("I;16") and "S" not in stored:
+        if "transparency" in picture.info:
+            raise Inexact("it has a transparent grey; put it before a background")
         return np.asarray(picture).astype(np.float32) / np.float32(65535)
     if re.search(r";1[0-6]", stored):
         raise Inexact(f"its samples ({stored}) cannot be read in full; store 8 bits per channel")
@@ -63,6 +69,12 @@ def _pixels(picture: Image.Image, stored: str) -> np.ndarray:
     if mode in ("L", "RGB"):
         return np.asarray(picture)
     raise Inexact(f"its colours ({mode}) have no exact grey or RGB values; convert it")
+
+
+def _white_is_zero(picture: Image.Image) -> bool:
+    return (
+        isinstance(picture, TiffImageFile) and picture.tag_v2.get(PHOTOMETRIC_INTERPRETATION) == 0
+    )
 
 
 def _opaque(picture: Image.Image) -> np.ndarray:

@@ -25,7 +25,7 @@ from dpdist.data.dataset import Dataset
 from dpdist.data.images import Inexact, decode
 from dpdist.errors import UserError
 
-_LAYOUT = 3  # of the cache; a new number re-reads everything
+_LAYOUT = 4  # of the cache; a new number re-reads everything
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,12 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
-# A row's last bits depend on its place and company, in float32 by some 1e-6 of the largest output.
-# Where that is not known from float64, where nothing of it is left, more must be allowed.
+# A row's last bits depend on its place and company: by some 1e-6 of an output in float32. Where
+# that is not known from float64, where nothing of it is left, more must be allowed. Each output has
+# its own: beside a class masked by -1e9 all that the others say is below 1e-6 of the largest.
 _EXACT, _COARSE = 1e-8, 1e-3
 _TIMES = 100  # the float32 error of a few rows, for what others may have
+_FINER = 1e-7  # of the float32 error, for what cancels in float64
 _ROWS, _NUMBERS = 64, 2**20  # tried in float64, which is slow for large models
 
 Forward = Callable[[Tensor], Tensor]
@@ -31,27 +33,31 @@ def mixing(model: nn.Module, batch: Tensor) -> str | None:
     be finite.
     """
     with torch.no_grad():
-        outputs = model(batch)
-        scale = float(outputs.abs().max())
-        allowed = _COARSE * scale
-        if batch.is_floating_point():
-            some = batch[: max(4, min(_ROWS, _NUMBERS // batch[0].numel()))]
-            try:
-                exact = copy.deepcopy(model).double()
-                answers = exact(some.double())
-            except Exception:  # it works in its own precision only
-                return difference(model, batch, allowed)
-            if found := difference(exact, some.double(), _EXACT * float(answers.abs().max())):
-                return found
-            rounding = float((model(some).double() - answers).abs().max())
-            allowed = min(allowed, _TIMES * rounding + 1e-6 * scale)
+        allowed = _COARSE * _sizes(model(batch))
+        some = batch[: max(4, min(_ROWS, _NUMBERS // batch[0].numel()))]
+        wide = some.double() if some.is_floating_point() else some
+        try:
+            exact = copy.deepcopy(model).double()
+            answers = exact(wide)
+        except Exception:  # it works in its own precision only
+            return difference(model, batch, allowed)
+        own = model(some)
+        rounding = float((own.double() - answers).abs().max())
+        if found := difference(exact, wide, _EXACT * _sizes(answers) + _FINER * rounding):
+            return found
+        allowed = torch.minimum(allowed, _TIMES * rounding + 1e-6 * _sizes(own))
     return difference(model, batch, allowed)
 
 
-def difference(forward: Forward, batch: Tensor, allowed: float) -> str | None:
+def _sizes(answers: Tensor) -> Tensor:
+    """The largest of each output over a batch (B, ...): float64 (...)."""
+    return answers.double().abs().amax(0)
+
+
+def difference(forward: Forward, batch: Tensor, allowed: Tensor) -> str | None:
     """As `mixing`, for any function of a batch with one row of answers for each row.
 
-    allowed: the largest difference that is rounding.
+    allowed: the largest difference that is rounding, of each answer: (...).
     """
     with torch.no_grad():
         expected = forward(batch)
@@ -60,9 +66,10 @@ def difference(forward: Forward, batch: Tensor, allowed: float) -> str | None:
                 answer = forward(arranged)[: len(rows)]
             except Exception as error:  # whatever a user's model does
                 return f"it fails {what} ({type(error).__name__})"
-            off = float((answer - expected[rows]).abs().max())
-            if not off <= allowed:  # not a number is a difference
-                return f"the same example gets another answer {what} (off by {off:.2g})"
+            off = (answer - expected[rows]).abs()
+            if (beyond := ~(off <= allowed)).any():  # not a number is a difference
+                worst = float(off[beyond].max())
+                return f"the same example gets another answer {what} (off by {worst:.2g})"
     return None
 
 

@@ -51,6 +51,17 @@ def palette() -> Image.Image:
     return picture
 
 
+def white_is_zero(pixels: np.ndarray) -> bytes:
+    """A TIFF whose photometric interpretation says so (Pillow does not write them)."""
+    raw = bytearray(saved(pixels, "TIFF"))
+    start = struct.unpack_from("<I", raw, 4)[0]
+    (count,) = struct.unpack_from("<H", raw, start)
+    for entry in range(start + 2, start + 2 + 12 * count, 12):
+        if struct.unpack_from("<H", raw, entry)[0] == 262:
+            struct.pack_into("<H", raw, entry + 8, 0)
+    return bytes(raw)
+
+
 @pytest.mark.parametrize(
     "raw, expected",
     [
@@ -67,6 +78,7 @@ def palette() -> Image.Image:
         (saved(with_alpha(255)), COLOUR.transpose(2, 0, 1)),
         (saved(Image.fromarray(GREY).convert("LA")), GREY[None]),
         (saved(palette()), np.asarray(palette().convert("RGB")).transpose(2, 0, 1)),
+        (white_is_zero(GREY), 255 - GREY[None]),
         (saved(palette(), "GIF"), np.asarray(palette().convert("RGB")).transpose(2, 0, 1)),
     ],
 )
@@ -90,6 +102,9 @@ REFUSED = [
     (saved(Image.fromarray(COLOUR).convert("CMYK"), "JPEG"), "CMYK"),
     (saved(Image.fromarray(COLOUR).convert("LAB"), "TIFF"), "LAB"),
     (saved(DEEP.astype(np.int32), "TIFF"), r"colours \(I\)"),
+    (saved(DEEP, transparency=int(DEEP[2, 2])), "transparent grey"),
+    (white_is_zero(DEEP), "zero is white"),
+    (white_is_zero(GREY / np.float32(255)), "zero is white"),
     (saved(GREY.astype(np.float32), "TIFF"), r"not all in \[0, 1\]"),
     (saved(np.full((2, 2), np.nan, np.float32), "TIFF"), r"not all in \[0, 1\]"),
 ]

@@ -90,6 +90,22 @@ def test_whole_numbers_are_tried_with_other_ones() -> None:
     batch = torch.randint(20, (30, 6), generator=torch.Generator().manual_seed(0))
     assert mixing(Tokens(0.0), batch) is None
     assert mixing(Tokens(0.1), batch) is not None
+    assert mixing(Tokens(1e-4), batch) is not None
+
+
+@pytest.mark.parametrize("mix", [0.0, 1e-4])
+@pytest.mark.parametrize("large", [-1e4, -1e9])
+def test_a_masked_class_does_not_hide_what_the_others_say(mix: float, large: float) -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = network()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cat([self.network(x - mix * x.mean(0)), 0 * x[:, 0, 0, :1] + large], 1)
+
+    found = mixing(Masked().eval(), torch.rand(100, 1, 4, 4))
+    assert (found is not None) == (mix > 0)
 
 
 MODELS = [
