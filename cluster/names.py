@@ -61,16 +61,19 @@ def check_paths(names: Iterable[object], what: str = "path") -> list[str]:
 
 
 def place(folder: Path, path: str) -> Path:
-    """Where `path` (as in `check_path`) lies below `folder`, its folders made; nothing is written.
+    """Where a file of `path` (as in `check_path`) lies below `folder`; nothing is made.
 
-    Raises ValueError when a link or a file on the way leads elsewhere.
+    Raises ValueError when a link on the way leads elsewhere, or something else has the place.
     """
     target = folder
     for part in check_path(path).split("/"):
         if target.is_symlink() and target != folder:
             raise ValueError(f"{target} is a link; remove it")
-        target.mkdir(parents=True, exist_ok=True)
+        if target.exists() and not target.is_dir():
+            raise ValueError(f"{target} is in the way, where a folder belongs; move it away")
         target = target / part
+    if target.is_dir() and not target.is_symlink():
+        raise ValueError(f"{target} is a folder, where a file belongs; move it away")
     return target
 
 

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, quote, urlsplit
 
-from cluster.errors import ClusterError
+from cluster.errors import ClusterError, UserError
 from cluster.names import check_path
+from cluster.reading import MOST_BYTES, NoSuchFile, regular_file
 
 SCHEMES = ("s3", "gs", "file")
 _OPTIONS = {"region", "scheme", "endpoint_override"}
@@ -73,6 +74,18 @@ class ObjectStore:
         except ValueError as error:
             raise ClusterError(f"{self.url}: {error}") from None
 
+    def _opened(self, name: str) -> Any:
+        """The stream of an object; of a file system, of a regular file only."""
+        path = self._path(name)
+        if self._local:
+            try:
+                regular_file(path)
+            except NoSuchFile as error:
+                raise FileNotFoundError(str(error)) from None
+            except UserError as error:
+                raise ClusterError(f"{self.url}: {error}") from None
+        return self._fs.open_input_stream(path)
+
     def put(self, name: str, source: bytes | Path) -> tuple[str, int]:
         """Write an object; returns the digest and size of what was written."""
         digest, size = hashlib.blake2b(digest_size=32), 0
@@ -90,10 +103,15 @@ class ObjectStore:
                 self._fs.move(partial, target)
         return digest.hexdigest(), size
 
-    def get(self, name: str) -> bytes:
-        """An object's content. Raises Missing."""
-        with self._errors(name), self._fs.open_input_stream(self._path(name)) as stream:
-            return stream.read()
+    def get(self, name: str, most: int = MOST_BYTES) -> bytes:
+        """An object's content. Raises Missing, and ClusterError above `most` bytes."""
+        with self._errors(name), self._opened(name) as stream:
+            raw: bytes = stream.read(most + 1)
+        if len(raw) > most:
+            raise ClusterError(
+                f"{self.url}: {name}: more than {most:,} bytes, must be at most that"
+            )
+        return raw
 
     def download(self, name: str, target: Path) -> tuple[str, int]:
         """Copy an object into the new file `target`; returns its digest and size. Raises
@@ -101,7 +119,7 @@ class ObjectStore:
         digest, size = hashlib.blake2b(digest_size=32), 0
         with (
             self._errors(name),
-            self._fs.open_input_stream(self._path(name)) as stream,
+            self._opened(name) as stream,
             open(target, "xb") as file,
         ):
             while piece := stream.read(_PIECE):

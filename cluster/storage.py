@@ -7,9 +7,11 @@ import math
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+from cluster.names import place
 
 
 def write_atomic(path: Path, data: bytes | str) -> None:
@@ -46,17 +48,52 @@ def built_aside(folder: Path, *, replace: bool = False) -> Iterator[Path]:
 
     replace: a folder that is there already makes room for the new one, and only when that is whole.
     """
-    aside = folder.with_name(f".{folder.name}.{os.getpid()}")
     old = folder.with_name(f".{folder.name}.{os.getpid()}.old")
-    shutil.rmtree(aside, ignore_errors=True)
     try:
-        yield aside
-        if replace and folder.exists():
-            os.rename(folder, old)
-        os.rename(aside, folder)
+        with _beside(folder) as aside:
+            yield aside
+            if replace and folder.exists():
+                os.rename(folder, old)
+            os.rename(aside, folder)
     finally:
-        for rest in (aside, old):
-            shutil.rmtree(rest, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+@contextmanager
+def moved_in(folder: Path) -> Iterator[Path]:
+    """A folder beside `folder` to build files in, which then take their places below it.
+
+    A folder that was not there is whole or not there. One that was keeps its other files, and all
+    of them when a place is taken (ValueError, as of `cluster.names.place`).
+    """
+    with _beside(folder) as aside:
+        aside.mkdir()
+        yield aside
+        if not os.path.lexists(folder):
+            os.rename(aside, folder)
+            return
+        files = sorted(path for path in aside.rglob("*") if path.is_file())
+        places = [place(folder, path.relative_to(aside).as_posix()) for path in files]
+        for path, target in zip(files, places, strict=True):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(path, target)
+
+
+@contextmanager
+def _beside(folder: Path) -> Iterator[Path]:
+    """A path beside `folder`, where nothing is; what is there at the end is removed, and so are
+    the folders above that were made for it and stayed empty."""
+    aside = folder.with_name(f".{folder.name}.{os.getpid()}")
+    made = [above for above in folder.parents if not above.exists()]
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(aside, ignore_errors=True)
+        yield aside
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+        for above in made:
+            with suppress(OSError):
+                above.rmdir()
 
 
 def private_folder(path: Path) -> Path:

@@ -43,7 +43,7 @@ def digest(about: Mapping[str, Any]) -> str:
 
 
 def _canonical(about: Mapping[str, Any]) -> bytes:
-    return json.dumps(about, sort_keys=True, separators=(",", ":")).encode()
+    return json.dumps(about, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
 @dataclass(frozen=True)

@@ -3,15 +3,32 @@ table."""
 
 from __future__ import annotations
 
+import json
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 
 def say(text: str) -> None:
     """A line about what is going on (standard error: standard output is for results)."""
     print(text, file=sys.stderr, flush=True)
+
+
+def print_json(value: Any) -> None:
+    """A result on standard output, as one line of JSON. A number that is not finite, which JSON
+    cannot hold, becomes its name: "inf"."""
+    print(json.dumps(_finite(value), allow_nan=False), flush=True)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @contextmanager

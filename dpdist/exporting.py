@@ -14,8 +14,8 @@ import tarfile
 import zlib
 from pathlib import Path
 
-from cluster.names import check_paths, place
-from cluster.storage import write_atomic
+from cluster.names import check_paths
+from cluster.storage import moved_in, write_atomic
 from dpdist.errors import UserError
 from dpdist.runfolder import RunFolder
 
@@ -90,12 +90,12 @@ def unpack(log: str, target: Path) -> list[Path]:
         raise UserError("the job's log holds no complete export")
     try:
         contents = _contents(raw)
-        written = [place(target, path) for path in contents]
+        with moved_in(target) as aside:
+            for path, content in contents.items():
+                write_atomic(aside / path, content)
     except (ValueError, OSError, EOFError, tarfile.TarError, zlib.error) as error:
         raise UserError(f"the job's log holds an export that cannot be used: {error}") from error
-    for where, content in zip(written, contents.values(), strict=True):
-        write_atomic(where, content)
-    return written
+    return [target / path for path in contents]
 
 
 def _contents(raw: bytes) -> dict[str, bytes]:

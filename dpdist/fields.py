@@ -83,6 +83,9 @@ Positive = Annotated[float, Number, Field(gt=0), AfterValidator(_between(SMALLES
 PositiveOrZero = Annotated[
     float, Number, Field(ge=0), AfterValidator(_between(SMALLEST, LARGEST, zero=True))
 ]
+NotNegative = Annotated[
+    float, Number, Field(ge=0, le=LARGEST)
+]  # only compared: no number too small
 NoiseMultiplier = Annotated[float, Number, Field(ge=0), AfterValidator(_between(*NOISE, zero=True))]
 PositiveNoise = Annotated[float, Number, Field(gt=0), AfterValidator(_between(*NOISE))]
 Probability = Annotated[float, Number, Field(gt=0, lt=1), AfterValidator(_between(LEAST_DELTA, 1))]

@@ -5,6 +5,7 @@ that is not in the bucket its manifest is nobody else's. On a file system; the l
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -122,11 +123,15 @@ def test_a_key_given_twice_is_refused(archived, tmp_path):
     "change",
     [
         {"permit": {"epoch": 0, "step": 0, "steps": 10**12, "more": 1}},
+        {"permit": {"epoch": 0, "step": 0.5, "steps": 10**12}},
         {"permit": {"epoch": 0, "step": -1, "steps": 5}},
         {"permit": 7},
+        {"permit": {}},
+        {"run": ["x"]},
         {"trained": "yes"},
         {"files": [["recipe.yaml"]]},
         {"files": {"recipe.yaml": None}},
+        {"files": {"recipe": {"yaml": 1}}},
         {"format": "1"},
     ],
 )
@@ -200,3 +205,52 @@ def test_names_that_are_fine():
     for name in ("recipe.yaml", "certificates/sigma-0.25/certificates.parquet", "a/ä ö.png"):
         assert check_path(name) == name
     assert check_paths(["a/b", "a/c", "b"]) == ["a/b", "a/c", "b"]
+
+
+@pytest.mark.parametrize("command", ["fetch", "restore"])
+@pytest.mark.parametrize("how", ["changed", "missing", "a pipe", "a device", "a folder"])
+def test_a_refused_archive_leaves_nothing(archived, tmp_path, command, how):
+    """Nor is a pipe or a device waited for, where the archive is a folder."""
+    entry = json.loads(archived.get("00000001/manifest.json"))["files"]["recipe.yaml"]["object"]
+    target = tmp_path / "store" / entry
+    if how == "changed":
+        target.write_bytes(target.read_bytes() + b"#")
+    else:
+        target.unlink()
+    if how == "a pipe":
+        os.mkfifo(target)
+    elif how == "a device":
+        target.symlink_to("/dev/zero")
+    elif how == "a folder":
+        target.mkdir()
+    said = {"changed": "not what was archived", "missing": "named by the manifest and missing"}
+    claims = archived.names("claims")
+    with pytest.raises((UserError, ClusterError), match=said.get(how, how)):
+        getattr(archives, command)(archived.url, tmp_path / "new" / "deep")
+    assert not (tmp_path / "new").exists() and archived.names("claims") == claims
+
+
+def test_what_is_fetched_again_takes_its_places_or_none(archived, tmp_path):
+    into = tmp_path / "fetched"
+    target, paths = archives.fetch(archived.url, into)
+    (target / "notes").write_text("mine")
+    (target / paths[0]).write_text("old")
+    (target / paths[1]).unlink()
+    (target / paths[1]).mkdir()
+    with pytest.raises(UserError, match="is a folder, where a file belongs"):
+        archives.fetch(archived.url, into)
+    assert (target / paths[0]).read_text() == "old"
+    (target / paths[1]).rmdir()
+    archives.fetch(archived.url, into)
+    assert (target / paths[0]).read_text() != "old" and (target / "notes").read_text() == "mine"
+    assert [path.name for path in into.iterdir()] == ["x"]
+
+
+@pytest.mark.parametrize("change", [{"number": "1"}, {"number": 2}, {"claim": 1}, {"url": None}])
+def test_a_damaged_note_of_the_archive_is_told(finished, tmp_path, change):
+    archived_as(finished, tmp_path)
+    folder = RunFolder(tmp_path / "mine" / "x")
+    about = json.loads(folder.archive.read_text()) | change
+    folder.archive.write_text(json.dumps(about))
+    with pytest.raises(UserError, match=r"archive\.json: damaged"):
+        Archive.of(folder)

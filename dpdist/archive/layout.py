@@ -13,7 +13,7 @@ from typing import Any
 
 from cluster.names import check_path, check_paths
 from cluster.objectstore import Missing, ObjectStore
-from cluster.reading import NoSuchFile, parse_json, read_json
+from cluster.reading import NoSuchFile, check_shape, parse_json, read_json, shown
 from dpdist.errors import UserError
 from dpdist.recipe import check_run_name
 
@@ -21,6 +21,8 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 KEY = "DPDIST_ARCHIVE_KEY"
 _KEY_CHARACTERS = 32
+_PERMIT = {"epoch": int, "step": int, "steps": int}
+_MANIFEST = {"run": str, "private": bool, "trained": bool, "permit": dict | None, "files": dict}
 
 
 @dataclass(frozen=True)
@@ -40,13 +42,19 @@ class Permit:
 def read_permit(path: Path) -> Permit | None:
     """A permit that was asked for or granted; None when there is none."""
     try:
-        found = read_json(path, {"epoch": int, "step": int, "steps": int})
+        found = read_json(path, _PERMIT)
     except NoSuchFile:
         return None
     try:
         return Permit(found["epoch"], found["step"], found["steps"])
     except ValueError as error:
         raise UserError(f"{path}: damaged: {error}") from None
+
+
+def permit_of(manifest: dict[str, Any]) -> Permit | None:
+    """The permit of a manifest that `read_manifest` gave."""
+    found = manifest["permit"]
+    return found and Permit(**found)
 
 
 def newest(store: ObjectStore) -> tuple[int, dict[str, Any]]:
@@ -97,7 +105,7 @@ def archive_key() -> bytes:
 def write_manifest(body: dict[str, Any]) -> bytes:
     """The manifest as it is stored: with a check, keyed when there is a key."""
     body = {**body, "keyed": bool(archive_key())}
-    return json.dumps({**body, "check": digest_of(body)}, sort_keys=True).encode()
+    return json.dumps({**body, "check": digest_of(body)}, sort_keys=True, allow_nan=False).encode()
 
 
 def read_manifest(raw: bytes, where: str, number: int) -> dict[str, Any]:
@@ -106,10 +114,10 @@ def read_manifest(raw: bytes, where: str, number: int) -> dict[str, Any]:
     Raises UserError when it is damaged, of a newer version, or not made with this machine's key.
     """
     try:
-        manifest = parse_json(raw, where)
+        manifest = parse_json(raw, where, {"format": int, "dpdist": str, "check": str})
         if manifest["format"] > FORMAT:
-            raise UserError(f"{where}: written by a newer dpdist ({manifest['dpdist']})")
-        check, keyed = str(manifest.pop("check")), manifest.get("keyed") is True
+            raise UserError(f"{where}: written by a newer dpdist ({shown(manifest['dpdist'])})")
+        check, keyed = manifest.pop("check"), manifest.get("keyed") is True
         if keyed != bool(archive_key()):
             why = (
                 f"was written with a key: set {KEY} to it"
@@ -119,29 +127,26 @@ def read_manifest(raw: bytes, where: str, number: int) -> dict[str, Any]:
             raise UserError(f"{where}: {why}")
         if not hmac.compare_digest(check.encode(), digest_of(manifest).encode()):
             raise ValueError("its check does not fit its content")
-        _check_manifest(manifest, number)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        _check_manifest(check_shape(manifest, where, _MANIFEST), where, number)
+    except (ValueError, TypeError) as error:
         raise UserError(f"{where} is damaged: {error}") from error
     return manifest
 
 
-def _check_manifest(manifest: dict[str, Any], number: int) -> None:
+def _check_manifest(manifest: dict[str, Any], where: str, number: int) -> None:
     check_run_name(manifest["run"])
-    for name in ("private", "trained"):
-        if not isinstance(manifest[name], bool):
-            raise ValueError(f"{name} must be true or false")
     if manifest["permit"] is not None:
-        Permit(**manifest["permit"])
+        check_shape(manifest["permit"], f"{where}: permit", _PERMIT)
+        permit_of(manifest)
     check_paths(manifest["files"], "files")
     begin = f"{folder_of(number)}/files/"
     for path, entry in manifest["files"].items():
+        check_shape(entry, f"{where}: {path}", {"object": str, "digest": str, "size": int})
         if not check_path(entry["object"], path).startswith(begin):
             raise ValueError(f"{path}: its object must lie in {begin}")
-        if not isinstance(entry["digest"], str) or not isinstance(entry["size"], int):
-            raise ValueError(f"{path}: digest and size are missing")
 
 
 def digest_of(body: dict[str, Any]) -> str:
     """Of a manifest's content; with a key in the environment, a message authentication code."""
-    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.blake2b(text.encode(), digest_size=32, key=archive_key()).hexdigest()

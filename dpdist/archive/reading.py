@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import secrets
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from cluster.names import place
 from cluster.objectstore import Missing, ObjectStore
 from cluster.reading import read_json
-from cluster.storage import built_aside, private_folder, write_json
-from dpdist.archive.layout import Permit, new_claim, newest, number_of
+from cluster.storage import built_aside, moved_in, private_folder, write_json
+from dpdist.archive.layout import new_claim, newest, number_of, permit_of
 from dpdist.errors import UserError
 from dpdist.exporting import is_publishable
 from dpdist.privacy.journal import JournalError
@@ -93,7 +90,7 @@ def read_copy(url: str, runs: Path) -> RunFolder:
         )
     folder = RunFolder(runs / manifest["run"])
     source = folder.private / "copy-of.json"
-    if source.exists() and read_json(source).get("url") == store.url:
+    if source.exists() and read_json(source, {"url": str})["url"] == store.url:
         return open_run(folder.name, runs)
     _free(folder)
     with _aside(folder) as aside:
@@ -109,15 +106,12 @@ def fetch(url: str, into: Path) -> tuple[Path, list[str]]:
     _, manifest = newest(store)
     target = into / manifest["run"]
     paths = sorted(path for path in manifest["files"] if is_publishable(path))
-    into.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=into) as scratch:
-        for path in paths:
-            _download_file(store, path, manifest["files"][path], place(Path(scratch), path))
-        try:
+    try:
+        with moved_in(target) as aside:
             for path in paths:
-                os.replace(Path(scratch) / path, place(target, path))
-        except ValueError as error:
-            raise UserError(str(error)) from None
+                _download_file(store, path, manifest["files"][path], aside / path)
+    except ValueError as error:
+        raise UserError(str(error)) from None
     return target, paths
 
 
@@ -131,7 +125,7 @@ def _free(folder: RunFolder) -> RunFolder:
 def _aside(folder: RunFolder) -> Iterator[RunFolder]:
     """A new run folder, built beside its place and moved there when it is whole."""
     with built_aside(folder.path) as path:
-        path.mkdir(parents=True)
+        path.mkdir()
         aside = RunFolder(path)
         private_folder(aside.private)
         yield aside
@@ -139,7 +133,7 @@ def _aside(folder: RunFolder) -> Iterator[RunFolder]:
 
 def _download(store: ObjectStore, manifest: dict[str, Any], aside: RunFolder) -> None:
     for path, entry in manifest["files"].items():
-        target = place(aside.path, path)
+        target = aside.path / path
         _download_file(store, path, entry, target)
         if path.startswith("private/"):
             target.chmod(0o600)
@@ -147,6 +141,7 @@ def _download(store: ObjectStore, manifest: dict[str, Any], aside: RunFolder) ->
 
 
 def _download_file(store: ObjectStore, path: str, entry: dict[str, Any], target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
     try:
         found = store.download(entry["object"], target)
     except Missing as error:
@@ -172,7 +167,7 @@ def _charge(aside: RunFolder, manifest: dict[str, Any]) -> int:
     try:
         with Ledger.open(aside.ledger, plan.fingerprint()) as ledger:
             charged = 0
-            permit = manifest["permit"] and Permit(**manifest["permit"])
+            permit = permit_of(manifest)
             if permit:
                 if permit.steps > plan.steps:
                     raise UserError("its permit speaks of more steps than the plan has")

@@ -12,7 +12,7 @@ from typing import Any
 
 from cluster.errors import ClusterError
 from cluster.objectstore import Missing, ObjectStore
-from cluster.reading import read_json
+from cluster.reading import read_json, shown
 from cluster.storage import write_json
 from dpdist import __version__
 from dpdist.archive.layout import (
@@ -46,9 +46,9 @@ class Archive:
     """The archive of a run folder that owns its prefix; `begin` and `of` open it."""
 
     def __init__(self, folder: RunFolder, about: dict[str, Any]) -> None:
-        self.folder, self.private = folder, bool(about["private"])
+        self.folder, self.private = folder, about["private"]
         self.store = ObjectStore(about["url"])
-        self._number, self._claim = int(about["number"]), str(about["claim"])
+        self._number, self._claim = about["number"], about["claim"]
         self._files: dict[str, dict[str, Any]] | None = None  # unknown: another process wrote them
         self._stamps: dict[str, tuple[int, int, int]] = {}
         self._checkpoint = ""
@@ -56,7 +56,7 @@ class Archive:
     @classmethod
     def of(cls, folder: RunFolder) -> Archive | None:
         """The archive that this run folder owns, None when it has none."""
-        return cls(folder, read_json(folder.archive)) if folder.archive.exists() else None
+        return cls(folder, _about(folder)) if folder.archive.exists() else None
 
     @classmethod
     def check_free(cls, folder: RunFolder, url: str | None) -> None:
@@ -80,7 +80,7 @@ class Archive:
             cls.check_free(folder, url)
             where = {"url": url.rstrip("/"), "private": private}
             write_json(folder.archive, {**where, "number": 1, "claim": new_claim(1)})
-        about = read_json(folder.archive)
+        about = _about(folder)
         if url is None or url.rstrip("/") != about["url"] or (about["private"] and not private):
             raise UserError(
                 f"{folder.path}: this run is archived at {about['url']}"
@@ -90,7 +90,7 @@ class Archive:
             )
         if private and not about["private"]:
             write_json(folder.archive, {**about, "private": True})
-        archive = cls(folder, read_json(folder.archive))
+        archive = cls(folder, _about(folder))
         archive._own()
         return archive
 
@@ -276,6 +276,15 @@ def _whole_checkpoint(files: dict[str, Any]) -> str:
     for path in parts:
         del files[path]
     return ""
+
+
+def _about(folder: RunFolder) -> dict[str, Any]:
+    """Where a run is archived, and its claim. Raises UserError."""
+    shape = {"url": str, "private": bool, "number": int, "claim": str}
+    about = read_json(folder.archive, shape)
+    if number_of(about["claim"]) != about["number"]:
+        raise UserError(f"{folder.archive}: damaged: {shown(about['claim'])} is not its claim")
+    return about
 
 
 def _taken(store: ObjectStore) -> str:

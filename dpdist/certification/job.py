@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import secrets
 import time
 from collections import defaultdict
@@ -20,6 +19,7 @@ from ray.exceptions import RayTaskError
 from cluster.journal import Journal
 from cluster.pool import Chunk, PoolSettings, run_chunks
 from cluster.reading import parse_any_json, read_text, reason, shown
+from cluster.storage import write_json
 from dpdist import bulk, models
 from dpdist.bulk import Progress
 from dpdist.certification import score_columns, scores, units
@@ -177,7 +177,7 @@ def _pin(
             raise UserError(f"the model cannot be certified: {error.cause}") from error.cause
         classifier = asdict(spec)
         rate = classifier.pop("rate")  # a measured time, different each time
-        (output / _RATE).write_text(json.dumps(rate))
+        write_json(output / _RATE, rate)
         return {"seed": assignment.source.seed, "classifier": classifier}
 
     seed = assignment.settings.seed

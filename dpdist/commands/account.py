@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 import textwrap
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dpdist import fields
+from dpdist import console, fields
 from dpdist.commands.options import PICTURE, kind
 from dpdist.errors import UserError
 from dpdist.fields import Count, NoiseMultiplier, Positive, Probability, Trials
@@ -67,10 +66,6 @@ def _user_errors(command: str) -> Iterator[None]:
         raise UserError(f"account {command}: {error}") from None
 
 
-def _number(value: float) -> float | str:
-    return value if math.isfinite(value) else "inf"
-
-
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Aligned columns; a long last column is wrapped to the terminal."""
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header) - 1)]
@@ -98,7 +93,7 @@ def _show_plan(plan: PrivacyPlan, as_json: bool) -> None:
 
     guarantee, step = plan.guarantee(), plan.step(0)
     answer: dict[str, Any] = {
-        "epsilon": _number(guarantee.epsilon),
+        "epsilon": guarantee.epsilon,
         "delta": guarantee.delta,
         "accountant": guarantee.source,
         "neighbours": guarantee.neighbours,
@@ -112,7 +107,7 @@ def _show_plan(plan: PrivacyPlan, as_json: bool) -> None:
         "assumptions": list(guarantee.assumptions),
     }
     if as_json:
-        typer.echo(json.dumps(answer))
+        console.print_json(answer)
         return
     if plan.delta >= 1 / plan.records:
         typer.echo(f"Warning: delta {plan.delta:g} is not below 1 / records.", err=True)
@@ -269,7 +264,7 @@ def search_command(
             rows.append(
                 {
                     "law": law,
-                    "epsilon": _number(cost.epsilon),
+                    "epsilon": cost.epsilon,
                     "delta": cost.delta,
                     "neighbours": cost.neighbours,
                     "relation": cost.relation,
@@ -286,7 +281,7 @@ def search_command(
         cost = fixed_runs_guarantee(one.phases, runs, records=records, delta=delta)
         add(f"fixed, {runs} runs", cost, runs)
     if as_json:
-        typer.echo(json.dumps(rows))
+        console.print_json(rows)
         return
     header = ["number of runs", "epsilon", "95 % of K up to", "accountant"]
     cells = [
@@ -317,11 +312,11 @@ def shuffling_command(
         shuffled = shuffled_epsilon_lower_bound(delta, noise_multiplier, steps)
     answer = {
         "delta": delta,
-        "poisson_epsilon_at_most": _number(poisson),
-        "shuffled_epsilon_at_least": _number(shuffled),
+        "poisson_epsilon_at_most": poisson,
+        "shuffled_epsilon_at_least": shuffled,
     }
     if as_json:
-        typer.echo(json.dumps(answer))
+        console.print_json(answer)
         return
     typer.echo(f"Poisson sampling  epsilon at most  {format_epsilon(poisson)}")
     least = format_epsilon(shuffled, lower_bound=True)
@@ -367,7 +362,7 @@ def mechanisms_command(
         if plot is not None:
             _draw_mechanisms(plot, delta, sensitivity)
     if as_json:
-        typer.echo(json.dumps(rows))
+        console.print_json(rows)
         return
     header = ["epsilon", "analytic", "extended (HGM)", "classical", "its true delta", "Laplace b"]
     cells = []
@@ -426,7 +421,7 @@ def claims_command(as_json: AsJson = False) -> None:
 
     claims = published_claims()
     if as_json:
-        typer.echo(json.dumps([claim.to_dict() for claim in claims]))
+        console.print_json([claim.to_dict() for claim in claims])
         return
     header = ["system", "claimed", "proved", "verdict", "reason"]
     rows = [

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dpdist import console
 from dpdist.commands.options import file_path, kind
 from dpdist.errors import UserError
 from dpdist.fields import Probability
@@ -57,7 +56,7 @@ def show(
                     "run": charge.run,
                     "name": charge.name,
                     "status": charge.status,
-                    "epsilon": _number(composed_guarantee([charge], delta, neighbours).epsilon),
+                    "epsilon": composed_guarantee([charge], delta, neighbours).epsilon,
                 }
                 for charge in budget.charges
             ]
@@ -67,7 +66,7 @@ def show(
                     "budget": budget.path.name,
                     "name": budget.data_name,
                     "records": len(budget.known),
-                    "epsilon": _number(total.epsilon),
+                    "epsilon": total.epsilon,
                     "delta": total.delta,
                     "neighbours": total.neighbours,
                     "relation": total.relation,
@@ -80,7 +79,7 @@ def show(
     except (JournalError, ValueError) as error:
         raise UserError(f"budget: {error}") from None
     if as_json:
-        typer.echo(json.dumps(answer))
+        console.print_json(answer)
         return
     if not answer:
         typer.echo(f"no budgets in {folder}")
@@ -102,10 +101,6 @@ def show(
             typer.echo(f"  {run['name']:<24} alone {alone:<8} {run['status']}  {run['run']}")
 
 
-def _number(value: float) -> float | str:
-    return value if math.isfinite(value) else "inf"
-
-
 def _spent(budget: DataBudget) -> dict[str, Any] | None:
     """How far a ceiling is used up. Where runs were chosen by results, it promises nothing."""
     ceiling = budget.terms.ceiling
@@ -113,7 +108,7 @@ def _spent(budget: DataBudget) -> dict[str, Any] | None:
         return None
     spent = budget.spent
     return {
-        "of_ceiling": _number(spent / ceiling.share),
-        "epsilon": _number(ceiling.epsilon_of(spent)),
+        "of_ceiling": spent / ceiling.share,
+        "epsilon": ceiling.epsilon_of(spent),
         "guarantee": False,
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +10,7 @@ import typer
 from pydantic import Field
 
 from cluster.reading import reason, regular_file
+from dpdist import console
 from dpdist.commands.options import RUNS, RunArgument, Runs, file_path, kind
 from dpdist.errors import UserError
 from dpdist.fields import Number, Positive, Probability
@@ -92,7 +92,7 @@ def _print(
     if as_json:
         answer: dict[str, Any] = {"image": str(path), "label": label, "abstain": label == -1}
         answer |= {"radius": radius, "norm": "l2", "sigma": sigma, "alpha": alpha}
-        typer.echo(json.dumps(answer))
+        console.print_json(answer)
     elif label == -1:
         typer.echo(f"{path}: ABSTAIN")
     elif radius is None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated
 
 import typer
 
+from dpdist import console
 from dpdist.certification.bounds import clopper_pearson_lower
 from dpdist.certification.radii import format_radius, gaussian_l2_radius, linf_from_l2
 from dpdist.commands.options import kind
@@ -66,7 +66,7 @@ def command(
     except ValueError as error:
         raise UserError(f"dpdist radius: {error}") from None
     if as_json:
-        typer.echo(json.dumps(answer))
+        console.print_json(answer)
         return
     typer.echo(f"p_lower  {format_radius(p_lower, 6)}  (Clopper-Pearson, alpha = {alpha:g})")
     if answer["abstain"]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dpdist import console
 from dpdist.commands.options import (
     PICTURE,
     RUNS,
@@ -65,7 +65,7 @@ def command(
         return
     if trials or records or as_json or plot:
         raise UserError("tune: --trials, --records, --json and --plot belong to --plan")
-    from dpdist import console, pipeline
+    from dpdist import pipeline
 
     resolved = pipeline.resolve(recipe, name=name, data_root=data_root, workers=workers)
     folder = pipeline.tune(resolved, runs=runs, where=recipe, only_resume=resume)
@@ -92,7 +92,7 @@ def _plan(
     if plot is not None:
         preview.plot(rows, alone.guarantee().epsilon, recipe.privacy.delta, plot)
     if as_json:
-        typer.echo(json.dumps([row.to_dict() for row in rows]))
+        console.print_json([row.to_dict() for row in rows])
         return
     _show(recipe, sizes.train(recipe.data.fraction), noise, rows)
 

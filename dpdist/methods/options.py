@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from dpdist.fields import (
     Count,
     FilePath,
+    NotNegative,
     Number,
     Positive,
     PositiveNoise,
@@ -203,7 +204,7 @@ class TransDenoiser(_Options):
     variant: Literal["separate-dp", "no-dp", "full"] = "separate-dp"
     sigma: Positive = 0.25
     draws: Draws = 1
-    xi_low: Positive = 1.0
+    xi_low: NotNegative = 1.0
     xi_up: Positive = 2.0
     credit_steps: bool = True
     thin: bool = False

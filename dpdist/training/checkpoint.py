@@ -43,7 +43,7 @@ def save(folder: Path, state: TrainState, released: Anchor) -> None:
     tensors = {"flat": state.flat.cpu(), **{f"slot.{k}": v.cpu() for k, v in state.slots.items()}}
     write_atomic(target / "state.safetensors", save_tensors(tensors))
     done = {"step": state.step, "ledger": released.to_dict()}
-    write_atomic(target / "done.json", json.dumps(done))
+    write_atomic(target / "done.json", json.dumps(done, allow_nan=False))
     kept = set(complete_checkpoints(folder)[-KEEP:])
     for old in folder.glob("step-*"):
         if old not in kept:  # superseded, or left half-written by a crash

@@ -39,7 +39,7 @@ class Monitor:
             "loss_sum": json_number(loss_sum),
         }
         line |= details
-        self.metrics.write(json.dumps(line) + "\n")
+        self.metrics.write(json.dumps(line, allow_nan=False) + "\n")
         if time.monotonic() - self.shown > _PROGRESS_SECONDS:
             self._progress(step + 1)
 
