@@ -134,6 +134,8 @@ def of(table: pa.Table, path: Path = Path("certificates/-")) -> CertificateTable
     once["n"] = once.pop("cap")
     names = ("index", "label", "prediction", "radius")
     arrays = {name: table[name].to_numpy() for name in names}
+    if len(np.unique(arrays["index"])) < table.num_rows:
+        raise UserError(f"{path}: damaged: has more than one certificate of the same input")
     return CertificateTable(path=path, about=about, table=table, **once, **arrays)
 
 

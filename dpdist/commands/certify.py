@@ -172,8 +172,7 @@ def _merged(folder: RunFolder, output: Path | None) -> list[tuple[pa.Table, Path
     for group in groups:
         table = merge([found[place] for place in group])
         name = "merged" if len(groups) == 1 else f"merged-{sources[group[0]].parent.name}"
-        path = (output or folder.certificates / name) / "certificates.parquet"
-        made.append((table, path))
+        made.append((table, _derived(output or folder.certificates / name)))
     for table, path in made:
         tables.write(table, path)
     return made
@@ -200,9 +199,19 @@ def _rebounded(folder: RunFolder, output: Path | None, text: str) -> tuple[pa.Ta
         raise UserError(f"several tables: name one with --output: {names}")
     table = rebound(tables.read(sources[0]), alpha)
     parent = sources[0].parent
-    path = parent.with_name(f"{parent.name}-alpha-{alpha:g}") / "certificates.parquet"
+    path = _derived(parent.with_name(f"{parent.name}-alpha-{alpha:g}"))
     tables.write(table, path)
     return table, path
+
+
+def _derived(folder: Path) -> Path:
+    """Where a table made from others goes. Raises UserError where it would replace a certification,
+    which took its time."""
+    from dpdist.bulk import SETTINGS
+
+    if (folder / SETTINGS).exists():
+        raise UserError(f"{folder}: holds a certification, which would be replaced; choose another")
+    return folder / "certificates.parquet"
 
 
 def _stored(certificates: Path) -> list[Path]:

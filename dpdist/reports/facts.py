@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from cluster.reading import check_shape, read_json
 from dpdist import __version__
 from dpdist.certification import reading
 from dpdist.certification.reading import CertificateTable
+from dpdist.errors import UserError
 from dpdist.gradients.keys import key_id
 from dpdist.privacy.budgets import budgets_in
 from dpdist.privacy.card import card
@@ -213,6 +215,10 @@ def read_facts(folder: RunFolder) -> Facts:
     whole = dataclasses.replace(plan, phases=ledger.phases(plan))
     if search is not None:
         whole = released(search, plan, ledger)
+    tables = [reading.read(path) for path in sorted(folder.certificates.glob(_TABLES))]
+    attacks = read_attacks(folder.path / "attacks")
+    _check_models(trained, [(t.path, t.about.get("model")) for t in tables])
+    _check_models(trained, [(t.path, t.model) for t in attacks])
     return Facts(
         folder=folder,
         recipe=recipe,
@@ -224,10 +230,21 @@ def read_facts(folder: RunFolder) -> Facts:
         data_set=_data_set_guarantee(recipe, plan, folder, search),
         trained=trained,
         evaluation=evaluation,
-        tables=[reading.read(p) for p in sorted(folder.certificates.glob(_TABLES))],
-        attacks=read_attacks(folder.path / "attacks"),
+        tables=tables,
+        attacks=attacks,
         checks=read_checks(folder.path / "attacks"),
     )
+
+
+def _check_models(trained: dict[str, Any], found: list[tuple[Path, str | None]]) -> None:
+    """Raise UserError for results of another model; where one of the two does not say, none is."""
+    own = trained.get("model")
+    for path, model in found:
+        if own is not None and model is not None and model != own:
+            raise UserError(
+                f"{path}: of another model than this run's (the folder comes from another run, or "
+                f"the run was trained anew); remove {path.parent}"
+            )
 
 
 def _clip(norm: float) -> str:

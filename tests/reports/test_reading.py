@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from support.training import make, train
 
 from dpdist.attacks import table as attack_tables
 from dpdist.certification import reading, score_columns, scores
@@ -23,6 +25,7 @@ from dpdist.commands import certify
 from dpdist.errors import UserError
 from dpdist.reports import compare, page
 from dpdist.reports.attacks import Shares, grid, read_attack, same_classifier, summary_rows
+from dpdist.reports.facts import read_facts
 from dpdist.reports.figures import attacked_accuracy
 from dpdist.runfolder import RunFolder
 
@@ -207,3 +210,39 @@ def test_tables_without_a_statement_are_refused(tmp_path: Path) -> None:
     pq.write_table(old, tmp_path / "attacks.parquet")
     with pytest.raises(UserError, match=r"does not say what was attacked; run `dpdist attack`"):
         read_attack(tmp_path / "attacks.parquet")
+
+
+def test_one_input_has_one_certificate(tmp_path: Path) -> None:
+    table = tables.read(smoothed_table(tmp_path / "a/certificates.parquet"))
+    twice = pa.concat_tables([table, table.slice(0, 1)])
+    tables.write(twice, tmp_path / "b/certificates.parquet")
+    with pytest.raises(UserError, match="more than one certificate of the same input"):
+        reading.read(tmp_path / "b/certificates.parquet")
+
+
+def test_a_table_made_from_others_replaces_no_certification(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "x")
+    path = smoothed_table(run.certificates / "first/certificates.parquet")
+    kept = path.parent.with_name("first-alpha-0.01")
+    shutil.copytree(path.parent, kept)
+    (kept / "settings.json").write_text("{}")
+    before = (kept / path.name).read_bytes()
+    with pytest.raises(UserError, match=r"first-alpha-0\.01: holds a certification"):
+        certify._rebounded(run, path.parent, "alpha=0.01")
+    assert (kept / path.name).read_bytes() == before
+
+
+def test_a_run_shows_results_of_its_own_model_only(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    recipe, run = make(
+        tmp_path_factory.mktemp("runs"), "x", data__max_train=40, training__batch_size=40,
+        training__steps=1, model="linear", privacy__run_key=None,
+    )  # fmt: skip
+    train(recipe, run)
+    own = read_facts(run).trained["model"]
+    smoothed_table(run.certificates / "own/certificates.parquet", {"model": own})
+    assert [table.name for table in read_facts(run).tables] == ["own"]
+    smoothed_table(run.certificates / "foreign/certificates.parquet")
+    with pytest.raises(UserError, match=r"foreign.*: of another model than this run's"):
+        read_facts(run)
