@@ -414,6 +414,11 @@ class Recipe(Section):
                 f"method {self.method.name} puts noise behind the first layer, which would be the "
                 "frozen denoiser's: take a method without hidden noise"
             )
+        if self.data.max_train is not None and self.privacy.nominal_records is not None:
+            raise ValueError(
+                "privacy.nominal_records does not go with data.max_train, a share of the true "
+                "number of records; take data.fraction"
+            )
         if self.tune is not None and self.privacy.nominal_records is not None:
             raise ValueError(
                 "privacy.nominal_records does not go with tune: a search's shares of the records "

@@ -64,12 +64,14 @@ class Search:
     """A prepared search. `prepare` makes it; `run` brings it to its end."""
 
     def __init__(self, recipe: Recipe, folder: RunFolder, cost: SearchCost, data: str) -> None:
-        """data: fingerprint of the training records."""
+        """data: fingerprint of the training records. `assumed`: what must hold of the public parts
+        that any trial may begin with, for a search that was not begun."""
         assert recipe.tune is not None
         self.recipe, self.cost, self.data = recipe, cost, data
         self.tune: TuneRecipe = recipe.tune
         self.run_folder = folder
         self.folder = SearchFolder(RunFolder(folder.path.resolve()))
+        self.assumed: list[str] = []
         self._since = time.monotonic()
         self._noises: dict[str, float] = {}
 
@@ -133,7 +135,8 @@ class Search:
         self.run_folder.begin(self.recipe)
         write_atomic(self.run_folder.asked, self.recipe.to_yaml())
         ensure_manifest(self.folder, self.tune, key)
-        write_json(self.folder.terms, {**terms, "charge": secrets.token_hex(8)})
+        drawn = {"charge": secrets.token_hex(8), "assumed": self.assumed}
+        write_json(self.folder.terms, {**terms, **drawn})
         return self
 
     def _terms(self) -> dict[str, Any]:
@@ -300,6 +303,7 @@ class Search:
         read_released(source)
         for name in (
             "plan.json", "ledger.jsonl", "ledger.anchor", "run.key", "data.json", "fixed-key",
+            "pretrained.json",
         ):  # fmt: skip
             if (source.private / name).exists():
                 write_atomic(target.private / name, (source.private / name).read_bytes())
@@ -342,6 +346,7 @@ class Search:
             else f"public records ({public.name}/{public.split})",
             "one_training": self.cost.one_training.to_dict(),
             "charge": self._charge_id(),
+            "assumed": read_json(self.folder.terms).get("assumed", []),
         }
 
     def _show_trials(self) -> None:
@@ -401,9 +406,9 @@ def check(recipe: Recipe, folder: RunFolder, where: str, *, only_resume: bool = 
     cost = SearchCost(recipe, sizes, recipe.tune.law, where)
     everything = private_data(recipe, source_of(recipe))  # what is scored on is among it
     search = Search(recipe, folder, cost, everything.fingerprint)
-    if not continued:
-        for values in probes(recipe.tune):
-            check_trainable(search.planned(values)[0], where)
+    if not (continued and search.folder.terms.exists()):
+        parts = [check_trainable(search.planned(v)[0], where)[1] for v in probes(recipe.tune)]
+        search.assumed = sorted({part["assumed"] for part in parts if part and part["assumed"]})
         cost.plan  # noqa: B018  (refused here, if no theorem covers it)
     search.check_begun()
     return search

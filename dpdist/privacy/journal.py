@@ -119,7 +119,8 @@ def _parse(raw: bytes, path: Path) -> tuple[list[dict[str, Any]], list[str], int
 def _read_anchor(path: Path) -> Anchor | None:
     where = anchor_path(path)
     try:
-        return Anchor.from_line(where.read_text())
+        line = where.read_text()
+        return Anchor.from_line(line) if line else None  # a crash came before its first line
     except FileNotFoundError:
         return None
     except ValueError as error:

@@ -106,7 +106,16 @@ class Facts:
     def assumed(self) -> list[str]:
         """What the guarantee rests on and nobody could check."""
         about = read_json(self.folder.pretrained) if self.folder.pretrained.exists() else {}
-        return [about["assumed"]] if about.get("assumed") else []
+        lines = [about["assumed"]] if about.get("assumed") else []
+        lines += [line for line in self.search.assumed if line not in lines] if self.search else []
+        section = getattr(self.recipe.method, "redistribution", None)
+        own = self.recipe.data.public and section and section.data == self.recipe.data.name
+        if section is not None and section.source == "public" and not own:
+            lines.append(
+                f"no private record is, in another shape, among the public records of "
+                f"{section.data} that shaped the noise (in the same shape: compared by content)"
+            )
+        return lines
 
     def card(self) -> dict[str, Any]:
         """The privacy card, as JSON types."""
@@ -204,14 +213,13 @@ class Facts:
 
 def read_facts(folder: RunFolder) -> Facts:
     """Read a run whose training has finished. Raises UserError when it has not."""
-    trained = folder.require_trained()
-    if not folder.search.exists():  # a search keeps its durations secret
+    trained, search = folder.require_trained(), read_search(folder)
+    if search is None:  # a search keeps its durations secret
         check_shape(trained, str(folder.trained), {"seconds": float})
     recipe = folder.read_recipe()
     by_run = read_released(folder)
     plan, ledger = by_run.plan, by_run.ledger
     evaluation = read_json(folder.evaluation, _EVALUATION) if folder.evaluation.exists() else None
-    search = read_search(folder)
     whole = dataclasses.replace(plan, phases=ledger.phases(plan))
     if search is not None:
         whole = released(search, plan, ledger)

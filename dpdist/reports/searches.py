@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from cluster.reading import read_json
+from dpdist.errors import UserError
 from dpdist.privacy.guarantee import format_epsilon
 from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.plan import GaussianSteps, Phase, PrivacyPlan, phase_from_dict
@@ -19,7 +20,8 @@ _TERMS = {
 @dataclass(frozen=True)
 class SearchTerms:
     """plan: of training and search together. fields: what was searched. law: of the number of
-    trials. one_training: epsilon of one training with the same noise. charge: id in the budget."""
+    trials. one_training: epsilon of one training with the same noise. charge: id in the budget.
+    assumed: of the public parts that trials may have begun with."""
 
     plan: PrivacyPlan
     law: str
@@ -28,6 +30,7 @@ class SearchTerms:
     scored_on: str
     one_training: float
     charge: str
+    assumed: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return (
@@ -38,8 +41,17 @@ class SearchTerms:
 
 
 def read_search(folder: RunFolder) -> SearchTerms | None:
-    """The terms of the search that chose this run; None for a run that nothing chose."""
+    """The terms of the search that chose this run; None for a run that nothing chose.
+
+    Raises UserError when they are lost: the ledger alone would prove too small an epsilon, that of
+    one trial.
+    """
     if not folder.search.exists():
+        if folder.asked.exists():
+            raise UserError(
+                f"{folder.search}: missing: a search chose this run, and epsilon cannot be stated "
+                "without what the search cost; bring it back"
+            )
         return None
     record = read_json(folder.search, _TERMS)
     return SearchTerms(
@@ -50,6 +62,7 @@ def read_search(folder: RunFolder) -> SearchTerms | None:
         scored_on=record["scored_on"],
         one_training=float(record["one_training"]["epsilon"]),
         charge=record["charge"],
+        assumed=tuple(map(str, record.get("assumed", []))),
     )
 
 

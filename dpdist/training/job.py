@@ -171,7 +171,8 @@ def _check_same_pretrained(folder: RunFolder, about: dict[str, Any] | None) -> N
     """Raise UserError when what others trained was replaced since the run was begun."""
     if about is None or not folder.pretrained.exists():
         return
-    if not about.items() <= read_json(folder.pretrained).items():  # there may be more: "joined"
+    found = {key: value for key, value in about.items() if key != "assumed"}  # it follows from them
+    if not found.items() <= read_json(folder.pretrained).items():  # there may be more: "joined"
         raise UserError(
             f"{folder.path}: model.{about['part']} has changed since this run was begun; restore "
             "it, or choose another --name"

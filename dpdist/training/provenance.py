@@ -230,7 +230,11 @@ def _pretrained(folder: Path, model: str, begin: str, compared: bool) -> dict[st
         shape = "x".join(map(str, written["inputs"]))
         how = f"of another shape, {shape}, so not compared with the private records"
         assumed = f"no private record is, in another shape, among the records of {written['data']}"
-    began = f"; it began with {written['began_with']}" if "began_with" in written else ""
+    began = ""
+    if "began_with" in written:
+        began = f"; it began with {written['began_with']}"
+        before = f"no private record is among what was seen by {written['began_with']}"
+        assumed = before if assumed is None else f"{assumed}; {before}"
     return {
         "public": True,
         "checked": compared,

@@ -279,10 +279,13 @@ def test_an_anchor_behind_the_file_is_what_a_crash_leaves(ledger):
         assert anchor.read_text() == Anchor.of(b"".join(lines)).line
     anchor.unlink()
     for begun in (lines[0], lines[0][:-7], b""):
-        ledger.path.write_bytes(begun)
-        with Ledger.open(ledger.path, PLAN.fingerprint()) as again:
-            assert again.epoch is None
-        anchor.unlink()
+        for made in (False, True):  # the file is there before its first line is
+            ledger.path.write_bytes(begun)
+            if made:
+                anchor.touch()
+            with Ledger.open(ledger.path, PLAN.fingerprint()) as again:
+                assert again.epoch is None
+            anchor.unlink()
 
 
 def test_killed_at_any_moment_the_ledger_opens_again(path):

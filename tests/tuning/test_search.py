@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from cluster.errors import ClusterError
 from cluster.session import Session
 from cluster.storage import write_json
+from dpdist import models
 from dpdist.errors import UserError
 from dpdist.privacy.budgets import budgets_in
 from dpdist.privacy.ledger import Ledger
@@ -287,7 +288,7 @@ def test_another_recipe_or_data_is_not_continued(recipe, begin):
     search = begin(recipe())
     terms = json.loads(search.folder.terms.read_text())
     search.folder.terms.write_text(json.dumps({**terms, "data": "others"}))
-    with pytest.raises(UserError, match="the training records changed"):
+    with pytest.raises(UserError, match="the private records changed"):
         begin(recipe())
 
 
@@ -474,3 +475,37 @@ def test_trials_get_the_packages_of_the_driver(recipe, begin):
             search.folder.run.path, {"tuning": "elsewhere:0"}, 0, lambda rung, score: None
         )
     assert os.path.exists(search.folder.manifest)
+
+
+def test_what_public_parts_are_assumed_to_have_seen_stays_on_the_card(
+    recipe, begin, run_trials, tmp_path
+):
+    """Of every part that a trial may have begun with: the winner was chosen among all of them."""
+    parts = []
+    for seed, saw in ((1, "public strokes"), (2, "public letters")):
+        spec = models.ModelSpec("linear", (1, 8, 8), 10)
+        models.save(models.initialise(spec, seed), spec, tmp_path / str(seed))
+        parts.append({"folder": str(tmp_path / str(seed)), "saw": saw})
+    asked = recipe(
+        model={"name": "linear", "initial": parts[0]},
+        tune={"space": {"model.initial": {"choice": parts}}},
+    )
+    search = begin(asked)
+    run_trials(search)
+    finish(search)
+    facts = read_facts(search.run_folder)
+    assert facts.card()["extra"]["initial weights trained on"].startswith("public ")
+    told = "\n".join(facts.card()["assumptions"])
+    assert "public strokes" in told and "public letters" in told
+
+
+def test_a_search_whose_terms_are_lost_states_no_epsilon(recipe, begin, run_trials):
+    """The winner's own ledger knows of one training only."""
+    search = begin(recipe())
+    run_trials(search)
+    finish(search)
+    search.run_folder.search.unlink()
+    with pytest.raises(UserError, match=r"search\.json: missing.*epsilon cannot be stated"):
+        read_facts(search.run_folder)
+    with pytest.raises(UserError, match=r"search\.json: missing"):
+        release(search.run_folder)

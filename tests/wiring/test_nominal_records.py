@@ -60,7 +60,10 @@ def test_one_record_more_changes_nothing_that_is_published(tmp_path):
         assert PrivacyPlan.from_dict(json.loads(folder.plan.read_text())).nominal
         release(folder)
         names = ("privacy_card.json", "privacy_card.md", "model.json")
-        files = {name: (folder.release / name).read_bytes() for name in names}
+        # The released weights, noise and all, are another draw in each run; the card names them.
+        weights = json.loads((folder.release / "privacy_card.json").read_text())["extra"]
+        own = weights["model hash"].encode()
+        files = {n: (folder.release / n).read_bytes().replace(own, b"its own") for n in names}
         summary = [row for row in read_facts(folder).summary() if row[0] != "report"]
         published.append((folder.plan.read_bytes(), files, summary))
         ledger = Ledger.read(folder.ledger)
@@ -101,6 +104,9 @@ def test_what_would_depend_on_the_true_number_is_refused(tmp_path):
     strict = {"epsilon": 2.0, "delta": 1e-3, "nominal_records": 128}
     with pytest.raises(UserError, match=r"nominal_records does not go with batch_cap"):
         recipe_on(tmp_path, 120, privacy=strict | {"batch_cap": 30})
+    few = {"name": "mine", "max_train": 60}
+    with pytest.raises(UserError, match=r"nominal_records does not go with data\.max_train"):
+        recipe_on(tmp_path, 120, data=few)
     search = {
         "space": {"training.learning_rate": {"choice": [0.1, 0.2]}},
         "law": {"name": "geometric", "mean": 3},
