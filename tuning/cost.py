@@ -204,12 +204,17 @@ class SearchCost:
             return None
         if tune.score.noise is not None:
             return tune.score.noise
-        target = self._epsilon(
-            self._repeated(self._one_training(self.noise_multiplier, self.max_order))
-        )
+        training = self._one_training(self.noise_multiplier, self.max_order)
+        target = self._epsilon(self._repeated(training))
         if math.isinf(target):
             return 0.0
-        return self._calibrated(lambda s: self._repeated(self._scoring(s)), target)
+
+        def scores(noise: float) -> tuple[Phase, ...]:
+            alone = self._repeated(self._scoring(noise))
+            # Beside a maximum of Renyi curves, which has no PLD, everything is priced by its curve.
+            return (WorstOf((alone,)),) if self.costly else alone
+
+        return self._calibrated(scores, target)
 
     def _scoring(self, noise: float) -> tuple[Phase, ...]:
         assert self.recipe.tune is not None

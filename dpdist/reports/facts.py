@@ -110,7 +110,8 @@ class Facts:
         lines += [line for line in self.search.assumed if line not in lines] if self.search else []
         section = getattr(self.recipe.method, "redistribution", None)
         own = self.recipe.data.public and section and section.data == self.recipe.data.name
-        if section is not None and section.source == "public" and not own:
+        promised = self.recipe.privacy.noise_multiplier != 0  # else nothing was compared
+        if section is not None and section.source == "public" and promised and not own:
             lines.append(
                 f"no private record is, in another shape, among the public records of "
                 f"{section.data} that shaped the noise (in the same shape: compared by content)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -97,6 +98,7 @@ def test_a_run_carries_its_noise_and_states_what_is_proved(tmp_path, name):
     facts = read_facts(folder)
     private = name in ("secure-sgd", "agm", "paid")
     assert math.isfinite(facts.guarantee.epsilon) == private
+    assert facts.assumed == []  # public records of another data set would be: see below
     summary = dict(facts.summary())
     claim = summary.get("claimed, not proved")
     assert (claim is None) == ("pixeldp" in name)
@@ -115,6 +117,19 @@ def test_a_run_carries_its_noise_and_states_what_is_proved(tmp_path, name):
     assert ("beside the training" in text) == (name == "paid")
     assert ("Nothing is proved about training records" in text) == (not private)
     assert ("Claimed by the paper, not the guarantee" in text) == (claim is not None)
+
+
+def test_public_records_of_another_data_set_are_assumed_to_be_no_private_ones(tmp_path):
+    """In another shape nothing could be compared; the card says so."""
+    recipe, folder = make(tmp_path, "secure-sgd")
+    train(recipe, folder)
+    facts = read_facts(folder)
+    section = recipe.method.redistribution.model_copy(update={"data": "strokes"})
+    method = recipe.method.model_copy(update={"redistribution": section})
+    facts = dataclasses.replace(facts, recipe=recipe.model_copy(update={"method": method}))
+    assert (
+        "in another shape, among the public records of strokes" in facts.card()["assumptions"][-1]
+    )
 
 
 def test_the_paid_query_costs_what_two_gaussians_cost(tmp_path):

@@ -75,6 +75,15 @@ def test_training_and_search_together_meet_the_target(searched, law):
     assert both > 1.2 * 2.0
 
 
+def test_the_target_is_met_where_settings_cost_differently(searched):
+    """The price is then a Renyi curve's, of the scores as well: PLD would let them cost more."""
+    space = {"training.steps": {"integer": [2, 8]}}
+    asked = searched({"name": "fixed", "runs": 3}, space, privacy=TARGET)
+    full = asked.training.model_copy(update={"batch_size": 9000})  # its curve is quickly computed
+    cost = cost_of(asked.model_copy(update={"training": full}))
+    assert 0.99 * 2.0 <= cost.guarantee.epsilon <= 2.0
+
+
 def test_a_fixed_number_of_runs_is_composed(searched):
     """Four runs cost what four runs cost: a search accounted as one run is far below."""
     cost = cost_of(searched(LAWS[3], tune={"score": {"noise": 1e6}}))
