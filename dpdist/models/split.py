@@ -78,7 +78,7 @@ class Split:
             with torch.no_grad():
                 for x in (scale * unit for scale in _SCALES):
                     seen = x.double().flatten(1) if isinstance(layer, nn.Linear) else x.double()
-                    shown = layer(seen) - layer(torch.zeros_like(seen))
+                    shown = _linear(layer, seen)
                     exact = copy.deepcopy(self.first).double()
                     moved = exact(x.double()) - exact(torch.zeros_like(x.double()))
                     _require_equal(moved, shown, _AFFINE, "its first layer is not the map it shows")
@@ -87,6 +87,15 @@ class Split:
         except (RuntimeError, TypeError, IndexError) as error:  # shapes that do not fit, mostly
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise UserError(f"the model cannot be cut behind its first layer: {reason}") from error
+
+
+def _linear(layer: nn.Linear | nn.Conv2d, x: Tensor) -> Tensor:
+    """The map that the layer's weight says, which calling the layer may not be."""
+    if isinstance(layer, nn.Linear):
+        return nn.functional.linear(x, layer.weight)
+    return nn.functional.conv2d(
+        x, layer.weight, None, layer.stride, layer.padding, layer.dilation, layer.groups
+    )
 
 
 def _require_equal(got: Tensor, expected: Tensor, rounding: float, what: str) -> None:

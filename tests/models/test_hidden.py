@@ -12,7 +12,7 @@ from dpdist import models
 from dpdist.certification.scores import sensitivity
 from dpdist.errors import UserError
 from dpdist.methods.sensitivity import keep_within, layer_bound
-from dpdist.models import HiddenNoise, ModelSpec
+from dpdist.models import HiddenNoise, ModelSpec, require_split
 from dpdist.models.normalised import Normalised
 
 CNN = ModelSpec("hgm-cnn", (2, 8, 8), 3, {"filters": [4], "kernels": [3], "strides": [2]})
@@ -229,3 +229,16 @@ def test_noise_is_saved_and_loaded_with_the_weights(tmp_path) -> None:
     plain = models.initialise(CNN, 5)
     models.load_weights(plain, tmp_path)
     assert torch.equal(plain(x), loaded(x))
+
+
+@pytest.mark.parametrize("std", [None, 0.5])
+def test_the_norm_is_that_of_the_weight_and_not_of_a_call(std: float | None) -> None:
+    """A layer whose inner step was replaced computes another map than its weight says."""
+    network = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3))
+    model: nn.Module = network
+    if std is not None:
+        model = Normalised(network, torch.zeros(1, 1, 1), torch.full((1, 1, 1), std))
+    require_split(model).affine((1, 6, 6))
+    network[0]._conv_forward = lambda x, w, b: 100 * nn.functional.conv2d(x, w, b)  # type: ignore
+    with pytest.raises(UserError, match="its first layer is not the map it shows"):
+        require_split(model).affine((1, 6, 6))
