@@ -5,13 +5,14 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST_ARGS ?=
 
-.PHONY: demo test lint mutants bench clean install
+.PHONY: demo test test-all lint mutants bench clean install
 .DEFAULT_GOAL := help
 
 .PHONY: help
 help:
 	@echo "make demo    train privately, certify and report on built-in data (2 minutes after the install)"
 	@echo "make test    lint, type-check and test"
+	@echo "make test-all  the same, with the long tests (generated input, some minutes more)"
 	@echo "make lint    ruff and mypy only"
 	@echo "make mutants plant faults, one at a time: do the tests notice? (under an hour; docs/testing.md)"
 	@echo "make bench   speed and memory, side by side with peers"
@@ -38,6 +39,9 @@ lint: install
 	@$(BIN)/mypy
 
 test: lint
+	@$(BIN)/python -m pytest -m "not long" $(PYTEST_ARGS)
+
+test-all: lint
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 mutants: install

@@ -1,0 +1,333 @@
+"""Input that nobody should send, generated: no traceback, no hang, nothing half-written.
+
+Hypothesis draws the cases (the same ones every time). All faults of a family are shown, not the
+first. In one process, up to where Ray would start; a few go through the console script as well.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).parent))
+from harness import Fuzz, without_ray
+from hostile import TEXTS, VALUES, damage, options, put, restored, values
+from support.training import execute, make, prepare
+
+from dpdist import pipeline
+from dpdist.archive import Archive
+from dpdist.attacks import table as attacks
+from dpdist.certification import table as tables
+from dpdist.recipe import Recipe
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(480)]
+
+FIELDS = sorted(set(options(Recipe.model_json_schema())))
+BASE: dict[str, Any] = {
+    "name": "x",
+    "data": {"name": "digits", "max_train": 200},
+    "model": {"name": "linear"},
+    "privacy": {"noise_multiplier": 1.0, "delta": 1e-4},
+    "training": {"batch_size": 20, "steps": 3, "learning_rate": 0.5},
+    "certify": {"sigma": 0.5, "n": 100, "max_inputs": 2},
+}
+TUNED = {
+    "space": {"training.learning_rate": {"uniform": [0.1, 1.0]}},
+    "law": {"name": "logarithmic", "mean": 3},
+}
+
+
+def cases(count: int) -> Any:
+    return settings(
+        max_examples=count, deadline=None, derandomize=True, database=None,
+        phases=[Phase.generate], suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+
+
+@pytest.fixture
+def fuzz(monkeypatch) -> Fuzz:
+    without_ray(monkeypatch)
+    return Fuzz()
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    """The folder `runs` with a small run, trained, evaluated, certified and attacked on paper."""
+    runs = tmp_path_factory.mktemp("fuzz") / "runs"
+    recipe, folder = make(
+        runs, "x", model={"name": "linear"}, training__steps=2, training__momentum=0,
+        training__batch_size=200,
+        privacy__budget=str(runs.parent / "budgets"), certify=BASE["certify"],
+    )  # fmt: skip
+    from dpdist.training.trainer import _charged
+
+    job = prepare(recipe, folder, "x")
+    with _charged(job):
+        execute(job)
+    pipeline.evaluate_stage(recipe, folder)
+    row = {
+        "label": 1, "prediction": 1, "selected": 1, "k": 90, "n": 100, "n0": 10, "alpha": 0.001,
+        "p_lower": 0.8, "radius": 0.3, "norm": "l2", "noise": "gaussian", "sigma": 0.5,
+        "mode": "fixed", "cap": 100, "looks": 1, "target": None, "spending": "none",
+        "histogram": [5, 90, 5],
+    }  # fmt: skip
+    about = {"model": "m", "data": "d", "settings": {"radii": [0.1]}, "format": 1}
+    for place, first in (("a", 0), ("b", 5)):
+        table = tables.build([row | {"index": first + i} for i in range(3)], about)
+        tables.write(table, folder.certificates / place / "certificates.parquet")
+        (folder.certificates / place / "settings.json").write_text(json.dumps(about))
+    attacked = {
+        "settings": {"norm": "l2", "sigma": None, "steps": 1, "restarts": 1, "draws": 1, "n": 1,
+                     "alpha": 0.1}, "noise": {"kind": "none"}, "model": "m", "dataset": "d",
+        "input_shape": [1, 8, 8],
+    }  # fmt: skip
+    rows = [
+        {"attack": attack, "size": size, "index": i, "label": 1, "prediction": 1, "k": 1, "n": 1}
+        for attack, size in (("none", 0.0), ("pgd", 0.5))
+        for i in range(3)
+    ]
+    schema = attacks.SCHEMA
+    rows = [{name: row.get(name, 0) for name in schema.names} for row in rows]
+    attacks.write(rows, schema, attacked, folder.path / "attacks" / "a" / "attacks.parquet")
+    (folder.path / "attacks" / "a" / "settings.json").write_text(json.dumps(attacked))
+    return runs
+
+
+def test_recipes(fuzz, tmp_path):
+    """Every field of the schema with values of every kind, one to three at once."""
+
+    @cases(500)
+    @given(st.data())
+    def one(data):
+        draw, raw = data.draw, copy.deepcopy(BASE)
+        place = tmp_path / str(fuzz.cases)
+        changes = []
+        for _ in range(draw(st.integers(1, 3))):
+            path = draw(st.sampled_from(FIELDS))
+            if path[0] == "tune":
+                raw.setdefault("tune", copy.deepcopy(TUNED))
+            changes.append((".".join(path), copy.deepcopy(draw(values))))
+            put(raw, path, changes[-1][1])
+        text = yaml.dump(raw, Dumper=_Dumper)
+        place.mkdir(exist_ok=True)
+        (place / "x.yaml").write_text(text, errors="surrogatepass")
+        command = draw(
+            st.sampled_from(
+                [["train"], ["train"], ["run"], ["run", "--dry-run"], ["data", "check"],
+                 ["recipes", "show"], ["tune", "--plan", "--records", "200"], ["tune"],
+                 ["pretrain"], ["cluster", "check", "x.yaml", "--recipe"]]
+            )
+        )  # fmt: skip
+        fuzz.call(changes, place, *command, "x.yaml")
+        shutil.rmtree(place)
+
+    one()
+    fuzz.verdict(500)
+
+
+class _Dumper(yaml.SafeDumper):
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def test_yaml_texts(fuzz, tmp_path):
+    """Text that is YAML no more, or more than YAML should be; of recipes and cluster files."""
+    good = yaml.safe_dump(BASE)
+    pieces = ["a: &a [*a]\n", "b: &b [x]\nc: [*b, *b]\n", "privacy: {delta: 1}\n", "? [1]\n: 2\n",
+              "- 1\n", "\t", "---\n", "...\n", "%YAML 9.9\n", "<<: 1\n", "a: !!set {x}\n",
+              "a: |\n x", "'", '"', "{" * 200, "[" * 2000, "\0", "\ufeff", "a: 1e400\n",
+              "a: 0o777\n", "=: =\n", "a: 1:1:1\n", "a: .inf\n", "null: 1\n", "x: !x y\n",
+              ]  # fmt: skip
+
+    @cases(120)
+    @given(st.lists(st.one_of(st.sampled_from(pieces), st.text(max_size=5)), max_size=3),
+           st.integers(0, len(good)), st.booleans(), st.booleans())  # fmt: skip
+    def one(parts, at, keep, of_cluster):
+        text = good[:at] + "".join(parts) + (good[at:] if keep else "")
+        (tmp_path / "x.yaml").write_bytes(text.encode(errors="surrogatepass"))
+        command = ["cluster", "check"] if of_cluster else ["recipes", "show"]
+        fuzz.call(text[-200:], tmp_path, *command, "x.yaml")
+
+    one()
+    fuzz.verdict(120)
+
+
+OPTIONS = {
+    ("account", "epsilon"): {"records": 100, "batch-size": 10, "noise-multiplier": 1, "steps": 5,
+                             "delta": 1e-4, "batch-cap": 50},
+    ("account", "noise"): {"epsilon": 1, "records": 100, "batch-size": 10, "steps": 5,
+                           "delta": 1e-4},
+    ("account", "steps"): {"epsilon": 1, "records": 100, "batch-size": 10, "noise-multiplier": 1,
+                           "delta": 1e-4},
+    ("account", "batch"): {"epsilon": 1, "records": 100, "noise-multiplier": 1, "steps": 5,
+                           "delta": 1e-4},
+    ("account", "search"): {"records": 100, "batch-size": 10, "noise-multiplier": 1, "steps": 5,
+                            "delta": 1e-4, "runs": 3},
+    ("account", "shuffling"): {"noise-multiplier": 1, "steps": 5, "delta": 1e-4},
+    ("account", "mechanisms"): {"delta": 1e-4, "sensitivity": 1, "plot": "p.png"},
+    ("radius",): {"hits": 90, "draws": 100, "sigma": 0.5, "alpha": 0.01, "dimension": 10},
+    ("budget",): {"folder": ".", "delta": 1e-5},
+    ("certify", "x"): {"sigma": 1, "n": 10, "n0": 10, "alpha": 0.1, "mode": "fixed", "radii": "0.1",
+                       "noise": "gaussian", "start": 0, "every": 1, "max-inputs": 1, "actors": 1,
+                       "output": "o", "tsv": "t", "csv": "c", "rebound": "alpha=0.01",
+                       "data-root": ".", "runs": "runs", "bound": "hoeffding", "norm": "l2"},
+    ("attack", "x"): {"norm": "l2", "sizes": "0.1", "attacks": "pgd", "steps": 1, "restarts": 1,
+                      "step-scale": 1, "sigma": 1, "draws": 1, "n": 1, "alpha": 0.1, "seed": "s",
+                      "labels": "true", "start": 0, "every": 1, "max-inputs": 1, "actors": 1,
+                      "certificates": "a"},
+    ("predict", "x", "i.npy"): {"sigma": 0.5, "n": 50, "alpha": 0.1, "runs": "runs"},
+    ("compare", "x", "x"): {"l2": "0.1", "linf": "0.1", "picture": "p.png", "runs": "runs"},
+    ("landscape", "x"): {"inputs": 5, "iterations": 1},
+    ("denoise", "x"): {"name": "n", "classifier": "runs/x/private/model", "saw": "s"},
+    ("tune", "digits", "--plan"): {"trials": "3", "records": 100, "plot": "p.png"},
+    ("run", "digits", "--dry-run"): {"name": "n", "workers": 1, "archive": "file:///nowhere/x"},
+    ("data", "list"): {"data-root": "."},
+    ("cluster", "fetch", "file:///nowhere"): {"into": "i"},
+    ("cluster", "restore", "file:///nowhere"): {"name": "n", "runs": "r"},
+}  # fmt: skip
+ARGUMENTS = [v for v in (*TEXTS, *map(str, VALUES[:27])) if "\0" not in v]  # argv holds no NUL
+
+
+def test_options(fuzz, tmp_path, finished):
+    """Every option of every command with hostile text, the others as they should be."""
+    import numpy as np
+
+    shutil.copytree(finished, tmp_path / "runs")
+    np.save(tmp_path / "i.npy", np.zeros((1, 8, 8), np.float32))
+    places = [(command, name) for command, given in OPTIONS.items() for name in given]
+
+    @cases(150)
+    @given(st.sampled_from(places), st.sampled_from(ARGUMENTS))
+    def one(place, value):
+        command, name = place
+        given = {**OPTIONS[command], name: value}
+        if command[0] == "certify" and name != "rebound":
+            del given["rebound"]
+        line = [part for key, each in given.items() for part in (f"--{key}", str(each))]
+        fuzz.call((name, value), tmp_path, *command, *line)
+        for path in tmp_path.iterdir():
+            if path.name not in ("runs", "i.npy"):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    one()
+    fuzz.verdict(150)
+
+
+def test_data_sets(fuzz, tmp_path):
+    """Parquet files of another schema, damaged, empty, or with columns twice."""
+    recipe = copy.deepcopy(BASE) | {"data": {"name": "d", "root": "root", "classes": 3}}
+    kinds: list[Any] = [
+        [1.0, 2.0, 3.0, 4.0], [1, 2, 0, 1], [None, 1, 2, 0], ["a", "b", "c", "d"],
+        [[1.0], [2.0], [3.0], [4.0]], [[1.0], [2.0, 3.0], [], [1.0]], [b"x", b"y", b"", b"z"],
+        [{"bytes": b"x", "path": "p"}] * 4, [float("nan")] * 4, [True, False, True, False],
+        [10**18] * 4, [-1, 0, 1, 2], [None] * 4, [[], [], [], []], [1e300] * 4,
+        [[["a"]]] * 4, [[None]] * 4,
+    ]  # fmt: skip
+    column = st.sampled_from(kinds)
+    names = st.sampled_from(["x", "y", "label", ""])
+    named = st.tuples(st.sampled_from(["image", "label", "x", "y", "", "label"]), column)
+
+    @cases(150)
+    @given(st.lists(named, max_size=4), st.lists(names, max_size=3), st.data())
+    def one(columns, features, data):
+        place = tmp_path / str(fuzz.cases)
+        (place / "root" / "d").mkdir(parents=True, exist_ok=True)
+        for split in ("train", "test"):
+            path = place / "root" / "d" / f"{split}.parquet"
+            arrays = [pa.array(values) for _, values in columns]
+            table = pa.Table.from_arrays(arrays, names=[name for name, _ in columns])
+            pq.write_table(table.slice(0, data.draw(st.integers(0, 4))), path)
+            if data.draw(st.booleans()):
+                damage(path, data.draw)
+        raw = copy.deepcopy(recipe)
+        raw["data"]["columns"] = {"features": features}
+        (place / "x.yaml").write_text(yaml.safe_dump(raw))
+        fuzz.call((columns, features), place, "data", "check", "x.yaml", "--data-root", "root")
+        shutil.rmtree(place)
+
+    one()
+    fuzz.verdict(150)
+
+
+MANIFEST = [
+    ("run",), ("files",), ("private",), ("trained",), ("permit",), ("format",), ("checkpoint",),
+    ("files", "/abs"), ("files", "../up"), ("files", "recipe.yaml"),
+    ("files", "recipe.yaml", "object"), ("files", "recipe.yaml", "size"),
+]  # fmt: skip
+
+
+def test_archives(fuzz, tmp_path, finished):
+    """A manifest and objects that somebody else wrote."""
+    work = tmp_path / "own"
+    shutil.copytree(finished, work / "runs")
+    folder = pipeline.RunFolder(work / "runs" / "x")
+    url = f"file://{tmp_path}/store"
+    archive = Archive.begin(folder, url, True)
+    assert archive is not None
+    archive.update()
+    whole, store = tmp_path / "whole", tmp_path / "store"
+    shutil.copytree(store, whole)
+    (tmp_path / "here").mkdir()
+
+    @cases(120)
+    @given(st.data())
+    def one(data):
+        draw = data.draw
+        restored(whole, store)
+        files = sorted(path for path in store.rglob("*") if path.is_file())
+        manifest = next(path for path in files if path.name == "manifest.json")
+        if draw(st.booleans()):
+            body = json.loads(manifest.read_text())
+            path = draw(st.sampled_from(MANIFEST))
+            put(body, path, draw(values))
+            body.pop("check", None)
+            from dpdist.archive.layout import digest_of
+
+            try:
+                body["check"] = digest_of(body)
+                manifest.write_text(json.dumps(body))
+            except (ValueError, TypeError):
+                return
+            how = ".".join(path)
+        else:
+            target = draw(st.sampled_from(files))
+            how = f"{target.name}: {damage(target, draw)}"
+        command = draw(st.sampled_from([["fetch"], ["restore"], ["restore", "--name", "y"]]))
+        fuzz.call(how, tmp_path / "here", "cluster", *command, url)
+        shutil.rmtree(tmp_path / "here")
+        (tmp_path / "here").mkdir()
+
+    one()
+    fuzz.verdict(100)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["run", "~nosuchuser/x.yaml"],
+        ["account", "noise", "--epsilon", "1", "--records", "100", "--batch-size", "10", "--delta",
+         "1e-5", "--steps", "1" + "0" * 18],
+        ["account", "mechanisms", "--plot", "x.xyz"],
+        ["recipes", "show", "deep.yaml"],
+        ["recipes", "show", b"\xff.yaml"],
+    ],
+)  # fmt: skip
+def test_the_console_script_says_the_same(tmp_path, arguments):
+    (tmp_path / "deep.yaml").write_text("[" * 10_000)
+    program = Path(sys.executable).with_name("dpdist")
+    done = subprocess.run([program, *arguments], cwd=tmp_path, capture_output=True, timeout=120)
+    assert done.returncode == 2 and done.stderr.startswith(b"dpdist: "), done.stderr
+    assert b"Traceback" not in done.stderr and len(done.stderr.splitlines()) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["deep.yaml"]
