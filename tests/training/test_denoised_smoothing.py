@@ -244,13 +244,13 @@ def test_the_commands_put_a_denoiser_before_any_classifier(public, tmp_path):
     assert "from run c" in card["extra"]["put together"]
 
     assert "give --classifier or --denoiser" in denoise("d", "--name", "x", code=2)
+    assert "--name" in denoise("d", "--classifier", "other", "--name", "a/b", code=2)
     classifier, denoiser = {"classifier": tmp_path / "other"}, {"denoiser": public / "denoiser"}
     for run, name, parts, complaint in (
         ("d", "x", {}, "give --classifier or --denoiser"),
         ("d", "x", classifier | denoiser, "give --classifier or --denoiser"),
         ("e", "x", classifier, "e: no such run under"),
         ("d", "moved", classifier, "exists already"),
-        ("d", "a/b", classifier, "--name: names a folder in"),
         ("d", "x", {"classifier": tmp_path / "nowhere"}, "nowhere: no model there"),
         ("d", "x", denoiser, "is a denoiser already"),
         ("c", "x", classifier, "no denoiser before a classifier"),
