@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from cluster.clusterfile import Needs, check_file, strings, templates
-from cluster.errors import ClusterError
+from cluster.errors import ClusterError, UserError
 
 VERSION = "0.1.0"
 RAY_UP = ("aws", "gcp", "local")
@@ -347,9 +347,9 @@ def test_a_recipe_must_fit(name, tmp_path):
 def test_what_is_no_cluster_file_is_refused(content, expected, tmp_path):
     path = tmp_path / "x.yaml"
     path.write_text(content)
-    with pytest.raises(ClusterError, match=expected):
+    with pytest.raises((ClusterError, UserError), match=expected):
         check_file(path, VERSION)
-    with pytest.raises(ClusterError, match="no such file"):
+    with pytest.raises(UserError, match="no such file"):
         check_file(tmp_path / "none.yaml", VERSION)
 
 

@@ -234,8 +234,8 @@ def test_every_command_that_trains_makes_the_public_part(command, tmp_path, monk
     def stop(*_: object, **__: object) -> None:
         raise Reached
 
-    monkeypatch.setattr(pipeline, "prepare", stop)
-    monkeypatch.setattr(pipeline, "prepare_search", stop)
+    monkeypatch.setattr(pipeline, "check_training", stop)
+    monkeypatch.setattr(pipeline, "check_search", stop)
     space = {"training.learning_rate": {"choice": [0.1, 1.0]}}
     search = {"space": space, "law": {"name": "poisson", "mean": 2}}
     recipe = parse(raw(tmp_path / "made", tune=search), "test")
