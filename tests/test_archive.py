@@ -123,7 +123,8 @@ def training(recipe: Recipe, folder: RunFolder) -> Iterator[threading.Thread]:
 
 
 def released(folder: RunFolder) -> dict[int, int]:
-    return Ledger.read(folder.ledger).releases if folder.ledger.exists() else {}
+    begun = folder.ledger.exists() and folder.ledger.stat().st_size > 0  # it is being written
+    return Ledger.read(folder.ledger).releases if begun else {}
 
 
 def follow_until(folder: RunFolder, condition, seconds: float = 60) -> None:
