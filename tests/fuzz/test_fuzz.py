@@ -32,7 +32,7 @@ from dpdist.attacks import table as attacks
 from dpdist.certification import table as tables
 from dpdist.recipe import Recipe
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(480)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 FIELDS = sorted(set(options(Recipe.model_json_schema())))
 BASE: dict[str, Any] = {
