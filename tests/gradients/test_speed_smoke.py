@@ -39,7 +39,8 @@ def test_benchmark_runs():
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_linear_heavy_model_needs_at_most_2_5_times_the_memory():
     """4 x 2048, batch 512: per-example gradients would need 34 GB. An ordinary step holds
-    weights and gradients, 8 bytes a parameter; ours weights and a float64 sum, 12: 1.6 to 1.85 seen, by what else runs."""
+    weights and gradients, 8 bytes a parameter; ours weights and a float64 sum, 12. Seen: 1.6 to
+    1.85, by what else runs."""
     printed = benchmark("--only", "memory", "--peers", "ours,ordinary")
     ratio = re.search(r"against the ordinary step: ([\d.]+) x", printed)
     assert ratio is not None and float(ratio[1]) <= 2.5
