@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+
 from dpdist.privacy.guarantee import Guarantee, Neighbours
 from dpdist.privacy.plan import Phase, PrivacyPlan, RepeatAndSelect
 
@@ -58,6 +60,16 @@ class SelectionLaw:
         """The parameter itself, rounded: 1 - gamma is exact only by `log_gamma`."""
         return math.exp(self.log_gamma)
 
+    def tilt(self, t: np.ndarray) -> np.ndarray:
+        """phi'(1 - t) at 0 <= t <= 1, phi the generating function of K: falls from the mean.
+
+        The density of the best of K runs is that of one run times the tilt at the probability of
+        a better one.
+        """
+        if math.isinf(self.shape):
+            return self.mean * np.exp(-self.mean * t)
+        return self.mean * (1 + math.expm1(-self.log_gamma) * t) ** -(1 + self.shape)
+
     def log_pmf(self, runs: int) -> float:
         """ln P(K = runs)."""
         from scipy.special import gammaln
@@ -92,8 +104,6 @@ class SelectionLaw:
         if self.shape < 0:  # tails so long that only the head can be added up
             return max(0.0, 1 - self._head(runs))
         if self.shape == 0:
-            import numpy as np
-
             k = np.arange(runs, runs + math.ceil(45 / self.gamma))
             terms = np.exp(k * math.log(-math.expm1(self.log_gamma))) / k
             return float(terms.sum()) / -self.log_gamma
@@ -108,8 +118,6 @@ class SelectionLaw:
 
     def _head(self, runs: int) -> float:
         """P(1 <= K < runs) for a negative shape, from the ratio of neighbouring probabilities."""
-        import numpy as np
-
         k = np.arange(1, runs - 1)
         ratios = -math.expm1(self.log_gamma) * (k + self.shape) / (k + 1)
         return float(math.exp(self.log_pmf(1)) * (1 + np.cumprod(ratios).sum()))

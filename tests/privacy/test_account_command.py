@@ -71,9 +71,9 @@ def test_no_noise_is_valid_json():
 def test_search():
     rows = answer("search", *RUN, "--noise-multiplier", "1.1", "--steps", "3516", "--runs", "10")
     cost = {row["law"]: row["epsilon"] for row in rows}
-    assert cost["Poisson, mean 10"] == pytest.approx(2.807, abs=2e-3)
-    assert cost["geometric, mean 10"] == pytest.approx(2.662, abs=2e-3)
-    assert cost["logarithmic, mean 10"] == pytest.approx(2.241, abs=2e-3)
+    assert cost["Poisson, mean 10"] == pytest.approx(2.160, abs=2e-3)
+    assert cost["geometric, mean 10"] == pytest.approx(1.712, abs=2e-3)
+    assert cost["logarithmic, mean 10"] == pytest.approx(1.622, abs=2e-3)
     assert cost["one run"] < cost["logarithmic, mean 10"] < cost["fixed, 10 runs"]
     assert "95 % of K" in text(
         "search", *RUN, "--noise-multiplier", "1.1", "--steps", "50", "--runs", "3"

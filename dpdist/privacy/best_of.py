@@ -1,0 +1,151 @@
+"""What releasing the best of K secret runs costs, from the privacy loss distribution of one run.
+
+Guarantee. A run has distribution Q on a data set and Q' on a neighbour; K is drawn from a law with
+generating function phi, the runs are independent, and only the best one is released (ties broken
+by labels drawn in advance). On the first data set the released outcome has density q(y) phi'(1 -
+t(y)), t(y) = Q(better than y). With L = ln q/q' and G(t) = max {Q'(T): Q(T) = t},
+
+    delta(epsilon) <= E_Q [ max over t of (phi'(1 - t) - e^(epsilon - L) phi'(1 - G(t)))_+ ],
+
+because t'(y) = Q'(better than y) <= G(t(y)) (Neyman and Pearson) and phi' increases. For a loss L
+the maximum is a convex function of q'/q, so the right side is an f-divergence, and a pair that
+dominates (Q, Q') may stand for it. K = 0 has the same chance on both sides and adds nothing at
+epsilon >= 0; below, the other direction's bound says the rest. The proof step by step:
+docs/privacy.md. Other bounds of the same price, by other ways: Koskela, Redberg and Wang (ICML
+2024, arXiv 2402.06701), Xiang et al. (arXiv 2402.13087).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
+
+from dpdist.privacy.accounting import grid_for, library_version
+from dpdist.privacy.guarantee import Guarantee, Neighbours
+from dpdist.privacy.losses import Loss, LossTooLarge, loss_of
+from dpdist.privacy.plan import Phase, PrivacyPlan
+from dpdist.privacy.profiles import Losses, directions, from_profiles
+from dpdist.privacy.selection import SelectionLaw
+
+_POINTS = 10_000  # at which the maximum over t is bounded, for each term; any number is sound
+_SUPPORT = 1_024  # losses of the result on each side of zero
+_NEGLIGIBLE = 1e-15  # deltas below the accuracy of a composed distribution
+
+
+def best_of(loss: PrivacyLossDistribution, law: SelectionLaw) -> PrivacyLossDistribution:
+    """The loss of releasing the best of K runs, each with this loss; an upper bound."""
+    prices = [_Price(losses, law) for losses in directions(loss)]
+    top = max(price.top() for price in prices)
+    apart = max(1, -(-top // _SUPPORT))
+    steps = apart * np.arange(0, top // apart + 2)
+    return from_profiles(prices[0].grid, steps, [price.deltas(steps) for price in prices])
+
+
+def best_of_guarantee(
+    phases: Sequence[Phase],
+    law: SelectionLaw,
+    *,
+    records: int,
+    delta: float,
+    neighbours: Neighbours = "add-or-remove-one",
+) -> Guarantee:
+    """What is proved for the best of K runs of `phases`, by this bound.
+
+    Raises dpdist.privacy.accounting.Unsupported when a run has no privacy loss distribution.
+    """
+    plan = PrivacyPlan(records, tuple(phases), delta, neighbours=neighbours)
+    worst = 0.0
+    for path in plan.alternatives(plan.phases):
+        try:
+            one = loss_of(path, neighbours, grid_for(path, neighbours))
+        except LossTooLarge:
+            one = Loss(None, 0.0)
+        pld = None if one.pld is None else best_of(one.pld, law)
+        # What rounding takes from one run's deltas it takes E[K] times.
+        worst = max(worst, Loss(pld, law.mean * one.rounding).epsilon(delta))
+    source = f"PLD of best-of-K ({library_version()})"
+    secret = "the number of runs and all unselected runs stay secret"
+    assumed = (*plan.assumptions, secret)
+    return Guarantee(worst, delta, neighbours, "proved", source, assumed)
+
+
+class _Price:
+    """The bound for one direction: sum_i p_i H(e^(epsilon - l_i)) + E[K] P(L infinite)."""
+
+    def __init__(self, losses: Losses, law: SelectionLaw) -> None:
+        self.grid, self.law, self.losses = losses.grid, law, losses
+        self._heights, self._slopes = _envelope(losses, law)
+        with np.errstate(divide="ignore"):
+            self._turns = np.diff(self._heights) / np.diff(self._slopes)
+
+    def deltas(self, steps: np.ndarray) -> np.ndarray:
+        """The bound at epsilon = steps * grid >= 0, not cut at 1: float64, the shape of steps."""
+        p, first = self.losses.probabilities, self.losses.first
+        low = int(steps[0]) - first - len(p) + 1
+        # H at every difference epsilon - loss that occurs.
+        gaps = np.arange(low, int(steps[-1]) - first + 1)
+        c = np.exp(np.minimum(gaps * self.grid, 700.0))
+        line = np.searchsorted(-self._turns, -c)
+        worst = np.maximum(self._heights[line] - c * self._slopes[line], 0.0)[::-1]
+        begin = len(worst) - (steps - first - low) - 1
+        found = np.array([p @ worst[b : b + len(p)] for b in begin])
+        return found + self.losses.infinite * self.law.mean
+
+    def top(self) -> int:
+        """Steps of an epsilon beyond which delta hardly falls."""
+        floor = self.losses.infinite * self.law.mean * (1 + 1e-9) + _NEGLIGIBLE
+        high = 1
+        while self.deltas(np.array([high]))[0] > floor and high * self.grid < 300:
+            high *= 2
+        low = high // 2
+        while high - low > max(1, high // 20):
+            middle = (low + high) // 2
+            if self.deltas(np.array([middle]))[0] > floor:
+                low = middle
+            else:
+                high = middle
+        return high
+
+
+def _envelope(losses: Losses, law: SelectionLaw) -> tuple[np.ndarray, np.ndarray]:
+    """Lines a - c b whose maximum bounds phi'(1 - t) - c phi'(1 - G(t)) for all t and c >= 0.
+
+    Between two points t < u the first term is at most phi'(1 - t), the second at least
+    c phi'(1 - G(u)): the values at the points alone would be too small. Only lines that are the
+    highest somewhere are kept; heights a and slopes b both ascend.
+    """
+    deficit = max(0.0, 1.0 - losses.other.sum())
+    # Neyman-Pearson: the least losses first, where Q' has most. Linear in between: randomised.
+    size = np.minimum(np.concatenate([[0.0], np.cumsum(losses.probabilities), [1.0]]), 1.0)
+    power = np.concatenate([[deficit], deficit + np.cumsum(losses.other), [1.0]])
+    power = np.minimum(power, 1.0)
+    fine = _evenly_tilted(law)
+    t = np.unique(np.concatenate([fine, np.interp(fine, power, size)]))
+    g = np.interp(t, size, power)
+    a, b = law.tilt(t[:-1]), law.tilt(g[1:])
+    heights: list[float] = []
+    slopes: list[float] = []
+    for height, slope in zip(a[::-1].tolist(), b[::-1].tolist(), strict=True):
+        if slopes and slope <= slopes[-1]:
+            if height <= heights[-1]:
+                continue
+            slopes.pop()
+            heights.pop()
+        while len(slopes) > 1 and (heights[-1] - heights[-2]) * (slope - slopes[-2]) <= (
+            height - heights[-2]
+        ) * (slopes[-1] - slopes[-2]):
+            slopes.pop()
+            heights.pop()
+        slopes.append(slope)
+        heights.append(height)
+    return np.array(heights), np.array(slopes)
+
+
+def _evenly_tilted(law: SelectionLaw) -> np.ndarray:
+    """Points from 0 to 1 between which phi'(1 - t) falls by about the same ratio."""
+    rough = np.concatenate([[0.0], np.logspace(-15, 0, 2_000)])
+    fallen = -np.log(np.maximum(law.tilt(rough), 1e-9))
+    points = np.interp(np.linspace(fallen[0], fallen[-1], _POINTS), fallen, rough)
+    return np.concatenate([points, [0.0, 1.0]])
