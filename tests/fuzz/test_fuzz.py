@@ -225,6 +225,43 @@ def test_options(fuzz, tmp_path, finished):
     fuzz.verdict(150)
 
 
+READERS = [
+    ["report", "x"], ["release", "x", "--not-private"], ["compare", "x"],
+    ["certify", "x", "--merge"],
+    ["certify", "x", "--rebound", "alpha=0.01", "--output", "runs/x/certificates/a"],
+    ["predict", "x", "i.npy", "--n", "50"], ["cluster", "export", "x"], ["train", "x.yaml"],
+    ["budget"], ["attack", "x", "--smoothed"], ["certify", "x"],
+    ["landscape", "x", "--inputs", "2"], ["attack", "x", "--check-certificates"],
+    ["denoise", "x", "--name", "y", "--classifier", "runs/x/private/model", "--saw", "s"],
+]  # fmt: skip
+
+
+def test_run_folders(fuzz, tmp_path, finished):
+    """Each file of a finished run damaged in every way, read by every command that reads it."""
+    import numpy as np
+
+    np.save(tmp_path / "i.npy", np.zeros((1, 8, 8), np.float32))
+    shutil.copy(finished / "x" / "recipe.yaml", tmp_path / "x.yaml")
+    whole = tmp_path / "whole"
+    shutil.copytree(finished.parent, whole)
+    names = sorted(str(path.relative_to(whole)) for path in whole.rglob("*") if path.is_file())
+
+    @cases(150)
+    @given(st.data())
+    def one(data):
+        name = data.draw(st.sampled_from(names))
+        command = data.draw(st.sampled_from(READERS))
+        place = tmp_path / "work"
+        restored(whole, place)
+        for extra in ("i.npy", "x.yaml"):
+            shutil.copy(tmp_path / extra, place)
+        how = damage(place / name, data.draw)
+        fuzz.call((name, how), place, *command)
+
+    one()
+    fuzz.verdict(150)
+
+
 def test_data_sets(fuzz, tmp_path):
     """Parquet files of another schema, damaged, empty, or with columns twice."""
     recipe = copy.deepcopy(BASE) | {"data": {"name": "d", "root": "root", "classes": 3}}
