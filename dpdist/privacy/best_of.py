@@ -25,7 +25,7 @@ from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 from dpdist.privacy.accounting import grid_for, library_version
 from dpdist.privacy.guarantee import Guarantee, Neighbours
 from dpdist.privacy.losses import Loss, LossTooLarge, loss_of
-from dpdist.privacy.plan import Phase, PrivacyPlan
+from dpdist.privacy.plan import Phase, PrivacyPlan, RepeatAndSelect
 from dpdist.privacy.profiles import Losses, directions, from_profiles
 from dpdist.privacy.selection import SelectionLaw
 
@@ -55,9 +55,10 @@ def best_of_guarantee(
 
     Raises dpdist.privacy.accounting.Unsupported when a run has no privacy loss distribution.
     """
-    plan = PrivacyPlan(records, tuple(phases), delta, neighbours=neighbours)
+    search = RepeatAndSelect(tuple(phases), law.mean, law.shape)
+    plan = PrivacyPlan(records, (search,), delta, neighbours=neighbours)
     worst = 0.0
-    for path in plan.alternatives(plan.phases):
+    for path in plan.alternatives(search.phases):
         try:
             one = loss_of(path, neighbours, grid_for(path, neighbours))
         except LossTooLarge:
@@ -66,9 +67,7 @@ def best_of_guarantee(
         # What rounding takes from one run's deltas it takes E[K] times.
         worst = max(worst, Loss(pld, law.mean * one.rounding).epsilon(delta))
     source = f"PLD of best-of-K ({library_version()})"
-    secret = "the number of runs and all unselected runs stay secret"
-    assumed = (*plan.assumptions, secret)
-    return Guarantee(worst, delta, neighbours, "proved", source, assumed)
+    return Guarantee(worst, delta, neighbours, "proved", source, plan.assumptions)
 
 
 class _Price:

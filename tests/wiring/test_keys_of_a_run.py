@@ -31,14 +31,6 @@ DRAWING = {"name": "input-noise", "sigma": 0.2, "draws": 2}
 NET = {"name": "hgm-cnn", "options": {"filters": [3], "kernels": [3], "strides": [2], "dense": 6}}
 
 
-@pytest.fixture(autouse=True)
-def _one_thread_each():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def job_of(tmp: Path, name: str = "run", **changes: Any) -> TrainJob:
     base: dict[str, Any] = {
         "data": {"name": "digits", "max_train": 120},

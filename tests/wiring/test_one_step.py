@@ -28,14 +28,6 @@ NO_PRIVACY = {"noise_multiplier": 0, "clipping": "none", "delta": 1e-3}
 NET = {"name": "hgm-cnn", "options": {"filters": [3], "kernels": [3], "strides": [2], "dense": 6}}
 
 
-@pytest.fixture(autouse=True)
-def _one_thread_each():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def job_of(tmp: Path, **changes: Any) -> TrainJob:
     base: dict[str, Any] = {
         "data": {"name": "digits", "max_train": 120},

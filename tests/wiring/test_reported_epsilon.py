@@ -33,14 +33,6 @@ STEPS, RATE, NOISE, DELTA = 12, 12 / 108, 3.0, 1e-3  # max_train 120 lets 108 in
 DEAR, CHEAP = 2.0, 8.0
 
 
-@pytest.fixture(autouse=True)
-def _one_thread_each():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def job_of(tmp: Path, **changes: Any) -> TrainJob:
     base: dict[str, Any] = {
         "data": {"name": "digits", "max_train": 120},
