@@ -13,14 +13,6 @@ from pathlib import Path
 _LONGEST = 255  # bytes of one part of a path, on the usual file systems
 
 
-def check_name(name: object, what: str = "name") -> str:
-    """`name`, which names one file or folder and nothing above or below it. Raises ValueError."""
-    path = check_path(name, what)
-    if "/" in path:
-        raise ValueError(f"{what}: {name!r} is a path, must be a single name")
-    return path
-
-
 def check_path(name: object, what: str = "path") -> str:
     """`name`, which is a path below a folder, its parts separated by single slashes.
 
