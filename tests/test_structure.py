@@ -200,3 +200,9 @@ def test_light_modules_import_neither_torch_nor_ray(module):
 def test_wheel_would_contain_every_package_and_template():
     for path in _files():
         assert (path.parent / "__init__.py").exists(), f"{path.parent} has no __init__.py"
+
+
+def test_test_files_have_names_of_their_own():
+    """pytest imports test files by base name: two of one name cannot be collected together."""
+    names = sorted(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name in set(names) if names.count(name) > 1] == []

@@ -174,14 +174,14 @@ FAULTS: list[Fault] = [
          "a finished table is taken for another model's"),
     ),
     *group(
-        "dpdist/certification/reading.py", "reports/test_reading certification/test_rebound",
+        "dpdist/certification/reading.py", "reports/test_reading_runs certification/test_rebound",
         ('if certificate == "cohen":', "if False:", "the vote is read with the scores' class"),
         ("(answer == self.label) & (sizes > 0)", "sizes > 0", "wrong answers count as certified"),
         ("if len(values) > 1:", "if False:", "rows of another alpha are stated at the first one's"),
         ("if stated != values[0]:", "if False:", "rows and settings may state two things"),
     ),
     *group(
-        "dpdist/reports/attacks.py", "reports/test_reading",
+        "dpdist/reports/attacks.py", "reports/test_reading_runs",
         ("other & (self.prediction != ABSTAIN)", "other", "an abstention counts as broken"),
         ('(other.about.get("model"), other.about.get("data")) == (table.model, table.data)',
          'other.about.get("model") == table.model', "certificates of other data stand beside an attack"),
