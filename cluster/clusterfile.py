@@ -8,10 +8,10 @@ versions everywhere, storage that all hosts share, room for the recipe, no secre
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from importlib.resources import files
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -70,13 +70,9 @@ def check_file(
 
 
 def templates() -> dict[str, Path]:
-    """The cluster files that come along: name -> path. AWS's is the checkout's cluster.yaml."""
-    here = Path(__file__).resolve().parent
-    found = {path.stem: path for path in (here / "templates").glob("*.yaml")}
-    for aws in (here.parent / "cluster.yaml", Path(sys.prefix) / "share/dpdist/cluster.yaml"):
-        if aws.is_file():
-            return {"aws": aws, **found}
-    return found
+    """The cluster files that come along: name -> path."""
+    folder = Path(str(files(__package__))) / "templates"
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
 
 _SECRETS = {

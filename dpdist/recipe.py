@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-import sys
+from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -42,9 +42,7 @@ from dpdist.fields import (
 from dpdist.methods.options import HiddenNoiseMethod, Method, TransDenoiser
 from dpdist.search_options import TuneRecipe
 
-_BESIDE = Path(__file__).resolve().parent.parent / "recipes"
-# Beside the packages in a checkout; a wheel installs them under the environment's share/.
-RECIPES = _BESIDE if _BESIDE.is_dir() else Path(sys.prefix) / "share" / "dpdist" / "recipes"
+RECIPES = Path(str(files("dpdist"))) / "recipes"
 
 
 # The name of a split: a file's name without its ending, or a folder's.

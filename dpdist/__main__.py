@@ -1,0 +1,5 @@
+"""`python -m dpdist`: the command line."""
+
+from dpdist.cli import main
+
+main()
