@@ -21,7 +21,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from cluster.errors import ClusterError
+from cluster.errors import ClusterError, UserError
 
 _MAX_ATTEMPTS = 5  # of one chunk: a chunk that fails or kills its actor this often is the culprit
 _MAX_DEATHS_WITHOUT_RESULT = 6
@@ -88,6 +88,17 @@ def run_chunks(
         pool.run()
     finally:
         pool.stop()
+
+
+def run_once(function: Callable[[Any], Any], argument: Any, failed: str) -> Any:
+    """function(argument) on one of the machines that actors run on.
+
+    Raises UserError "{failed}: why" when it raises anything.
+    """
+    try:
+        return ray.get(ray.remote(function).options(num_cpus=1).remote(argument))
+    except RayTaskError as error:
+        raise UserError(f"{failed}: {error.cause}") from error.cause
 
 
 class _Runner:

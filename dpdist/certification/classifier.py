@@ -14,7 +14,8 @@ import platform
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,18 @@ class ClassifierSpec:
     check: str
     rate: float
     notes: tuple[str, ...] = ()
+
+    @property
+    def pinned(self) -> dict[str, Any]:
+        """What results depend on: all but the rate, a measured time that is different each time."""
+        pinned = asdict(self)
+        del pinned["rate"]
+        return pinned
+
+    @classmethod
+    def of(cls, pinned: dict[str, Any], rate: float = 0.0) -> ClassifierSpec:
+        """What was pinned, with the rate at which it works here."""
+        return cls(**{**pinned, "notes": tuple(pinned["notes"])}, rate=rate)
 
 
 class ExecutedClassifier:

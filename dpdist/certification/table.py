@@ -19,7 +19,9 @@ from dpdist.certification.verdict import Verdict
 
 __all__ = [
     "COLUMNS",
+    "KEY",
     "SCHEMA",
+    "TABLE",
     "about",
     "build",
     "read",
@@ -29,7 +31,8 @@ __all__ = [
     "write_csv",
 ]
 
-_META = b"dpdist.certification"
+TABLE = "certificates.parquet"
+KEY = b"dpdist.certification"
 
 SCHEMA = pa.schema(
     [
@@ -95,17 +98,17 @@ def build(
     rows: list[dict[str, Any]], about: Mapping[str, Any], schema: pa.Schema = SCHEMA
 ) -> pa.Table:
     """The rows sorted by index; ``about`` (what was executed) goes into the file's metadata."""
-    return bulk.build_table(sorted(rows, key=lambda row: row["index"]), schema, about, _META)
+    return bulk.build_table(sorted(rows, key=lambda row: row["index"]), schema, about, KEY)
 
 
 def about(table: pa.Table) -> dict[str, Any]:
     """What was executed: settings, seed, model, data, classifier."""
-    return bulk.about_table(table, _META)
+    return bulk.about_table(table, KEY)
 
 
 def read(path: Path) -> pa.Table:
     """A table of certificates. Raises UserError when it is none, or not of its settings."""
-    return bulk.read_table(path, COLUMNS, _META)
+    return bulk.read_table(path, COLUMNS, KEY)
 
 
 def write_cohen_tsv(

@@ -18,8 +18,9 @@ import torch
 from scipy import stats
 
 from dpdist import models
+from dpdist.bulk import job as bulk_job
 from dpdist.certification import job, table
-from dpdist.certification.procedures import FixedDraws
+from dpdist.certification.classifier import ClassifierSpec
 from dpdist.certification.settings import CertifySettings
 from dpdist.certification.units import UnitSource
 from dpdist.certification.worker import Assignment
@@ -121,7 +122,7 @@ def test_workers_and_chunks_change_no_byte(
 def test_order_changes_no_byte(
     reference: Path, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = job.run_chunks
+    original = bulk_job.run_chunks
 
     def shuffled(factory, shared, chunks, on_result, settings):  # type: ignore[no-untyped-def]
         chunks = list(chunks)
@@ -130,7 +131,7 @@ def test_order_changes_no_byte(
         assert len(mixed) > 20
         original(factory, shared, mixed, on_result, settings)
 
-    monkeypatch.setattr(job, "run_chunks", shuffled)
+    monkeypatch.setattr(bulk_job, "run_chunks", shuffled)
     job.certify(model_folder, FakeData(), SETTINGS, tmp_path, actors=2, chunk_seconds=1e-3)
     assert raw(tmp_path) == raw(reference)
 
@@ -140,7 +141,7 @@ def test_a_slow_worker_is_not_taken_for_a_hanging_one(
 ) -> None:
     # At 1,000 draws per second one sequential test of 100,000 may honestly take 100 seconds.
     seen = []
-    monkeypatch.setattr(job, "run_chunks", lambda *arguments: seen.append(arguments[-1]))
+    monkeypatch.setattr(bulk_job, "run_chunks", lambda *arguments: seen.append(arguments[-1]))
     monkeypatch.setattr(job, "_stored_rate", lambda _: 1000.0)
     settings = replace(SETTINGS, n=100_000, mode="target", radii=(0.25,))
     for _ in range(2):  # the second call reads the stored rate
@@ -285,18 +286,18 @@ def test_many_chunks_need_little_memory(noise_bank: bool) -> None:
     inputs, blocks = 30, 200
     settings = CertifySettings(sigma=0.5, n=blocks * 10, batch=10, noise_bank=noise_bank)
     data = FakeData(count=inputs)
-    steps = FixedDraws(settings, 10)
     source = UnitSource("certify", "0", "", "", "gaussian", 0.5)
-    assignment = Assignment(None, settings, source, 3, (1, 6, 6), None)  # type: ignore[arg-type]
+    spec = ClassifierSpec("eager", 10, "", "", "", 1.0)
+    assignment = Assignment(None, settings, source, 3, (1, 6, 6), None, spec)  # type: ignore[arg-type]
 
-    def book() -> job._Book:
-        return job._Book(steps, assignment, data.labels, settings.indices(inputs))
+    def book() -> bulk_job.Book:
+        return bulk_job.Book(job.Inputs(assignment, data, settings.indices(inputs)))
 
-    cut = job._Cut(1, 1)
+    cut = bulk_job.Cut(1, 1, across=noise_bank)
     tracemalloc.start()
     try:
         done, count = book(), 0
-        for chunk in job._chunks(done, data, cut):
+        for chunk in bulk_job.chunks(done, cut):
             count += 1
             for piece in chunk.payload:
                 partial = {"histogram": [9, 1, 0]} | ({"selected": 0} if not piece.low else {})
@@ -304,12 +305,12 @@ def test_many_chunks_need_little_memory(noise_bank: bool) -> None:
                           "partial": partial, "seconds": 0.0})  # fmt: skip
         streamed = tracemalloc.get_traced_memory()[1]
         tracemalloc.reset_peak()
-        stored = list(job._chunks(book(), data, cut))
+        stored = list(bulk_job.chunks(book(), cut))
         kept = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
     assert count == len(stored) == inputs * blocks == 6_000
-    assert [row["histogram"] for row in done.rows.values()] == [(1800, 200, 0)] * inputs
+    assert [row["histogram"] for (row,) in done.rows.values()] == [(1800, 200, 0)] * inputs
     assert streamed < 0.5e6 and kept > 3e6
 
 

@@ -157,7 +157,7 @@ FAULTS: list[Fault] = [
          "a module that comes twice is lost"),
     ),
     *group(
-        "dpdist/bulk.py", "test_bulk wiring/test_results_of_settings",
+        "dpdist/bulk/__init__.py", "test_bulk wiring/test_results_of_settings",
         ('journal.begin({"settings": digest(about)})', 'journal.begin({"settings": ""})',
          "a journal does not say whose results it holds"),
         ("elif journal.header is not None:", "elif False:", "results without settings are taken over"),
@@ -169,8 +169,8 @@ FAULTS: list[Fault] = [
          "another job is continued in the same folder"),
     ),
     *group(
-        "dpdist/certification/job.py", "wiring/test_results_of_settings",
-        ("        bulk.refuse_difference(output, kind, tables.about(table), wanted, settings.seed)\n", "",
+        "dpdist/bulk/job.py", "wiring/test_results_of_settings",
+        ("        bulk.refuse_difference(output, work.kind, found, wanted, work.seed)\n", "",
          "a finished table is taken for another model's"),
     ),
     *group(
