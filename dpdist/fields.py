@@ -6,6 +6,7 @@ one that a file system can hold; free values (options of a model, choices of a s
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -45,11 +46,11 @@ def _between(low: float, high: float, zero: bool = False) -> Callable[[float], f
 
 
 def _path(value: Path) -> Path:
+    """Absolute: a run is continued, certified and charged from any directory and on any host."""
     try:
-        usable_path(value)
-    except UserError as error:
+        return usable_path(value).resolve()
+    except (UserError, OSError, RuntimeError) as error:  # the last: links in a circle
         raise ValueError(str(error)) from None
-    return value
 
 
 def _json(value: Any, room: int = 8) -> Any:
@@ -70,6 +71,15 @@ def _json(value: Any, room: int = 8) -> Any:
     for each in inner:
         _json(each, room - 1)
     return value
+
+
+def check_run_name(name: object) -> str:
+    """The name of a run, which is that of its folder too. Raises ValueError."""
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
+        raise ValueError(
+            "must be letters, digits, '.', '_' and '-', at most 100 (it names the run folder)"
+        )
+    return name
 
 
 Number = BeforeValidator(_no_bool)
@@ -93,9 +103,8 @@ Share = Annotated[float, Number, Field(gt=0, le=1), AfterValidator(_between(SMAL
 Part = Annotated[float, Number, Field(ge=0, lt=1)]
 Finite = Annotated[float, Number, AfterValidator(_between(-LARGEST, LARGEST))]
 FilePath = Annotated[Path, AfterValidator(_path)]
+RunName = Annotated[str, AfterValidator(check_run_name)]
 Text = Annotated[str, Field(max_length=500)]
-# It becomes a folder's name, and is told apart in an archive, a job and a report.
-RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
 Json = Annotated[Any, AfterValidator(_json)]
 JsonObject = Annotated[dict[str, Any], AfterValidator(_json)]
 

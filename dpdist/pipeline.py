@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from cluster.packages import check_nodes
-from cluster.reading import usable_path
 from cluster.session import Session, connect
 from cluster.storage import json_number, write_json
 from dpdist import console, models, vision
@@ -154,7 +153,7 @@ def resolve(
     archive: str | None = None,
     archive_private: bool = False,
 ) -> Recipe:
-    """The recipe with what the command line adds; its paths are made absolute.
+    """The recipe with what the command line adds.
 
     Raises UserError, and for the certify section that is long before it is needed.
     """
@@ -164,7 +163,7 @@ def resolve(
     if name is not None:
         overrides["name"] = name
     if data_root is not None:
-        overrides["data.root"] = str(usable_path(data_root).resolve())
+        overrides["data.root"] = str(data_root)
     if workers is not None:
         overrides["resources.workers"] = workers
     if archive is not None:
@@ -184,32 +183,7 @@ def resolve(
             settings_of(found.certify.model_dump())
         except UserError as error:
             raise UserError(f"{where}: {error}") from None
-    return _with_absolute_paths(found)
-
-
-def _with_absolute_paths(recipe: Recipe) -> Recipe:
-    """A run is continued, certified and charged from any directory and on any host."""
-    data, model, privacy, method = recipe.data, recipe.model, recipe.privacy, recipe.method
-    section = getattr(method, "redistribution", None)
-    if section is not None:
-        section = section.model_copy(update={"root": _absolute(section.root)})
-        method = method.model_copy(update={"redistribution": section})
-    parts: dict[str, Any] = {}
-    if model.pretrained is not None:
-        part, section = model.pretrained
-        parts[part] = section.model_copy(update={"folder": _absolute(section.folder)})
-    return recipe.model_copy(
-        update={
-            "method": method,
-            "data": data.model_copy(update={"root": _absolute(data.root)}),
-            "model": model.model_copy(update=parts),
-            "privacy": privacy.model_copy(update={"budget": _absolute(privacy.budget)}),
-        }
-    )
-
-
-def _absolute(path: Path | None) -> Path | None:
-    return None if path is None else usable_path(path).resolve()
+    return found
 
 
 @contextmanager

@@ -7,10 +7,9 @@ folder.
 from __future__ import annotations
 
 import math
-import re
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
@@ -18,370 +17,17 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from cluster.reading import NoSuchFile, is_file, shown, usable_path
 from cluster.yaml_files import read_yaml
 from dpdist.errors import UserError
-from dpdist.fields import (
-    MOST_STEPS,
-    Count,
-    CountOrZero,
-    FilePath,
-    Finite,
-    JsonObject,
-    NoiseMultiplier,
-    Number,
-    Part,
-    Positive,
-    PositiveOrZero,
-    Probability,
-    Processes,
-    Section,
-    Seed,
-    Share,
-    Steps,
-    Text,
-    rule_of,
-)
+from dpdist.fields import MOST_STEPS, rule_of
 from dpdist.methods.options import HiddenNoiseMethod, Method, TransDenoiser
-from dpdist.search_options import TuneRecipe
+from dpdist.recipe_sections import Sections
 
 RECIPES = Path(str(files("dpdist"))) / "recipes"
 
 
-# The name of a split: a file's name without its ending, or a folder's.
-SplitName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
-# A folder under the data root; / for folders in folders.
-DataName = Annotated[
-    str,
-    Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*$", max_length=100),
-]
-Classes = Annotated[int, Number, Field(ge=1, le=100_000)]
-
-
-class ColumnNames(Section):
-    """Which Parquet columns hold the record; `features` replaces the image column."""
-
-    image: Text = "image"
-    label: Text = "label"
-    features: list[Text] = Field(default=[])
-    group: Text | None = Field(
-        default=None, description="whom the record belongs to; checked against privacy.group_size"
-    )
-
-
-class DataRecipe(Section):
-    """The data set: a built-in name (digits), or a folder NAME of Parquet files under `root`."""
-
-    name: DataName
-    root: FilePath | None = None
-    classes: Classes = 10
-    train: SplitName = "train"
-    test: SplitName = "test"
-    columns: ColumnNames = ColumnNames()
-    max_train: Count | None = Field(
-        default=None, description="use about so many records, chosen by hash; for smoke runs"
-    )
-    drop_test_records: bool = Field(
-        default=False, description="leave records out of training that are in the test split too"
-    )
-    public: Part = Field(
-        default=0.0, description="declare this fraction (by hash) public: no run trains on it"
-    )
-    hold_out: Part = Field(
-        default=0.0, description="keep this fraction (by hash) of the private records out"
-    )
-    fraction: Share = Field(
-        default=1.0, description="train on this fraction (by hash) of the others"
-    )
-
-
-class PretrainedRecipe(Section):
-    """Weights that others trained, without this run's records.
-
-    folder: a model folder, best written by `dpdist pretrain`; a run's release/ is one too. saw:
-    what it was trained on, for a folder that does not say; declared, not checked.
-    """
-
-    folder: FilePath
-    saw: Text | None = None
-
-
-class ModelRecipe(Section):
-    """A name from the zoo or package.module:factory. mean and std are public constants.
-
-    isolate: private training runs every record through the model alone, so that a model of one's
-    own cannot mix records. initial: public weights that the training begins with. classifier: a
-    frozen one behind the model, which then is a denoiser. denoiser: a frozen one before the model,
-    which then is a classifier.
-    """
-
-    name: Text
-    options: JsonObject = Field(default={})
-    mean: list[Finite] = Field(default=[], max_length=10_000)
-    std: list[Positive] = Field(default=[], max_length=10_000)
-    isolate: bool = False
-    initial: PretrainedRecipe | None = None
-    classifier: PretrainedRecipe | None = None
-    denoiser: PretrainedRecipe | None = None
-
-    @field_validator("initial", "classifier", "denoiser", mode="before")
-    @classmethod
-    def _by_folder(cls, value: Any) -> Any:
-        return {"folder": value} if isinstance(value, str) else value
-
-    @model_validator(mode="after")
-    def _one_pretrained(self) -> ModelRecipe:
-        if sum(p is not None for p in (self.initial, self.classifier, self.denoiser)) > 1:
-            raise ValueError(
-                "give one of initial, a frozen classifier and a frozen denoiser: the run trains "
-                "the whole model or the rest of it"
-            )
-        return self
-
-    @property
-    def pretrained(
-        self,
-    ) -> tuple[Literal["initial", "classifier", "denoiser"], PretrainedRecipe] | None:
-        """What others trained (initial, classifier or denoiser), and where it lies; or None."""
-        if self.initial is not None:
-            return "initial", self.initial
-        return self.frozen
-
-    @property
-    def frozen(self) -> tuple[Literal["classifier", "denoiser"], PretrainedRecipe] | None:
-        """Which part is frozen, and where it comes from; None when there is none."""
-        if self.classifier is not None:
-            return "classifier", self.classifier
-        return None if self.denoiser is None else ("denoiser", self.denoiser)
-
-
-class PrivacyRecipe(Section):
-    """The target: either epsilon (the noise is calibrated, never above it) or noise_multiplier."""
-
-    epsilon: Positive | None = None
-    noise_multiplier: NoiseMultiplier | None = None
-    delta: Probability
-    clip_norm: Positive = 1.0
-    clipping: Literal["flat", "automatic", "per-layer", "none"] = Field(
-        default="flat", description="none: gradients as they are, without privacy"
-    )
-    neighbours: Literal["add-or-remove-one", "replace-one"] = "add-or-remove-one"
-    batch_cap: Count | None = Field(
-        default=None, description="hard cap on the batch: truncated Poisson"
-    )
-    allow_large_delta: bool = False
-    nominal_records: Count | None = Field(
-        default=None,
-        description="a declared number of records: rate, divisor and steps follow from it, and "
-        "the true number stays private",
-    )
-    group_size: Annotated[int, Number, Field(ge=1, le=1000)] = Field(
-        default=1, description="also state the guarantee for a person with up to so many records"
-    )
-    budget: FilePath | None = Field(
-        default=None, description="folder of budgets; the run is charged to that of its records"
-    )
-    budget_ceiling: Positive | None = Field(
-        default=None,
-        description="epsilon that all runs on the same records stay within; fixed by the first",
-    )
-    budget_delta: Probability | None = Field(
-        default=None, description="delta of the ceiling (default: privacy.delta)"
-    )
-    budget_composition: Literal["filter", "non-adaptive"] = Field(
-        default="filter",
-        description="filter: holds when runs are chosen by earlier results; non-adaptive: not then",
-    )
-    run_key: str | None = Field(
-        default=None,
-        description="fixed key (64 hex digits), for tests only: the run is then NOT private",
-    )
-
-    @field_validator("run_key")
-    @classmethod
-    def _hex_key(cls, value: str | None) -> str | None:
-        if value is not None and not re.fullmatch(r"[0-9a-f]{64}", value):
-            raise ValueError("must be 64 lower-case hex digits")
-        return value
-
-    @model_validator(mode="after")
-    def _one_target(self) -> PrivacyRecipe:
-        if (self.epsilon is None) == (self.noise_multiplier is None):
-            raise ValueError("give exactly one of epsilon and noise_multiplier")
-        if self.budget_ceiling is not None and self.budget is None:
-            raise ValueError("budget_ceiling needs budget, the folder where runs are recorded")
-        if self.budget_delta is not None and self.budget_ceiling is None:
-            raise ValueError("budget_delta needs budget_ceiling, the epsilon that goes with it")
-        if self.nominal_records is not None and self.batch_cap is not None:
-            raise ValueError(
-                "nominal_records does not go with batch_cap: what a capped batch costs depends on "
-                "the true number of records"
-            )
-        if self.clipping == "none" and self.noise_multiplier != 0:
-            raise ValueError("clipping: none is training without privacy: noise_multiplier: 0")
-        return self
-
-    @property
-    def sensitivity(self) -> float:
-        """The most that one record adds to a sum: the clip norm, infinite without clipping."""
-        return math.inf if self.clipping == "none" else self.clip_norm
-
-
-class TrainingRecipe(Section):
-    """The loop. batch_size is the expected batch L; the Poisson batch varies around it."""
-
-    batch_size: Count
-    steps: Steps | None = None
-    epochs: Count | None = Field(default=None, description="steps = epochs * records // batch_size")
-    optimizer: Literal["sgd", "adam"] = "sgd"
-    learning_rate: Positive
-    schedule: Literal["constant", "cosine", "linear"] = "constant"
-    momentum: Part = 0.0
-    ema: Probability | None = Field(
-        default=None, description="average the parameters with this decay (post-processing, free)"
-    )
-    init_seed: Seed = 0
-    reproducible: bool = Field(
-        default=False,
-        description="bit-identical on any number of workers (canonical shards, slower)",
-    )
-
-    @model_validator(mode="after")
-    def _one_length(self) -> TrainingRecipe:
-        if (self.steps is None) == (self.epochs is None):
-            raise ValueError("give exactly one of steps and epochs")
-        if self.momentum and self.optimizer != "sgd":
-            raise ValueError("momentum belongs to optimizer: sgd")
-        return self
-
-
-class AugmentRecipe(Section):
-    """How public images are deformed at random; the defaults turn 8 x 8 digits into pen strokes.
-
-    Angles in radians; lengths in half widths of the canvas. scale: width and height of the whole
-    image on the canvas, drawn apart. elastic: standard deviation of the displacements on a 5 x 5
-    lattice. contrast: grey values become contrast * (value - middle) + 1/2, cut to [0, 1].
-    """
-
-    rotate: PositiveOrZero = 0.3
-    shear: PositiveOrZero = 0.35
-    scale: tuple[Positive, Positive] = (0.6, 0.95)
-    shift: PositiveOrZero = 0.15
-    elastic: PositiveOrZero = 0.07
-    middle: tuple[Probability, Probability] = (0.3, 0.65)
-    contrast: tuple[Positive, Positive] | None = (2.0, 5.0)
-
-    @model_validator(mode="after")
-    def _ranges(self) -> AugmentRecipe:
-        for name in ("scale", "middle", "contrast"):
-            pair = getattr(self, name)
-            if pair is not None and pair[0] > pair[1]:
-                raise ValueError(f"{name}: a range, low to high, got {list(pair)}")
-        return self
-
-
-class PublicRecipe(Section):
-    """What `dpdist pretrain` trains WITHOUT privacy, on public records: initial weights of the
-    model, or its frozen part.
-
-    data: another data set, all of whose training split is public (images are resized); without it,
-    the records that data.public sets aside. weights: to begin with; a torchvision state dict in
-    safetensors format, or "torchvision": the published ones, downloaded. sigma: of the input noise
-    that a denoiser learns to remove, or that a classifier learns to see through. augment: deform
-    the images at random.
-    """
-
-    model: ModelRecipe | None = None
-    training: TrainingRecipe
-    sigma: Positive | None = None
-    data: DataRecipe | None = None
-    augment: AugmentRecipe | None = None
-    weights: Literal["torchvision"] | FilePath | None = None
-
-    @field_validator("model", mode="before")
-    @classmethod
-    def _model_by_name(cls, value: Any) -> Any:
-        return {"name": value} if isinstance(value, str) else value
-
-
-class CertifyRecipe(Section):
-    """Monte Carlo certification. sigma and radii in input units ([0, 1] pixels).
-
-    With sigma: randomised smoothing of the inputs (Cohen et al. 2019). Without, for methods with
-    noise in the first hidden layer: bounds of expected scores under the model's own noise; bound
-    and norm then say how bounds are made and which certificate is the table's radius.
-    """
-
-    sigma: Positive | None = None
-    n0: Count = 100
-    n: Count = 100_000
-    alpha: Probability = 0.001
-    mode: Literal["fixed", "target", "anytime"] = "fixed"
-    noise: Literal["gaussian", "laplace", "uniform"] = "gaussian"
-    noise_bank: bool = Field(
-        default=False, description="one noise stream for all inputs; errors can then coincide"
-    )
-    bound: Literal["hoeffding", "bernstein", "counts"] = "hoeffding"
-    norm: Literal["l2", "linf"] = "l2"
-    start: CountOrZero = 0
-    radii: Annotated[list[PositiveOrZero], Field(max_length=100)] = Field(
-        default=[], description="decided radii in target mode; shown ones otherwise"
-    )
-    every: Count = Field(default=1, description="certify every how-manieth test input")
-    max_inputs: Count | None = None
-
-
-class ResourcesRecipe(Section):
-    """Where and how it runs; may change between a run and its continuation."""
-
-    workers: Processes = 1
-    cpus_per_worker: Positive = 1
-    gpus_per_worker: PositiveOrZero = 0
-    micro_batch: Count | None = Field(
-        default=None, description="physical batch; default: chosen to fit"
-    )
-    checkpoint_seconds: Positive = 30
-    max_failures: CountOrZero = 3
-    certify_actors: Processes | None = Field(
-        default=None, description="default: one for each CPU or GPU"
-    )
-    archive: str | None = Field(
-        default=None, description="copy the run to s3://BUCKET/PREFIX (gs://, file://) as it goes"
-    )
-    archive_private: bool = Field(
-        default=False,
-        description="the private state too, so that a lost run folder can be brought back",
-    )
-
-    @model_validator(mode="after")
-    def _closed_archive(self) -> ResourcesRecipe:
-        # Not a rule of the field: its complaint would repeat a password.
-        address = self.archive
-        if address is not None and not re.fullmatch(r"(s3|gs|file)://[^@\s]+", address):
-            raise ValueError(
-                "archive must be s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or file:///FOLDER, "
-                "without credentials: those come from the environment"
-            )
-        if self.archive_private and address is None:
-            raise ValueError("archive_private needs archive, the place to copy to")
-        return self
-
-    @property
-    def cpus(self) -> float:
-        """CPUs that all training workers together ask for."""
-        return self.workers * self.cpus_per_worker
-
-
-class Recipe(Section):
+class Recipe(Sections):
     """A whole run."""
 
-    name: str
-    data: DataRecipe
-    model: ModelRecipe
     method: Method = Field(default_factory=lambda: _default_method())
-    privacy: PrivacyRecipe
-    training: TrainingRecipe
-    public: PublicRecipe | None = None
-    certify: CertifyRecipe | None = None
-    tune: TuneRecipe | None = None
-    resources: ResourcesRecipe = ResourcesRecipe()
 
     @model_validator(mode="after")
     def _method_fits(self) -> Recipe:
@@ -392,40 +38,10 @@ class Recipe(Section):
             )
         if isinstance(self.method, TransDenoiser):
             _check_denoiser(self.method, self)
-        if self.public is not None:
-            pretrained = self.model.pretrained
-            if pretrained is None:
-                raise ValueError(
-                    "public needs model.initial, model.classifier or model.denoiser: the folder "
-                    "that pretrain writes"
-                )
-            if pretrained[0] == "denoiser" and self.public.sigma is None:
-                raise ValueError("public.sigma: required, the noise that the denoiser removes")
-            if pretrained[0] == "initial" and self.public.model is not None:
-                raise ValueError(
-                    "public.model: leave it out; with model.initial it is the model itself"
-                )
-            if pretrained[0] != "initial" and self.public.model is None:
-                raise ValueError("public.model: required, the network of the frozen part")
         if self.model.denoiser is not None and isinstance(self.method, HiddenNoiseMethod):
             raise ValueError(
                 f"method {self.method.name} puts noise behind the first layer, which would be the "
                 "frozen denoiser's: take a method without hidden noise"
-            )
-        if self.data.max_train is not None and self.privacy.nominal_records is not None:
-            raise ValueError(
-                "privacy.nominal_records does not go with data.max_train, a share of the true "
-                "number of records; take data.fraction"
-            )
-        if self.tune is not None and self.privacy.nominal_records is not None:
-            raise ValueError(
-                "privacy.nominal_records does not go with tune: a search's shares of the records "
-                "are counted; search without it, and train with the values found"
-            )
-        if self.tune is not None and self.resources.archive_private:
-            raise ValueError(
-                "resources.archive_private does not go with tune: what the trials of a search have "
-                "released is not known from an archive; leave it out, and keep the run folder"
             )
         has_noise = isinstance(self.method, HiddenNoiseMethod)
         if self.certify is not None and self.certify.sigma is None and not has_noise:
@@ -433,16 +49,6 @@ class Recipe(Section):
                 "certify.sigma is required: the model of this method has no noise of its own"
             )
         return self
-
-    @field_validator("name")
-    @classmethod
-    def _file_name(cls, value: str) -> str:
-        return check_run_name(value)
-
-    @field_validator("model", mode="before")
-    @classmethod
-    def _model_by_name(cls, value: Any) -> Any:
-        return {"name": value} if isinstance(value, str) else value
 
     @field_validator("method", mode="before")
     @classmethod
@@ -487,15 +93,6 @@ def _default_method() -> Any:
     from dpdist.methods.options import DPSGD
 
     return DPSGD()
-
-
-def check_run_name(name: object) -> str:
-    """The name of a run, which is that of its folder too. Raises ValueError."""
-    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
-        raise ValueError(
-            "must be letters, digits, '.', '_' and '-', at most 100 (it names the run folder)"
-        )
-    return name
 
 
 def find(name: str) -> Path:

@@ -34,11 +34,12 @@ ALLOWED = {
         "dpdist.models",
     },
     "dpdist.search_options": {"dpdist.fields"},
+    "dpdist.recipe_sections": {"dpdist.fields", "dpdist.search_options"},
     "dpdist.recipe": {
         "dpdist.errors",
         "dpdist.fields",
         "dpdist.methods",
-        "dpdist.search_options",
+        "dpdist.recipe_sections",
     },
     "dpdist.runfolder": {
         "dpdist.errors",
@@ -51,7 +52,7 @@ ALLOWED = {
     "dpdist.exporting": {"dpdist.errors", "dpdist.runfolder", "cluster"},
     "dpdist.archive": {
         "dpdist.errors",
-        "dpdist.recipe",
+        "dpdist.fields",
         "dpdist.released",
         "dpdist.runfolder",
         "dpdist.exporting",
@@ -79,6 +80,7 @@ ALLOWED = {
         "dpdist.released",
         "dpdist.errors",
         "dpdist.recipe",
+        "dpdist.recipe_sections",
         "dpdist.runfolder",
         "dpdist.privacy",
         "dpdist.gradients",
@@ -90,6 +92,7 @@ ALLOWED = {
     "tuning": {
         "dpdist.errors",
         "dpdist.recipe",
+        "dpdist.recipe_sections",
         "dpdist.search_options",
         "dpdist.released",
         "dpdist.runfolder",

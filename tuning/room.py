@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.errors import ClusterError
-from dpdist.recipe import ResourcesRecipe
+from dpdist.recipe_sections import ResourcesRecipe
 
 # Every Ray cluster has this resource, once, on its head node. A trial whose training has workers of
 # its own holds a sliver of it and no CPU: a trial that held the CPU its workers wait for would wait

@@ -109,7 +109,7 @@ def scoring_data(asked: Recipe) -> Dataset:
 def public_data(asked: Recipe, public: PublicData) -> Dataset:
     """Named public records."""
     source = source_of(asked)
-    root = source.root if public.root is None else public.root.expanduser().resolve()
+    root = source.root if public.root is None else public.root
     split = "train" if public.split == "train" else "test"
     named = data.Source(
         public.name, source.classes, root, public.split, public.split, source.columns

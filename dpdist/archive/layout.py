@@ -15,7 +15,7 @@ from cluster.names import check_path, check_paths
 from cluster.objectstore import Missing, ObjectStore
 from cluster.reading import NoSuchFile, check_shape, parse_json, read_json, shown
 from dpdist.errors import UserError
-from dpdist.recipe import check_run_name
+from dpdist.fields import check_run_name
 
 FORMAT = 1
 MANIFEST = "manifest.json"

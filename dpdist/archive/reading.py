@@ -15,9 +15,9 @@ from cluster.storage import built_aside, moved_in, private_folder, write_json
 from dpdist.archive.layout import new_claim, newest, number_of, permit_of
 from dpdist.errors import UserError
 from dpdist.exporting import is_publishable
+from dpdist.fields import check_run_name
 from dpdist.privacy.journal import JournalError
 from dpdist.privacy.ledger import Ledger
-from dpdist.recipe import check_run_name
 from dpdist.released import begun, read_released
 from dpdist.runfolder import RunFolder, open_run
 

@@ -274,7 +274,7 @@ def _fetch(jobs: Jobs, run: str, runs: str | None, into: Path) -> None:
     from dpdist import console
     from dpdist.errors import UserError
     from dpdist.exporting import unpack
-    from dpdist.recipe import check_run_name
+    from dpdist.fields import check_run_name
 
     try:
         name = check_run_name(Path(run).name)

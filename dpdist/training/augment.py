@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dpdist.errors import UserError
-from dpdist.recipe import AugmentRecipe
+from dpdist.recipe_sections import AugmentRecipe
 
 _LATTICE = 5  # points a side that the elastic displacement is interpolated from
 

@@ -196,7 +196,7 @@ def initial_model(recipe: Recipe, spec: ModelSpec) -> torch.nn.Module:
     if recipe.model.frozen is not None:
         load_frozen(module, recipe)
     if recipe.model.initial is not None:
-        models.load_weights(module, recipe.model.initial.folder.expanduser())
+        models.load_weights(module, recipe.model.initial.folder)
     return module
 
 

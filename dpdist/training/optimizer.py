@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from dpdist.recipe import TrainingRecipe
+from dpdist.recipe_sections import TrainingRecipe
 
 _ADAM_BETA1, _ADAM_BETA2, _ADAM_EPSILON = 0.9, 0.999, 1e-8
 

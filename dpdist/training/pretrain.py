@@ -27,7 +27,8 @@ from dpdist.methods.hgm import resized
 from dpdist.methods.transdenoiser import squared_error
 from dpdist.models import ModelSpec
 from dpdist.models.torchvision_zoo import estimating, published_weights
-from dpdist.recipe import ModelRecipe, PublicRecipe, Recipe
+from dpdist.recipe import Recipe
+from dpdist.recipe_sections import ModelRecipe, PublicRecipe
 from dpdist.training.augment import deformed
 from dpdist.training.optimizer import FlatOptimizer
 from dpdist.training.provenance import AMONG_PUBLIC, write_provenance
@@ -49,7 +50,7 @@ def pretrain(
     section, pretrained = recipe.public, recipe.model.pretrained
     if section is None or pretrained is None:
         raise UserError(f"{where}: no section public, which says what to train on public records")
-    part, folder = pretrained[0], pretrained[1].folder.expanduser()
+    part, folder = pretrained[0], pretrained[1].folder
     network = recipe.model if section.model is None else section.model
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder}: exists already; remove it to train it again")
@@ -210,7 +211,7 @@ def _begin_with(model: nn.Module, section: PublicRecipe, network: ModelRecipe) -
         copy_weights(model, tensors, name)
         return f"torchvision's {name}"
     assert section.weights is not None
-    path = section.weights.expanduser()
+    path = section.weights
     try:
         tensors = load_tensors(read_bytes(path))
     except SafetensorError as error:

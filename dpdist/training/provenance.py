@@ -22,7 +22,8 @@ from dpdist.data.overlap import Inputs, refuse_common
 from dpdist.errors import UserError
 from dpdist.models import ModelSpec
 from dpdist.models.zoo import ZOO
-from dpdist.recipe import PretrainedRecipe, Recipe
+from dpdist.recipe import Recipe
+from dpdist.recipe_sections import PretrainedRecipe
 from dpdist.runfolder import RunFolder
 from dpdist.training.records import private_data, source_of, training_data
 
@@ -70,7 +71,7 @@ def frozen_spec(recipe: Recipe, dataset: data.Dataset) -> ModelSpec:
     """
     assert recipe.model.frozen is not None
     part, section = recipe.model.frozen
-    folder = section.folder.expanduser()
+    folder = section.folder
     begin = f"model.{part}.folder: {folder}"
     spec = _saved_spec(recipe, folder, begin)
     if spec.hidden_noise:
@@ -104,7 +105,7 @@ def _check_initial(recipe: Recipe, dataset: data.Dataset) -> None:
     """Raise UserError unless the initial weights are those of the recipe's own network."""
     model = recipe.model
     assert model.initial is not None
-    folder = model.initial.folder.expanduser()
+    folder = model.initial.folder
     begin = f"model.initial.folder: {folder}"
     saved = _saved_spec(recipe, folder, begin)
     wanted = {
@@ -130,7 +131,7 @@ def load_frozen(module: nn.Module, recipe: Recipe) -> None:
     """Copy the saved weights into the frozen part of the whole model."""
     assert recipe.model.frozen is not None
     part, section = recipe.model.frozen
-    folder = section.folder.expanduser()
+    folder = section.folder
     spec = models.read_spec(folder)
     composed = spec.classifier is not None or spec.denoiser is not None
     inner = models.DENOISER if part == models.DENOISER and composed else None
@@ -152,7 +153,7 @@ def check_pretrained(recipe: Recipe, private: data.Dataset, where: str) -> dict[
         _check_initial(recipe, private)
     else:
         frozen_spec(recipe, private)
-    folder = section.folder.expanduser()
+    folder = section.folder
     begin = f"{where}: model.{part}.folder: {folder}"
     about = {"part": part, "model": models.model_hash(folder)}
     compared = _compared(folder, private, begin)
@@ -190,7 +191,7 @@ def _compared(folder: Path, private: data.Dataset, begin: str) -> bool:
     )
     whole = refuse_common(private, theirs, begin, why)
     inner = other.model.pretrained
-    return whole and (inner is None or _compared(inner[1].folder.expanduser(), private, begin))
+    return whole and (inner is None or _compared(inner[1].folder, private, begin))
 
 
 def _run_of(folder: Path) -> RunFolder | None:

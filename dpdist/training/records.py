@@ -7,13 +7,13 @@ so that adding or removing one record moves no other one.
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 from dpdist import data
 from dpdist.data.overlap import check_test
 from dpdist.errors import UserError
 from dpdist.methods.options import HiddenNoiseMethod
-from dpdist.recipe import DataRecipe, Recipe
+from dpdist.recipe import Recipe
+from dpdist.recipe_sections import DataRecipe
 
 
 def source_of(recipe: Recipe) -> data.Source:
@@ -28,8 +28,9 @@ def _source(section: DataRecipe) -> data.Source:
         tuple(section.columns.features),
         section.columns.group,
     )
-    root = None if section.root is None else Path(section.root).expanduser().resolve()
-    return data.Source(section.name, section.classes, root, section.train, section.test, columns)
+    return data.Source(
+        section.name, section.classes, section.root, section.train, section.test, columns
+    )
 
 
 def training_data(recipe: Recipe, source: data.Source) -> data.Dataset:
@@ -109,7 +110,6 @@ def public_data(recipe: Recipe) -> data.Dataset | None:
     root = None
     if section.data not in data.BUILT_IN or section.root is not None:
         root = section.root or recipe.data.root
-    root = None if root is None else Path(root).expanduser().resolve()
     own = source_of(recipe)
     if recipe.data.public and (section.data, root) == (own.name, own.root):
         return declared_public(recipe, own)

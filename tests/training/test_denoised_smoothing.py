@@ -26,7 +26,7 @@ from PIL import Image
 from safetensors.torch import save as save_tensors
 from torch import Tensor, nn
 
-from dpdist import data, models, pipeline
+from dpdist import data, models
 from dpdist.commands import denoise as denoise_command
 from dpdist.denoising import put_together
 from dpdist.errors import UserError
@@ -488,11 +488,3 @@ def test_pretraining_begins_with_torchvisions_published_weights(tmp_path, monkey
     described["public"]["model"] = CNN
     with pytest.raises(UserError, match=r"needs public\.model\.name: torchvision"):
         pretrain(parse(described, "test"), "test")
-
-
-@pytest.mark.parametrize("described", [with_classifier, with_denoiser])
-def test_paths_of_frozen_parts_are_made_absolute(described, tmp_path, monkeypatch):
-    """A run is continued from any directory, and on any host."""
-    monkeypatch.chdir(tmp_path)
-    part, frozen = pipeline.resolve(parse(described(Path("here")), "test")).model.frozen
-    assert frozen.folder == tmp_path / "here" and described.__name__ == f"with_{part}"

@@ -11,7 +11,8 @@ import torch
 
 from dpdist import models, pipeline
 from dpdist.errors import UserError
-from dpdist.recipe import AugmentRecipe, parse
+from dpdist.recipe import parse
+from dpdist.recipe_sections import AugmentRecipe
 from dpdist.reports.facts import read_facts
 from dpdist.runfolder import RunFolder
 from dpdist.training import loop

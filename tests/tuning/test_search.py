@@ -19,7 +19,7 @@ from dpdist.errors import UserError
 from dpdist.privacy.budgets import budgets_in
 from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.recipe import ResourcesRecipe
+from dpdist.recipe_sections import ResourcesRecipe
 from dpdist.releasing import release
 from dpdist.reports.facts import read_facts
 from dpdist.reports.page import write_report

@@ -1,0 +1,63 @@
+"""The recipe: its paths."""
+
+from pathlib import Path
+
+import pytest
+
+from dpdist.recipe import Recipe, load, parse
+
+RECIPE = {
+    "name": "paths",
+    "data": {"name": "digits", "root": "data"},
+    "model": {"name": "mlp", "denoiser": "denoiser"},
+    "method": {"name": "dp-sgd"},
+    "privacy": {"epsilon": 3.0, "delta": 1e-5, "budget": "budgets"},
+    "training": {"batch_size": 32, "steps": 10, "learning_rate": 0.1},
+    "public": {
+        "model": {"name": "mlp", "initial": "initial"},
+        "training": {"batch_size": 32, "steps": 10, "learning_rate": 0.1},
+        "sigma": 0.1,
+        "data": {"name": "mnist", "root": "elsewhere"},
+        "weights": "weights.safetensors",
+    },
+    "tune": {
+        "space": {"training.learning_rate": {"uniform": [0.1, 0.2]}},
+        "law": {"name": "geometric", "mean": 3},
+        "score": {"public": {"name": "mnist", "root": "~/public"}},
+    },
+}
+REDISTRIBUTED = {"name": "secure-sgd", "redistribution": {"root": "public"}}
+
+
+def paths(section) -> list[Path]:
+    """All paths in a section and the sections in it."""
+    if isinstance(section, Path):
+        return [section]
+    fields = dict(section).values() if hasattr(section, "model_fields") else []
+    return [path for inner in fields for path in paths(inner)]
+
+
+@pytest.mark.parametrize(
+    "changed, count",
+    [({}, 7), ({"model": {"name": "mlp", "initial": "i"}, "method": REDISTRIBUTED}, 7)],
+)
+def test_every_path_is_absolute_once_read(changed, count, tmp_path, monkeypatch):
+    """A run is continued, and a trial of a search trained, from any directory and on any host."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    raw = {**RECIPE, **changed}
+    if changed:
+        raw["public"] = {**raw["public"], "model": None}
+    recipe = parse(raw, "test")
+    found = paths(recipe)
+    assert len(found) == count
+    for path in found:
+        assert path.is_relative_to(tmp_path), path
+    assert recipe.tune.score.public.root == tmp_path / "home" / "public"
+
+    (tmp_path / "recipe.yaml").write_text(recipe.to_yaml())
+    other = tmp_path / "other"
+    other.mkdir()
+    monkeypatch.chdir(other)
+    assert load(tmp_path / "recipe.yaml") == recipe
+    assert Recipe.model_validate(raw) != recipe  # read there, they lie there
