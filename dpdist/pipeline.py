@@ -292,7 +292,8 @@ def evaluate_stage(recipe: Recipe, folder: RunFolder) -> None:
     dataset = evaluation_data(recipe, source_of(recipe))
     model = load_model(recipe, folder)
     noisy = models.hidden_noise(model) is not None
-    correct, loss = 0, 0.0
+    wrong: list[int] = []
+    loss = 0.0
     with torch.inference_mode():
         for start in range(0, len(dataset), _EVALUATION_BATCH):
             rows = slice(start, start + _EVALUATION_BATCH)
@@ -301,15 +302,18 @@ def evaluate_stage(recipe: Recipe, folder: RunFolder) -> None:
                 outputs = expected_log_scores(model, inputs, _EVALUATION_DRAWS)
             else:
                 outputs = model(inputs)
-            correct += int((outputs.argmax(1) == targets).sum())
+            missed = torch.nonzero(outputs.argmax(1) != targets).flatten() + start
+            wrong += missed.tolist()
             loss += float(torch.nn.functional.cross_entropy(outputs, targets, reduction="sum"))
     write_json(
         folder.evaluation,
         {
             "data": dataset.name,
             "inputs": len(dataset),
-            "correct": correct,
-            "accuracy": correct / len(dataset),
+            "correct": len(dataset) - len(wrong),
+            "accuracy": (len(dataset) - len(wrong)) / len(dataset),
+            "wrong": " ".join(map(str, wrong)),  # which inputs: two runs are compared by input
+            "fingerprint": dataset.fingerprint,
             "cross_entropy": json_number(loss / len(dataset)),
             "noise_draws": _EVALUATION_DRAWS if noisy else None,
             "perplexity": json_number(math.exp(min(700.0, loss / len(dataset)))),

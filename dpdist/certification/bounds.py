@@ -45,6 +45,14 @@ def clopper_pearson_interval(
     return clopper_pearson_lower(hits, draws, half), clopper_pearson_upper(hits, draws, half)
 
 
+def two_sided_p_value(hits: int, draws: int) -> float:
+    """p value of hits or more extreme under Binomial(draws, 1/2)."""
+    most = max(hits, draws - hits)
+    if draws == 0 or 2 * most == draws:
+        return 1.0
+    return float(min(1.0, 2 * special.betainc(most, draws - most + 1, 0.5)))
+
+
 def hoeffding_interval(
     mean: ArrayLike,
     draws: ArrayLike,

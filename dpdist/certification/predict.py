@@ -10,9 +10,9 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from scipy import special
 from torch import Tensor, nn
 
+from dpdist.certification.bounds import two_sided_p_value
 from dpdist.certification.score_settings import ScoreSettings
 from dpdist.certification.scores import ScoreVerdict, sensitivity
 from dpdist.certification.settings import CertifySettings
@@ -85,14 +85,6 @@ def label_from_counts(histogram: np.ndarray, alpha: float) -> int:
     first = int(histogram[order[0]])
     second = int(histogram[order[1]]) if len(order) > 1 else 0
     return int(order[0]) if two_sided_p_value(first, first + second) <= alpha else ABSTAIN
-
-
-def two_sided_p_value(hits: int, draws: int) -> float:
-    """P-value of hits or more extreme under Binomial(draws, 1/2)."""
-    most = max(hits, draws - hits)
-    if draws == 0 or 2 * most == draws:
-        return 1.0
-    return float(min(1.0, 2 * special.betainc(most, draws - most + 1, 0.5)))
 
 
 def as_input(values: np.ndarray, input_shape: tuple[int, ...]) -> Tensor:

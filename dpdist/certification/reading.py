@@ -62,6 +62,22 @@ class CertificateTable:
         held = self.table.column_names
         return tuple(name for name in (*CERTIFICATES, "as_printed") if f"{name}_linf" in held)
 
+    @property
+    def terms(self) -> dict[str, Any]:
+        """On which its certificates were made: sizes on other terms are not compared with these.
+
+        The scale of noise of a model's own, which its scores are certified under, is none of them.
+        """
+        held = self.table.column_names
+        own = {"bound": self.table["bound"][0].as_py()} if "bound" in held else {}
+        if not own:
+            stops = self.mode in ("target", "anytime")
+            own = {"sigma": self.sigma, "radii": self.radii if stops else ()}
+        return {
+            "mode": self.mode, "noise": self.noise, "alpha": self.alpha, "n0": self.n0, "n": self.n,
+            "noise_bank": bool(self.about.get("settings", {}).get("noise_bank")), **own,
+        }  # fmt: skip
+
     def certified(self, certificate: str | None = None, norm: str | None = None) -> np.ndarray:
         """Certified size of every input with the right answer, -1 of all others: float64 (N,).
 

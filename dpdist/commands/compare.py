@@ -23,8 +23,11 @@ def command(
         typer.Option(callback=file_path(".png"), help="Also draw all curves into this PNG file."),
     ] = None,
 ) -> None:
-    """Compare trained runs: epsilon claimed and proved, accuracy clean, certified and attacked."""
-    from dpdist.reports import compare
+    """Compare trained runs: epsilon claimed and proved, accuracy clean, certified and attacked.
+
+    Then each later run less the first, on the same inputs: differences with intervals and p values.
+    """
+    from dpdist.reports import compare, differences
     from dpdist.reports.facts import read_facts
     from dpdist.runfolder import open_run
 
@@ -39,3 +42,5 @@ def command(
     typer.echo("\n\n".join(compare.markdown(grid) for grid in grids if len(grid) > 1))
     if picture is not None:
         compare.write_picture(facts, picture)
+    for part in differences.section(facts, sizes):
+        typer.echo(f"\n{part}")

@@ -53,15 +53,17 @@ def curves(facts: Facts) -> list[Curve]:
     """Every certificate of a run in both norms, from its finished tables."""
     numbers = math.prod(facts.input_shape)
     return [
-        Curve(facts.folder.name, _title(table, certificate), certificate, norm, sizes)
+        Curve(facts.folder.name, title_of(table, certificate), certificate, norm, sizes)
         for table in facts.tables
         for norm in NORMS
         for certificate in table.certificates
-        if (sizes := _sizes(table, certificate, norm, numbers)) is not None
+        if (sizes := sizes_of(table, certificate, norm, numbers)) is not None
     ]
 
 
-def _sizes(table: CertificateTable, certificate: str, norm: str, numbers: int) -> np.ndarray | None:
+def sizes_of(
+    table: CertificateTable, certificate: str, norm: str, numbers: int
+) -> np.ndarray | None:
     """Certified sizes in `norm`, 0 where nothing right is; None where it has no such column."""
     if table.mode != "scores":
         found = table.certified() / ball_factor(table.norm, norm, numbers)
@@ -72,7 +74,7 @@ def _sizes(table: CertificateTable, certificate: str, norm: str, numbers: int) -
     return np.maximum(found, 0.0)
 
 
-def _title(table: CertificateTable, certificate: str) -> str:
+def title_of(table: CertificateTable, certificate: str) -> str:
     """The certificate, and of smoothing its noise: other noise is another classifier."""
     title = CERTIFICATES[certificate]
     return title if table.mode == "scores" else f"{title}, {table.noise} {table.sigma:g}"

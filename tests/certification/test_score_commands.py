@@ -127,6 +127,9 @@ def test_comparison_shows_claimed_and_proved_apart(runs: Path, tmp_path: Path) -
         :1
     ]
     assert f"| {100 * exact:.1f} |" in line
+    assert sum(line.startswith("| private | exact profile, L2 | 0.001 | 10 |")
+               for line in shown.splitlines()) == 1  # fmt: skip
+    assert "Not compared: scores-counts-linf-n-400-eta-0.95 of private" in shown
     with pytest.raises(UserError, match="--l2: give numbers separated by commas; each must be > 0"):
         call("compare", "noisy", "--runs", runs, "--l2", "0")
 

@@ -1,0 +1,198 @@
+"""Runs against the first of them, on the same inputs: differences, and how sure they are."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dpdist.certification.paired import ERROR, Comparison, compare, holm
+from dpdist.certification.reading import CertificateTable
+from dpdist.errors import UserError
+from dpdist.fields import MOST
+from dpdist.reports.compare import NORMS, markdown, sizes_of, title_of
+from dpdist.reports.facts import Facts
+
+UNSOUND = "as_printed"  # a certificate that does not hold is not compared
+_HEADER = (
+    "run", "what", "size", "inputs", "{first}, %", "run, %", "difference", "interval",
+    "only {first} : only run", "p", "p, Holm", "p, any time",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A later run against the first: what was compared, at which size ("" for plain accuracy)."""
+
+    run: str
+    what: str
+    size: str
+    found: Comparison
+
+
+def differences(
+    runs: Sequence[Facts], sizes: Mapping[str, Sequence[float]]
+) -> tuple[list[Difference], list[str]]:
+    """Every later run against the first, in plain accuracy and at the sizes of each norm.
+
+    Also what could not be compared, in words. Raises UserError for runs of which no inputs, no data
+    set or no terms of certification are the same.
+    """
+    rows: list[Difference] = []
+    notes: list[str] = []
+    for later in runs[1:]:
+        rows += _plain(runs[0], later, notes)
+        for mine, other in _pairs(runs[0], later, notes):
+            rows += _certified(mine, other, later, sizes)
+    return rows, notes
+
+
+def grid(first: str, rows: Sequence[Difference]) -> list[list[str]]:
+    """Header and rows of text; differences and intervals in percentage points, rounded outwards."""
+    shown = [[name.format(first=first) for name in _HEADER]]
+    for row, corrected in zip(rows, holm([row.found.p_value for row in rows]), strict=True):
+        it = row.found
+        low, high = math.floor(1e4 * it.low) / 100, math.ceil(1e4 * it.high) / 100
+        shown.append(
+            [
+                row.run, row.what, row.size, f"{it.inputs:,}", f"{100 * it.first:.2f}",
+                f"{100 * it.second:.2f}", f"{100 * it.difference:+.2f}",
+                f"{low:+.2f} to {high:+.2f}", f"{it.only_first} : {it.only_second}",
+                *(f"{p:.2g}" for p in (it.p_value, corrected, it.anytime)),
+            ]
+        )  # fmt: skip
+    return shown
+
+
+def section(runs: Sequence[Facts], sizes: Mapping[str, Sequence[float]]) -> list[str]:
+    """Paragraphs of Markdown: `differences` as a table, what it claims, what it leaves out."""
+    rows, notes = differences(runs, sizes)
+    first = runs[0].folder.name
+    if not rows:
+        return notes
+    return [
+        markdown(grid(first, rows)),
+        f"Each run less {first}, on the inputs of both, in percentage points. Interval: wrong with "
+        f"probability at most {100 * ERROR:g} % (exact binomial bounds, conservative). p: exact "
+        f"two-sided McNemar; Holm: corrected for the {len(rows)} rows above; any time: valid "
+        "however often one looks while inputs are added in the table's order.",
+        "Claimed for the population that these inputs are a sample of, and for these trained "
+        "models, not for other trainings of the same recipes. Certificates are taken as made: each "
+        "may be wrong with its own alpha.",
+        *notes,
+    ]
+
+
+def _plain(first: Facts, later: Facts, notes: list[str]) -> list[Difference]:
+    two = []
+    for facts in (first, later):
+        if not facts.evaluation:
+            return []
+        if "wrong" not in facts.evaluation:
+            path = facts.folder.evaluation
+            notes.append(
+                f"Plain accuracy of {later.folder.name} is not compared: {path} does not say which "
+                "inputs were wrong; remove it and run the recipe again (nothing is trained anew)."
+            )
+            return []
+        two.append(_right(facts))
+    if first.evaluation["fingerprint"] != later.evaluation["fingerprint"]:  # type: ignore[index]
+        _refuse(first, later, "they were evaluated on different data")
+    return [Difference(later.folder.name, "plain accuracy", "", compare(two[0], two[1]))]
+
+
+def _right(facts: Facts) -> np.ndarray:
+    """Whether each input was answered rightly, bool (N,). Raises UserError when damaged."""
+    about = facts.evaluation or {}
+    inputs = about["inputs"]
+    try:
+        wrong = sorted({int(index) for index in about["wrong"].split()})
+        sound = 1 <= inputs <= MOST and about["accuracy"] == (inputs - len(wrong)) / inputs
+        sound = sound and all(0 <= index < inputs for index in wrong[:1] + wrong[-1:])
+    except (AttributeError, ValueError):
+        sound = False
+    if not sound or not isinstance(about.get("fingerprint"), str):
+        raise UserError(f"{facts.folder.evaluation}: damaged: its wrong inputs are not its own")
+    right = np.ones(inputs, dtype=bool)
+    right[wrong] = False
+    return right
+
+
+def _pairs(
+    first: Facts, later: Facts, notes: list[str]
+) -> Iterator[tuple[CertificateTable, CertificateTable]]:
+    """Of each terms of certification in both runs, the two tables with the most common inputs."""
+    matched = set()
+    for mine in first.tables:
+        others = [other for other in later.tables if other.terms == mine.terms]
+        rivals = [table for table in first.tables if table.terms == mine.terms]
+        if not others or mine is not rivals[0]:
+            continue
+        found = max(itertools.product(rivals, others), key=lambda two: len(_common(*two)[0]))
+        matched |= {id(table) for table in (*rivals, *others)}
+        yield found
+    if first.tables and later.tables and not matched:
+        closest = min((_differing(a, b) for a in first.tables for b in later.tables), key=len)
+        _refuse(first, later, f"their certificates differ in {', '.join(closest)}")
+    for facts in (first, later):
+        names = [table.name for table in facts.tables if id(table) not in matched]
+        if names:
+            notes.append(
+                f"Not compared: {', '.join(names)} of {facts.folder.name} (the other run has no "
+                "certificates on these terms)."
+            )
+
+
+def _differing(mine: CertificateTable, other: CertificateTable) -> list[str]:
+    terms, others = mine.terms, other.terms
+    return [
+        f"{name} ({terms.get(name)} and {others.get(name)})"
+        for name in {**terms, **others}
+        if terms.get(name) != others.get(name)
+    ]
+
+
+def _common(mine: CertificateTable, other: CertificateTable) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of the inputs that both tables have, by index, in its order; none of other data."""
+    data = mine.about.get("data")
+    if data is None or data != other.about.get("data"):
+        return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
+    _, own, others = np.intersect1d(mine.index, other.index, return_indices=True)
+    return own, others
+
+
+def _certified(
+    mine: CertificateTable,
+    other: CertificateTable,
+    later: Facts,
+    sizes: Mapping[str, Sequence[float]],
+) -> Iterator[Difference]:
+    if mine.terms["noise_bank"]:
+        raise UserError(
+            f"{mine.path}: its inputs share one noise bank: they are no independent sample"
+        )
+    own, others = _common(mine, other)
+    if not len(own):
+        raise UserError(
+            f"{mine.path} and {other.path}: no input in common, or not of the same data set"
+        )
+    if (mine.label[own] != other.label[others]).any():
+        raise UserError(f"{mine.path} and {other.path}: different labels for the same inputs")
+    numbers = math.prod(later.input_shape)
+    for certificate, norm in itertools.product(mine.certificates, NORMS):
+        two = [sizes_of(table, certificate, norm, numbers) for table in (mine, other)]
+        if certificate == UNSOUND or two[0] is None or two[1] is None:
+            continue
+        for size in sizes[norm]:
+            found = compare(two[0][own] >= size, two[1][others] >= size)
+            what = f"{title_of(mine, certificate)}, {NORMS[norm]}"
+            yield Difference(later.folder.name, what, f"{size:g}", found)
+
+
+def _refuse(first: Facts, later: Facts, why: str) -> None:
+    raise UserError(
+        f"{first.folder.name} and {later.folder.name}: no difference can be stated: {why}"
+    )

@@ -1,0 +1,194 @@
+"""Two runs compared: pairs by input, one terms of certification, one data set, one direction."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from dpdist.certification import reading
+from dpdist.certification import table as tables
+from dpdist.certification.procedures import FixedDraws
+from dpdist.certification.settings import CertifySettings
+from dpdist.errors import UserError
+from dpdist.reports.differences import differences, grid, section
+from dpdist.runfolder import RunFolder
+
+SIZES = {"l2": (0.1,), "linf": ()}
+# Inputs that only the later run gets right, that only the first one does, and all.
+ONLY_LATER, ONLY_FIRST, ALL = range(0, 9), range(9, 12), range(40)
+
+
+def certificates(path: Path, right: set[int], **changes: Any) -> reading.CertificateTable:
+    """One certificate for each input of `indices`; of the wrong class where it is not right."""
+    indices = changes.pop("indices", ALL)
+    data, labels = changes.pop("data", "d"), changes.pop("labels", 0)
+    bank = changes.pop("noise_bank", False)
+    settings = CertifySettings(**{"sigma": 0.5, "n": 1000, **changes})
+    procedure, rows = FixedDraws(settings, 100), []
+    for index in indices:
+        selected = labels if index in right else 1 - labels
+        hits = settings.n - 5
+        counts = [hits, 5] if selected == 0 else [5, hits]
+        verdict = procedure.verdict([{"selected": selected, "histogram": counts}])
+        rows.append(tables.row(index, labels, verdict, settings, "none"))
+    about = {
+        "settings": {"n": settings.n, "mode": settings.mode, "noise": settings.noise,
+                     "sigma": settings.sigma, "noise_bank": bank},
+        "model": "m", "data": data, "seed": "s",
+    }  # fmt: skip
+    tables.write(tables.build(rows, about), path / "certificates.parquet")
+    return reading.read(path / "certificates.parquet")
+
+
+def run_of(folder: Path, *found: reading.CertificateTable, **evaluation: Any) -> Any:
+    return SimpleNamespace(
+        folder=RunFolder(folder), tables=list(found), input_shape=(4,), evaluation=evaluation
+    )
+
+
+def right(only: range) -> set[int]:
+    """What one run gets right: its own inputs, and from 20 on those that both do."""
+    return {*only, *range(20, 40)}
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> list[Any]:
+    first = certificates(tmp_path / "t1", right(ONLY_FIRST))
+    later = certificates(tmp_path / "t2", right(ONLY_LATER))
+    return [run_of(tmp_path / "first", first), run_of(tmp_path / "later", later)]
+
+
+def test_difference_is_of_the_later_run_less_the_first(two: list[Any]) -> None:
+    (row,), notes = differences(two, SIZES)
+    it = row.found
+    assert notes == [] and row.run == "later" and row.size == "0.1"
+    assert row.what == "vote (Cohen), gaussian 0.5, L2"
+    assert (it.inputs, it.only_first, it.only_second) == (40, 3, 9)
+    assert (it.first, it.second, it.difference) == (23 / 40, 29 / 40, 6 / 40)
+    assert it.p_value == pytest.approx(stats.binomtest(9, 12, 0.5).pvalue)
+    header, shown = grid("first", [row])
+    assert "first, %" in header and "only first : only run" in header
+    assert shown[4:7] == ["57.50", "72.50", "+15.00"] and shown[8] == "3 : 9"
+    low, high = (float(part) for part in shown[7].split(" to "))
+    assert low <= 100 * it.low and high >= 100 * it.high
+    ((back,), _) = differences(two[::-1], SIZES)
+    assert back.found.difference == -6 / 40
+
+
+def test_nothing_is_certified_where_the_radius_is_smaller(two: list[Any]) -> None:
+    (row,), _ = differences(two, {"l2": (50.0,), "linf": ()})
+    assert row.found.first == row.found.second == 0 and row.found.p_value == 1
+
+
+def test_pairs_are_made_by_input_and_not_by_row(tmp_path: Path, two: list[Any]) -> None:
+    # The later run's share begins elsewhere, and its rows lie in another order.
+    share = certificates(tmp_path / "t3", right(ONLY_LATER), indices=range(4, 40, 2))
+    backwards = share.table.take(np.arange(share.table.num_rows)[::-1].copy())
+    two[1].tables = [reading.of(backwards)]
+    (row,), _ = differences(two, SIZES)
+    assert row.found.inputs == 18
+    assert (row.found.only_first, row.found.only_second) == (1, 3)  # 10; 4, 6 and 8
+    # Of several tables on the same terms, the two with the most inputs in common.
+    two[1].tables.append(certificates(tmp_path / "t4", right(ONLY_LATER), indices=range(30)))
+    (row,), _ = differences(two, SIZES)
+    assert row.found.inputs == 30
+
+
+def test_any_time_follows_the_order_of_the_inputs(tmp_path: Path) -> None:
+    # Evidence for the later run comes early; whoever reads on from the end sees it late.
+    early, late = set(range(12)), set(range(30, 40))
+    first = run_of(tmp_path / "first", certificates(tmp_path / "t1", late))
+    later = certificates(tmp_path / "t2", early)
+    (row,), _ = differences([first, run_of(tmp_path / "later", later)], SIZES)
+    backwards = later.table.take(np.arange(40)[::-1].copy())
+    first.tables = [reading.of(first.tables[0].table.take(np.arange(40)[::-1].copy()))]
+    run = run_of(tmp_path / "later", reading.of(backwards))
+    (again,), _ = differences([first, run], SIZES)
+    assert row.found.anytime == again.found.anytime < 0.01 < row.found.p_value
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"alpha": 0.01}, r"no difference can be stated: .*alpha \(0.001 and 0.01\)"),
+        ({"n": 2000}, r"differ in n \(1000 and 2000\)"),
+        ({"n0": 50}, "differ in n0"),
+        ({"sigma": 0.25}, r"differ in sigma \(0.5 and 0.25\)"),
+        ({"noise": "laplace"}, r"differ in noise \(gaussian and laplace\)"),
+        ({"noise_bank": True}, "differ in noise_bank"),
+        ({"data": "other"}, "no input in common, or not of the same data set"),
+        ({"indices": range(40, 50)}, "no input in common"),
+        ({"labels": 1}, "different labels for the same inputs"),
+    ],
+)
+def test_what_cannot_be_paired_is_refused(
+    tmp_path: Path, two: list[Any], changes: dict[str, Any], complaint: str
+) -> None:
+    two[1].tables = [certificates(tmp_path / "t3", right(ONLY_LATER), **changes)]
+    with pytest.raises(UserError, match=complaint):
+        differences(two, SIZES)
+
+
+def test_one_noise_bank_makes_no_independent_sample(tmp_path: Path) -> None:
+    found = [certificates(tmp_path / f"{i}", right(ONLY_LATER), noise_bank=True) for i in (1, 2)]
+    with pytest.raises(UserError, match="share one noise bank"):
+        differences([run_of(tmp_path / "r", table) for table in found], SIZES)
+
+
+def test_what_only_one_run_has_is_named(tmp_path: Path, two: list[Any]) -> None:
+    two[1].tables.append(certificates(tmp_path / "other-sigma", set(), sigma=0.25))
+    _, notes = differences(two, SIZES)
+    assert notes == [
+        "Not compared: other-sigma of later (the other run has no certificates on these terms)."
+    ]
+    two[1].tables = []
+    assert differences(two, SIZES) == ([], ["Not compared: t1 of first (the other run has no "
+                                            "certificates on these terms)."])  # fmt: skip
+
+
+def plain(wrong: list[int], fingerprint: str = "d", inputs: int = 40) -> dict[str, Any]:
+    return {
+        "accuracy": (inputs - len(wrong)) / inputs, "inputs": inputs, "data": "points/test",
+        "wrong": " ".join(map(str, wrong)), "fingerprint": fingerprint,
+    }  # fmt: skip
+
+
+def test_plain_accuracy_on_the_same_inputs(tmp_path: Path) -> None:
+    runs = [
+        run_of(tmp_path / "first", **plain(list(range(9)))),
+        run_of(tmp_path / "b", **plain([8, 9])),
+        run_of(tmp_path / "c", **plain(list(range(9)))),
+    ]
+    rows, notes = differences(runs, SIZES)
+    assert notes == [] and [(row.run, row.what, row.size) for row in rows] == [
+        ("b", "plain accuracy", ""), ("c", "plain accuracy", "")
+    ]  # fmt: skip
+    assert (rows[0].found.only_first, rows[0].found.only_second) == (1, 8)
+    assert rows[1].found.p_value == 1
+    # Two later runs: Holm's correction doubles the smaller p value.
+    p = stats.binomtest(1, 9, 0.5).pvalue
+    shown = grid("first", rows)
+    assert shown[1][9:11] == [f"{p:.2g}", f"{2 * p:.2g}"] and shown[2][9:11] == ["1", "1"]
+    text = "\n".join(section(runs, SIZES))
+    assert "corrected for the 2 rows above" in text and "sample of" in text
+    with pytest.raises(UserError, match="evaluated on different data"):
+        differences([runs[0], run_of(tmp_path / "b", **plain([1], "other"))], SIZES)
+
+
+def test_evaluations_that_do_not_name_inputs(tmp_path: Path) -> None:
+    first = run_of(tmp_path / "first", **plain([1]))
+    old = run_of(tmp_path / "old", accuracy=0.5, inputs=40, data="points/test")
+    rows, (note,) = differences([first, old], SIZES)
+    assert rows == [] and "remove it and run the recipe again" in note
+    for damage in (
+        {"wrong": "x"}, {"wrong": 3}, {"wrong": "-1"}, {"wrong": "40"}, {"wrong": ""},
+        {"inputs": 0}, {"inputs": 10**15}, {"fingerprint": None},
+    ):  # fmt: skip
+        damaged = run_of(tmp_path / "damaged", **{**plain([1]), **damage})
+        with pytest.raises(UserError, match="damaged"):
+            differences([first, damaged], SIZES)
