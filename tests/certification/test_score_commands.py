@@ -111,6 +111,9 @@ def test_a_run_is_certified_under_its_own_noise(runs: Path, tmp_path: Path) -> N
 def test_comparison_shows_claimed_and_proved_apart(runs: Path, tmp_path: Path) -> None:
     call("certify", "private", "--runs", runs, "--bound", "counts", "--norm", "linf")
     picture = tmp_path / "curves.png"
+    with pytest.raises(UserError, match=r"differ in bound \(hoeffding and counts\)"):
+        call("compare", "noisy", "private", "--runs", runs)
+    call("certify", "private", "--runs", runs)
     shown = call(
         "compare", "noisy", "private", "--runs", runs, "--l2", "0.001", "--picture", picture
     ).output
