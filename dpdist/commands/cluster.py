@@ -84,7 +84,7 @@ def template(
     known = templates()
     if name not in known:
         raise UserError(f"{name}: no such template; there are {', '.join(sorted(known))}")
-    typer.echo(known[name].read_text(), nl=False)
+    typer.echo(known[name], nl=False)
 
 
 @app.command("submit")

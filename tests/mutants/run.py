@@ -46,9 +46,9 @@ def copy_tree(target: Path) -> Path:
         cwd=ROOT, capture_output=True, check=True, text=True,
     ).stdout.split("\0")  # fmt: skip
     for name in names:
-        if name and (ROOT / name).is_file():
+        if name and ((ROOT / name).is_file() or (ROOT / name).is_symlink()):
             (target / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, target / name)
+            shutil.copy2(ROOT / name, target / name, follow_symlinks=False)
     packages = [str(target / name) for name in ("cluster", "dpdist", "tuning")]
     subprocess.run([sys.executable, "-m", "compileall", "-q", *packages], check=True)
     return target
