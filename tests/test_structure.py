@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from dpdist.privacy.catalogue import KINDS
+
 ROOT = Path(__file__).resolve().parent.parent
 
 # What everybody may import: the errors, and the door through which files are read.
@@ -132,6 +134,11 @@ def _files():
         yield from sorted((ROOT / package).rglob("*.py"))
 
 
+def _module(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
 def _unit(module: str) -> str | None:
     """The entry of ALLOWED (or foreign) that a module of ours belongs to."""
     if module in BASE:
@@ -174,6 +181,113 @@ def violations(path: Path, text: str) -> list[str]:
 @pytest.mark.parametrize("path", list(_files()), ids=lambda p: str(p.relative_to(ROOT)))
 def test_imports_run_downward(path):
     assert violations(path, path.read_text()) == []
+
+
+# --- no circles -------------------------------------------------------------------------------
+
+MODULES = {_module(path): path for path in _files()}
+
+
+def _needs(module: str, text: str) -> set[str]:
+    """Modules of ours that it imports, inside functions too; what only annotations name is not."""
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            node.body = [ast.Pass()]
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return {name for name in found if name in MODULES and name != module}
+
+
+def circles(needs: dict[str, set[str]]) -> list[list[str]]:
+    """Modules that need one another, by Tarjan's strongly connected components."""
+    order: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    open_: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(module: str) -> None:
+        order[module] = lowest[module] = len(order)
+        open_.append(module)
+        for other in sorted(needs[module]):
+            if other not in order:
+                visit(other)
+                lowest[module] = min(lowest[module], lowest[other])
+            elif other in open_:
+                lowest[module] = min(lowest[module], order[other])
+        if lowest[module] == order[module]:
+            start = open_.index(module)
+            if len(open_) > start + 1:
+                found.append(sorted(open_[start:]))
+            del open_[start:]
+
+    for module in needs:
+        if module not in order:
+            visit(module)
+    return found
+
+
+def test_no_modules_import_one_another():
+    assert circles({name: _needs(name, path.read_text()) for name, path in MODULES.items()}) == []
+
+
+def test_circles_are_found():
+    late = "def f():\n    from dpdist.privacy import plan"
+    assert _needs("dpdist.privacy.accounting", late) == {"dpdist.privacy", "dpdist.privacy.plan"}
+    typed = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import dpdist.privacy.plan"
+    assert _needs("dpdist.privacy.phases", typed) == set()
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
+
+
+# --- kinds speak for themselves ---------------------------------------------------------------
+
+
+def asks_for(text: str, classes: set[str], names: set[str]) -> list[str]:
+    """Where a source asks which kind something is: by isinstance or type, by a pattern of `match`,
+    or by the name of the kind."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        asked: list[ast.AST] = []
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass"):
+            asked = [node.args[1]]
+        elif isinstance(node, ast.Compare):
+            asked = [node]
+        elif isinstance(node, ast.MatchClass):
+            asked = [node.cls]
+        elif isinstance(node, ast.MatchValue):
+            asked = [node.value]
+        for inner in (inner for part in asked for inner in ast.walk(part)):
+            by_class = isinstance(inner, ast.Name | ast.Attribute)
+            if by_class and ast.unparse(inner).split(".")[-1] in classes:
+                found.append(ast.unparse(node))
+            if isinstance(inner, ast.Constant) and inner.value in names:
+                found.append(ast.unparse(node))
+    return found
+
+
+def test_nobody_asks_which_kind_a_phase_is():
+    own = {ROOT / "dpdist" / "privacy" / f"{name}.py" for name in ("releases", "combined")}
+    classes = {kind.__name__ for kind in KINDS.values()}
+    for path in set(_files()) - own:
+        assert asks_for(path.read_text(), classes, set(KINDS)) == [], path
+
+
+def test_questions_about_kinds_are_found():
+    for question in (
+        "isinstance(phase, GaussianSteps | WorstOf)",
+        "isinstance(phase, (int, plan.WorstOf))",
+        "type(phase) is WorstOf",
+        "record['kind'] == 'worst-of'",
+        "kind in ('worst-of', 'votes')",
+        "match phase:\n    case WorstOf():\n        pass",
+        "match kind:\n    case 'worst-of':\n        pass",
+    ):
+        assert asks_for(question, {"GaussianSteps", "WorstOf"}, {"worst-of"}), question
+    assert asks_for("WorstOf(choices) if wide else 'worst-of'", {"WorstOf"}, {"worst-of"}) == []
 
 
 def test_the_rule_can_fail():

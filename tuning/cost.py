@@ -16,21 +16,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain, product
 from typing import TYPE_CHECKING
 
 from dpdist.errors import UserError
+from dpdist.privacy.combined import ParallelParts, RepeatAndSelect, WorstOf
 from dpdist.privacy.guarantee import Guarantee
-from dpdist.privacy.plan import (
-    GaussianReleases,
-    GaussianSteps,
-    ParallelParts,
-    Phase,
-    PrivacyPlan,
-    RepeatAndSelect,
-    WorstOf,
-)
+from dpdist.privacy.phases import Phase, walk
+from dpdist.privacy.plan import PrivacyPlan
+from dpdist.privacy.releases import GaussianReleases, GaussianSteps
 from dpdist.privacy.selection import SelectionLaw
 from dpdist.recipe import Recipe
 from dpdist.search_options import LawRecipe
@@ -128,7 +124,7 @@ class SearchCost:
             GaussianSteps(int(steps), float(noise), rate, cap)
             for (noise, _), (rate, steps) in near.items()
         }
-        worst = [one for one in found if not any(_below(one, o) for o in found - {one})]
+        worst = [one for one in found if not any(one.at_most(o) for o in found - {one})]
         return [(*besides, one) for one in sorted(worst, key=repr)]
 
     # --- the whole
@@ -147,15 +143,7 @@ class SearchCost:
             assert self.law.mean is not None
             return (RepeatAndSelect(phases, self.law.mean, self.law.shape_number),)
         assert self.law.runs is not None
-        repeated: list[Phase] = []
-        for phase in phases:
-            if isinstance(phase, GaussianSteps):
-                repeated.append(replace(phase, steps=phase.steps * self.law.runs))
-            elif isinstance(phase, GaussianReleases):
-                repeated.append(replace(phase, count=phase.count * self.law.runs))
-            else:
-                repeated += [phase] * self.law.runs
-        return tuple(repeated)
+        return tuple(again for phase in phases for again in phase.times(self.law.runs))
 
     def _plan(self, phases: Sequence[Phase]) -> PrivacyPlan:
         privacy = self.recipe.privacy
@@ -314,18 +302,6 @@ class SearchCost:
         return high
 
 
-def _below(one: GaussianSteps, other: GaussianSteps) -> bool:
-    """Whether steps are a post-processing of others: no more of them, joined no more often, with no
-    less noise. Every accountant then agrees that they cost no more."""
-    if one.batch_cap is not None or other.batch_cap is not None:
-        return one == other
-    return (
-        one.steps <= other.steps
-        and one.sample_rate <= other.sample_rate
-        and one.noise_multiplier >= other.noise_multiplier
-    )
-
-
 @dataclass(frozen=True)
 class Limit:
     """What one trial's training may cost. base: the plan from which the search's price is computed.
@@ -342,16 +318,12 @@ class Limit:
         base = self.base
         if (trial.delta, trial.neighbours) != (base.delta, base.neighbours):
             return False
-        choices: Sequence[tuple[Phase, ...]] = (base.phases,)
-        if isinstance(base.phases[0], WorstOf):
-            choices = base.phases[0].choices
-        for *besides, steps in choices:
-            *own_besides, own = trial.phases
-            assert isinstance(steps, GaussianSteps) and isinstance(own, GaussianSteps)
-            same_size = own.batch_cap is None or trial.records == base.records
-            if own_besides == besides and same_size and _below(own, steps):
-                return True
-        return isinstance(base.phases[0], WorstOf) and self._curve_lies_above(trial)
+        same_size = trial.records == base.records
+        if same_size or not any(own.capped for own in walk(trial.phases)):
+            for one_each in product(*(phase.settings for phase in base.phases)):
+                if _post_processing(trial.phases, tuple(chain.from_iterable(one_each))):
+                    return True
+        return all(phase.priced_by_curve for phase in base.phases) and self._curve_lies_above(trial)
 
     def check(self, trial: PrivacyPlan, where: str) -> None:
         """Raise UserError unless the trial is within the limit."""
@@ -377,6 +349,11 @@ class Limit:
             return True
         own = accounting.compose_rdp(trial.event(), trial.neighbours, orders.tolist())
         return bool((own.rdp <= ceiling).all())
+
+
+def _post_processing(own: Sequence[Phase], other: Sequence[Phase]) -> bool:
+    """Whether a sequence of phases costs no more than another, phase by phase."""
+    return len(own) == len(other) and all(a.at_most(b) for a, b in zip(own, other, strict=True))
 
 
 def _start(plan_with: Callable[[float], PrivacyPlan], target: float) -> float:

@@ -247,10 +247,10 @@ def search_command(
     A random number must stay secret, and so must every run but the best one. A fixed number may be
     public, and all its runs may be shown.
     """
-    from dpdist.privacy.best_of import best_of_guarantee
     from dpdist.privacy.guarantee import format_epsilon
     from dpdist.privacy.plan import PrivacyPlan
-    from dpdist.privacy.selection import SelectionLaw, fixed_runs_guarantee, search_guarantee
+    from dpdist.privacy.searches import best_of_guarantee, fixed_runs_guarantee, search_guarantee
+    from dpdist.privacy.selection import SelectionLaw
 
     with _user_errors("search"):
         one = PrivacyPlan.dp_sgd(
@@ -309,7 +309,8 @@ def shuffling_command(
     """One epoch by Poisson sampling (proved) beside shuffled batches (at least; Chua et al.
     2024)."""
     from dpdist.privacy.guarantee import format_epsilon
-    from dpdist.privacy.plan import GaussianSteps, PrivacyPlan
+    from dpdist.privacy.plan import PrivacyPlan
+    from dpdist.privacy.releases import GaussianSteps
     from dpdist.privacy.shuffling import shuffled_epsilon_lower_bound
 
     with _user_errors("shuffling"):

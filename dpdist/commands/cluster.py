@@ -56,7 +56,8 @@ def check(
 
     Every complaint names file, key and what would be right; exit code 2 when there is one.
     """
-    from cluster.clusterfile import Needs, check_file
+    from cluster.clusterfile import check_file
+    from cluster.findings import Needs
     from dpdist import __version__
     from dpdist.errors import UserError
     from dpdist.recipe import find, load

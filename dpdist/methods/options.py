@@ -18,7 +18,8 @@ from dpdist.fields import (
     Share,
     Text,
 )
-from dpdist.privacy.plan import GaussianReleases, NonPrivate, Phase
+from dpdist.privacy.phases import Phase
+from dpdist.privacy.releases import GaussianReleases, NonPrivate
 
 Draws = Annotated[int, Number, Field(ge=1, le=10_000)]
 

@@ -23,6 +23,7 @@ from dp_accounting.rdp import RdpAccountant
 from dpdist.privacy.events import WorstOfDpEvent
 from dpdist.privacy.guarantee import Neighbours
 from dpdist.privacy.losses import FINEST_GRID, Loss, LossTooLarge, Unsupported, loss_of, relation
+from dpdist.privacy.selection import SelectionLaw
 
 _LARGEST_SPAN = 1e6  # beyond, a guarantee is meaningless and the library overflows
 _MAX_GRID_POINTS = 1e6  # about one second and 100 MB per composition
@@ -93,8 +94,6 @@ def best_of_runs(orders: np.ndarray, rdp: np.ndarray, mean: float, shape: float)
     orders: > 1, ascending. rdp: of one run at these orders. Papernot and Steinke 2022, Theorem 2;
     a curve does not fall with its order, so a bound at a higher order holds at the lower ones.
     """
-    from dpdist.privacy.selection import SelectionLaw
-
     log_gamma = SelectionLaw(mean, shape).log_gamma
     hidden = (1 + shape) * np.min((1 - 1 / orders) * rdp - log_gamma / orders)
     curve = rdp + hidden + math.log(mean) / (orders - 1)

@@ -17,15 +17,9 @@ docs/privacy.md. Other bounds of the same price, by other ways: Koskela, Redberg
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 
-from dpdist.privacy.accounting import grid_for, library_version
-from dpdist.privacy.guarantee import Guarantee, Neighbours
-from dpdist.privacy.losses import Loss, LossTooLarge, loss_of
-from dpdist.privacy.plan import Phase, PrivacyPlan, RepeatAndSelect
 from dpdist.privacy.profiles import Losses, directions, from_profiles
 from dpdist.privacy.selection import SelectionLaw
 
@@ -41,33 +35,6 @@ def best_of(loss: PrivacyLossDistribution, law: SelectionLaw) -> PrivacyLossDist
     apart = max(1, -(-top // _SUPPORT))
     steps = apart * np.arange(0, top // apart + 2)
     return from_profiles(prices[0].grid, steps, [price.deltas(steps) for price in prices])
-
-
-def best_of_guarantee(
-    phases: Sequence[Phase],
-    law: SelectionLaw,
-    *,
-    records: int,
-    delta: float,
-    neighbours: Neighbours = "add-or-remove-one",
-) -> Guarantee:
-    """What is proved for the best of K runs of `phases`, by this bound.
-
-    Raises dpdist.privacy.accounting.Unsupported when a run has no privacy loss distribution.
-    """
-    search = RepeatAndSelect(tuple(phases), law.mean, law.shape)
-    plan = PrivacyPlan(records, (search,), delta, neighbours=neighbours)
-    worst = 0.0
-    for path in plan.alternatives(search.phases):
-        try:
-            one = loss_of(path, neighbours, grid_for(path, neighbours))
-        except LossTooLarge:
-            one = Loss(None, 0.0)
-        pld = None if one.pld is None else best_of(one.pld, law)
-        # What rounding takes from one run's deltas it takes E[K] times.
-        worst = max(worst, Loss(pld, law.mean * one.rounding).epsilon(delta))
-    source = f"PLD of best-of-K ({library_version()})"
-    return Guarantee(worst, delta, neighbours, "proved", source, plan.assumptions)
 
 
 class _Price:

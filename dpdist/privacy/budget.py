@@ -20,17 +20,12 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from dpdist.privacy.catalogue import phases_from
 from dpdist.privacy.filter import RenyiFilter
-from dpdist.privacy.guarantee import Guarantee, Neighbours
+from dpdist.privacy.guarantee import Guarantee, Neighbours, check_delta
 from dpdist.privacy.journal import Journal, JournalError, OnJournal
-from dpdist.privacy.plan import (
-    Phase,
-    PrivacyPlan,
-    compose_alternatives,
-    data_alternatives,
-    phase_from_dict,
-    phase_to_dict,
-)
+from dpdist.privacy.phases import Phase, compose_alternatives, data_alternatives
+from dpdist.privacy.plan import PrivacyPlan
 
 KIND, SUFFIX = "budget", ".budget.jsonl"
 _FORMAT = 2
@@ -63,7 +58,7 @@ class Charge:
             "run": self.run,
             "name": self.name,
             "records": self.records,
-            "phases": [phase_to_dict(phase) for phase in self.phases],
+            "phases": [phase.to_dict() for phase in self.phases],
             "status": self.status,
             "nominal": self.nominal,
         }
@@ -72,7 +67,7 @@ class Charge:
     def from_dict(cls, record: dict[str, Any]) -> Charge:
         """Inverse of `to_dict`."""
         fields = dict(record)
-        fields["phases"] = tuple(phase_from_dict(phase) for phase in fields["phases"])
+        fields["phases"] = phases_from(fields["phases"])
         return cls(**fields)
 
 
@@ -109,8 +104,7 @@ def composed_guarantee(
     """
     from dpdist.privacy import accounting
 
-    if not 0 < delta < 1:
-        raise ValueError(f"delta must lie strictly between 0 and 1, got {delta}")
+    check_delta(delta)
     paths = compose_alternatives(
         [data_alternatives(charge.phases, charge.records, neighbours) for charge in charges]
     )

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from dpdist.privacy.budget import SUFFIX, BudgetExceeded, Charge, DataBudget, Terms, check_fits
 from dpdist.privacy.guarantee import Neighbours
 from dpdist.privacy.journal import JournalError, anchor_path
-from dpdist.privacy.plan import Phase
+from dpdist.privacy.phases import Phase
 
 _KEY = "records.key"
 _KEY_BYTES = 32

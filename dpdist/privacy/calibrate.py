@@ -12,7 +12,8 @@ from collections.abc import Callable
 from functools import cache
 
 from dpdist.privacy.guarantee import Neighbours
-from dpdist.privacy.plan import Phase, PrivacyPlan
+from dpdist.privacy.phases import Phase
+from dpdist.privacy.plan import PrivacyPlan
 
 _TOLERANCE = 1e-3  # relative, on epsilon; an integer answer may be further off by one unit
 _NOISE_LIMITS = (1e-2, 1e6)

@@ -12,54 +12,12 @@ from typing import Any
 
 from dpdist.privacy.guarantee import Guarantee, format_epsilon
 from dpdist.privacy.ledger import Ledger
-from dpdist.privacy.plan import (
-    GaussianReleases,
-    GaussianSteps,
-    LaplaceReleases,
-    NonPrivate,
-    ParallelParts,
-    Phase,
-    PrivacyPlan,
-    WorstOf,
-)
+from dpdist.privacy.plan import PrivacyPlan
 
 _DELTAS = (1e-4, 1e-5, 1e-6, 1e-8)
 EVALUATION_UNPROTECTED = (
     "Evaluation data are not protected: scores and certificates on them are published as they are."
 )
-
-
-def describe_phase(phase: Phase) -> str:
-    """One phase in a sentence. A search's own number of runs stays secret; only its law is told."""
-    if isinstance(phase, GaussianSteps):
-        how = "full batches" if phase.sample_rate == 1 else "Poisson sampling"
-        rate = "" if phase.sample_rate == 1 else f" at rate {phase.sample_rate:.6g}"
-        cap = "" if phase.batch_cap is None else f", cut to at most {phase.batch_cap} records"
-        if phase.noise_multiplier == 0:
-            return f"{phase.steps} steps WITHOUT noise, {how}{rate}{cap}"
-        return (
-            f"{phase.steps} Gaussian steps, noise multiplier {phase.noise_multiplier:.6g}, "
-            f"{how}{rate}{cap}"
-        )
-    if isinstance(phase, GaussianReleases):
-        rate = "" if phase.sample_rate == 1 else f", Poisson sampling at {phase.sample_rate:.6g}"
-        return (
-            f"{phase.count} Gaussian sum beside the training, noise multiplier "
-            f"{phase.noise_multiplier:.6g}{rate}"
-        )
-    if isinstance(phase, NonPrivate):
-        return f"NOT PRIVATE: {phase.reason}"
-    if isinstance(phase, LaplaceReleases):
-        return f"{phase.count} Laplace releases, noise multiplier {phase.noise_multiplier:.6g}"
-    if isinstance(phase, ParallelParts):
-        parts = [" then ".join(map(describe_phase, part)) for part in phase.parts]
-        return "on disjoint parts of the data: " + "; or ".join(parts)
-    if isinstance(phase, WorstOf):
-        choices = [" then ".join(map(describe_phase, choice)) for choice in phase.choices]
-        return "a setting chosen without the data that costs at most: " + "; or ".join(choices)
-    law = "Poisson" if math.isinf(phase.shape) else f"negative binomial of shape {phase.shape:g}"
-    inner = " then ".join(map(describe_phase, phase.phases))
-    return f"the best of a secret random number of runs ({law}, mean {phase.mean:g}) of: {inner}"
 
 
 def card(
@@ -105,7 +63,7 @@ def card(
         ],
         "accountant": main.source,
         "library": accounting.library_version(),
-        "mechanism": [describe_phase(phase) for phase in phases],
+        "mechanism": [phase.words for phase in phases],
         "clip_norm": plan.clip_norm if math.isfinite(plan.clip_norm) else "none",
         "records": plan.records if show_records else None,
         "records_are": "declared" if plan.nominal else "counted",

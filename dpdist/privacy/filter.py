@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 from dpdist.privacy.guarantee import Guarantee, Neighbours
-from dpdist.privacy.plan import Phase, RepeatAndSelect, any_phase, data_alternatives
+from dpdist.privacy.phases import Phase, data_alternatives, walk
 
 # Whole orders: sampled Gaussians have a closed form there.
 _ORDERS = (*range(2, 65), *(2**k for k in range(7, 15)))
@@ -99,9 +99,8 @@ def _divergence(
 ) -> float:
     from dpdist.privacy import accounting
 
-    searched = any_phase(phases, lambda phase: isinstance(phase, RepeatAndSelect))
-    # The law of a search's runs weighs several orders against each other.
-    orders = sorted({*accounting.QUICK_ORDERS, order}) if searched else [order]
+    several = any(phase.weighs_orders for phase in walk(phases))
+    orders = sorted({*accounting.QUICK_ORDERS, order}) if several else [order]
     at = orders.index(order)
     paths = data_alternatives(phases, records, neighbours)
     curves = [accounting.compose_rdp(path, neighbours, orders).rdp for path in paths]

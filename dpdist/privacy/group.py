@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 
 from dpdist.privacy.guarantee import Guarantee
-from dpdist.privacy.plan import GaussianSteps, LaplaceReleases, Phase, PrivacyPlan
+from dpdist.privacy.plan import PrivacyPlan
 
 _GROUP_GRID = 1e-3  # the library builds mixtures point by point
 
@@ -49,14 +49,6 @@ def lemma_epsilon(record_delta: Callable[[float], float], delta: float, size: in
     return math.inf
 
 
-def _exact_phases(phases: tuple[Phase, ...]) -> bool:
-    return all(
-        (isinstance(phase, LaplaceReleases) and phase.sample_rate == 1.0)
-        or (isinstance(phase, GaussianSteps) and phase.batch_cap is None)
-        for phase in phases
-    )
-
-
 def group_guarantee(plan: PrivacyPlan, size: int, delta: float | None = None) -> Guarantee:
     """The plan's guarantee for groups of up to `size` records; one record gives plan.guarantee().
 
@@ -70,10 +62,10 @@ def group_guarantee(plan: PrivacyPlan, size: int, delta: float | None = None) ->
     if size == 1:
         return plan.guarantee(delta=delta)
     unit = f"the unit is a group of up to {size} records"
-    value, source = math.inf, "PLD of mixtures of Gaussians"
-    if plan.neighbours == "add-or-remove-one" and _exact_phases(plan.phases):
-        value = _mixture_epsilon(plan, size, delta)
-    if math.isinf(value):
+    value, source = None, "PLD of mixtures of Gaussians"
+    if plan.neighbours == "add-or-remove-one":
+        value = _exact_epsilon(plan, size, delta)
+    if value is None or math.isinf(value):
         from dpdist.privacy import accounting
 
         paths = plan.alternatives(plan.phases)
@@ -83,35 +75,16 @@ def group_guarantee(plan: PrivacyPlan, size: int, delta: float | None = None) ->
     return Guarantee(value, delta, plan.neighbours, "proved", source, assumptions, not plan.nominal)
 
 
-def _mixture_epsilon(plan: PrivacyPlan, size: int, delta: float) -> float:
+def _exact_epsilon(plan: PrivacyPlan, size: int, delta: float) -> float | None:
+    """None where a phase has no exact loss for groups."""
     from dp_accounting.pld import privacy_loss_distribution as library
-    from scipy.stats import binom
 
     from dpdist.privacy.losses import Loss, rounding
 
     total, releases = library.identity(value_discretization_interval=_GROUP_GRID), 0
     for phase in plan.phases:
-        if phase.noise_multiplier == 0:  # type: ignore[union-attr]
-            return math.inf
-        if isinstance(phase, LaplaceReleases):
-            step = library.from_laplace_mechanism(
-                phase.noise_multiplier / size, value_discretization_interval=_GROUP_GRID
-            )
-            total = total.compose(step.self_compose(phase.count))
-            releases += phase.count
-        elif isinstance(phase, GaussianSteps):
-            if phase.sample_rate == 1.0:
-                step = library.from_gaussian_mechanism(
-                    phase.noise_multiplier / size, value_discretization_interval=_GROUP_GRID
-                )
-            else:
-                counts = list(range(size + 1))
-                step = library.from_mixture_gaussian_mechanism(
-                    phase.noise_multiplier,
-                    [float(count) for count in counts],
-                    [float(p) for p in binom.pmf(counts, size, phase.sample_rate)],
-                    value_discretization_interval=_GROUP_GRID,
-                )
-            total = total.compose(step.self_compose(phase.steps))
-            releases += phase.steps
+        if (found := phase.group_loss(size, _GROUP_GRID)) is None:
+            return None
+        loss, count = found
+        total, releases = total.compose(loss), releases + count
     return Loss(total, rounding(releases)).epsilon(delta)

@@ -11,6 +11,12 @@ Neighbours = Literal["add-or-remove-one", "replace-one"]
 Kind = Literal["proved", "claimed", "audited"]
 
 
+def check_delta(delta: float) -> None:
+    """Raise ValueError unless 0 < delta < 1."""
+    if not 0 < delta < 1:
+        raise ValueError(f"delta must lie strictly between 0 and 1, got {delta}")
+
+
 def format_epsilon(epsilon: float | str, digits: int = 4, *, lower_bound: bool = False) -> str:
     """`digits` significant digits, rounded up (down for a lower bound): text promises no more.
 

@@ -17,9 +17,11 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from dpdist.privacy.catalogue import phase_from_dict
 from dpdist.privacy.guarantee import Guarantee
 from dpdist.privacy.journal import Anchor, Journal, JournalError, OnJournal
-from dpdist.privacy.plan import Phase, PrivacyPlan, phase_from_dict, phase_to_dict
+from dpdist.privacy.phases import Phase
+from dpdist.privacy.plan import PrivacyPlan
 
 if TYPE_CHECKING:
     import dp_accounting as dpa
@@ -157,7 +159,7 @@ class Ledger(OnJournal):
         replay, the same id with another event raises ReplayConflict.
         """
         phase = phase_from_dict(event) if isinstance(event, dict) else event
-        record = {"kind": "event", "name": name, "event": phase_to_dict(phase), "id": event_id}
+        record = {"kind": "event", "name": name, "event": phase.to_dict(), "id": event_id}
         _check_id(event_id)
         known = self._events.get(event_id)
         if known == record:

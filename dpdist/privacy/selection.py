@@ -1,22 +1,20 @@
 """Laws of the number of runs of a private search (Papernot and Steinke 2022).
 
 A search runs the base mechanism K times with K secret and random, and releases the best run only. A
-law is named by its mean and its shape, as in `dpdist.privacy.plan.RepeatAndSelect`: shape infinity
-is Poisson (K may be 0), every finite shape eta > -1 a truncated negative binomial (K >= 1; 1 is
-geometric, 0 logarithmic).
+law is named by its mean and its shape, as in `dpdist.privacy.combined.RepeatAndSelect`: shape
+infinity is Poisson (K may be 0), every finite shape eta > -1 a truncated negative binomial (K >= 1;
+1 is geometric, 0 logarithmic).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from dpdist.privacy.guarantee import Guarantee, Neighbours
-from dpdist.privacy.plan import Phase, PrivacyPlan, RepeatAndSelect
+if TYPE_CHECKING:
+    import numpy as np
 
 
 def mean_of(shape: float, log_gamma: float) -> float:
@@ -34,7 +32,10 @@ class SelectionLaw:
     shape: float
 
     def __post_init__(self) -> None:
-        RepeatAndSelect((), self.mean, self.shape)  # the same limits hold here
+        if math.isnan(self.shape) or self.shape <= -1:
+            raise ValueError(f"shape must be > -1 (infinity: Poisson), got {self.shape}")
+        if not (math.isfinite(self.mean) and self.mean >= 1):
+            raise ValueError(f"mean number of runs must be >= 1 and finite, got {self.mean}")
 
     @cached_property
     def log_gamma(self) -> float:
@@ -66,6 +67,8 @@ class SelectionLaw:
         The density of the best of K runs is that of one run times the tilt at the probability of
         a better one.
         """
+        import numpy as np
+
         if math.isinf(self.shape):
             return self.mean * np.exp(-self.mean * t)
         return self.mean * (1 + math.expm1(-self.log_gamma) * t) ** -(1 + self.shape)
@@ -104,6 +107,8 @@ class SelectionLaw:
         if self.shape < 0:  # tails so long that only the head can be added up
             return max(0.0, 1 - self._head(runs))
         if self.shape == 0:
+            import numpy as np
+
             k = np.arange(runs, runs + math.ceil(45 / self.gamma))
             terms = np.exp(k * math.log(-math.expm1(self.log_gamma))) / k
             return float(terms.sum()) / -self.log_gamma
@@ -118,6 +123,8 @@ class SelectionLaw:
 
     def _head(self, runs: int) -> float:
         """P(1 <= K < runs) for a negative shape, from the ratio of neighbouring probabilities."""
+        import numpy as np
+
         k = np.arange(1, runs - 1)
         ratios = -math.expm1(self.log_gamma) * (k + self.shape) / (k + 1)
         return float(math.exp(self.log_pmf(1)) * (1 + np.cumprod(ratios).sum()))
@@ -146,33 +153,3 @@ class SelectionLaw:
         names = {math.inf: "Poisson", 1.0: "geometric", 0.0: "logarithmic"}
         name = names.get(self.shape, f"truncated negative binomial (shape {self.shape:g})")
         return f"{name}, mean {self.mean:g}"
-
-
-def search_guarantee(
-    phases: Sequence[Phase],
-    law: SelectionLaw,
-    *,
-    records: int,
-    delta: float,
-    neighbours: Neighbours = "add-or-remove-one",
-) -> Guarantee:
-    """What a search with a secret K costs; Theorem 2 (finite shape) or 6 (Poisson), by RDP.
-
-    Raises dpdist.privacy.accounting.Unsupported when a run has no Renyi bound.
-    """
-    search = RepeatAndSelect(tuple(phases), law.mean, law.shape)
-    return PrivacyPlan(records, (search,), delta, neighbours=neighbours).guarantee()
-
-
-def fixed_runs_guarantee(
-    phases: Sequence[Phase],
-    runs: int,
-    *,
-    records: int,
-    delta: float,
-    neighbours: Neighbours = "add-or-remove-one",
-) -> Guarantee:
-    """What a fixed, public number of runs costs: plain composition; all runs may be shown."""
-    if runs < 1:
-        raise ValueError(f"the number of runs must be at least 1, got {runs}")
-    return PrivacyPlan(records, tuple(phases) * runs, delta, neighbours=neighbours).guarantee()

@@ -11,6 +11,8 @@ from __future__ import annotations
 import numpy as np
 from scipy.stats import norm
 
+from dpdist.privacy.guarantee import check_delta
+
 _POINTS = 20_001
 
 
@@ -35,8 +37,7 @@ def shuffled_delta_lower_bound(epsilon: float, noise_multiplier: float, steps: i
 
 def shuffled_epsilon_lower_bound(delta: float, noise_multiplier: float, steps: int) -> float:
     """epsilon that one shuffled epoch costs at least, at `delta`; 0 if the bound says nothing."""
-    if not 0 < delta < 1:
-        raise ValueError(f"delta must lie strictly between 0 and 1, got {delta}")
+    check_delta(delta)
     low, high = 0.0, 1.0
     if shuffled_delta_lower_bound(low, noise_multiplier, steps) <= delta:
         return 0.0

@@ -10,7 +10,7 @@ from dpdist.privacy.claims import (
     transdenoiser_training_claim,
 )
 from dpdist.privacy.guarantee import Guarantee, format_epsilon
-from dpdist.privacy.plan import GaussianSteps, PrivacyPlan
+from dpdist.privacy.plan import PrivacyPlan
 from dpdist.recipe import Recipe
 
 
@@ -23,7 +23,7 @@ def claim_of(recipe: Recipe, plan: PrivacyPlan, proved: Guarantee) -> Claim | No
     """
     if recipe.method.name == "transdenoiser":
         return _transdenoiser_claim(recipe.method, plan, proved)
-    steps = next((p for p in plan.phases if isinstance(p, GaussianSteps)), None)
+    steps = next((phase.loop for phase in plan.phases if phase.loop), None)
     method = recipe.method
     if method.name != "secure-sgd" or steps is None or steps.noise_multiplier == 0:
         return None

@@ -20,7 +20,7 @@ from dpdist.privacy.claims import Claim
 from dpdist.privacy.group import group_guarantee
 from dpdist.privacy.guarantee import Guarantee, format_epsilon
 from dpdist.privacy.ledger import Ledger
-from dpdist.privacy.plan import NonPrivate, PrivacyPlan
+from dpdist.privacy.plan import PrivacyPlan
 from dpdist.recipe import Recipe
 from dpdist.released import read_released
 from dpdist.reports.attacks import AttackTable, numbers_of, read_attacks, read_checks, summary_rows
@@ -76,7 +76,7 @@ class Facts:
 
     @property
     def _why_not(self) -> str:
-        reasons = [phase.reason for phase in self.plan.phases if isinstance(phase, NonPrivate)]
+        reasons = self.plan.unproved
         if self.plan.steps and self.plan.step(0).noise_multiplier == 0:
             reasons.append(f"method {self.recipe.method.name}, trained without gradient privacy")
         return "; ".join(reasons) or "too little noise"

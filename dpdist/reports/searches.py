@@ -6,9 +6,12 @@ from dataclasses import dataclass, replace
 
 from cluster.reading import read_json
 from dpdist.errors import UserError
+from dpdist.privacy.catalogue import phase_from_dict
 from dpdist.privacy.guarantee import format_epsilon
 from dpdist.privacy.ledger import Ledger
-from dpdist.privacy.plan import GaussianSteps, Phase, PrivacyPlan, phase_from_dict
+from dpdist.privacy.phases import Phase
+from dpdist.privacy.plan import PrivacyPlan
+from dpdist.privacy.releases import GaussianSteps
 from dpdist.runfolder import RunFolder, plan_of
 
 _TERMS = {

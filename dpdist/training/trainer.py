@@ -21,7 +21,7 @@ from dpdist.archive import Archive
 from dpdist.errors import NoRoom, UserError
 from dpdist.gradients.keys import key_id
 from dpdist.privacy.budget import Charge
-from dpdist.privacy.plan import Phase
+from dpdist.privacy.phases import Phase
 from dpdist.recipe import Recipe
 from dpdist.released import begun, read_released
 from dpdist.runfolder import RunFolder

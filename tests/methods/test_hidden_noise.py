@@ -18,7 +18,7 @@ from dpdist.methods.options import HGMPixelDP, PixelDP, Redistribution, SecureSG
 from dpdist.methods.pixeldp import noise_scale
 from dpdist.methods.sensitivity import keep_within, layer_bound
 from dpdist.models import ModelSpec, Split
-from dpdist.privacy.plan import GaussianReleases, NonPrivate
+from dpdist.privacy.releases import GaussianReleases, NonPrivate
 
 SPEC = ModelSpec("hgm-cnn", (1, 6, 6), 3, {"filters": [4], "kernels": [3], "strides": [2]})
 

@@ -79,12 +79,16 @@ FAULTS: list[Fault] = [
          "a trial may execute what was not accounted"),
     ),
     *group(
+        "dpdist/privacy/releases.py", f"{WIRING}::test_each_score_carries_the_noise_that_was_paid_for "
+        "tuning/test_cost::test_a_fixed_number_of_runs_is_composed",
+        ("steps=self.steps * runs", "steps=self.steps",
+         "a fixed number of trainings is charged once"),
+        ("count=self.count * runs", "count=self.count",
+         "a fixed number of scores is charged once"),
+    ),
+    *group(
         "tuning/cost.py", f"{WIRING}::test_each_score_carries_the_noise_that_was_paid_for "
         "tuning/test_cost::test_a_fixed_number_of_runs_is_composed",
-        ("replace(phase, steps=phase.steps * self.law.runs)", "replace(phase, steps=phase.steps)",
-         "a fixed number of trainings is charged once"),
-        ("count=phase.count * self.law.runs", "count=phase.count",
-         "a fixed number of scores is charged once"),
         ("GaussianReleases(noise, self.recipe.tune.rungs)", "GaussianReleases(noise, 1)",
          "one rung's score is charged"),
     ),

@@ -14,10 +14,11 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from scipy.stats import norm
 
-from dpdist.privacy.best_of import best_of, best_of_guarantee
+from dpdist.privacy.best_of import best_of
 from dpdist.privacy.losses import compose_pld
-from dpdist.privacy.plan import GaussianSteps, NonPrivate
 from dpdist.privacy.profiles import directions, from_profiles
+from dpdist.privacy.releases import GaussianSteps, NonPrivate
+from dpdist.privacy.searches import best_of_guarantee
 from dpdist.privacy.selection import SelectionLaw
 
 GEOMETRIC, LOGARITHMIC, POISSON, HALF = 1.0, 0.0, math.inf, -0.5

@@ -15,18 +15,12 @@ from dpdist.errors import UserError
 from dpdist.privacy import budgets
 from dpdist.privacy.budget import BudgetExceeded, Charge, DataBudget, Terms, composed_guarantee
 from dpdist.privacy.budgets import budgets_in
+from dpdist.privacy.combined import ParallelParts, RepeatAndSelect
 from dpdist.privacy.filter import RenyiFilter
 from dpdist.privacy.journal import Journal, JournalError
 from dpdist.privacy.ledger import Ledger
-from dpdist.privacy.plan import (
-    GaussianReleases,
-    GaussianSteps,
-    LaplaceReleases,
-    NonPrivate,
-    ParallelParts,
-    PrivacyPlan,
-    RepeatAndSelect,
-)
+from dpdist.privacy.plan import PrivacyPlan
+from dpdist.privacy.releases import GaussianReleases, GaussianSteps, LaplaceReleases, NonPrivate
 
 PLAN = PrivacyPlan.dp_sgd(records=1000, batch_size=50, noise_multiplier=1.5, steps=40, delta=1e-4)
 TWICE = PrivacyPlan(1000, PLAN.phases * 2, 1e-4)

@@ -16,7 +16,9 @@ from dpdist.privacy.calibrate import (
     sample_rate_for,
     steps_for,
 )
-from dpdist.privacy.plan import GaussianSteps, LaplaceReleases, PrivacyPlan, RepeatAndSelect
+from dpdist.privacy.combined import RepeatAndSelect
+from dpdist.privacy.plan import PrivacyPlan
+from dpdist.privacy.releases import GaussianSteps, LaplaceReleases
 
 DATA = {"records": 60_000, "delta": 1e-5}
 

@@ -6,8 +6,10 @@ import json
 import math
 
 from dpdist.privacy.card import EVALUATION_UNPROTECTED, card, card_markdown
+from dpdist.privacy.combined import ParallelParts, RepeatAndSelect
 from dpdist.privacy.ledger import Ledger
-from dpdist.privacy.plan import LaplaceReleases, ParallelParts, PrivacyPlan, RepeatAndSelect
+from dpdist.privacy.plan import PrivacyPlan
+from dpdist.privacy.releases import LaplaceReleases
 
 PLAN = PrivacyPlan.dp_sgd(records=1000, batch_size=50, noise_multiplier=1.5, steps=40, delta=1e-4)
 

@@ -10,7 +10,8 @@ from scipy.stats import binom
 
 from dpdist.privacy.group import group_guarantee, lemma_delta, lemma_epsilon
 from dpdist.privacy.mechanisms import gaussian_delta, gaussian_epsilon
-from dpdist.privacy.plan import GaussianSteps, LaplaceReleases, PrivacyPlan
+from dpdist.privacy.plan import PrivacyPlan
+from dpdist.privacy.releases import GaussianSteps, LaplaceReleases
 
 
 def plan(*phases, **setting) -> PrivacyPlan:

@@ -14,7 +14,8 @@ import pytest
 
 from dpdist.privacy.journal import Anchor, Journal, _parse, anchor_path
 from dpdist.privacy.ledger import Ledger, LedgerError, ReplayConflict
-from dpdist.privacy.plan import GaussianSteps, LaplaceReleases, PrivacyPlan
+from dpdist.privacy.plan import PrivacyPlan
+from dpdist.privacy.releases import GaussianSteps, LaplaceReleases
 
 PLAN = PrivacyPlan.dp_sgd(records=1000, batch_size=50, noise_multiplier=1.5, steps=40, delta=1e-4)
 ONE = {"world_size": "1"}

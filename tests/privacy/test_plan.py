@@ -8,14 +8,10 @@ import math
 
 import pytest
 
-from dpdist.privacy.plan import (
-    GaussianSteps,
-    LaplaceReleases,
-    ParallelParts,
-    PrivacyPlan,
-    RepeatAndSelect,
-    sequence_alternatives,
-)
+from dpdist.privacy.combined import ParallelParts, RepeatAndSelect
+from dpdist.privacy.phases import sequence_alternatives
+from dpdist.privacy.plan import PrivacyPlan
+from dpdist.privacy.releases import GaussianSteps, LaplaceReleases
 
 MNIST = {
     "records": 60_000,

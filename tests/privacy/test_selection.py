@@ -10,13 +10,11 @@ from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
 from dp_accounting.rdp import RdpAccountant
 from scipy import stats
 
-from dpdist.privacy.plan import GaussianReleases, GaussianSteps, PrivacyPlan, WorstOf
-from dpdist.privacy.selection import (
-    SelectionLaw,
-    fixed_runs_guarantee,
-    mean_of,
-    search_guarantee,
-)
+from dpdist.privacy.combined import WorstOf
+from dpdist.privacy.plan import PrivacyPlan
+from dpdist.privacy.releases import GaussianReleases, GaussianSteps
+from dpdist.privacy.searches import fixed_runs_guarantee, search_guarantee
+from dpdist.privacy.selection import SelectionLaw, mean_of
 
 STEPS = (GaussianSteps(4680, 1.23, 512 / 60_000),)
 SHAPES = [math.inf, 3.0, 1.0, 0.5, 0.1, 0.0, -0.1]

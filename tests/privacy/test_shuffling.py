@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from dpdist.privacy.accounting import delta_at
-from dpdist.privacy.plan import GaussianSteps, PrivacyPlan
+from dpdist.privacy.plan import PrivacyPlan
+from dpdist.privacy.releases import GaussianSteps
 from dpdist.privacy.shuffling import shuffled_delta_lower_bound, shuffled_epsilon_lower_bound
 
 

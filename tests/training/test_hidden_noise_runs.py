@@ -19,7 +19,8 @@ from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.perturbations import HiddenDraws
 from dpdist.methods import hgm
 from dpdist.methods.sensitivity import keep_within, layer_bound
-from dpdist.privacy.plan import GaussianReleases, GaussianSteps, NonPrivate, PrivacyPlan
+from dpdist.privacy.plan import PrivacyPlan
+from dpdist.privacy.releases import GaussianReleases, GaussianSteps, NonPrivate
 from dpdist.recipe import Recipe, parse
 from dpdist.reports.facts import read_facts
 from dpdist.runfolder import RunFolder

@@ -16,15 +16,11 @@ from dp_accounting.rdp import RdpAccountant
 from dpdist.commands.tune import _plan as plan_search
 from dpdist.errors import UserError
 from dpdist.privacy import accounting
-from dpdist.privacy.plan import (
-    GaussianReleases,
-    GaussianSteps,
-    ParallelParts,
-    PrivacyPlan,
-    RepeatAndSelect,
-    WorstOf,
-)
-from dpdist.privacy.selection import SelectionLaw, search_guarantee
+from dpdist.privacy.combined import ParallelParts, RepeatAndSelect, WorstOf
+from dpdist.privacy.plan import PrivacyPlan
+from dpdist.privacy.releases import GaussianReleases, GaussianSteps
+from dpdist.privacy.searches import search_guarantee
+from dpdist.privacy.selection import SelectionLaw
 from dpdist.search_options import LawRecipe, TuneRecipe
 from dpdist.training.planning import plan_at
 from tuning.cost import Limit, SearchCost, Sizes

@@ -16,8 +16,10 @@ from scipy import integrate, stats
 from dpdist.certification.bounds import clopper_pearson_lower, clopper_pearson_upper
 from dpdist.gradients.keys import derive_key
 from dpdist.gradients.noise import add_noise
-from dpdist.privacy.plan import GaussianReleases, PrivacyPlan
-from dpdist.privacy.selection import SelectionLaw, search_guarantee
+from dpdist.privacy.plan import PrivacyPlan
+from dpdist.privacy.releases import GaussianReleases
+from dpdist.privacy.searches import search_guarantee
+from dpdist.privacy.selection import SelectionLaw
 from dpdist.search_options import LawRecipe, TuneRecipe
 from tuning.manifest import best, draw_trials, number_of_trials
 

@@ -17,7 +17,7 @@ from dpdist import models
 from dpdist.gradients.keys import derive_key
 from dpdist.gradients.noise import standard_normal
 from dpdist.privacy.ledger import Ledger
-from dpdist.privacy.plan import GaussianReleases
+from dpdist.privacy.releases import GaussianReleases
 from dpdist.releasing import release
 from dpdist.reports.facts import read_facts
 from dpdist.reports.page import write_report

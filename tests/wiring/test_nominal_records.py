@@ -14,7 +14,8 @@ from support.training import execute, make
 from dpdist.errors import UserError
 from dpdist.privacy.card import card_markdown
 from dpdist.privacy.ledger import Ledger
-from dpdist.privacy.plan import GaussianSteps, PrivacyPlan
+from dpdist.privacy.plan import PrivacyPlan
+from dpdist.privacy.releases import GaussianSteps
 from dpdist.recipe import Recipe
 from dpdist.releasing import release
 from dpdist.reports.facts import read_facts

@@ -19,7 +19,8 @@ from support.training import execute, make, parameters
 from dpdist import models
 from dpdist.models import ModelSpec
 from dpdist.privacy.ledger import Ledger
-from dpdist.privacy.plan import GaussianSteps, PrivacyPlan
+from dpdist.privacy.plan import PrivacyPlan
+from dpdist.privacy.releases import GaussianSteps
 from dpdist.training import checkpoint
 from dpdist.training.job import TrainJob, prepare
 

@@ -21,7 +21,8 @@ from dpdist.pipeline import evaluate_stage, load_model
 from dpdist.privacy.budgets import budgets_in
 from dpdist.privacy.guarantee import format_epsilon
 from dpdist.privacy.ledger import Ledger
-from dpdist.privacy.plan import GaussianSteps, PrivacyPlan
+from dpdist.privacy.plan import PrivacyPlan
+from dpdist.privacy.releases import GaussianSteps
 from dpdist.releasing import release
 from dpdist.reports.facts import read_facts
 from dpdist.reports.page import write_report

@@ -1,0 +1,237 @@
+"""Phases that release noisy sums one after the other, and what no theorem covers."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
+
+from dpdist.privacy.phases import Phase
+
+if TYPE_CHECKING:
+    import dp_accounting as dpa
+    from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
+
+_POISSON = "every record joins a step independently (Poisson), never by shuffling"
+
+
+def check_count(name: str, value: object) -> None:
+    """Raise ValueError unless `value` is a whole number >= 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be a whole number >= 1, got {value!r}")
+
+
+def _check_release(noise_multiplier: float, sample_rate: float) -> None:
+    if not (math.isfinite(noise_multiplier) and noise_multiplier >= 0):
+        raise ValueError(f"noise_multiplier must be >= 0 and finite, got {noise_multiplier}")
+    if not 0 < sample_rate <= 1:
+        raise ValueError(f"sample_rate must be in (0, 1], got {sample_rate}")
+
+
+@dataclass(frozen=True)
+class GaussianSteps(Phase):
+    """`steps` releases of a clipped sum over a Poisson batch plus N(0, (noise_multiplier * C)^2).
+
+    sample_rate: each record's probability of joining a step; 1.0 means full batches.
+    batch_cap: hard cap on the physical batch; above it a uniformly random subset of that size is
+    kept (truncated Poisson sampling, arXiv 2508.15089).
+    """
+
+    kind: ClassVar[str] = "gaussian-steps"
+    steps: int
+    noise_multiplier: float
+    sample_rate: float
+    batch_cap: int | None = None
+
+    def __post_init__(self) -> None:
+        check_count("steps", self.steps)
+        _check_release(self.noise_multiplier, self.sample_rate)
+        if self.batch_cap is not None:
+            check_count("batch_cap", self.batch_cap)
+
+    def events(self, records: int) -> list[dpa.DpEvent]:
+        import dp_accounting as dpa
+
+        # A cap above the number of records never acts, whichever neighbour is larger by one.
+        if self.batch_cap is None or self.batch_cap > records:
+            one = _sampled(dpa.GaussianDpEvent(self.noise_multiplier), self.sample_rate)
+        elif self.sample_rate == 1.0:
+            raise ValueError(
+                f"full batches of {records} records cannot be capped at {self.batch_cap}"
+            )
+        else:
+            one = dpa.TruncatedSubsampledGaussianDpEvent(
+                dataset_size=records,
+                sampling_probability=self.sample_rate,
+                truncated_batch_size=self.batch_cap,
+                noise_multiplier=self.noise_multiplier,
+            )
+        return [dpa.SelfComposedDpEvent(one, self.steps)]
+
+    @property
+    def capped(self) -> bool:
+        return self.batch_cap is not None
+
+    @property
+    def loop(self) -> GaussianSteps:
+        return self
+
+    def times(self, runs: int) -> tuple[Phase, ...]:
+        return (replace(self, steps=self.steps * runs),)
+
+    def at_most(self, other: Phase) -> bool:
+        """No more steps, joined no more often, with no less noise."""
+        if not isinstance(other, GaussianSteps) or self.capped or other.capped:
+            return self == other
+        return (
+            self.steps <= other.steps
+            and self.sample_rate <= other.sample_rate
+            and self.noise_multiplier >= other.noise_multiplier
+        )
+
+    def group_loss(self, size: int, grid: float) -> tuple[PrivacyLossDistribution, int] | None:
+        """Mixtures of Gaussians (Ganesh 2024): each record joins a step independently."""
+        from dp_accounting.pld import privacy_loss_distribution as library
+        from scipy.stats import binom
+
+        if self.capped or self.noise_multiplier == 0:
+            return None
+        if self.sample_rate == 1.0:
+            one = library.from_gaussian_mechanism(
+                self.noise_multiplier / size, value_discretization_interval=grid
+            )
+        else:
+            joined = list(range(size + 1))
+            one = library.from_mixture_gaussian_mechanism(
+                self.noise_multiplier,
+                [float(count) for count in joined],
+                [float(p) for p in binom.pmf(joined, size, self.sample_rate)],
+                value_discretization_interval=grid,
+            )
+        return one.self_compose(self.steps), self.steps
+
+    @property
+    def words(self) -> str:
+        noise = f"{self.steps} steps WITHOUT noise"
+        if self.noise_multiplier:
+            noise = f"{self.steps} Gaussian steps, noise multiplier {self.noise_multiplier:.6g}"
+        how = "full batches"
+        if self.sample_rate < 1:
+            how = f"Poisson sampling at rate {self.sample_rate:.6g}"
+        cap = "" if self.batch_cap is None else f", cut to at most {self.batch_cap} records"
+        return f"{noise}, {how}{cap}"
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        sampled = (_POISSON,) if self.sample_rate < 1 else ()
+        cut = ("a batch above the cap is cut to a uniformly random subset",) if self.capped else ()
+        return sampled + cut
+
+
+@dataclass(frozen=True)
+class _Releases(Phase):
+    """`count` noisy sums over a Poisson sample, beside the training."""
+
+    noise_multiplier: float
+    count: int = 1
+    sample_rate: float = 1.0
+    noun: ClassVar[str]
+    bounded: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        check_count("count", self.count)
+        _check_release(self.noise_multiplier, self.sample_rate)
+
+    @abstractmethod
+    def _one(self) -> dpa.DpEvent:
+        """A release without sampling."""
+
+    def events(self, records: int) -> list[dpa.DpEvent]:
+        import dp_accounting as dpa
+
+        return [dpa.SelfComposedDpEvent(_sampled(self._one(), self.sample_rate), self.count)]
+
+    def times(self, runs: int) -> tuple[Phase, ...]:
+        return (replace(self, count=self.count * runs),)
+
+    @property
+    def words(self) -> str:
+        rate = "" if self.sample_rate == 1 else f", Poisson sampling at {self.sample_rate:.6g}"
+        return f"{self.count} {self.noun}, noise multiplier {self.noise_multiplier:.6g}{rate}"
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        return (self.bounded, *((_POISSON,) if self.sample_rate < 1 else ()))
+
+
+@dataclass(frozen=True)
+class LaplaceReleases(_Releases):
+    """`count` releases with Laplace noise of scale noise_multiplier * (L1 bound of one record)."""
+
+    kind: ClassVar[str] = "laplace-releases"
+    noun: ClassVar[str] = "Laplace releases"
+    bounded: ClassVar[str] = "Laplace parts bound a record's contribution in L1 norm"
+
+    def _one(self) -> dpa.DpEvent:
+        import dp_accounting as dpa
+
+        return dpa.LaplaceDpEvent(self.noise_multiplier)
+
+    def group_loss(self, size: int, grid: float) -> tuple[PrivacyLossDistribution, int] | None:
+        from dp_accounting.pld import privacy_loss_distribution as library
+
+        if self.sample_rate < 1 or self.noise_multiplier == 0:
+            return None
+        one = library.from_laplace_mechanism(
+            self.noise_multiplier / size, value_discretization_interval=grid
+        )
+        return one.self_compose(self.count), self.count
+
+
+@dataclass(frozen=True)
+class GaussianReleases(_Releases):
+    """`count` sums over a Poisson sample, released beside the training with Gaussian noise.
+
+    Each record's part is clipped to some L2 norm c of its own; the noise is noise_multiplier * c.
+    """
+
+    kind: ClassVar[str] = "gaussian-releases"
+    noun: ClassVar[str] = "Gaussian sum beside the training"
+    bounded: ClassVar[str] = "what is released beside the steps is clipped per record as well"
+
+    def _one(self) -> dpa.DpEvent:
+        import dp_accounting as dpa
+
+        return dpa.GaussianDpEvent(self.noise_multiplier)
+
+
+def _sampled(event: dpa.DpEvent, sample_rate: float) -> dpa.DpEvent:
+    import dp_accounting as dpa
+
+    return event if sample_rate == 1.0 else dpa.PoissonSampledDpEvent(sample_rate, event)
+
+
+@dataclass(frozen=True)
+class NonPrivate(Phase):
+    """Something computed from the records that no theorem covers: epsilon is infinite."""
+
+    kind: ClassVar[str] = "non-private"
+    reason: str
+
+    def events(self, records: int) -> list[dpa.DpEvent]:
+        import dp_accounting as dpa
+
+        return [dpa.NonPrivateDpEvent()]
+
+    @property
+    def unproved(self) -> str:
+        return self.reason
+
+    @property
+    def words(self) -> str:
+        return f"NOT PRIVATE: {self.reason}"
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        return (self.words,)

@@ -1,0 +1,180 @@
+"""Phases describe themselves: what they did before, and what a new kind needs."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import dp_accounting as dpa
+import pytest
+
+from dpdist.privacy import catalogue
+from dpdist.privacy.budget import Charge
+from dpdist.privacy.calibrate import calibrate_noise
+from dpdist.privacy.card import card
+from dpdist.privacy.combined import ParallelParts, RepeatAndSelect, WorstOf
+from dpdist.privacy.filter import RenyiFilter
+from dpdist.privacy.group import group_guarantee
+from dpdist.privacy.mechanisms import confident_gnmax_epsilon
+from dpdist.privacy.phases import Phase, walk
+from dpdist.privacy.plan import PrivacyPlan
+from dpdist.privacy.releases import GaussianReleases, GaussianSteps, LaplaceReleases, NonPrivate
+
+STEPS = GaussianSteps(6057, 1.1, 256 / 60_000)
+CAPPED = GaussianSteps(30, 0.8, 0.1, 12)
+RELEASE = GaussianReleases(20.0, 2, 0.1)
+PARTS = ParallelParts(((GaussianSteps(400, 4.0, 200 / 9000),), (GaussianReleases(9.5, 1),)))
+OWN_NOISE = WorstOf(((RELEASE, GaussianSteps(400, 4.0, 0.02)),), 12.0)
+
+# Made by the code as it was before each kind had a class of its own.
+FINGERPRINTS = {
+    "085e5e11e5993ee2de9b29a2ae83762e124aa217bfba681952401fc496d5a4bb": PrivacyPlan(
+        60_000, (STEPS,), 1e-5
+    ),
+    "15c465a0043ee4178d46dffade89259e77a2297615561dcf8d7452459bb9b484": PrivacyPlan(
+        1000, (CAPPED,), 1e-5, 0.5, "replace-one"
+    ),
+    "8798331a63e603dd8917cc243656f0e1d66d8c8ac46688d1ed7420d7f396c49d": PrivacyPlan(
+        1000, (RELEASE, LaplaceReleases(4.0, 3, 0.5), GaussianSteps(7, 1.5, 0.05)), 1e-4, 2.0
+    ),
+    "07e3c6151d5932ca99287cc3743ce8dd808e3e7ed8105aac7de61ca752ebfcbd": PrivacyPlan(
+        100,
+        (NonPrivate("r reads private records"), GaussianSteps(3, 0.0, 0.1)),
+        1e-3,
+        math.inf,
+    ),
+    "0ffa07441610f82d3d843cb11062ea2af673af350cf7deaa7a57501cc5627c4b": PrivacyPlan(
+        1000, (GaussianSteps(2, 1.0, 1.0), LaplaceReleases(3.0)), 1e-5, nominal=True
+    ),
+    "3e1a43a5ede67cbab2ccb2f4717641a28033d0bf03cc86d91feb757fbb17bcd4": PrivacyPlan(
+        9000, (RepeatAndSelect((PARTS,), 5.0, math.inf),), 1e-5
+    ),
+    "be1296db7de6f56f4d498786ffc4656275a33e7ec98c82b0b593452e0beb8ae6": PrivacyPlan(
+        9000, (RepeatAndSelect((OWN_NOISE,), 3.5, -0.5), LaplaceReleases(9.0)), 1e-5
+    ),
+    "1d04b571709dd96e02682737d80724c3449e91522e5212a471a95b8a86fb768e": PrivacyPlan(
+        500,
+        (
+            WorstOf(((STEPS,), (LaplaceReleases(1.0, 2),))),
+            ParallelParts(((CAPPED,), (STEPS,))),
+        ),
+        1e-6,
+    ),
+}
+
+
+@pytest.mark.parametrize("fingerprint", FINGERPRINTS)
+def test_plans_on_disk_keep_their_fingerprint(fingerprint):
+    plan = FINGERPRINTS[fingerprint]
+    assert plan.fingerprint() == fingerprint
+    assert PrivacyPlan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
+
+
+def test_each_kind_has_its_form_on_disk():
+    found = {phase.kind: phase for plan in FINGERPRINTS.values() for phase in walk(plan.phases)}
+    assert found.keys() == catalogue.KINDS.keys()
+    assert RELEASE.to_dict() == {
+        "kind": "gaussian-releases", "noise_multiplier": 20.0, "count": 2, "sample_rate": 0.1,
+    }  # fmt: skip
+    assert RepeatAndSelect((), 5, math.inf).to_dict() == {
+        "kind": "repeat-and-select", "phases": [], "mean": 5, "shape": "inf",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {},
+        {"kind": "votes"},
+        {"kind": ["gaussian-steps"]},
+        {"kind": "gaussian-steps", "steps": 3},
+        {"kind": "gaussian-steps", "steps": 3, "noise_multiplier": "1", "sample_rate": 1.0},
+        {"kind": "non-private", "reason": "a", "why": "b"},
+        {"kind": "parallel-parts", "parts": [[{"kind": "no"}]]},
+        {"kind": "worst-of", "choices": 3, "max_order": None},
+        {"kind": "repeat-and-select", "phases": [], "mean": "many", "shape": 1.0},
+    ],
+)
+def test_a_damaged_phase_is_refused(record):
+    with pytest.raises(ValueError):
+        catalogue.phase_from_dict(record)
+
+
+def test_phases_say_what_they_are_and_what_must_hold():
+    plan = FINGERPRINTS["1d04b571709dd96e02682737d80724c3449e91522e5212a471a95b8a86fb768e"]
+    assert [phase.words for phase in plan.phases] == [
+        "a setting chosen without the data that costs at most: 6057 Gaussian steps, noise "
+        "multiplier 1.1, Poisson sampling at rate 0.00426667; or 2 Laplace releases, noise "
+        "multiplier 1",
+        "on disjoint parts of the data: 30 Gaussian steps, noise multiplier 0.8, Poisson sampling "
+        "at rate 0.1, cut to at most 12 records; or 6057 Gaussian steps, noise multiplier 1.1, "
+        "Poisson sampling at rate 0.00426667",
+    ]
+    # Each once, whichever phase asks for it; a nested release is clipped as well.
+    assert len(set(plan.assumptions)) == len(plan.assumptions)
+    nested = PrivacyPlan(9000, (RepeatAndSelect((PARTS,), 5.0, 1.0),), 1e-5).assumptions
+    assert "what is released beside the steps is clipped per record as well" in nested
+    hidden = RepeatAndSelect((NonPrivate("a leak"),), 2.0, 1.0)
+    assert PrivacyPlan(10, (hidden,), 1e-3).unproved == ["a leak"]
+
+
+def test_steps_and_releases_repeat_in_one_phase_and_order_themselves():
+    assert GaussianSteps(3, 1.0, 0.1).times(4) == (GaussianSteps(12, 1.0, 0.1),)
+    assert RELEASE.times(3) == (GaussianReleases(20.0, 6, 0.1),)
+    assert OWN_NOISE.times(2) == (OWN_NOISE, OWN_NOISE)
+    fewer = GaussianSteps(2, 1.2, 0.05)
+    assert fewer.at_most(GaussianSteps(3, 1.0, 0.1)) and not STEPS.at_most(fewer)
+    assert not GaussianSteps(2, 1.2, 0.05, 9).at_most(GaussianSteps(3, 1.0, 0.1, 9))
+    assert CAPPED.at_most(CAPPED) and not CAPPED.at_most(RELEASE)
+
+
+@dataclass(frozen=True)
+class Votes(Phase):
+    """Noisy votes of teachers, composed exactly: the whole of what a new kind has to say."""
+
+    kind: ClassVar[str] = "votes"
+    queries: int
+    answers: int
+    noise: float
+
+    def events(self, records: int) -> list[dpa.DpEvent]:
+        m = math.sqrt(self.queries + 2 * self.answers) / self.noise
+        return [dpa.GaussianDpEvent(1 / m)]
+
+    @property
+    def words(self) -> str:
+        return f"{self.queries} noisy votes"
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        return ("one record changes the vote of one teacher",)
+
+
+def test_a_new_kind_is_one_class_and_one_line(monkeypatch):
+    monkeypatch.setitem(catalogue.KINDS, Votes.kind, Votes)  # the line of the catalogue
+    votes = Votes(40, 10, 30.0)
+    plan = PrivacyPlan(1000, (votes, GaussianSteps(5, 2.0, 0.1)), 1e-5)
+    assert PrivacyPlan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
+    assert Charge.from_dict(Charge.of("a", "b", plan, plan.phases).to_dict()).phases == plan.phases
+    alone = PrivacyPlan(1000, (votes,), 1e-5)
+    exact = confident_gnmax_epsilon(1e-5, 40, 10, 30.0, 30.0)
+    assert exact <= alone.guarantee().epsilon < 1.001 * exact
+    assert plan.guarantee(0).epsilon == alone.guarantee().epsilon  # charged from the beginning
+    assert votes.assumptions[0] in plan.assumptions and plan.steps == 5
+    shown = card(alone)
+    assert shown["mechanism"] == ["40 noisy votes"] and votes.assumptions[0] in shown["assumptions"]
+
+    def plan_with(noise: float) -> PrivacyPlan:
+        return PrivacyPlan(1000, (Votes(40, 10, noise),), 1e-5)
+
+    noise = calibrate_noise(plan_with, exact)
+    assert noise == pytest.approx(30.0, rel=2e-3)
+    search = RepeatAndSelect((ParallelParts(((votes,), (STEPS,))),), 3.0, 1.0)
+    searched = PrivacyPlan(1000, (search,), 1e-5)
+    assert searched.guarantee().epsilon > exact and "40 noisy votes" in search.words
+    assert PrivacyPlan.from_dict(searched.to_dict()).fingerprint() == searched.fingerprint()
+    ceiling = RenyiFilter.fixed(4.0, 1e-5, "add-or-remove-one")
+    assert 0 < ceiling.cost((votes,), 1000) < ceiling.cost((votes, STEPS), 1000)
+    assert group_guarantee(alone, 2).epsilon > 2 * exact  # by the lemma: it names no exact loss
