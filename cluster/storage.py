@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -16,19 +17,36 @@ from cluster.names import place
 
 def write_atomic(path: Path, data: bytes | str) -> None:
     """Replace `path` by `data`, durably: after a crash it holds the old content or the new one."""
-    raw = data.encode() if isinstance(data, str) else data
+    with written_aside(path) as aside:
+        aside.write_bytes(data.encode() if isinstance(data, str) else data)
+
+
+@contextmanager
+def written_aside(path: Path) -> Iterator[Path]:
+    """A path beside `path` to write a file at, which then takes its place as in `write_atomic`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(partial, "wb") as file:
-        file.write(raw)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
-    folder = os.open(path.parent, os.O_RDONLY)
+    aside = _aside(path)
     try:
-        os.fsync(folder)
+        yield aside
+        sync(aside)
+        os.replace(aside, path)
+        sync(path.parent)
     finally:
-        os.close(folder)
+        aside.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Bring a file's content to the disk, or the names in a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _aside(path: Path) -> Path:
+    """A name beside `path` that no other process takes: hosts that share a disk share numbers."""
+    return path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -43,18 +61,23 @@ def json_number(value: float) -> float | None:
 
 
 @contextmanager
-def built_aside(folder: Path, *, replace: bool = False) -> Iterator[Path]:
+def built_aside(folder: Path, *, replace: bool = False, first: bool = False) -> Iterator[Path]:
     """A path beside `folder` to build it at, moved there at the end: whole or not there.
 
     replace: a folder that is there already makes room for the new one, and only when that is whole.
+    first: one that another process put there meanwhile stays, instead of an OSError.
     """
-    old = folder.with_name(f".{folder.name}.{os.getpid()}.old")
+    old = _aside(folder)
     try:
         with _beside(folder) as aside:
             yield aside
             if replace and folder.exists():
                 os.rename(folder, old)
-            os.rename(aside, folder)
+            try:
+                os.rename(aside, folder)
+            except OSError:
+                if not (first and folder.is_dir()):
+                    raise
     finally:
         shutil.rmtree(old, ignore_errors=True)
 
@@ -83,11 +106,10 @@ def moved_in(folder: Path) -> Iterator[Path]:
 def _beside(folder: Path) -> Iterator[Path]:
     """A path beside `folder`, where nothing is; what is there at the end is removed, and so are
     the folders above that were made for it and stayed empty."""
-    aside = folder.with_name(f".{folder.name}.{os.getpid()}")
+    aside = _aside(folder)
     made = [above for above in folder.parents if not above.exists()]
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(aside, ignore_errors=True)
         yield aside
     finally:
         shutil.rmtree(aside, ignore_errors=True)

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -88,3 +90,21 @@ def table(rows: Sequence[tuple[str, str]], title: str = "") -> str:
     lines = [f"{name.ljust(width)}  {value}" for name, value in rows]
     rule = "-" * max(len(line) for line in [*lines, title])
     return "\n".join(([title] if title else []) + [rule, *lines, rule])
+
+
+def columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Aligned columns; a long last column is wrapped to the terminal."""
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header) - 1)]
+    indent = sum(widths) + 2 * len(widths)
+    room = max(40, shutil.get_terminal_size().columns - indent)
+    lines: list[str] = []
+    for row in [header, *rows]:
+        last = textwrap.wrap(row[-1], room) or [""]
+        first = "".join(
+            cell.ljust(width) + "  " for cell, width in zip(row[:-1], widths, strict=True)
+        )
+        lines.append((first + last[0]).rstrip())
+        lines += [" " * indent + more for more in last[1:]]
+        if row is header:
+            lines.append("-" * (indent + min(room, max(len(r[-1]) for r in [header, *rows]))))
+    return "\n".join(lines)

@@ -11,14 +11,12 @@ report/        index.html
 
 from __future__ import annotations
 
-import os
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cluster.reading import NoSuchFile, read_json, read_text, reason, usable_path
-from cluster.storage import private_folder, write_atomic, write_json
+from cluster.storage import built_aside, private_folder, write_atomic, write_json
 from dpdist import __version__
 from dpdist.errors import UserError
 from dpdist.privacy.journal import anchor_path
@@ -181,19 +179,12 @@ class RunFolder:
         """Create the folder, or open it to continue the same recipe. Raises as above."""
         if self.check_same_recipe(recipe):
             return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        # Built aside and renamed: a run folder is whole or not there.
-        aside = RunFolder(self.path.with_name(f".{self.path.name}.{os.getpid()}"))
-        shutil.rmtree(aside.path, ignore_errors=True)
-        aside.path.mkdir()
-        private_folder(aside.private)
-        write_atomic(aside.recipe_file, recipe.to_yaml())
-        write_json(aside.path / "run.json", {"format": FORMAT, "dpdist": __version__})
-        try:
-            os.rename(aside.path, self.path)
-        except OSError:  # another start of the same run was faster
-            shutil.rmtree(aside.path)
-            self.check_same_recipe(recipe)
+        with built_aside(self.path, first=True) as path:
+            aside = RunFolder(path)
+            private_folder(aside.private)
+            write_atomic(aside.recipe_file, recipe.to_yaml())
+            write_json(path / "run.json", {"format": FORMAT, "dpdist": __version__})
+        self.check_same_recipe(recipe)  # another start of the same run may have been faster
 
     def check_format(self) -> None:
         """Raise UserError unless this is a run folder that this version can read."""

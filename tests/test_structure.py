@@ -13,8 +13,11 @@ from dpdist.privacy.catalogue import KINDS
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# What everybody may import: the errors, and the door through which files are read.
-BASE = ("cluster.errors", "cluster.reading", "cluster.table_files", "cluster.yaml_files")
+# What everybody may import: the errors, and the doors through which files are read and written.
+BASE = (
+    "cluster.errors", "cluster.names", "cluster.reading", "cluster.storage", "cluster.table_files",
+    "cluster.yaml_files",
+)  # fmt: skip
 
 # package -> packages of ours it may import (itself always)
 ALLOWED = {

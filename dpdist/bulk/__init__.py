@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ import pyarrow.parquet as pq
 from cluster import table_files
 from cluster.journal import InUse, Journal, OtherHeader
 from cluster.reading import parse_json, read_json
-from cluster.storage import write_json
+from cluster.storage import write_json, written_aside
 from cluster.table_files import Column
 from dpdist.errors import UserError
 
@@ -166,10 +165,8 @@ def about_table(table: pa.Table, key: bytes, where: str = "the table") -> dict[s
 
 def write_table(table: pa.Table, path: Path) -> None:
     """One Parquet file, whole or not at all, and the same bytes for the same table."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    pq.write_table(table.combine_chunks(), partial, row_group_size=1 << 20)
-    os.replace(partial, path)
+    with written_aside(path) as aside:
+        pq.write_table(table.combine_chunks(), aside, row_group_size=1 << 20)
 
 
 def read_table(path: Path, columns: Mapping[str, Column], key: bytes) -> pa.Table:

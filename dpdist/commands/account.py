@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import shutil
-import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
@@ -64,24 +62,6 @@ def _user_errors(command: str) -> Iterator[None]:
         yield
     except ValueError as error:
         raise UserError(f"account {command}: {error}") from None
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Aligned columns; a long last column is wrapped to the terminal."""
-    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header) - 1)]
-    indent = sum(widths) + 2 * len(widths)
-    room = max(40, shutil.get_terminal_size().columns - indent)
-    lines: list[str] = []
-    for row in [header, *rows]:
-        last = textwrap.wrap(row[-1], room) or [""]
-        first = "".join(
-            cell.ljust(width) + "  " for cell, width in zip(row[:-1], widths, strict=True)
-        )
-        lines.append((first + last[0]).rstrip())
-        lines += [" " * indent + more for more in last[1:]]
-        if row is header:
-            lines.append("-" * (indent + min(room, max(len(r[-1]) for r in [header, *rows]))))
-    return "\n".join(lines)
 
 
 def _neighbours(relation: Relation) -> Neighbours:
@@ -249,7 +229,7 @@ def search_command(
     """
     from dpdist.privacy.guarantee import format_epsilon
     from dpdist.privacy.plan import PrivacyPlan
-    from dpdist.privacy.searches import best_of_guarantee, fixed_runs_guarantee, search_guarantee
+    from dpdist.privacy.searches import cheapest, fixed_runs_guarantee
     from dpdist.privacy.selection import SelectionLaw
 
     with _user_errors("search"):
@@ -278,11 +258,7 @@ def search_command(
         add("one run", one.guarantee(), 1)
         for shape in (0.0, 0.5, 1.0, math.inf):
             law = SelectionLaw(float(runs), shape)
-            both = [
-                price(one.phases, law, records=records, delta=delta)
-                for price in (best_of_guarantee, search_guarantee)
-            ]
-            cost = min(both, key=lambda guarantee: guarantee.epsilon)
+            cost = cheapest(one.phases, law, records=records, delta=delta)
             add(law.describe(), cost, law.quantile(0.95))
         cost = fixed_runs_guarantee(one.phases, runs, records=records, delta=delta)
         add(f"fixed, {runs} runs", cost, runs)
@@ -294,7 +270,7 @@ def search_command(
         [row["law"], format_epsilon(row["epsilon"]), str(row["runs_95_percent"]), row["accountant"]]
         for row in rows
     ]
-    typer.echo(_table(header, cells))
+    typer.echo(console.columns(header, cells))
 
 
 @app.command("shuffling")
@@ -367,7 +343,12 @@ def mechanisms_command(
             for e in epsilons
         ]
         if plot is not None:
-            _draw_mechanisms(plot, delta, sensitivity)
+            from dpdist.reports.figures import noise_scales
+
+            try:
+                plot.write_bytes(noise_scales(delta, sensitivity, plot.suffix[1:]))
+            except OSError as error:
+                raise UserError(f"account mechanisms: cannot write {plot}: {error}") from None
     if as_json:
         console.print_json(rows)
         return
@@ -385,40 +366,8 @@ def mechanisms_command(
                 f"{row['laplace']:.4f}",
             ]
         )
-    typer.echo(_table(header, cells))
+    typer.echo(console.columns(header, cells))
     typer.echo(f"delta {delta:g}; * beyond epsilon 1 the classical formula is not a theorem")
-
-
-def _draw_mechanisms(path: Path, delta: float, sensitivity: float) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    import numpy as np
-
-    from dpdist.privacy import mechanisms as m
-
-    epsilon = np.geomspace(0.05, 10, 200)
-    proved = epsilon <= 1
-    classical = m.classical_gaussian_formula(epsilon, delta, sensitivity)
-    figure, axes = plt.subplots(figsize=(6, 4))
-    axes.plot(epsilon[proved], classical[proved], "C1", label="classical Gaussian")
-    axes.plot(epsilon[~proved], classical[~proved], "C1:", label="its formula where unproved")
-    axes.plot(epsilon, m.extended_gaussian_scale(epsilon, delta, sensitivity), "C0",
-              label="extended / HGM")  # fmt: skip
-    axes.plot(epsilon, m.analytic_gaussian_scale(epsilon, delta, sensitivity), "C2",
-              label="analytic Gaussian")  # fmt: skip
-    axes.set(xscale="log", yscale="log", xlabel="epsilon", ylabel="noise standard deviation")
-    axes.set_title(f"Noise for one release, delta {delta:g}")
-    axes.grid(True, which="both", alpha=0.3)
-    axes.legend()
-    figure.tight_layout()
-    try:
-        figure.savefig(path)
-    except OSError as error:
-        raise UserError(f"account mechanisms: cannot write {path}: {error}") from None
-    finally:
-        plt.close(figure)
 
 
 @app.command("claims")
@@ -435,4 +384,4 @@ def claims_command(as_json: AsJson = False) -> None:
         [claim.system, claim.claimed_text, claim.proved_text, claim.verdict, claim.reason]
         for claim in claims
     ]
-    typer.echo(_table(header, rows))
+    typer.echo(console.columns(header, rows))

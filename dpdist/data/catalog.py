@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from cluster.storage import built_aside, private_folder, written_aside
 from dpdist.data.dataset import Dataset
 from dpdist.data.parquet import Columns, load_parquet, split_files
 from dpdist.errors import UserError
@@ -101,16 +102,12 @@ def _digits(split: str, cache: Path) -> Dataset:
         inputs = np.round(digits.images[chosen, None] * (255 / 16)).astype(np.uint8)
         labels = digits.target[chosen].astype(np.int64)
         fingerprint = hashlib.blake2b(inputs.tobytes() + labels.tobytes(), digest_size=16)
-        partial = cache / f".{folder.name}.{os.getpid()}"
-        partial.mkdir(parents=True, mode=0o700, exist_ok=True)
-        np.save(partial / "inputs.npy", inputs)
-        np.save(partial / "labels.npy", labels)
         meta = {"name": f"digits/{split}", "classes": 10, "fingerprint": fingerprint.hexdigest()}
-        (partial / "meta.json").write_text(json.dumps(meta))
-        try:
-            os.replace(partial, folder)
-        except OSError:  # another process was faster
-            shutil.rmtree(partial)
+        with built_aside(folder, first=True) as aside:
+            private_folder(aside)
+            np.save(aside / "inputs.npy", inputs)
+            np.save(aside / "labels.npy", labels)
+            (aside / "meta.json").write_text(json.dumps(meta))
     return Dataset.open(folder)
 
 
@@ -160,6 +157,5 @@ def _write_images(source, path: Path) -> None:
         picture.save(buffer, format="PNG")
         images.append({"bytes": buffer.getvalue(), "path": f"{position}.png"})
         labels.append(int(label))
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    pq.write_table(pa.table({"image": images, "label": labels}), partial, row_group_size=1000)
-    os.replace(partial, path)
+    with written_aside(path) as aside:
+        pq.write_table(pa.table({"image": images, "label": labels}), aside, row_group_size=1000)

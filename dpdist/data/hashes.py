@@ -7,12 +7,13 @@ record; one changed pixel makes another one, which no comparison finds.
 from __future__ import annotations
 
 import hashlib
-import os
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from cluster.storage import written_aside
 
 _CHUNK = 2**22  # values turned into floats at once
 
@@ -47,7 +48,6 @@ def stored_hashes(folder: Path) -> np.ndarray:
     path = folder / "record-hashes.npy"
     if not path.exists():
         inputs = np.load(folder / "inputs.npy", mmap_mode="r", allow_pickle=False)
-        partial = folder / f".{path.stem}.{os.getpid()}.npy"
-        np.save(partial, hashes_of(inputs))
-        os.replace(partial, path)
+        with written_aside(path) as aside, open(aside, "wb") as file:
+            np.save(file, hashes_of(inputs))
     return np.load(path, allow_pickle=False)

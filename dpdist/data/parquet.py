@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
-import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -21,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
+from cluster.storage import built_aside, private_folder
 from dpdist.data.dataset import Dataset
 from dpdist.data.images import Inexact, decode
 from dpdist.errors import UserError
@@ -90,16 +88,8 @@ def load_parquet(
     folder = cache / f"{name.replace('/', '-')}-{stamp}"
     if not (folder / "meta.json").exists():
         cache.mkdir(parents=True, exist_ok=True, mode=0o700)
-        partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=cache))  # mode 0700
-        try:
-            _decode(files, name, classes, columns, partial)
-            try:
-                os.replace(partial, folder)
-            except OSError:  # another process was faster
-                if not (folder / "meta.json").exists():
-                    raise
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+        with built_aside(folder, first=True) as aside:
+            _decode(files, name, classes, columns, private_folder(aside))
     return Dataset.open(folder)
 
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import json
 import math
-import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -22,6 +20,7 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor, nn
 
 from cluster.reading import NoSuchFile, check_shape, read_bytes, read_json
+from cluster.storage import write_atomic, write_json
 from dpdist.errors import UserError
 from dpdist.models.hidden import attach_silence, hidden_noise
 from dpdist.models.normalised import Normalised
@@ -249,9 +248,8 @@ def save(module: nn.Module, spec: ModelSpec, folder: Path) -> None:
         for name, value in module.state_dict().items()
     }
     description = {"format": FORMAT, **asdict(spec)}
-    text = json.dumps(description, indent=2, sort_keys=True, allow_nan=False)
-    _write(folder / "model.safetensors", save_tensors(tensors))
-    _write(folder / "model.json", text.encode() + b"\n")
+    write_atomic(folder / "model.safetensors", save_tensors(tensors))
+    write_json(folder / "model.json", description)
 
 
 def read_spec(folder: Path) -> ModelSpec:
@@ -319,12 +317,3 @@ def model_hash(folder: Path) -> str:
         raw = read_bytes(Path(folder) / name)
         digest.update(len(raw).to_bytes(8, "little") + raw)
     return digest.hexdigest()
-
-
-def _write(path: Path, data: bytes) -> None:
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(partial, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from cluster.reading import not_blocking
+from cluster.storage import sync
 
 _VERSION = 2
 _WITHOUT_ANCHOR = 1  # the version before; still read, and continued with an anchor
@@ -201,9 +202,9 @@ class Journal:
             if not records:
                 journal.header = {**header, "kind": kind, "version": _VERSION}
                 journal._write(journal.header)
-                _sync_folder(path.parent)
+                sync(path.parent)
                 if created_folder:
-                    _sync_folder(path.parent.parent)
+                    sync(path.parent.parent)
             journal._open_anchor()
             return journal
         except BaseException:
@@ -265,7 +266,7 @@ class Journal:
         self._anchor_file = os.fdopen(descriptor, "r+b", buffering=0)
         self._write_anchor(self._anchor_file)
         os.fsync(descriptor)
-        _sync_folder(self.path.parent)
+        sync(self.path.parent)
 
     def _write_anchor(self, file: IO[bytes]) -> None:
         """Not synced for each line: an anchor that a power cut leaves behind the file is lawful."""
@@ -315,12 +316,3 @@ def _lock(file: IO[bytes], path: Path) -> None:
             if time.monotonic() > deadline:
                 raise JournalBusy(f"{path} is being written by another process") from None
             time.sleep(0.1)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make a new file's name durable too."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

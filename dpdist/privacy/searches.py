@@ -58,6 +58,15 @@ def search_guarantee(
     return PrivacyPlan(records, (search,), delta, neighbours=neighbours).guarantee()
 
 
+def cheapest(
+    phases: Sequence[Phase], law: SelectionLaw, *, records: int, delta: float
+) -> Guarantee:
+    """The smaller of both bounds on a search with a secret K. Raises as they do."""
+    bounds = (best_of_guarantee, search_guarantee)
+    found = [bound(phases, law, records=records, delta=delta) for bound in bounds]
+    return min(found, key=lambda guarantee: guarantee.epsilon)
+
+
 def fixed_runs_guarantee(
     phases: Sequence[Phase],
     runs: int,

@@ -9,6 +9,7 @@ import matplotlib
 import numpy as np
 
 from dpdist.certification.reading import CertificateTable
+from dpdist.privacy import mechanisms
 from dpdist.reports.attacks import AttackTable, grid
 
 matplotlib.use("Agg")
@@ -104,6 +105,25 @@ def loss_landscape(alphas: Sequence[float], losses: Sequence[float]) -> bytes:
     return png(figure)
 
 
+def noise_scales(delta: float, sensitivity: float, form: str) -> bytes:
+    """Noise of one release against epsilon, a line for each Gaussian mechanism (HGM, IJCAI 2019,
+    Figure 1). form: png, pdf or svg."""
+    epsilon = np.geomspace(0.05, 10, 200)
+    proved = epsilon <= 1
+    classical = mechanisms.classical_gaussian_formula(epsilon, delta, sensitivity)
+    extended = mechanisms.extended_gaussian_scale(epsilon, delta, sensitivity)
+    analytic = mechanisms.analytic_gaussian_scale(epsilon, delta, sensitivity)
+    figure, axes = _axes()
+    axes.plot(epsilon[proved], classical[proved], "C1", label="classical Gaussian")
+    axes.plot(epsilon[~proved], classical[~proved], "C1:", label="its formula where unproved")
+    axes.plot(epsilon, extended, "C0", label="extended / HGM")
+    axes.plot(epsilon, analytic, "C2", label="analytic Gaussian")
+    axes.set(xscale="log", yscale="log", xlabel="epsilon", ylabel="noise standard deviation")
+    axes.set_title(f"Noise for one release, delta {delta:g}")
+    axes.legend()
+    return png(figure, form)
+
+
 def _axes():
     figure = Figure(figsize=(6.4, 3.8), dpi=110, layout="constrained")
     axes = figure.subplots()
@@ -126,8 +146,8 @@ def _house_style(axes) -> None:
     axes.set_axisbelow(True)
 
 
-def png(figure: Figure) -> bytes:
+def png(figure: Figure, form: str = "png") -> bytes:
     """The picture as a file's bytes."""
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
+    figure.savefig(buffer, format=form)
     return buffer.getvalue()

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 from pathlib import Path
 
 import pytest
 
-from cluster.storage import built_aside, private_folder, write_atomic, write_json
+from cluster.storage import (
+    built_aside,
+    private_folder,
+    write_atomic,
+    write_json,
+    written_aside,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -68,6 +75,37 @@ def test_a_folder_built_aside_is_there_whole_or_not_at_all(tmp_path):
         (aside / "whole").write_text("x")
         assert not (tmp_path / "folder").exists()
     assert (tmp_path / "folder" / "whole").exists() and len(list(tmp_path.iterdir())) == 1
+
+
+def test_of_two_that_build_a_folder_the_first_one_s_stays(tmp_path):
+    folder = tmp_path / "folder"
+    with built_aside(folder, first=True) as mine:
+        mine.mkdir()
+        (mine / "mine").write_text("x")
+        with built_aside(folder, first=True) as other:  # as another process, or another host
+            other.mkdir()
+            (other / "other").write_text("x")
+    assert [p.name for p in folder.iterdir()] == ["other"] and len(list(tmp_path.iterdir())) == 1
+    with pytest.raises(OSError), built_aside(folder) as late:
+        late.mkdir()
+
+
+def test_a_file_that_a_library_writes_is_whole_as_well(tmp_path, disk):
+    with pytest.raises(KeyboardInterrupt), written_aside(tmp_path / "table") as aside:
+        aside.write_bytes(b"123")
+        raise KeyboardInterrupt
+    assert list(tmp_path.iterdir()) == [] and disk == []
+    with written_aside(tmp_path / "table") as aside:
+        aside.write_bytes(b"123")
+    assert disk == [("synced", 3), ("renamed", "table"), ("folder",)]
+
+
+def test_nobody_else_moves_files_into_their_places():
+    for package in ("cluster", "dpdist", "tuning"):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            if path != ROOT / "cluster" / "storage.py":
+                assert not re.search(r"\bos\.(replace|rename|renames)\b|\.rename\(",
+                                     path.read_text()), path  # fmt: skip
 
 
 def test_a_private_folder_is_its_owner_s(tmp_path):

@@ -197,8 +197,8 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "cluster/storage.py", "cluster/test_storage",
-        ("        os.fsync(file.fileno())\n", "", "no fsync of the bytes"),
-        ("        os.fsync(folder)\n", "        pass\n", "no fsync of the name"),
+        ("        sync(aside)\n", "", "no fsync of the bytes"),
+        ("        sync(path.parent)\n", "", "no fsync of the name"),
         ("    path.chmod(0o700)\n", "", "private folders are open to all"),
     ),
 ]  # fmt: skip
