@@ -30,7 +30,7 @@ from dpdist.certification.score_columns import AS_PRINTED, NORMS, SCHEMA
 from dpdist.certification.score_settings import ScoreBound, ScoreSettings
 from dpdist.certification.verdict import ABSTAIN
 from dpdist.errors import UserError
-from dpdist.models import HiddenNoise, Split
+from dpdist.models import HiddenNoise, SplitModel
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Sensitivity:
     as_printed: float
 
 
-def sensitivity(split: Split, noise: HiddenNoise, input_shape: tuple[int, ...]) -> Sensitivity:
+def sensitivity(split: SplitModel, noise: HiddenNoise, input_shape: tuple[int, ...]) -> Sensitivity:
     """Of the actual first layer, normalisation included. Raises UserError without noise."""
     if not bool((noise.std > 0).all()) or not bool(noise.std.isfinite().all()):
         raise UserError("every hidden component needs noise: some deviations are not positive")

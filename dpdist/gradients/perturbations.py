@@ -26,7 +26,7 @@ from dpdist.gradients.keys import KEY_BYTES, derive_key
 Aggregate = Literal["mean", "sum"]
 
 
-def standard_normal(draw_key: bytes, purpose: str, draw: int, size: int) -> Tensor:
+def standard_normal_shared(draw_key: bytes, purpose: str, draw: int, size: int) -> Tensor:
     """`size` float32 standard normals shared by the batch."""
     philox = np.random.Philox(key=_philox_key(draw_key, purpose, draw))
     return torch.from_numpy(np.random.Generator(philox).standard_normal(size, dtype=np.float32))
@@ -150,7 +150,7 @@ class ParameterDraws(Draws):
         self, parameters: Mapping[str, Tensor], draw_key: bytes, draw: int
     ) -> dict[str, Tensor]:
         size = sum(value.numel() for value in parameters.values())
-        noise = standard_normal(draw_key, "draws/parameters", draw, size)
+        noise = standard_normal_shared(draw_key, "draws/parameters", draw, size)
         return self._perturbed(parameters, noise)
 
     def inputs(
@@ -241,7 +241,7 @@ class OneHiddenDraw(Draws):
     def __init__(self, module: str, std: Tensor, run_key: bytes) -> None:
         super().__init__()
         self.hidden_module = module
-        normals = standard_normal(run_key, "draws/one-hidden", 0, std.numel())
+        normals = standard_normal_shared(run_key, "draws/one-hidden", 0, std.numel())
         self.noise = std * normals.view_as(std)
 
     def hidden(

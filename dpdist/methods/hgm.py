@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dpdist.gradients.keys import derive_key
 from dpdist.gradients.noise import add_noise
-from dpdist.models import Split
+from dpdist.models import SplitModel
 from dpdist.privacy.mechanisms import redistribution
 
 _BATCH = 256
@@ -33,7 +33,7 @@ def heterogeneous_noise(scale: float, k_r: Tensor) -> Tensor:
     return (scale * k_r.sqrt()).float()
 
 
-def gradient_powers(split: Split, inputs: Tensor, labels: Tensor, beta: float) -> Tensor:
+def gradient_powers(split: SplitModel, inputs: Tensor, labels: Tensor, beta: float) -> Tensor:
     """|dL/dh|^beta of each record: float32 (B, *hidden). L is the record's cross-entropy."""
     hidden = split.first(inputs).detach().requires_grad_()
     loss = nn.functional.cross_entropy(split.rest(hidden), labels, reduction="sum")
@@ -41,7 +41,7 @@ def gradient_powers(split: Split, inputs: Tensor, labels: Tensor, beta: float) -
     return gradient.abs().pow(beta)
 
 
-def mean_powers(split: Split, inputs: Tensor, labels: Tensor, beta: float) -> Tensor:
+def mean_powers(split: SplitModel, inputs: Tensor, labels: Tensor, beta: float) -> Tensor:
     """Their mean over the records: float64 of the hidden shape. For public records."""
     batches = zip(inputs.split(_BATCH), labels.split(_BATCH), strict=True)
     total = sum(gradient_powers(split, x, y, beta).double().sum(0) for x, y in batches)
@@ -50,7 +50,7 @@ def mean_powers(split: Split, inputs: Tensor, labels: Tensor, beta: float) -> Te
 
 
 def clipped_powers(
-    split: Split, inputs: Tensor, labels: Tensor, beta: float, clip_norm: float
+    split: SplitModel, inputs: Tensor, labels: Tensor, beta: float, clip_norm: float
 ) -> Tensor:
     """Sum of the records' vectors, each clipped to L2 norm clip_norm: float64 of the hidden shape.
 

@@ -13,14 +13,14 @@ import math
 import torch
 from torch import nn
 
-from dpdist.models import Split
+from dpdist.models import SplitModel
 
 # Machines may differ in the last bits of a spectral norm; their weights must not. A factor on this
 # grid is the same on all of them, but for a rounding at a grid point.
 _GRID = 2.0**20
 
 
-def layer_bound(split: Split) -> float:
+def layer_bound(split: SplitModel) -> float:
     """An upper bound of the L2 operator norm of the first layer, in input units.
 
     Dense: the spectral norm. Convolution: that of the kernel as a (filters, patch) matrix, times
@@ -40,7 +40,7 @@ def layer_bound(split: Split) -> float:
     return bound
 
 
-def keep_within(split: Split, limit: float) -> None:
+def keep_within(split: SplitModel, limit: float) -> None:
     """Scale the first layer's weight back, in place, so that its bound is at most `limit`."""
     bound = layer_bound(split)
     if bound > limit:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dpdist.errors import UserError
 from dpdist.gradients.keys import KEY_BYTES
-from dpdist.gradients.perturbations import standard_normal
+from dpdist.gradients.perturbations import standard_normal_shared
 
 # theta + alpha * direction for alpha in [-0.8, 0.8], as the DPlis paper plots it.
 _ALPHAS = tuple(np.linspace(-0.8, 0.8, 33).tolist())
@@ -158,7 +158,7 @@ def loss_picture(
     if len(key) != KEY_BYTES:
         raise UserError(f"the key of a direction has {KEY_BYTES} bytes, got {len(key)}")
     surface = _Surface(model, objective, inputs, targets, batch_size)
-    random = standard_normal(key, "loss-picture", 0, len(surface.origin)).to(surface.origin)
+    random = standard_normal_shared(key, "loss-picture", 0, len(surface.origin)).to(surface.origin)
     direction = torch.cat(
         [
             _filter_normalised(piece, surface.named[name].detach()).flatten()

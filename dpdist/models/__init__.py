@@ -16,14 +16,14 @@ from dpdist.models.build import (
 )
 from dpdist.models.company import mixing
 from dpdist.models.hidden import HiddenNoise, attach_noise, hidden_noise
-from dpdist.models.split import Split, require_split, split_first
+from dpdist.models.split import SplitModel, require_split, split_first
 
 __all__ = [
     "CLASSIFIER",
     "DENOISER",
     "HiddenNoise",
     "ModelSpec",
-    "Split",
+    "SplitModel",
     "attach_noise",
     "build",
     "check_denoiser",

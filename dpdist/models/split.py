@@ -3,7 +3,7 @@
 Everything behind the cut must see the input through that layer only, and that layer must be the
 affine map that its weights say. So a model is cut when it is a sequence of layers beginning with a
 plain convolution or dense layer, and refused otherwise: subclasses, parametrisations, hooks and
-replaced forward functions may compute anything. `Split.affine` checks what is left by numbers.
+replaced forward functions may compute anything. `SplitModel.affine` checks what is left by numbers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Normalise(nn.Module):
 
 
 @dataclass(frozen=True)
-class Split:
+class SplitModel:
     """rest(first(x)) = model(x); all share the model's parameters.
 
     name: of ``layer``, the last module of ``first``, in ``model.named_modules()``. std: product of
@@ -104,13 +104,13 @@ def _require_equal(got: Tensor, expected: Tensor, rounding: float, what: str) ->
         raise UserError(f"noise in the first hidden layer does not fit this model: {what}")
 
 
-def split_first(model: nn.Module) -> Split | None:
+def split_first(model: nn.Module) -> SplitModel | None:
     """The cut after the first convolution or dense layer; None when the model cannot be cut."""
     found = _cut(model)
-    return found if isinstance(found, Split) else None
+    return found if isinstance(found, SplitModel) else None
 
 
-def require_split(model: nn.Module) -> Split:
+def require_split(model: nn.Module) -> SplitModel:
     """As `split_first`. Raises UserError when the model cannot be cut, saying why."""
     found = _cut(model)
     if isinstance(found, str):
@@ -121,7 +121,7 @@ def require_split(model: nn.Module) -> Split:
     return found
 
 
-def _cut(model: nn.Module) -> Split | str:
+def _cut(model: nn.Module) -> SplitModel | str:
     """The cut, or why there is none."""
     changed: list[str] = []
     modules = _flatten(model, "", changed)
@@ -141,7 +141,7 @@ def _cut(model: nn.Module) -> Split | str:
                 return f"{where} is used again further on"
             first = nn.Sequential(*[m for _, m in modules[: place + 1]]).train(model.training)
             rest = nn.Sequential(*[m for _, m in modules[place + 1 :]]).train(model.training)
-            return Split(model, name, module, first, rest, std)
+            return SplitModel(model, name, module, first, rest, std)
         if type(module) is Normalise:
             mine = module.std
             assert isinstance(mine, Tensor)

@@ -252,13 +252,6 @@ def delta_profile(
     return profile
 
 
-def delta_at(
-    alternatives: Sequence[dpa.DpEvent], target_epsilon: float, neighbours: Neighbours
-) -> float:
-    """The smallest proved delta at one epsilon."""
-    return delta_profile(alternatives, neighbours)(target_epsilon)
-
-
 def library_version() -> str:
     """Name and version of the accounting library."""
     from importlib.metadata import version

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from dpdist.privacy.catalogue import phases_from
 from dpdist.privacy.filter import RenyiFilter
 from dpdist.privacy.guarantee import Guarantee, Neighbours, check_delta
-from dpdist.privacy.journal import Journal, JournalError, OnJournal
+from dpdist.privacy.journal import ChainedJournal, JournalError, OnJournal
 from dpdist.privacy.phases import Phase, compose_alternatives, data_alternatives
 from dpdist.privacy.plan import PrivacyPlan
 
@@ -119,7 +119,7 @@ def composed_guarantee(
 class DataBudget(OnJournal):
     """One budget. `dpdist.privacy.budgets` opens it to charge it, `read` is for looking at it."""
 
-    def __init__(self, journal: Journal) -> None:
+    def __init__(self, journal: ChainedJournal) -> None:
         header = journal.header
         self.path = journal.path
         self.old: bool = "format" not in header
@@ -136,17 +136,17 @@ class DataBudget(OnJournal):
         records' hashes."""
         header = {"format": _FORMAT, "name": name, "terms": terms.to_dict(), "hashed": hashed}
         path = folder / f"{secrets.token_hex(8)}{SUFFIX}"
-        return cls(Journal.open(path, KIND, header))
+        return cls(ChainedJournal.open(path, KIND, header))
 
     @classmethod
     def open(cls, path: Path) -> DataBudget:
         """Load an existing budget and hold its lock until `close`. Raises JournalError."""
-        return cls(Journal.open(path, KIND, {}))
+        return cls(ChainedJournal.open(path, KIND, {}))
 
     @classmethod
     def read(cls, path: str | Path) -> DataBudget:
         """Load a budget file without locking it. Raises JournalError."""
-        return cls(Journal.read(path, KIND))
+        return cls(ChainedJournal.read(path, KIND))
 
     @property
     def charges(self) -> list[Charge]:

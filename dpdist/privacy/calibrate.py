@@ -269,8 +269,3 @@ def batch_size_for(
             f"an expected batch of one record already costs epsilon {one:.3g}, above {epsilon:g}"
         )
     return int(answer)
-
-
-def sample_rate_for(epsilon: float, *, records: int, **setting: object) -> float:
-    """`batch_size_for` as a sampling rate."""
-    return batch_size_for(epsilon, records=records, **setting) / records  # type: ignore[arg-type]

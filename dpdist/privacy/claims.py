@@ -241,31 +241,6 @@ def residual_input_guarantee(
     )
 
 
-def transdenoiser_mgm_claim(
-    s_min: float, sigma: float, delta: float, sensitivity: float = 1.0
-) -> Guarantee:
-    """TransDenoiser Theorem 1: sqrt(S_min) sigma in the classical Gaussian formula."""
-    return _transformed(math.sqrt(s_min) * sigma, delta, sensitivity, "TransDenoiser Theorem 1")
-
-
-def transdenoiser_mmga_claim(
-    s_min: float, sigma: float, added_std: float, steps: int, delta: float, sensitivity: float = 1.0
-) -> Guarantee:
-    """TransDenoiser Theorem 2: sqrt(added^2 + T S_min sigma^2), with the unjustified factor T."""
-    noise = mechanisms.mixed_gaussian_std(added_std, steps * s_min, sigma)
-    return _transformed(noise, delta, sensitivity, "TransDenoiser Theorem 2")
-
-
-def _transformed(noise: float, delta: float, sensitivity: float, source: str) -> Guarantee:
-    value = math.inf
-    if noise > 0:
-        value = float(mechanisms.classical_gaussian_formula(1.0, delta, sensitivity)) / noise
-    assumptions = ["covariance fixed and data-independent"]
-    if value > 1:
-        assumptions.append("epsilon <= 1, which does not hold here")
-    return _claimed(value, delta, "replace-one", source, assumptions)
-
-
 def transdenoiser_training_claim(
     xi_up: float, sample_rate: float, steps: int, delta: float = 1e-5, constant: float = 2.0
 ) -> Guarantee:

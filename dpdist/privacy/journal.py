@@ -151,7 +151,7 @@ def _reaches(checks: list[str], anchor: Anchor) -> bool:
     return anchor.records <= len(checks) and checks[anchor.records - 1] == anchor.check
 
 
-class Journal:
+class ChainedJournal:
     """The records of a file. `open` to append, `read` to look; `records` excludes the header."""
 
     def __init__(
@@ -174,7 +174,7 @@ class Journal:
         return _reaches(self._checks, anchor)
 
     @classmethod
-    def open(cls, path: str | Path, kind: str, header: dict[str, Any]) -> Journal:
+    def open(cls, path: str | Path, kind: str, header: dict[str, Any]) -> ChainedJournal:
         """Create the file with `header`, or load it; holds an exclusive lock until `close`.
 
         New folders and files are readable by their owner only. Raises JournalError if the file is
@@ -212,7 +212,7 @@ class Journal:
             raise
 
     @classmethod
-    def read(cls, path: str | Path, kind: str) -> Journal:
+    def read(cls, path: str | Path, kind: str) -> ChainedJournal:
         """Load a file without locking it; it cannot be written. Raises JournalError, OSError."""
         path = Path(path)
         not_blocking(path)
@@ -223,7 +223,7 @@ class Journal:
             return cls._look(path, kind)
 
     @classmethod
-    def _look(cls, path: Path, kind: str) -> Journal:
+    def _look(cls, path: Path, kind: str) -> ChainedJournal:
         anchor = _read_anchor(path)  # first: whoever writes meanwhile only makes the file longer
         records, checks, _ = _parse(path.read_bytes(), path)
         if not records:
@@ -287,7 +287,7 @@ class Journal:
 class OnJournal:
     """Base of what keeps its records in a journal: a context manager that releases its lock."""
 
-    _journal: Journal
+    _journal: ChainedJournal
 
     def close(self) -> None:
         """Release the lock; further writes raise JournalError."""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from dpdist.privacy.catalogue import phase_from_dict
 from dpdist.privacy.guarantee import Guarantee
-from dpdist.privacy.journal import Anchor, Journal, JournalError, OnJournal
+from dpdist.privacy.journal import Anchor, ChainedJournal, JournalError, OnJournal
 from dpdist.privacy.phases import Phase
 from dpdist.privacy.plan import PrivacyPlan
 
@@ -37,7 +37,7 @@ class ReplayConflict(LedgerError):
 class Ledger(OnJournal):
     """What was released under one plan. Use `open` to write, `read` to look at it."""
 
-    def __init__(self, journal: Journal) -> None:
+    def __init__(self, journal: ChainedJournal) -> None:
         self.path = journal.path
         self.plan_fingerprint: str = journal.header["plan"]
         self._journal = journal
@@ -59,7 +59,7 @@ class Ledger(OnJournal):
         Holds an exclusive lock until `close`. Raises LedgerError if the file is corrupt, was
         written under another plan, or stays locked by another process for 15 seconds.
         """
-        journal = Journal.open(path, _KIND, {"plan": plan_fingerprint})
+        journal = ChainedJournal.open(path, _KIND, {"plan": plan_fingerprint})
         found = journal.header["plan"]
         if found != plan_fingerprint:
             journal.close()
@@ -72,7 +72,7 @@ class Ledger(OnJournal):
     @classmethod
     def read(cls, path: str | Path) -> Ledger:
         """Load a ledger without locking it; it cannot be written. Raises LedgerError, OSError."""
-        return cls(Journal.read(path, _KIND))
+        return cls(ChainedJournal.read(path, _KIND))
 
     # --- writing
 

@@ -136,19 +136,6 @@ def classical_gaussian_scale(
     return classical_gaussian_formula(epsilon, delta, sensitivity)
 
 
-def classical_gaussian_epsilon(
-    delta: ArrayLike, noise_scale: ArrayLike, sensitivity: ArrayLike = 1.0
-) -> Array:
-    """Inverse of `classical_gaussian_scale`; ValueError where that would need epsilon > 1."""
-    _check(delta=delta)
-    epsilon = _scales(noise_scale, sensitivity) * np.sqrt(
-        2 * np.log(1.25 / np.asarray(delta, float))
-    )
-    if np.any(epsilon > 1):
-        raise ValueError("this noise is below the classical mechanism's range (epsilon <= 1)")
-    return epsilon
-
-
 def _extended_s(delta: ArrayLike) -> Array:
     # s >= 1/2 is the proof's first condition; it matters for delta > 0.484 only.
     return np.maximum(np.log(math.sqrt(2 / math.pi) / np.asarray(delta, float)), 0.5)
@@ -210,12 +197,6 @@ def weighted_sensitivity(component_bounds: ArrayLike, r: ArrayLike) -> float:
     return float(np.sqrt(np.sum(bounds**2 / (r.size * r))))
 
 
-def weighted_l2_sensitivity(l2_bound: float, r: ArrayLike) -> float:
-    """As `weighted_sensitivity` when only ||A(D) - A(D')||_2 <= l2_bound is known."""
-    r = np.asarray(r, float)
-    return float(l2_bound / np.sqrt(r.size * r.min()))
-
-
 def heterogeneous_std(
     epsilon: float,
     delta: float,
@@ -230,61 +211,6 @@ def heterogeneous_std(
     """
     r = np.asarray(r, float)
     return float(scale(epsilon, delta, weighted)) * np.sqrt(r.size * r)
-
-
-def minimum_eigenvalue(covariance: ArrayLike) -> float:
-    """S_min of a symmetric positive semi-definite matrix, >= 0 (MGM's noise in its weakest
-    direction).
-
-    Values below the matrix's rounding error count as 0: a rank-deficient covariance has none.
-    """
-    matrix = np.asarray(covariance, float)
-    if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
-        raise ValueError(f"a covariance is a square matrix, got shape {matrix.shape}")
-    if not np.allclose(matrix, matrix.T, atol=1e-12 * max(1.0, float(np.abs(matrix).max()))):
-        raise ValueError("a covariance is symmetric")
-    values = np.linalg.eigvalsh(matrix)
-    rounding = max(matrix.shape) * np.finfo(float).eps * max(float(values[-1]), 0.0)
-    if values[0] < -10 * rounding:
-        raise ValueError("a covariance has no negative eigenvalue")
-    return float(values[0]) if values[0] > rounding else 0.0
-
-
-def multivariate_gaussian_epsilon(
-    delta: float, covariance: ArrayLike, sensitivity: float = 1.0
-) -> float:
-    """epsilon of noise N(0, covariance), fixed and data-independent, against an L2-bounded change.
-
-    Exact: the worst change points along the weakest direction, so it is the isotropic Gaussian of
-    variance S_min (the reading of MGM's Theorem 1 that holds). Infinity when S_min = 0.
-    """
-    smallest = minimum_eigenvalue(covariance)
-    if smallest == 0:
-        return math.inf
-    return float(gaussian_epsilon(delta, math.sqrt(smallest), sensitivity))
-
-
-def mahalanobis_sensitivity(changes: ArrayLike, covariance: ArrayLike) -> float:
-    """max over rows v of `changes` of ||covariance^(-1/2) v||_2: the tight sensitivity of MGM.
-
-    changes: shape (n, w), every change A(D) - A(D') that can occur. Infinity for a singular matrix.
-    """
-    if minimum_eigenvalue(covariance) == 0:
-        return math.inf
-    factor = np.linalg.cholesky(np.asarray(covariance, float))
-    whitened = np.linalg.solve(factor, np.atleast_2d(np.asarray(changes, float)).T)
-    return float(np.linalg.norm(whitened, axis=0).max())
-
-
-def mixed_gaussian_std(added_std: float, s_min: float, sigma: float) -> float:
-    """sqrt(added^2 + S_min sigma^2): what MMGA's two noises amount to for a FIXED covariance.
-
-    One release only. The published rule multiplies S_min by the number of steps; independent noise
-    of single steps does not grow with the length of a run.
-    """
-    if min(added_std, s_min, sigma) < 0:
-        raise ValueError("added_std, s_min and sigma must be >= 0")
-    return math.hypot(added_std, math.sqrt(s_min) * sigma)
 
 
 def mixed_gaussian_added_std(
@@ -310,13 +236,6 @@ def laplace_scale(epsilon: ArrayLike, l1_sensitivity: ArrayLike = 1.0) -> Array:
     """b = l1_sensitivity / epsilon: pure epsilon-DP (Dwork et al. 2006)."""
     _check(epsilon)
     return np.asarray(l1_sensitivity, float) / np.asarray(epsilon, float)
-
-
-def laplace_delta(epsilon: ArrayLike, b: ArrayLike, l1_sensitivity: ArrayLike = 1.0) -> Array:
-    """The exact delta(epsilon): max(0, 1 - exp((epsilon - l1_sensitivity / b) / 2)), epsilon >=
-    0."""
-    pure = _scales(b, l1_sensitivity)
-    return np.maximum(0.0, -np.expm1((np.asarray(epsilon, float) - pure) / 2))
 
 
 def laplace_epsilon(delta: ArrayLike, b: ArrayLike, l1_sensitivity: ArrayLike = 1.0) -> Array:
@@ -363,10 +282,3 @@ def confident_gnmax_epsilon(
         raise ValueError(f"0 <= answers <= queries is needed, got {answers} of {queries}")
     m = math.sqrt(queries / threshold_std**2 + 2 * answers / vote_std**2)
     return float(gaussian_epsilon(delta, 1.0, m))
-
-
-def confident_gnmax_rdp(
-    order: ArrayLike, queries: int, answers: int, threshold_std: float, vote_std: float
-) -> Array:
-    """The same cost as a Renyi divergence: order (queries / (2 s1^2) + answers / s2^2)."""
-    return np.asarray(order, float) * (queries / (2 * threshold_std**2) + answers / vote_std**2)

@@ -19,8 +19,8 @@ from dpdist.gradients.perturbations import (
     HiddenDraws,
     InputDraws,
     ParameterDraws,
-    standard_normal,
     standard_normal_per_record,
+    standard_normal_shared,
 )
 
 KEY, OTHER_KEY = bytes(range(32)), bytes(range(1, 33))
@@ -196,7 +196,7 @@ def kolmogorov(sample: np.ndarray, std: float) -> float:
 @pytest.mark.parametrize("kind", ["shared", "record"])
 def test_standard_normal_and_not_two_thirds_or_three_halves_of_it(kind):
     if kind == "shared":
-        sample = standard_normal(KEY, "test", 0, 200_000).numpy()
+        sample = standard_normal_shared(KEY, "test", 0, 200_000).numpy()
     else:
         sample = standard_normal_per_record(KEY, "test", 0, torch.arange(2000), 100).numpy().ravel()
     assert kolmogorov(sample, 1.0) > 1e-6
@@ -211,7 +211,7 @@ def test_records_draws_purposes_and_keys_are_independent():
         standard_normal_per_record(KEY, "test", 1, torch.tensor([5]), 50_000)[0],
         standard_normal_per_record(KEY, "other", 0, torch.tensor([5]), 50_000)[0],
         standard_normal_per_record(OTHER_KEY, "test", 0, torch.tensor([5]), 50_000)[0],
-        standard_normal(KEY, "test", 0, 50_000),
+        standard_normal_shared(KEY, "test", 0, 50_000),
         standard_normal_per_record(KEY, "test", 0, torch.tensor([5 + 2**32]), 50_000)[0],
     ]
     for other in others:

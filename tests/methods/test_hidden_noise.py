@@ -17,13 +17,13 @@ from dpdist.methods import hgm
 from dpdist.methods.options import HGMPixelDP, PixelDP, Redistribution, SecureSGD
 from dpdist.methods.pixeldp import noise_scale
 from dpdist.methods.sensitivity import keep_within, layer_bound
-from dpdist.models import ModelSpec, Split
+from dpdist.models import ModelSpec, SplitModel
 from dpdist.privacy.releases import GaussianReleases, NonPrivate
 
 SPEC = ModelSpec("hgm-cnn", (1, 6, 6), 3, {"filters": [4], "kernels": [3], "strides": [2]})
 
 
-def split_of(model: nn.Module | None = None) -> Split:
+def split_of(model: nn.Module | None = None) -> SplitModel:
     return models.require_split(models.initialise(SPEC, 0) if model is None else model)
 
 
@@ -117,7 +117,7 @@ LAYERS = [
 def test_the_quick_bound_is_one_and_keeps_the_layer(layer: nn.Module, shape) -> None:
     torch.manual_seed(0)
     nn.init.normal_(layer.weight)  # type: ignore[arg-type, union-attr]
-    split = Split(layer, "0", layer, nn.Sequential(layer), nn.Identity(), None)  # type: ignore[arg-type]
+    split = SplitModel(layer, "0", layer, nn.Sequential(layer), nn.Identity(), None)  # type: ignore[arg-type]
     exact = l2_to_l2(layer, shape)  # type: ignore[arg-type]
     assert exact <= layer_bound(split) * (1 + 1e-6)
     keep_within(split, 0.5)

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpdist.privacy import accounting
-from dpdist.privacy.accounting import compose_rdp, delta_at, epsilon
+from dpdist.privacy.accounting import compose_rdp, delta_profile, epsilon
 from dpdist.privacy.losses import Unsupported, compose_pld, relation
 from dpdist.privacy.mechanisms import gaussian_delta, gaussian_epsilon, laplace_epsilon
 from dpdist.privacy.subsampled import sampled_gaussian_pld, truncated_gaussian_pld
@@ -40,7 +40,7 @@ def test_one_gaussian_matches_the_exact_profile_in_both_relations(neighbours, se
     assert exact <= value * (1 + 1e-9) and value == pytest.approx(exact, rel=1e-3)
     by_rdp = compose_rdp(event, neighbours).get_epsilon(1e-5)
     assert exact <= by_rdp <= 1.15 * exact
-    assert delta_at([event], exact, neighbours) == pytest.approx(1e-5, rel=1e-2)
+    assert delta_profile([event], neighbours)(exact) == pytest.approx(1e-5, rel=1e-2)
 
 
 def test_the_library_itself_mixes_two_sensitivities():
@@ -140,7 +140,7 @@ def test_one_sampled_step_by_integration():
     remove = np.maximum(0, mixed - math.exp(at) * base).sum() * width
     add = np.maximum(0, base - math.exp(at) * mixed).sum() * width
     event = dpa.PoissonSampledDpEvent(rate, dpa.GaussianDpEvent(noise))
-    assert delta_at([event], at, BOTH[0]) == pytest.approx(max(remove, add), rel=1e-3)
+    assert delta_profile([event], BOTH[0])(at) == pytest.approx(max(remove, add), rel=1e-3)
 
 
 def test_composition_by_sampling_the_privacy_loss():
@@ -157,11 +157,11 @@ def test_composition_by_sampling_the_privacy_loss():
         dpa.PoissonSampledDpEvent(rate, dpa.GaussianDpEvent(noise)), steps
     )
     error = gain.std() / math.sqrt(runs)
-    assert abs(gain.mean() - delta_at([event], at, BOTH[0])) < 5 * error
+    assert abs(gain.mean() - delta_profile([event], BOTH[0])(at)) < 5 * error
     wrong = dpa.SelfComposedDpEvent(
         dpa.PoissonSampledDpEvent(rate, dpa.GaussianDpEvent(noise * 1.1)), steps
     )
-    assert abs(gain.mean() - delta_at([wrong], at, BOTH[0])) > 5 * error
+    assert abs(gain.mean() - delta_profile([wrong], BOTH[0])(at)) > 5 * error
 
 
 def test_laplace_parts_match_their_exact_profile():
@@ -220,7 +220,7 @@ def test_full_batches_can_be_searched_under_replace_one():
 def test_no_noise_costs_infinity():
     for event in (dpa.NonPrivateDpEvent(), dpa.GaussianDpEvent(0.0), dpa.LaplaceDpEvent(0.0)):
         assert epsilon([dpa.ComposedDpEvent([GAUSS, event])], 1e-5, BOTH[0])[0] == math.inf
-        assert delta_at([event], 1.0, BOTH[0]) == 1.0
+        assert delta_profile([event], BOTH[0])(1.0) == 1.0
     assert epsilon([dpa.NoOpDpEvent()], 1e-5, BOTH[0])[0] == 0.0
 
 

@@ -17,7 +17,7 @@ from dpdist.privacy.budget import BudgetExceeded, Charge, DataBudget, Terms, com
 from dpdist.privacy.budgets import budgets_in
 from dpdist.privacy.combined import ParallelParts, RepeatAndSelect
 from dpdist.privacy.filter import RenyiFilter
-from dpdist.privacy.journal import Journal, JournalError
+from dpdist.privacy.journal import ChainedJournal, JournalError
 from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.privacy.releases import GaussianReleases, GaussianSteps, LaplaceReleases, NonPrivate
@@ -348,7 +348,7 @@ def test_a_budget_of_an_older_version_is_read_and_not_added_to(folder):
     charge = Charge.of("old", "old run", PLAN, PLAN.phases).to_dict()
     del charge["nominal"]
     path = folder / ("ab" * 16 + ".budget.jsonl")
-    journal = Journal.open(path, "budget", {"data": "ab" * 16, "name": "toy"})
+    journal = ChainedJournal.open(path, "budget", {"data": "ab" * 16, "name": "toy"})
     journal.append(charge)
     journal.close()
     assert only(folder).guarantee(1e-4).epsilon == PLAN.guarantee().epsilon

@@ -13,7 +13,6 @@ from dpdist.privacy.calibrate import (
     batch_size_for,
     calibrate_noise,
     noise_multiplier_for,
-    sample_rate_for,
     steps_for,
 )
 from dpdist.privacy.combined import RepeatAndSelect
@@ -85,7 +84,6 @@ def test_batch_size_meets_the_target():
     setting = {"steps": 3516, "noise_multiplier": 1.1}
     size = batch_size_for(2.0, **DATA, **setting)
     assert epsilon(batch_size=size, **setting) <= 2.0 < epsilon(batch_size=size + 3, **setting)
-    assert sample_rate_for(2.0, **DATA, **setting) == size / 60_000
 
 
 def test_everything_fits_when_noise_is_large():

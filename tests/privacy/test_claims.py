@@ -11,7 +11,6 @@ from scipy import stats
 from dpdist.privacy import claims
 from dpdist.privacy.mechanisms import (
     heterogeneous_std,
-    minimum_eigenvalue,
     mixed_gaussian_added_std,
     redistribution,
 )
@@ -95,13 +94,7 @@ def test_dpal_theorem_four():
         claims.dpal_claim(0.1, 0.1, 0.0, 1.0)
 
 
-def test_theorems_of_transdenoiser():
-    one = claims.transdenoiser_mgm_claim(4.0, 5.0, 1e-5)
-    assert one.epsilon == pytest.approx(0.48448, abs=1e-5)
-    assert claims.transdenoiser_mgm_claim(0.0, 5.0, 1e-5).epsilon == math.inf
-    honest = claims.transdenoiser_mmga_claim(0.01, 1.0, 0.0, 1, 1e-5)
-    credited = claims.transdenoiser_mmga_claim(0.01, 1.0, 0.0, 10_000, 1e-5)
-    assert credited.epsilon == pytest.approx(honest.epsilon / 100)
+def test_the_training_theorem_of_transdenoiser():
     doubled = claims.transdenoiser_training_claim(4.0, 0.002, 30_000).epsilon
     assert claims.transdenoiser_training_claim(2.0, 0.002, 30_000).epsilon == 2 * doubled
 
@@ -171,7 +164,7 @@ def test_s_min_is_zero_when_parameters_outnumber_inputs(parameters, inputs, batc
         transform = rng.normal(size=(parameters, inputs))
         total += transform @ transform.T / batch**2
     assert parameters > batch * inputs
-    assert minimum_eigenvalue(total) == 0.0
+    assert np.linalg.matrix_rank(total) <= batch * inputs  # S_min = 0
 
 
 def test_residual_noise_leaves_the_first_block_s_direction_bare():

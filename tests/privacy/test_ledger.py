@@ -12,7 +12,7 @@ from contextlib import closing
 
 import pytest
 
-from dpdist.privacy.journal import Anchor, Journal, _parse, anchor_path
+from dpdist.privacy.journal import Anchor, ChainedJournal, _parse, anchor_path
 from dpdist.privacy.ledger import Ledger, LedgerError, ReplayConflict
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.privacy.releases import GaussianSteps, LaplaceReleases
@@ -315,15 +315,15 @@ def test_a_journal_from_before_the_anchors_is_read_and_gets_one(tmp_path, monkey
     path = tmp_path / "old.jsonl"
     with monkeypatch.context() as patch:
         patch.setattr("dpdist.privacy.journal._VERSION", 1)
-        with closing(Journal.open(path, "plan", {})) as journal:
+        with closing(ChainedJournal.open(path, "plan", {})) as journal:
             journal.append({"a": 1})
     anchor_path(path).unlink()
-    assert Journal.read(path, "plan").records == [{"a": 1}]
-    with closing(Journal.open(path, "plan", {})) as journal:
+    assert ChainedJournal.read(path, "plan").records == [{"a": 1}]
+    with closing(ChainedJournal.open(path, "plan", {})) as journal:
         journal.append({"b": 2})
     path.write_bytes(path.read_bytes()[: path.read_bytes().index(b"\n") + 1])
     with pytest.raises(LedgerError, match="lacks records"):
-        Journal.read(path, "plan")
+        ChainedJournal.read(path, "plan")
 
 
 def test_another_plan_is_refused(ledger):

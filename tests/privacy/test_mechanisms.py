@@ -37,9 +37,7 @@ def test_classical_formula_breaks_and_is_refused_above_one():
     assert broken == pytest.approx(2.3e-5, rel=0.02)
     with pytest.raises(ValueError, match="epsilon <= 1"):
         m.classical_gaussian_scale([0.5, 1.01], 1e-5)
-    with pytest.raises(ValueError):
-        m.classical_gaussian_epsilon(1e-5, 4.0)
-    assert m.classical_gaussian_epsilon(1e-5, 4.84481) == pytest.approx(1.0, abs=1e-5)
+    assert m.classical_gaussian_scale(1.0, 1e-5) == pytest.approx(4.84481, abs=1e-5)
 
 
 def high_precision_delta(epsilon: float, sigma: float) -> float:
@@ -144,10 +142,6 @@ def test_uniform_redistribution_is_the_extended_gaussian():
     assert m.weighted_sensitivity(bounds, r) == pytest.approx(1.0)
     std = m.heterogeneous_std(1.0, 1e-5, 1.0, r)
     assert std == pytest.approx(np.full(5, 4.8542), abs=1e-4)
-    assert m.weighted_l2_sensitivity(1.0, r) == pytest.approx(1.0)
-    skew = m.redistribution([9.0, 1.0])
-    for change in ([1.0, 0.0], [0.0, 1.0], [0.6, 0.8]):
-        assert m.weighted_sensitivity(change, skew) <= m.weighted_l2_sensitivity(1.0, skew) + 1e-12
 
 
 @pytest.mark.parametrize("r", [[0.5, 0.5, 0.0], [0.5, 0.6, 0.1], [0.5, 0.5]])
@@ -156,35 +150,14 @@ def test_bad_redistribution_vectors(r):
         m.weighted_sensitivity([1.0, 1.0, 1.0], r)
 
 
-def test_multivariate_noise_is_as_good_as_its_weakest_direction():
-    rng = np.random.default_rng(3)
-    root = rng.normal(size=(4, 4))
-    covariance = root @ root.T + 0.1 * np.eye(4)
-    values, vectors = np.linalg.eigh(covariance)
-    assert m.minimum_eigenvalue(covariance) == pytest.approx(values[0])
-    assert m.mahalanobis_sensitivity(vectors[:, 0], covariance) == pytest.approx(values[0] ** -0.5)
-    worst = m.multivariate_gaussian_epsilon(1e-5, covariance)
-    assert worst == pytest.approx(float(m.gaussian_epsilon(1e-5, math.sqrt(values[0]))))
-    random = rng.normal(size=(50, 4))
-    random /= np.linalg.norm(random, axis=1, keepdims=True)
-    assert m.mahalanobis_sensitivity(random, covariance) <= values[0] ** -0.5 + 1e-12
-
-
-def test_rank_deficient_noise_protects_nothing():
-    thin = np.random.default_rng(0).normal(size=(10, 3))
-    assert m.minimum_eigenvalue(thin @ thin.T) == 0.0
-    assert m.multivariate_gaussian_epsilon(1e-5, thin @ thin.T) == math.inf
-    assert m.mahalanobis_sensitivity(np.eye(10), thin @ thin.T) == math.inf
-
-
 def test_mixed_noise():
     assert m.mixed_gaussian_added_std(0.5, 2.0, 0.01, 1.0) == 2.0
     added = m.mixed_gaussian_added_std(0.5, 2.0, 1.0, 1.0)
-    assert m.mixed_gaussian_std(added, 1.0, 1.0) == pytest.approx(2.0)
+    assert math.hypot(added, 1.0) == pytest.approx(2.0)
     assert m.mixed_gaussian_added_std(0.5, 2.0, 9.0, 1.0) == 0.0
     # The published factor T takes credit for noise that is not there.
     credited = m.mixed_gaussian_added_std(0.5, 2.0, 0.01, 1.0, steps=400)
-    assert m.mixed_gaussian_std(credited, 0.01, 1.0) < 0.2
+    assert math.hypot(credited, math.sqrt(0.01)) < 0.2
 
 
 def test_laplace_profile_by_integration():
@@ -198,8 +171,7 @@ def test_laplace_profile_by_integration():
             points=[0, 0.5, 1],
             limit=500,
         )
-        assert m.laplace_delta(epsilon, b) == pytest.approx(value, abs=1e-6)
-        assert m.laplace_epsilon(m.laplace_delta(epsilon, b), b) == pytest.approx(epsilon, abs=1e-9)
+        assert m.laplace_epsilon(value, b) == pytest.approx(epsilon, abs=1e-5)
     assert m.laplace_scale(0.5, 3.0) == 6.0
     assert m.laplace_epsilon(0.0, 6.0, 3.0) == 0.5
 
@@ -212,12 +184,10 @@ def test_functional_mechanism_and_dpal_constants():
 
 
 def test_confident_gnmax():
-    rdp = m.confident_gnmax_rdp([2.0, 8.0], 4000, 1323, 200.0, 40.0)
-    assert rdp == pytest.approx([2 * (0.05 + 1323 / 1600), 8 * (0.05 + 1323 / 1600)])
     exact = m.confident_gnmax_epsilon(1e-5, 4000, 1323, 200.0, 40.0)
     orders = np.arange(1.05, 60, 0.01)
     by_rdp = np.min(
-        m.confident_gnmax_rdp(orders, 4000, 1323, 200.0, 40.0)
+        orders * (4000 / (2 * 200.0**2) + 1323 / 40.0**2)
         + np.log1p(-1 / orders)
         - np.log(1e-5 * orders) / (orders - 1)
     )

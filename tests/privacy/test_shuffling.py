@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from dpdist.privacy.accounting import delta_at
+from dpdist.privacy.accounting import delta_profile
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.privacy.releases import GaussianSteps
 from dpdist.privacy.shuffling import shuffled_delta_lower_bound, shuffled_epsilon_lower_bound
@@ -16,7 +16,7 @@ from dpdist.privacy.shuffling import shuffled_delta_lower_bound, shuffled_epsilo
 def test_the_published_gap():
     """sigma 0.4, 10,000 batches, epsilon 4: 1.17e-5 by Poisson, at least 0.226 shuffled."""
     plan = PrivacyPlan(10_000, (GaussianSteps(10_000, 0.4, 1e-4),), 1e-5)
-    poisson = delta_at(plan.alternatives(plan.phases), 4.0, "add-or-remove-one")
+    poisson = delta_profile(plan.alternatives(plan.phases), "add-or-remove-one")(4.0)
     assert poisson == pytest.approx(1.17e-5, rel=0.01)
     assert shuffled_delta_lower_bound(4.0, 0.4, 10_000) == pytest.approx(0.226, abs=1e-3)
 

@@ -183,7 +183,7 @@ class Oracle:
                 draw_key, "draws/parameters", draw, torch.tensor([i]), size
             )[0]
         else:
-            normals = perturbations.standard_normal(draw_key, "draws/parameters", draw, size)
+            normals = perturbations.standard_normal_shared(draw_key, "draws/parameters", draw, size)
         return scale * normals.double()
 
     def _input_noise(self, x: Tensor, i: int, draw_key: bytes, draw: int) -> Tensor:

@@ -1,0 +1,137 @@
+"""Every name is used, and has one meaning."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter, defaultdict
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+DEFINITIONS = ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef
+
+# Called by a library, by the name that it knows.
+CALLED_FROM_OUTSIDE = {
+    "handleError": "logging", "backend_cls": "ray.train", "find_spec": "importlib",
+    "on_trial_result": "ray.tune", "compose_node": "yaml", "_maybe_compose": "dp_accounting",
+}  # fmt: skip
+
+# Not called by us yet, or only from Python by users, and why it is here.
+KEPT = {
+    "record_event": "the write-ahead entry of a release that is no training step",
+    "laplace_epsilon": "inverse of laplace_scale; the oracle of the Laplace accounting's tests",
+    "heterogeneous_std": "HGM's noise by component, for one release that is no training step",
+    "weighted_sensitivity": "what heterogeneous_std is calibrated to",
+    "functional_mechanism_scale": "the noise of DPAL and AdLM as published",
+    "dpal_encoder_sensitivity": "DPAL as published",
+    "dpal_output_sensitivity": "DPAL as published",
+    "harmonic": "the rule for certificates of two passes with noise in two places",
+    "as_printed": "DPAL's rule as printed, beside the sound one",
+    "laplace_size": "PixelDP's Laplace certificate",
+    "l1_to_l1": "an operator norm of PixelDP", "l1_to_l2": "an operator norm of PixelDP",
+    "linf_to_l1": "an operator norm of PixelDP",
+    "l1_from_l2": "a radius in another norm", "linf_from_l1": "a radius in another norm",
+    "certified_accuracy_band": "an interval over a table of certificates",
+    "neyman_pearson_radius": "the exact radius that bounds are held against",
+    "certified_accuracy_ceiling": "what no table of certificates can exceed",
+    "sum_control": "the control of DPlis that separates smoothing from larger gradients",
+}  # fmt: skip
+
+# Names that several modules define, and why each may.
+SEVERAL = {
+    "command": "one in each module of a command line's command",
+    "check": "a command of two command groups, and what comes before a run or search",
+    "export": "the command and what it runs", "fetch": "the command and what it runs",
+    "restore": "the command and what it runs", "show": "a command of two groups",
+    "load": "of a data set, a model, a recipe: always called by its package's name",
+    "build": "of a model and of a table: called by its module's name",
+    "save": "of a model and of a checkpoint: called by its module's name",
+    "about": "of each kind of table: called by its module's name",
+    "read": "of each kind of table: called by its module's name",
+    "read_table": "of any file, and of a bulk job's, held against its settings",
+    "run": "of the pipeline, of the training loop, of a bulk job",
+    "row": "of each kind of table: called by its module's name",
+    "describe": "of each kind of thing: called by its module's name",
+    "digest": "of settings, of tensors, of files: called by its module's name",
+    "reserve": "of a plan on the budgets, and of a run", "settle": "as reserve",
+    "join": "of processes, and of counts", "linear": "a rule for gradients, and a model",
+    "probe": "of a classifier, and of a model in training",
+    "shares": "of a certificate's draws, and of noise",
+    "grid": "of attacks and of differences",
+    "Assignment": "what a worker of each kind of bulk job is given", "Worker": "as Assignment",
+    "Data": "the data of each kind of bulk job", "Inputs": "of a certification, and of overlap",
+    "Piece": "of a bulk job and of a certificate", "Task": "of a bulk job and of a method",
+    "InputNoise": "the attacker's view and the method's options",
+    "prepare": "of a training and of a search", "public_data": "of a training and of a trial",
+}  # fmt: skip
+
+
+@cache
+def _trees() -> dict[Path, ast.Module]:
+    return {
+        path: ast.parse(path.read_text())
+        for package in ("cluster", "dpdist", "tuning", "benchmarks")
+        for path in sorted((ROOT / package).rglob("*.py"))
+    }
+
+
+def _uses(tree: ast.AST) -> Counter[str]:
+    """How often each name is read, called, exported or named in a string of its own."""
+    found: Counter[str] = Counter()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            found[node.id] += 1
+        elif isinstance(node, ast.Attribute):
+            found[node.attr] += 1
+        elif isinstance(node, ast.Constant) and re.fullmatch(r"[\w.:]+", str(node.value)):
+            found[re.split(r"[.:]", str(node.value))[-1]] += 1
+    return found
+
+
+def _unused(definitions: dict[str, ast.AST], uses: Counter[str]) -> list[str]:
+    """Functions, methods and classes whose name occurs nowhere but in their own body."""
+    found = []
+    for where, tree in definitions.items():
+        for node in ast.walk(tree):
+            if not isinstance(node, DEFINITIONS) or node.name.startswith("__"):
+                continue
+            decorated = " ".join(map(ast.unparse, node.decorator_list))
+            if re.search(r"command|callback|validator|serializer", decorated):
+                continue
+            if uses[node.name] < 20 and uses[node.name] <= _uses(node)[node.name]:
+                found.append(f"{where}: {node.name}")
+    return found
+
+
+def test_what_is_defined_is_used():
+    uses: Counter[str] = Counter()
+    for tree in _trees().values():
+        uses += _uses(tree)
+    ours = {
+        str(path.relative_to(ROOT)): tree
+        for path, tree in _trees().items()
+        if path.relative_to(ROOT).parts[0] != "benchmarks"
+    }
+    known = KEPT.keys() | CALLED_FROM_OUTSIDE.keys()
+    assert [name for name in _unused(ours, uses) if name.split(": ")[1] not in known] == []
+
+
+def test_unused_names_are_found():
+    text = "def a(): return a()\ndef b(): return c\nclass K:\n    def m(self): return self.m\nb()"
+    tree = ast.parse(text)
+    assert _unused({"x": tree}, _uses(tree)) == ["x: a", "x: K", "x: m"]
+
+
+def test_a_name_has_one_meaning():
+    places: defaultdict[str, list[str]] = defaultdict(list)
+    for path, tree in _trees().items():
+        for node in tree.body:
+            if isinstance(node, DEFINITIONS) and not node.name.startswith("_"):
+                places[node.name].append(str(path.relative_to(ROOT)))
+    ours = {
+        name: found
+        for name, found in places.items()
+        if len([place for place in found if not place.startswith("benchmarks/")]) > 1
+    }
+    assert {name: found for name, found in ours.items() if name not in SEVERAL} == {}
