@@ -262,8 +262,9 @@ def eigenvalues(activation: str, data_root: Path | None, sigma: float = 0.25) ->
     import torch
 
     from dpdist import data, models
+    from dpdist.gradients.task import squared_error
     from dpdist.methods.mixed_jacobian import MixedJacobian
-    from dpdist.methods.transdenoiser import remainders, squared_error
+    from dpdist.methods.transdenoiser_split import remainders
 
     name = "digits" if data_root is None else "mnist"
     public = data.load(data.Source(name, 10, data_root), "train").part(0.0, 0.5)

@@ -7,11 +7,19 @@ one that a file system can hold; free values (options of a model, choices of a s
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+)
+from pydantic_core import PydanticCustomError
 
 from cluster.errors import UserError
 from cluster.reading import usable_path
@@ -120,6 +128,7 @@ _RULES = {
     "literal_error": "must be one of {expected}",
     "string_pattern_mismatch": "must be letters, digits, '.', '_' and '-'",
     "union_tag_invalid": "must be one of {expected_tags}",
+    "union_tag_not_found": "name is required",
 }
 
 
@@ -130,3 +139,18 @@ def rule_of(item: Any) -> str:
         return rule.format(**item.get("ctx", {}))
     said = item["msg"].removeprefix("Value error, ")
     return said[:1].lower() + said[1:]
+
+
+def validated(section: type[Section], value: Any) -> Section:
+    """`value` as a section that is only known at run time; for use in a validator."""
+    try:
+        return section.model_validate(value)
+    except ValidationError as error:
+        raise PydanticCustomError("inside", "see inside", {"errors": error.errors()}) from None
+
+
+def each(error: ValidationError) -> Iterator[Any]:
+    """The entries of its `errors()`, those of sections known at run time (`validated`) too."""
+    for item in error.errors():
+        for inner in item.get("ctx", {}).get("errors", [{**item, "loc": ()}]):
+            yield {**inner, "loc": (*item["loc"], *inner["loc"])}

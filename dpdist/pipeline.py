@@ -26,7 +26,7 @@ from dpdist.certification.expected import expected_log_scores
 from dpdist.certification.job import TABLE, Settings, certify
 from dpdist.certification.table import about
 from dpdist.errors import Interrupted, UserError
-from dpdist.methods.compose import cross_entropy
+from dpdist.gradients.task import cross_entropy
 from dpdist.methods.sharpness import loss_picture, sharpness
 from dpdist.recipe import Recipe, field_error
 from dpdist.runfolder import RunFolder

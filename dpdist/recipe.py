@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import ValidationError, field_validator, model_validator
 
 from cluster.reading import NoSuchFile, is_file, shown, usable_path
 from cluster.yaml_files import read_yaml
 from dpdist.errors import UserError
-from dpdist.fields import MOST_STEPS, rule_of
-from dpdist.methods.options import HiddenNoiseMethod, Method, TransDenoiser
+from dpdist.fields import MOST_STEPS, each, rule_of
+from dpdist.methods.catalogue import DEFAULT, AnyMethod
 from dpdist.recipe_sections import Sections
 
 RECIPES = Path(str(files("dpdist"))) / "recipes"
@@ -27,27 +27,11 @@ RECIPES = Path(str(files("dpdist"))) / "recipes"
 class Recipe(Sections):
     """A whole run."""
 
-    method: Method = Field(default_factory=lambda: _default_method())
+    method: AnyMethod = DEFAULT
 
     @model_validator(mode="after")
     def _method_fits(self) -> Recipe:
-        if self.method.name in ("pixeldp", "hgm-pixeldp") and self.privacy.noise_multiplier != 0:
-            raise ValueError(
-                f"method {self.method.name} trains without gradient privacy: give "
-                "privacy.noise_multiplier: 0 and clipping: none, or take method secure-sgd"
-            )
-        if isinstance(self.method, TransDenoiser):
-            _check_denoiser(self.method, self)
-        if self.model.denoiser is not None and isinstance(self.method, HiddenNoiseMethod):
-            raise ValueError(
-                f"method {self.method.name} puts noise behind the first layer, which would be the "
-                "frozen denoiser's: take a method without hidden noise"
-            )
-        has_noise = isinstance(self.method, HiddenNoiseMethod)
-        if self.certify is not None and self.certify.sigma is None and not has_noise:
-            raise ValueError(
-                "certify.sigma is required: the model of this method has no noise of its own"
-            )
+        self.method.check(self)
         return self
 
     @field_validator("method", mode="before")
@@ -66,33 +50,6 @@ class Recipe(Sections):
             self.model_dump(mode="json", exclude={"resources"}),
             other.model_dump(mode="json", exclude={"resources"}),
         )
-
-
-def _check_denoiser(method: TransDenoiser, recipe: Recipe) -> None:
-    privacy, resources = recipe.privacy, recipe.resources
-    if recipe.model.classifier is None:
-        raise ValueError(
-            "method transdenoiser needs model.classifier: the folder of the frozen classifier "
-            "behind the denoiser"
-        )
-    if method.variant != "separate-dp" and privacy.noise_multiplier != 0:
-        raise ValueError(
-            f"variant {method.variant} trains without noise from the plan: give "
-            "privacy.noise_multiplier: 0, or take variant separate-dp"
-        )
-    if method.variant == "full" and privacy.clipping == "none":
-        raise ValueError("variant full measures its noise in clip norms: clipping may not be none")
-    if method.variant == "full" and (resources.workers > 1 or recipe.training.reproducible):
-        raise ValueError(
-            "variant full adds its noise on one worker: give resources.workers: 1 and no "
-            "training.reproducible"
-        )
-
-
-def _default_method() -> Any:
-    from dpdist.methods.options import DPSGD
-
-    return DPSGD()
 
 
 def find(name: str) -> Path:
@@ -137,7 +94,7 @@ def parse(raw: dict[str, Any], where: str) -> Recipe:
     try:
         return Recipe.model_validate(raw)
     except ValidationError as error:
-        raise UserError("\n".join(_complaint(where, item) for item in error.errors())) from None
+        raise UserError("\n".join(_complaint(where, item) for item in each(error))) from None
 
 
 def field_error(where: str, key: str, rule: str, got: object) -> UserError:

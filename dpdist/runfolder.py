@@ -68,8 +68,8 @@ class RunFolder:
         return self.private / "fixed-key"
 
     @property
-    def hidden_noise(self) -> Path:
-        """Deviations of the noise in the first hidden layer, of methods that have it."""
+    def fixed(self) -> Path:
+        """Tensors that the method made once, before the first step: of hidden noise, at first."""
         return self.private / "hidden-noise.safetensors"
 
     @property

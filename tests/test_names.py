@@ -35,7 +35,6 @@ KEPT = {
     "certified_accuracy_band": "an interval over a table of certificates",
     "neyman_pearson_radius": "the exact radius that bounds are held against",
     "certified_accuracy_ceiling": "what no table of certificates can exceed",
-    "sum_control": "the control of DPlis that separates smoothing from larger gradients",
 }  # fmt: skip
 
 # Names that several modules define, and why each may.

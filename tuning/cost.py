@@ -119,13 +119,13 @@ class SearchCost:
             place = (noise, math.floor(math.log(rate) / math.log(_NEAR)))
             known = near.get(place, (0.0, 0))
             near[place] = (max(rate, known[0]), max(steps, known[1]))
-        cap, besides = self.recipe.privacy.batch_cap, self.recipe.method.besides
+        cap = self.recipe.privacy.batch_cap
         found = {
             GaussianSteps(int(steps), float(noise), rate, cap)
             for (noise, _), (rate, steps) in near.items()
         }
         worst = [one for one in found if not any(one.at_most(o) for o in found - {one})]
-        return [(*besides, one) for one in sorted(worst, key=repr)]
+        return [self.recipe.method.cost(one) for one in sorted(worst, key=repr)]
 
     # --- the whole
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from dpdist.errors import UserError
+from dpdist.privacy.releases import GaussianSteps
 from dpdist.recipe import Recipe, parse
 from dpdist.search_options import Domain, TuneRecipe
 
@@ -156,7 +157,8 @@ def _check_fixed(recipe: Recipe, trial: Recipe, where: str) -> None:
             f"{where}: {'.'.join(['tune.space', *keys[:1]])}: makes {leaf} {other.get(leaf)}, the "
             f"recipe says {mine.get(leaf)}; it cannot be searched: {why}"
         )
-    if trial.method.besides != recipe.method.besides:
+    steps = GaussianSteps(1, 1.0, 1.0)
+    if trial.method.cost(steps) != recipe.method.cost(steps):
         raise UserError(
             f"{where}: tune.space: a searched field changes what the method itself reads from the "
             "records, and no bound here covers such a search"

@@ -172,3 +172,14 @@ class PerLayerClipping(Clipping):
         limits = self.layer_norms or (self.clip_norm / math.sqrt(count),) * count
         limit = torch.tensor(limits, dtype=squared_norms.dtype, device=squared_norms.device)
         return (limit[:, None] / (squared_norms.sqrt() * (1 + slack))).clamp(max=1.0)
+
+
+def clipping_for(rule: str, clip_norm: float) -> Clipping:
+    """The clipping rule with total sensitivity clip_norm, infinite for "none"."""
+    if rule == "none":
+        return NoClipping()
+    if rule == "automatic":
+        return AutomaticClipping(clip_norm)
+    if rule == "per-layer":
+        return PerLayerClipping(clip_norm)
+    return FlatClipping(clip_norm)

@@ -26,9 +26,9 @@ def agreed_targets(
     engine: GradientEngine,
     inputs: Tensor,
     labels: Tensor,
-    weight: float,
     draw_key: bytes,
     record_ids: Tensor,
+    weight: float,
 ) -> Tensor:
     """Class weights (B, C) for `weighted_cross_entropy`, from the engine's draws of this key."""
     passes = list(engine.passes(len(inputs), draw_key, record_ids))

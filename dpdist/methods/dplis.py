@@ -7,18 +7,58 @@ the smoothing noise is independent of the data and sits before the clip.
 The authors' released code sums the K gradients instead of averaging them, which is an effective
 clip of C/K on the mean with a K-fold step for unclipped records. So three variants exist here:
 
-* `dplis_draws(..., aggregate="mean")`: as the paper writes it;
-* `dplis_draws(..., aggregate="sum")`: as the released code does it;
-* `sum_control(K)`: plain DP-SGD with its gradient multiplied by K before the clip, which separates
-  smoothing from the sum's larger gradients.
+* aggregate "mean": as the paper writes it;
+* aggregate "sum": as the released code does it;
+* method dp-sgd with gradient_scale K: plain DP-SGD with its gradient multiplied by K before the
+  clip, which separates smoothing from the sum's larger gradients.
 """
 
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING, Literal
 
 from dpdist.errors import UserError
-from dpdist.gradients.perturbations import Aggregate, Draws, ParameterDraws
+from dpdist.fields import Positive, PositiveOrZero
+from dpdist.methods.base import DrawCount, Fixed, Method
+from dpdist.privacy.plan import StepPlan
+
+if TYPE_CHECKING:
+    from dpdist.gradients.perturbations import Draws
+
+
+class DPlis(Method):
+    """DP-SGD on a parameter-smoothed loss (DPlis, PoPETs 2021, Algorithm 2).
+
+    Smoothing noise per weight: radius * (learning_rate / batch_size) * noise_multiplier *
+    clip_norm. draws: K (the paper uses 10, 20 on text; 3 already helps). aggregate "sum" is the
+    authors' released code: the draws are summed, not averaged, before the clip. per_example: a draw
+    of its own for every record, as the paper writes it; False shares the draws over the batch, as
+    the authors' code does. sigma: each draw has input noise too, as method input-noise; not in the
+    paper.
+    """
+
+    name: Literal["dplis"] = "dplis"
+    radius: Positive = 10.0
+    draws: DrawCount = 10
+    aggregate: Literal["mean", "sum"] = "mean"
+    per_example: bool = False
+    sigma: PositiveOrZero = 0.0
+
+    def perturbation(self, step: StepPlan, learning_rate: float, fixed: Fixed) -> Draws:
+        from dpdist.gradients.perturbations import ParameterDraws
+
+        batch_size = round(step.expected_batch)
+        std = dplis_scale(
+            self.radius, learning_rate, batch_size, step.noise_multiplier, step.clip_norm
+        )
+        return ParameterDraws(
+            self.draws,
+            std,
+            per_example=self.per_example,
+            aggregate=self.aggregate,
+            input_std=self.sigma,
+        )
 
 
 def dplis_scale(
@@ -47,32 +87,3 @@ def dplis_scale(
     if batch_size < 1:
         raise UserError(f"DPlis: batch_size must be at least 1, got {batch_size}")
     return radius * (learning_rate / batch_size) * noise_multiplier * clip_norm
-
-
-def dplis_draws(
-    radius: float,
-    learning_rate: float,
-    batch_size: int,
-    noise_multiplier: float,
-    clip_norm: float,
-    *,
-    draws: int = 10,
-    aggregate: Aggregate = "mean",
-    per_example: bool = False,
-    input_std: float = 0.0,
-) -> ParameterDraws:
-    """DPlis' parameter noise for the gradient engine; see `dplis_scale` for the arguments.
-
-    draws: K (the paper uses 10, 20 on text; 3 already helps). per_example: a draw of its own for
-    every record, as Algorithm 2 is written; False shares the draws over the batch, as the authors'
-    code does. input_std: of input noise in every draw, beside the paper's.
-    """
-    std = dplis_scale(radius, learning_rate, batch_size, noise_multiplier, clip_norm)
-    return ParameterDraws(
-        draws, std, per_example=per_example, aggregate=aggregate, input_std=input_std
-    )
-
-
-def sum_control(draws: int = 10) -> Draws:
-    """Plain DP-SGD with gradient x K before the clip: DPlis' "sum" variant without smoothing."""
-    return Draws(gradient_scale=float(draws))

@@ -4,164 +4,144 @@ The denoiser g learns ||g(x + b) - x||^2 with input noise b ~ N(0, sigma^2). Thr
 
 * separate-dp: DP-SGD on that loss; the input noise gets no credit. Proved.
 * no-dp: without privacy.
-* full: Algorithm 1. To first order, input noise moves a record's gradient by A_i b
-  (`MixedJacobian`); the paper counts that as privacy noise and adds less of its own. Not sound: how
-  much is added depends on the private records, A A^T is singular, and the first order is not the
-  distribution. It trains here as a labelled reference whose proved epsilon is infinite.
+* full: Algorithm 1 (`dpdist.methods.transdenoiser_split`), which is not sound. It trains here as a
+  labelled reference whose proved epsilon is infinite.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import numpy as np
-import torch
-from torch import Tensor, nn
+from pydantic import Field, model_validator
 
-from dpdist.gradients.clipping import Clipping
-from dpdist.gradients.engine import ClippedSum, GradientEngine
-from dpdist.gradients.keys import derive_key
-from dpdist.gradients.noise import add_noise
-from dpdist.gradients.perturbations import InputDraws
-from dpdist.methods.mixed_jacobian import (
-    MixedJacobian,
-    SmallestEigenvalue,
-    settled_by_symmetry,
-    smallest_eigenvalue,
-)
-from dpdist.methods.options import TransDenoiser
-from dpdist.privacy.mechanisms import mixed_gaussian_added_std
+from dpdist.fields import NotNegative, Number, Positive
+from dpdist.methods.base import DrawCount, Fixed, Method
+from dpdist.privacy.phases import Phase
+from dpdist.privacy.plan import PrivacyPlan, StepPlan
+from dpdist.privacy.releases import NonPrivate
+from dpdist.recipe_sections import Sections
 
+if TYPE_CHECKING:
+    from torch import nn
 
-def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
-    """||g(z) - x||_2^2 of each record: (B, ...), (B, ...) to (B,)."""
-    return (outputs - targets).square().flatten(1).sum(1)
+    from dpdist.gradients.clipping import Clipping
+    from dpdist.gradients.engine import GradientEngine
+    from dpdist.gradients.perturbations import Draws
+    from dpdist.gradients.task import Task
+    from dpdist.privacy.claims import Claim
+    from dpdist.privacy.guarantee import Guarantee
 
 
-def remainders(denoiser: nn.Module, inputs: Tensor, noisy: Tensor) -> Tensor:
-    """o_i = l(z_i) - [l(x_i) + (z_i - x_i) . grad_x l(x_i)]: (B,). l(z) = ||g(z) - x||^2.
+class TransDenoiser(Method):
+    """A denoiser before a frozen public classifier, by squared error (TransDenoiser, ICLR 2022).
 
-    inputs: x, noisy: z, both (B, ...). The gradient is that of z -> l(z) at z = x.
-    """
-    at = inputs.detach().clone().requires_grad_()
-    with torch.enable_grad():
-        clean = squared_error(denoiser(at), inputs)
-        (slope,) = torch.autograd.grad(clean.sum(), at)
-    with torch.no_grad():
-        there = squared_error(denoiser(noisy), inputs)
-        return there - clean - (slope * (noisy - inputs)).flatten(1).sum(1)
+    Needs model.classifier. sigma: input noise; draws: noisy copies of each record per step,
+    averaged before the clip. variant:
 
-
-@dataclass(frozen=True)
-class Split:
-    """What Algorithm 1 decides in one step. PRIVATE: all of it is computed from the records.
-
-    s_min: of (1/B^2) sum A_i A_i^T over the records with o_i >= 0. added: deviation of the noise
-    added to their sum, in units of xi (xi_up: nothing was credited).
+    * "separate-dp": DP-SGD; what privacy says is proved.
+    * "no-dp": needs privacy.noise_multiplier: 0 and clipping: none.
+    * "full": Algorithm 1, a reference that is NOT private: it adds noise itself, xi_up (or less)
+      clip norms, so privacy.noise_multiplier must be 0, and one worker does it. xi_low, xi_up:
+      bounds of the split (the paper gives no xi_low); credit_steps: multiply S_min by the number
+      of steps, as the paper does; thin: take the smallest value of a thin decomposition for S_min;
+      iterations: Lanczos products per step where S_min is not known to be 0.
     """
 
-    nonnegative: int
-    negative: int
-    s_min: SmallestEigenvalue
-    added: float
+    name: Literal["transdenoiser"] = "transdenoiser"
+    variant: Literal["separate-dp", "no-dp", "full"] = "separate-dp"
+    sigma: Positive = 0.25
+    draws: DrawCount = 1
+    xi_low: NotNegative = 1.0
+    xi_up: Positive = 2.0
+    credit_steps: bool = True
+    thin: bool = False
+    iterations: Annotated[int, Number, Field(ge=1, le=10_000)] = 20
 
+    @model_validator(mode="after")
+    def _consistent(self) -> TransDenoiser:
+        if self.xi_low > self.xi_up:
+            raise ValueError("xi_low must be <= xi_up")
+        if self.variant == "full" and self.draws != 1:
+            raise ValueError("variant full has one draw for each record: draws: 1")
+        return self
 
-def split(
-    denoiser: nn.Module,
-    inputs: Tensor,
-    noisy: Tensor,
-    method: TransDenoiser,
-    *,
-    batch: float,
-    steps: int,
-) -> Split:
-    """The split of one batch: inputs x, noisy z (B, ...).
+    def check(self, recipe: Sections) -> None:
+        super().check(recipe)
+        privacy, resources = recipe.privacy, recipe.resources
+        if recipe.model.classifier is None:
+            raise ValueError(
+                "method transdenoiser needs model.classifier: the folder of the frozen classifier "
+                "behind the denoiser"
+            )
+        if self.variant != "separate-dp" and privacy.noise_multiplier != 0:
+            raise ValueError(
+                f"variant {self.variant} trains without noise from the plan: give "
+                "privacy.noise_multiplier: 0, or take variant separate-dp"
+            )
+        if self.variant == "full" and privacy.clipping == "none":
+            raise ValueError(
+                "variant full measures its noise in clip norms: clipping may not be none"
+            )
+        if self.variant == "full" and (resources.workers > 1 or recipe.training.reproducible):
+            raise ValueError(
+                "variant full adds its noise on one worker: give resources.workers: 1 and no "
+                "training.reproducible"
+            )
 
-    batch: B, the divisor of M; steps: the run's T, credited as the paper does unless the method
-    says otherwise. Units are the paper's: M is that of the mean gradient, xi that of the sum.
-    """
-    nonnegative = remainders(denoiser, inputs, noisy) >= 0
-    count = int(nonnegative.sum())
-    credit = steps if method.credit_steps else 1
-    if not count:
-        nobody = SmallestEigenvalue(0.0, True, "no record with a remainder >= 0")
-        return Split(0, len(inputs), nobody, method.xi_up)
-    chosen = inputs[nonnegative]
-
-    def too_little(bound: float) -> bool:
-        return math.sqrt(credit * bound / batch**2) * method.sigma < method.xi_low
-
-    found = None if method.thin else settled_by_symmetry(denoiser, squared_error, chosen)
-    if found is None:
-        found = smallest_eigenvalue(
-            MixedJacobian(denoiser, squared_error, chosen, chosen),
-            thin=method.thin,
-            iterations=method.iterations,
-            enough=too_little,
+    @property
+    def besides(self) -> tuple[Phase, ...]:
+        """What the split between transformed and added noise costs: all, in variant full."""
+        if self.variant != "full":
+            return ()
+        return (
+            NonPrivate(
+                "TransDenoiser's Algorithm 1 chooses the added noise from the private records "
+                "(sign of the remainder, S_min)"
+            ),
         )
-    s_min = SmallestEigenvalue(found.value / batch**2, found.exact, found.why)
-    added = mixed_gaussian_added_std(
-        method.xi_low, method.xi_up, s_min.value, method.sigma, steps=credit
-    )
-    return Split(count, len(inputs) - count, s_min, added)
 
+    def claim(self, plan: PrivacyPlan, proved: Guarantee) -> Claim | None:
+        """Of Algorithm 1: that transformed and added noise together are worth xi_up."""
+        from dpdist.privacy.claims import Claim, transdenoiser_training_claim
 
-class SplitEngine(GradientEngine):
-    """The engine of variant full: its sums contain Algorithm 1's noise already.
+        if self.variant != "full":
+            return None
+        rate = plan.step(0).sample_rate
+        return Claim(
+            "TransDenoiser",
+            f"xi_up {self.xi_up:g}, q {rate:.4g}, T {plan.steps}",
+            None,
+            transdenoiser_training_claim(self.xi_up, rate, plan.steps, plan.delta),
+            proved,
+            "not sound",
+            "the signs of the remainders and S_min, and with them the noise, depend on the private "
+            "records",
+        )
 
-    Records with a negative remainder share N(0, (xi_up C)^2), the others N(0, (added C)^2), C the
-    clip norm: the paper assumes a C-Lipschitz loss instead of clipping. NOT private.
-    expected_batch, steps: of the plan. One worker only: noise is added to its sum.
-    """
+    def task(self) -> Task:
+        """The denoiser learns to give the clean inputs."""
+        from dpdist.gradients.task import Task, squared_error, the_inputs
+        from dpdist.models import DENOISER
 
-    def __init__(
-        self,
-        denoiser: nn.Module,
-        method: TransDenoiser,
-        *,
-        clipping: Clipping,
-        expected_batch: float,
-        steps: int,
-        micro_batch: int | None = None,
-    ) -> None:
-        super().__init__(denoiser, squared_error, clipping=clipping, micro_batch=micro_batch)
-        self.method, self.expected_batch, self.steps = method, expected_batch, steps
+        return Task(squared_error, DENOISER, the_inputs)
 
-    def clipped_sum(
-        self,
-        inputs: Tensor,
-        targets: Tensor,
-        *,
-        draw_key: bytes = b"",
-        record_ids: Tensor | None = None,
-    ) -> ClippedSum:
-        clipped = super().clipped_sum(inputs, targets, draw_key=draw_key, record_ids=record_ids)
-        if not len(inputs):
-            return clipped
-        draws = self.draws
-        assert isinstance(draws, InputDraws)
-        noisy = draws.inputs(inputs, record_ids, draw_key, 0)
-        found = split(
-            self.model, inputs, noisy, self.method,
-            batch=self.expected_batch, steps=self.steps,
+    def perturbation(self, step: StepPlan, learning_rate: float, fixed: Fixed) -> Draws:
+        from dpdist.gradients.perturbations import InputDraws
+
+        return InputDraws(self.draws, self.sigma)
+
+    def engine(
+        self, model: nn.Module, clipping: Clipping, *, expected_batch: float, steps: int,
+        micro_batch: int | None = None, **others: Any,
+    ) -> GradientEngine:  # fmt: skip
+        from dpdist.methods.transdenoiser_split import SplitEngine
+
+        if self.variant != "full":
+            return super().engine(
+                model, clipping, expected_batch=expected_batch, steps=steps,
+                micro_batch=micro_batch, **others,
+            )  # fmt: skip
+        return SplitEngine(
+            self.task().module(model), self, clipping=clipping, expected_batch=expected_batch,
+            steps=steps, micro_batch=micro_batch,
         )  # fmt: skip
-        noise = np.zeros(self.size)
-        for count, xi, name in (
-            (found.nonnegative, found.added, "nonnegative"),
-            (found.negative, self.method.xi_up, "negative"),
-        ):
-            if count:
-                key = derive_key(draw_key, "transdenoiser", name)
-                noise = add_noise(noise, key, xi * self.sensitivity)
-        clipped.flat.add_(torch.from_numpy(noise).to(clipped.flat))
-        details = {
-            "nonnegative": found.nonnegative,
-            "s_min": found.s_min.value,
-            "s_min_exact": found.s_min.exact,
-            "s_min_why": found.s_min.why,
-            "added_xi": found.added,
-        }
-        return ClippedSum(
-            clipped.flat, clipped.examples, clipped.nonfinite, clipped.loss_sum, details
-        )

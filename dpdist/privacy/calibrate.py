@@ -12,7 +12,6 @@ from collections.abc import Callable
 from functools import cache
 
 from dpdist.privacy.guarantee import Neighbours
-from dpdist.privacy.phases import Phase
 from dpdist.privacy.plan import PrivacyPlan
 
 _TOLERANCE = 1e-3  # relative, on epsilon; an integer answer may be further off by one unit
@@ -155,6 +154,28 @@ def _renyi_epsilon(plan: PrivacyPlan) -> float:
         return math.inf
 
 
+def least_noise(
+    plan_with: Callable[[float], PrivacyPlan],
+    epsilon: float,
+    near: Callable[[float], PrivacyPlan] | None = None,
+) -> float:
+    """The smallest noise multiplier s at which plan_with(s) costs at most `epsilon`.
+
+    near: plans of about the same cost that are faster to account, for where to begin. Raises
+    Unreachable, or what plan_with raises.
+    """
+    _check_target(epsilon)
+    low, high = 0.1, 1e4
+    for _ in range(9):  # to within 5 % in noise: the start only has to be near
+        middle = math.sqrt(low * high)
+        if _renyi_epsilon((near or plan_with)(middle)) > epsilon:
+            low = middle
+        else:
+            high = middle
+    start = high if high < 1e4 else 1.0
+    return calibrate_noise(plan_with, epsilon, start)
+
+
 def noise_multiplier_for(
     epsilon: float,
     *,
@@ -164,14 +185,11 @@ def noise_multiplier_for(
     delta: float,
     neighbours: Neighbours = "add-or-remove-one",
     batch_cap: int | None = None,
-    besides: tuple[Phase, ...] = (),
 ) -> float:
     """The smallest noise multiplier at which these DP-SGD steps cost at most `epsilon`.
 
-    besides: what else reads the records and is paid out of the same epsilon. Raises Unreachable, or
-    ValueError for arguments `PrivacyPlan.dp_sgd` refuses.
+    Raises Unreachable, or ValueError for arguments `PrivacyPlan.dp_sgd` refuses.
     """
-    _check_target(epsilon)
 
     def plan_with(noise_multiplier: float, cap: int | None = batch_cap) -> PrivacyPlan:
         return PrivacyPlan.dp_sgd(
@@ -182,18 +200,9 @@ def noise_multiplier_for(
             delta=delta,
             neighbours=neighbours,
             batch_cap=cap,
-            besides=besides,
         )
 
-    low, high = 0.1, 1e4
-    for _ in range(9):  # to within 5 % in noise: the start only has to be near
-        middle = math.sqrt(low * high)
-        if _renyi_epsilon(plan_with(middle, None)) > epsilon:
-            low = middle
-        else:
-            high = middle
-    start = high if high < 1e4 else 1.0
-    return calibrate_noise(plan_with, epsilon, start)
+    return least_noise(plan_with, epsilon, lambda noise: plan_with(noise, None))
 
 
 def steps_for(

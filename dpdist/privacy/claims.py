@@ -49,6 +49,15 @@ class Claim:
         return f"{text} (prints {self.printed:.4g})"
 
     @property
+    def line(self) -> str:
+        """What is claimed and what holds of it, in one line."""
+        assert self.claimed is not None
+        return (
+            f"epsilon = {format_epsilon(self.claimed.epsilon)} at delta = {self.claimed.delta:g} "
+            f"({self.claimed.source}): {self.verdict}: {self.reason}"
+        )
+
+    @property
     def proved_text(self) -> str:
         """The proved epsilon."""
         return format_epsilon(self.proved.epsilon)

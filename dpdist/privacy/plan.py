@@ -84,19 +84,14 @@ class PrivacyPlan:
         clip_norm: float = 1.0,
         neighbours: Neighbours = "add-or-remove-one",
         batch_cap: int | None = None,
-        besides: tuple[Phase, ...] = (),
-        nominal: bool = False,
     ) -> PrivacyPlan:
-        """One phase of Poisson-sampled steps; batch_size is the EXPECTED batch L, rate L / N.
-
-        besides: what else reads the records; charged as well.
-        """
+        """One phase of Poisson-sampled steps; batch_size is the EXPECTED batch L, rate L / N."""
         check_count("records", records)
         check_count("batch_size", batch_size)
         if batch_size > records:
             raise ValueError(f"batch_size {batch_size} is larger than the {records} records")
         phase = GaussianSteps(steps, noise_multiplier, batch_size / records, batch_cap)
-        return cls(records, (*besides, phase), delta, clip_norm, neighbours, nominal)
+        return cls(records, (phase,), delta, clip_norm, neighbours)
 
     @property
     def _loops(self) -> list[GaussianSteps]:

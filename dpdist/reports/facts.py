@@ -24,7 +24,6 @@ from dpdist.privacy.plan import PrivacyPlan
 from dpdist.recipe import Recipe
 from dpdist.released import read_released
 from dpdist.reports.attacks import AttackTable, numbers_of, read_attacks, read_checks, summary_rows
-from dpdist.reports.claims import claim_line, claim_of
 from dpdist.reports.searches import SearchTerms, read_search, released
 from dpdist.runfolder import RunFolder
 
@@ -84,7 +83,7 @@ class Facts:
     @property
     def claim(self) -> Claim | None:
         """What the method's paper claims about this run's privacy."""
-        return claim_of(self.recipe, self.plan, self.guarantee)
+        return self.recipe.method.claim(self.plan, self.guarantee)
 
     @property
     def parts(self) -> dict[str, str]:
@@ -108,14 +107,7 @@ class Facts:
         about = read_json(self.folder.pretrained) if self.folder.pretrained.exists() else {}
         lines = [about["assumed"]] if about.get("assumed") else []
         lines += [line for line in self.search.assumed if line not in lines] if self.search else []
-        section = getattr(self.recipe.method, "redistribution", None)
-        own = self.recipe.data.public and section and section.data == self.recipe.data.name
-        promised = self.recipe.privacy.noise_multiplier != 0  # else nothing was compared
-        if section is not None and section.source == "public" and promised and not own:
-            lines.append(
-                f"no private record is, in another shape, among the public records of "
-                f"{section.data} that shaped the noise (in the same shape: compared by content)"
-            )
+        lines += self.recipe.method.assumed(self.recipe)
         return lines
 
     def card(self) -> dict[str, Any]:
@@ -137,7 +129,7 @@ class Facts:
             how = "each runs alone" if self.recipe.model.isolate else "assumed, screened"
             notes.append(f"Custom model: treats examples independently ({how}).")
         if self.claim is not None:
-            notes.append(f"Claimed by the paper, not the guarantee: {claim_line(self.claim)}.")
+            notes.append(f"Claimed by the paper, not the guarantee: {self.claim.line}.")
         return card(
             plan,
             self.ledger if self.search is None else None,
@@ -162,7 +154,7 @@ class Facts:
         step = self.plan.step(0)
         rows = [("privacy", self.privacy_line)]
         if self.claim is not None:
-            rows.append(("claimed, not proved", claim_line(self.claim)))
+            rows.append(("claimed, not proved", self.claim.line))
         if self.search is not None:
             rows.append(("private search", str(self.search)))
             chosen = self.recipe.model_dump(mode="json")

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import time
 
 import torch
 
 from dpdist import data
 from dpdist.gradients.engine import GradientEngine
-from dpdist.methods.compose import Task, draws_for, task_for
-from dpdist.methods.options import HiddenNoiseMethod
-from dpdist.methods.pixeldp import equal_noise, noise_scale
-from dpdist.models import HiddenNoise, require_split
+from dpdist.gradients.task import Task
+from dpdist.methods.base import Fixed
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.recipe import Recipe
-from dpdist.training.job import build_engine, initial_model, model_spec
+from dpdist.training.building import build_engine, initial_model, model_spec
 from dpdist.training.records import evaluation_data, source_of, training_data
 
 _PROBE_EXAMPLES = 64
@@ -31,10 +28,11 @@ def describe(recipe: Recipe, plan: PrivacyPlan) -> list[tuple[str, str]]:
     step, resources = plan.step(0), recipe.resources
     module = initial_model(recipe, model_spec(recipe, dataset))
     engine = build_engine(recipe, module)
-    rate, hidden = recipe.training.learning_rate, _likely_noise(recipe, module, dataset)
-    engine.draws = draws_for(recipe.method, step, rate, hidden, _PROBE_KEY)
+    method, rate = recipe.method, recipe.training.learning_rate
+    tensors = method.stand_in(module, dataset.input_shape)
+    engine.draws = method.perturbation(step, rate, Fixed(module, tensors, _PROBE_KEY))
     torch.set_num_threads(max(1, int(resources.cpus_per_worker)))
-    rate = _examples_per_second(engine, task_for(recipe.method), dataset)
+    rate = _examples_per_second(engine, method.task(), dataset)
     seconds = plan.steps * step.expected_batch / (rate * resources.workers)
     state = 4 * engine.size * 6 + 8 * engine.size * 3
     activations = (engine.micro_batch or _PROBE_EXAMPLES) * _bytes_per_example(module, dataset)
@@ -53,17 +51,6 @@ def describe(recipe: Recipe, plan: PrivacyPlan) -> list[tuple[str, str]]:
         ("memory per worker", f"about {(state + activations) / 2**20 + 400:,.0f} MiB"),
         ("training time", f"about {seconds:,.0f} s at {rate:,.0f} examples/s per worker"),
     ]
-
-
-def _likely_noise(
-    recipe: Recipe, module: torch.nn.Module, dataset: data.Dataset
-) -> HiddenNoise | None:
-    """Hidden noise of the run's power; its redistribution, which takes time, changes no speed."""
-    if not isinstance(recipe.method, HiddenNoiseMethod):
-        return None
-    split, shape = require_split(module), dataset.input_shape
-    scale = noise_scale(recipe.method, math.prod(shape))
-    return HiddenNoise(split.name, equal_noise(scale, split.hidden_shape(shape)))
 
 
 def _examples_per_second(engine: GradientEngine, task: Task, dataset: data.Dataset) -> float:

@@ -6,25 +6,19 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from cluster.packages import fingerprint
 from cluster.reading import read_json
 from cluster.storage import write_atomic, write_json
-from dpdist import data, models
+from dpdist import data
 from dpdist.data.overlap import refuse_common
 from dpdist.errors import UserError
-from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.keys import new_run_key
-from dpdist.methods.compose import clipping_for, engine_for
-from dpdist.methods.options import HiddenNoiseMethod
-from dpdist.models import ModelSpec
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.recipe import Recipe, field_error
 from dpdist.runfolder import RunFolder
-from dpdist.training.finite import check_start, probe
+from dpdist.training.building import check_model
 from dpdist.training.planning import make_plan
-from dpdist.training.provenance import AMONG_PUBLIC, check_pretrained, load_frozen, with_frozen
+from dpdist.training.provenance import AMONG_PUBLIC, check_pretrained
 from dpdist.training.records import (
     evaluation_data,
     private_data,
@@ -48,20 +42,6 @@ class TrainJob:
     packages: dict[str, str]
 
 
-def model_spec(recipe: Recipe, dataset: data.Dataset) -> ModelSpec:
-    """The description of the model for these inputs."""
-    section = recipe.model
-    spec = ModelSpec(
-        name=section.name,
-        input_shape=dataset.input_shape,
-        classes=dataset.classes,
-        options=section.options,
-        mean=tuple(section.mean),
-        std=tuple(section.std),
-    )
-    return with_frozen(spec, recipe, dataset)
-
-
 def check_records(recipe: Recipe, source: data.Source, where: str) -> dict[str, Any] | None:
     """Raise UserError when a private record is among the test records or any public ones.
 
@@ -70,9 +50,10 @@ def check_records(recipe: Recipe, source: data.Source, where: str) -> dict[str, 
     evaluation_data(recipe, source)
     private = private_data(recipe, source)
     pretrained = check_pretrained(recipe, private, where)
-    public = public_data(recipe)
-    if public is not None and recipe.privacy.noise_multiplier != 0:  # else nothing is promised
-        refuse_common(private, public, f"{where}: method.redistribution.data", AMONG_PUBLIC)
+    named, public = recipe.method.public_records, public_data(recipe)
+    # Without noise nothing is promised.
+    if named is not None and public is not None and recipe.privacy.noise_multiplier != 0:
+        refuse_common(private, public, f"{where}: {named.field}", AMONG_PUBLIC)
     return pretrained
 
 
@@ -177,45 +158,6 @@ def _check_same_pretrained(folder: RunFolder, about: dict[str, Any] | None) -> N
             f"{folder.path}: model.{about['part']} has changed since this run was begun; restore "
             "it, or choose another --name"
         )
-
-
-def check_model(recipe: Recipe, dataset: data.Dataset) -> None:
-    """Raise UserError for a model that cannot be trained privately on these inputs."""
-    spec = model_spec(recipe, dataset)
-    module = initial_model(recipe, spec)
-    build_engine(recipe, module)
-    models.check_outputs(module, spec)
-    check_start(module, *probe(data.load(source_of(recipe), "test")), spec.name)
-    if isinstance(recipe.method, HiddenNoiseMethod):
-        models.require_split(module)
-
-
-def initial_model(recipe: Recipe, spec: ModelSpec) -> torch.nn.Module:
-    """The model before the first step: by its seed, or from a public pre-training."""
-    module = models.initialise(spec, recipe.training.init_seed)
-    if recipe.model.frozen is not None:
-        load_frozen(module, recipe)
-    if recipe.model.initial is not None:
-        models.load_weights(module, recipe.model.initial.folder)
-    return module
-
-
-def build_engine(
-    recipe: Recipe, model: torch.nn.Module, plan: PrivacyPlan | None = None
-) -> GradientEngine:
-    """The gradient engine of a recipe. Raises UserError for a model that mixes examples.
-
-    plan: of the run; without it the engine is for a check or a probe.
-    """
-    return engine_for(
-        recipe.method,
-        model,
-        clipping_for(recipe.privacy.clipping, recipe.privacy.clip_norm),
-        expected_batch=recipe.training.batch_size if plan is None else plan.step(0).expected_batch,
-        steps=1 if plan is None else plan.steps,
-        micro_batch=recipe.resources.micro_batch,
-        isolate=recipe.model.isolate,
-    )
 
 
 def _ensure_run_key(recipe: Recipe, folder: RunFolder) -> None:

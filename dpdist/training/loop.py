@@ -8,12 +8,11 @@ plan and nowhere else.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import platform
 import time
-from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,28 +28,18 @@ from dpdist.gradients.blocks import Blocks
 from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.keys import derive_key, key_id
 from dpdist.gradients.noise import add_noise
-from dpdist.gradients.perturbations import Draws
 from dpdist.gradients.sampling import poisson_sample, share
-from dpdist.methods.compose import draws_for, task_for
-from dpdist.methods.options import HiddenNoiseMethod
-from dpdist.methods.sensitivity import keep_within
+from dpdist.methods.base import Fixed
 from dpdist.privacy.journal import JournalBusy
 from dpdist.privacy.ledger import Ledger, LedgerError, ReplayConflict
 from dpdist.privacy.plan import StepPlan
 from dpdist.released import check_released
 from dpdist.training import checkpoint
+from dpdist.training.building import build_engine, initial_model, model_spec
 from dpdist.training.finite import Divergence, probe
-from dpdist.training.hidden import digest, ensure_hidden_noise, read_hidden_noise
-from dpdist.training.job import (
-    CANONICAL_SHARDS,
-    PACKAGES,
-    TrainJob,
-    build_engine,
-    initial_model,
-    model_spec,
-    read_run_key,
-)
-from dpdist.training.monitor import Monitor
+from dpdist.training.fixed import digest, ensure_fixed, read_fixed
+from dpdist.training.job import CANONICAL_SHARDS, PACKAGES, TrainJob, read_run_key
+from dpdist.training.monitor import Monitor, Seen
 from dpdist.training.optimizer import FlatOptimizer
 from dpdist.training.permit import PermitGate
 from dpdist.training.records import training_data
@@ -96,129 +85,173 @@ def run(job: TrainJob, reducer: Reducer, until: int | None = None) -> None:
 
     until: pause after so many steps; the model so far is saved, and the next call goes on.
     """
-    recipe, plan, folder = job.recipe, job.plan, job.folder
-    first = reducer.rank == 0
-    dataset = training_data(recipe, job.source)
-    if len(dataset) != plan.records and not plan.nominal:
-        raise UserError(f"{dataset.name} has {len(dataset)} records, the plan says {plan.records}")
-    spec = model_spec(recipe, dataset)
-    model = initial_model(recipe, spec).to(reducer.device)
-    engine, task = build_engine(recipe, model, plan), task_for(recipe.method)
-    if engine.clipping.sensitivity > plan.clip_norm * (1 + 1e-9):
-        raise UserError("the clipping's sensitivity exceeds the plan's clip norm")
-    flat = torch.cat([p.detach().reshape(-1) for p in engine.parameters])
-    _point_into(engine, flat)
-    if first:
-        ensure_hidden_noise(job, spec, dataset)
-    reducer.gather("")  # the others wait for it
-    hidden = read_hidden_noise(job, model)
-    constrain = _constraint(job, model)
-    constrain()
-    optimizer = FlatOptimizer(recipe.training, plan.steps, flat)
-
     with ExitStack() as stack:
-        ledger = None
-        attempt = ""
-        identity = {**_identity(job, reducer), "hidden noise": digest(hidden)}
-        if first:
-            ledger = stack.enter_context(Ledger.open(folder.ledger, plan.fingerprint()))
-            check_released(folder, plan, ledger)
+        loop = Loop(job, reducer, stack, until)
+        job.recipe.method.learn(loop)
+        loop.finish()
+
+
+class Loop:
+    """A training in the hands of one worker (`dpdist.methods.base.Worker`).
+
+    Made, it holds model and parameters as they are after `start` steps. ledger: worker 0's.
+    """
+
+    def __init__(
+        self, job: TrainJob, reducer: Reducer, stack: ExitStack, until: int | None = None
+    ) -> None:
+        recipe, plan, folder = job.recipe, job.plan, job.folder
+        self.job, self.reducer, self.method = job, reducer, recipe.method
+        self.dataset = training_data(recipe, job.source)
+        if len(self.dataset) != plan.records and not plan.nominal:
+            raise UserError(
+                f"{self.dataset.name} has {len(self.dataset)} records, the plan says {plan.records}"
+            )
+        self.key = derive_key(
+            read_run_key(folder), "run", plan.fingerprint(), self.dataset.fingerprint, "trial", 0
+        )
+        self.spec = model_spec(recipe, self.dataset)
+        self.model = initial_model(recipe, self.spec).to(reducer.device)
+        self.engine, self.task = build_engine(recipe, self.model, plan), self.method.task()
+        if self.engine.clipping.sensitivity > plan.clip_norm * (1 + 1e-9):
+            raise UserError("the clipping's sensitivity exceeds the plan's clip norm")
+        self.flat = torch.cat([p.detach().reshape(-1) for p in self.engine.parameters])
+        _point_into(self.engine, self.flat)
+        made = ensure_fixed(job, self.spec, self.dataset) if reducer.rank == 0 else False
+        tensors = read_fixed(folder) if reducer.gather("made" if made else "")[0] else {}
+        self.fixed = Fixed(self.model, tensors, derive_key(self.key, "hidden"))
+        self.constrain = self.method.constraint(self.model)
+        self.constrain()
+        self.optimizer = FlatOptimizer(recipe.training, plan.steps, self.flat)
+        self.ledger: Ledger | None = None
+        self.attempt = self._begin_attempt(stack)
+        self.start = self._newest_checkpoint()
+        self.last = plan.steps if until is None else min(until, plan.steps)
+        self.monitor: Monitor | None = None
+        self.permit: PermitGate | None = None
+        if self.ledger is not None:
+            self.monitor = Monitor(job, plan.steps, self.start)
+            self.permit = PermitGate(folder, self.ledger.epoch, self.start, plan.steps)
+        self.shards = _shards(
+            len(self.dataset), plan.records, reducer, recipe.training.reproducible
+        )
+        inputs, _ = probe(data.load(job.source, "test"))
+        self.divergence = Divergence(self.model, inputs.to(reducer.device))
+        self.saved = time.monotonic()
+
+    def _begin_attempt(self, stack: ExitStack) -> str:
+        """The label of this attempt, in all its keys; worker 0 holds the ledger from here on."""
+        job, attempt = self.job, ""
+        identity = {**_identity(job, self.reducer), "hidden noise": digest(self.fixed)}
+        if self.reducer.rank == 0:
+            ledger = stack.enter_context(Ledger.open(job.folder.ledger, job.plan.fingerprint()))
+            check_released(job.folder, job.plan, ledger)
             epoch = ledger.begin_attempt(identity)
             # A fixed key is for tests, which want the same run again: no nonce then.
-            attempt = f"{epoch}/{ledger.nonce if recipe.privacy.run_key is None else ''}"
+            attempt = f"{epoch}/{ledger.nonce if job.recipe.privacy.run_key is None else ''}"
+            self.ledger = ledger
         # Nobody passes before worker 0 holds the ledger: an older attempt writes no more.
-        attempt = reducer.gather(attempt)[0]
+        return self.reducer.gather(attempt)[0]
 
-        state = checkpoint.latest(folder.checkpoints)
+    def _newest_checkpoint(self) -> int:
+        """Take over the newest checkpoint: the steps taken before it."""
+        state = checkpoint.latest(self.job.folder.checkpoints)
         start = 0
         if state is not None:
             start = state.step
-            flat.copy_(state.flat)
-            for name, slot in optimizer.slots.items():
+            self.flat.copy_(state.flat)
+            for name, slot in self.optimizer.slots.items():
                 slot.copy_(state.slots[name])
-        if reducer.from_first(start) != start or not reducer.same_everywhere(
-            checkpoint.digest(flat)
+        if self.reducer.from_first(start) != start or not self.reducer.same_everywhere(
+            checkpoint.digest(self.flat)
         ):
             raise MissingRank(
                 "the workers started from different checkpoints; is the storage shared?"
             )
+        return start
 
-        key = derive_key(
-            read_run_key(folder), "run", plan.fingerprint(), dataset.fingerprint, "trial", 0
-        )
-        monitor = Monitor(job, plan.steps, start) if first else None
-        permit = None if ledger is None else PermitGate(folder, ledger.epoch, start, plan.steps)
-        shards = _shards(len(dataset), plan.records, reducer, recipe.training.reproducible)
-
-        def draws(todo: StepPlan, rate: float) -> Draws:
-            return draws_for(recipe.method, todo, rate, hidden, derive_key(key, "hidden"))
-
-        engine.draws = draws(plan.step(0), optimizer.learning_rate(0))
-        inputs, _ = probe(data.load(job.source, "test"))
-        divergence = Divergence(model, inputs.to(reducer.device))
-        saved = time.monotonic()
-        last = plan.steps if until is None else min(until, plan.steps)
-        for step in range(start, last):
+    def steps(self) -> None:
+        """Take the plan's steps that are left."""
+        plan, training = self.job.plan, self.job.recipe.training
+        for step in range(self.start, self.last):
             todo = plan.step(step)
-            rate = optimizer.learning_rate(step)
-            if recipe.training.schedule != "constant":
-                engine.draws = draws(todo, rate)
-            engine.blocks = Blocks.for_batches(shards.largest, todo.sample_rate, todo.batch_cap)
-            sample_key = derive_key(key, "sample", attempt, step)
-            draw_key = derive_key(key, "draw", attempt, step)
-            rows = torch.zeros(shards.rows, engine.size, dtype=torch.float64, device=reducer.device)
-            examples = nonfinite = 0
-            loss_sum = 0.0
-            details: Mapping[str, Any] = {}
-            for row, begin, end in shards.mine:
-                members = poisson_sample(
-                    sample_key, begin, end, todo.sample_rate,
-                    batch_cap=todo.batch_cap, records=len(dataset),
-                )  # fmt: skip
-                inputs = dataset.batch(members).to(reducer.device)
-                labels = dataset.targets(members).to(reducer.device)
-                ids = torch.from_numpy(members)
-                targets = task.targets(engine, inputs, labels, draw_key, ids)
-                clipped = engine.clipped_sum(inputs, targets, draw_key=draw_key, record_ids=ids)
-                rows[row] = clipped.flat
-                examples += clipped.examples
-                nonfinite += clipped.nonfinite
-                loss_sum += clipped.loss_sum
-                details = clipped.details
-            due = time.monotonic() - saved > recipe.resources.checkpoint_seconds
-            total, save_now = reducer.sum(rows, first and due)
+            if step == self.start or training.schedule != "constant":
+                rate = self.optimizer.learning_rate(step)
+                self.engine.draws = self.method.perturbation(todo, rate, self.fixed)
+            self._step(step, todo)
 
-            summed = total.cpu().numpy()
-            if ledger is not None and permit is not None:
-                permit.wait(step)
-                _announce(ledger, step, key, attempt, summed)
-            noise_key = derive_key(key, "noise", attempt, step)
-            noisy = add_noise(summed, noise_key, todo.noise_std)
-            gradient = torch.from_numpy(noisy / todo.expected_batch).to(flat)
-            optimizer.update(flat, gradient, step)
-            constrain()
-            divergence.check(flat, step, step + 1 == last)
+    def _step(self, step: int, todo: StepPlan) -> None:
+        rows, seen = self._clipped_sums(step, todo)
+        due = time.monotonic() - self.saved > self.job.recipe.resources.checkpoint_seconds
+        noisy, save_now = self.release(step, rows, todo.noise_std, self.reducer.rank == 0 and due)
+        gradient = torch.from_numpy(noisy / todo.expected_batch).to(self.flat)
+        self.optimizer.update(self.flat, gradient, step)
+        self.constrain()
+        self.divergence.check(self.flat, step, step + 1 == self.last)
+        if self.monitor is not None:
+            self.monitor.step(step, seen)
+        if save_now or step + 1 == self.last:
+            self.save(step + 1)
 
-            if monitor is not None:
-                monitor.step(step, examples, nonfinite, loss_sum, details)
-            if save_now or step + 1 == last:
-                if not reducer.same_everywhere(checkpoint.digest(flat)):
-                    raise MissingRank(f"the workers' parameters differ after step {step}")
-                if ledger is not None:
-                    state = checkpoint.TrainState(step + 1, flat, optimizer.slots)
-                    checkpoint.save(folder.checkpoints, state, ledger.anchor)
-                saved = time.monotonic()
-        if first:
-            assert monitor is not None and ledger is not None
-            flat.copy_(optimizer.result(flat))
-            if hidden is not None:
-                models.attach_noise(model, hidden.std)
-                spec = dataclasses.replace(spec, hidden_noise=True)
-            models.save(model, spec, folder.model)
-            if last == plan.steps:
-                monitor.finish(engine.fallback_layers, ledger)
-            else:
-                monitor.pause(last)
+    def _clipped_sums(self, step: int, todo: StepPlan) -> tuple[Tensor, Seen]:
+        """This worker's part of the step: float64 (rows, size), PRIVATE, and what it is made of."""
+        engine, dataset, device = self.engine, self.dataset, self.reducer.device
+        engine.blocks = Blocks.for_batches(self.shards.largest, todo.sample_rate, todo.batch_cap)
+        sample_key = derive_key(self.key, "sample", self.attempt, step)
+        draw_key = derive_key(self.key, "draw", self.attempt, step)
+        rows = torch.zeros(self.shards.rows, engine.size, dtype=torch.float64, device=device)
+        seen = Seen()
+        for row, begin, end in self.shards.mine:
+            members = poisson_sample(
+                sample_key, begin, end, todo.sample_rate,
+                batch_cap=todo.batch_cap, records=len(dataset),
+            )  # fmt: skip
+            inputs = dataset.batch(members).to(device)
+            labels = dataset.targets(members).to(device)
+            ids = torch.from_numpy(members)
+            targets = self.task.targets(engine, inputs, labels, draw_key, ids)
+            clipped = engine.clipped_sum(inputs, targets, draw_key=draw_key, record_ids=ids)
+            rows[row] = clipped.flat
+            seen.examples += clipped.examples
+            seen.nonfinite += clipped.nonfinite
+            seen.loss_sum += clipped.loss_sum
+            seen.details = clipped.details
+        return rows, seen
+
+    def release(
+        self, step: int, rows: Tensor, noise_std: float, flag: bool = False
+    ) -> tuple[np.ndarray, bool]:
+        """The sum of all workers' rows with Gaussian noise, the ledger's entry durable before it;
+        and whether any worker's flag was up. rows: float64 (rows, size), bounded as the plan says.
+        """
+        total, flagged = self.reducer.sum(rows, flag)
+        summed = total.cpu().numpy()
+        if self.ledger is not None and self.permit is not None:
+            self.permit.wait(step)
+            _announce(self.ledger, step, self.key, self.attempt, summed)
+        noise_key = derive_key(self.key, "noise", self.attempt, step)
+        return add_noise(summed, noise_key, noise_std), flagged
+
+    def save(self, done: int) -> None:
+        """A checkpoint after `done` steps, unless the workers' parameters differ."""
+        if not self.reducer.same_everywhere(checkpoint.digest(self.flat)):
+            raise MissingRank(f"the workers' parameters differ after step {done - 1}")
+        if self.ledger is not None:
+            state = checkpoint.TrainState(done, self.flat, self.optimizer.slots)
+            checkpoint.save(self.job.folder.checkpoints, state, self.ledger.anchor)
+        self.saved = time.monotonic()
+
+    def finish(self) -> None:
+        """Worker 0 saves the model, and sums the training up once it is whole."""
+        if self.monitor is None or self.ledger is None:
+            return
+        self.flat.copy_(self.optimizer.result(self.flat))
+        spec = self.method.finish(self.spec, self.fixed)
+        models.save(self.model, spec, self.job.folder.model)
+        if self.last == self.job.plan.steps:
+            self.monitor.finish(self.engine.fallback_layers, self.ledger)
+        else:
+            self.monitor.pause(self.last)
 
 
 def _point_into(engine: GradientEngine, flat: Tensor) -> None:
@@ -228,16 +261,7 @@ def _point_into(engine: GradientEngine, flat: Tensor) -> None:
         parameter.data = piece.view(parameter.shape)
 
 
-def _constraint(job: TrainJob, model: torch.nn.Module) -> Callable[[], None]:
-    """What is done to the parameters after every update, in place: post-processing."""
-    method = job.recipe.method
-    if not isinstance(method, HiddenNoiseMethod):
-        return lambda: None
-    split = models.require_split(model)
-    return lambda: keep_within(split, method.sensitivity)
-
-
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class _Shards:
     """rows: length of the reduced stack. largest: records planned for any shard. mine: (row, first
     record, end) of this worker's shards."""

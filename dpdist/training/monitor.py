@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from cluster.storage import json_number, write_json
@@ -13,6 +14,16 @@ from dpdist.privacy.ledger import Ledger
 from dpdist.training.job import TrainJob
 
 _PROGRESS_SECONDS = 0.5
+
+
+@dataclass
+class Seen:
+    """Of worker 0's records in one step: PRIVATE."""
+
+    examples: int = 0
+    nonfinite: int = 0
+    loss_sum: float = 0.0
+    details: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Monitor:
@@ -24,21 +35,14 @@ class Monitor:
         self.metrics = open(job.folder.metrics, "a", buffering=1)  # noqa: SIM115
         self._progress(start)
 
-    def step(
-        self,
-        step: int,
-        examples: int,
-        nonfinite: int,
-        loss_sum: float,
-        details: Mapping[str, Any],
-    ) -> None:
+    def step(self, step: int, seen: Seen) -> None:
         line = {
             "step": step,
-            "examples": examples,
-            "nonfinite": nonfinite,
-            "loss_sum": json_number(loss_sum),
+            "examples": seen.examples,
+            "nonfinite": seen.nonfinite,
+            "loss_sum": json_number(seen.loss_sum),
         }
-        line |= details
+        line |= seen.details
         self.metrics.write(json.dumps(line, allow_nan=False) + "\n")
         if time.monotonic() - self.shown > _PROGRESS_SECONDS:
             self._progress(step + 1)

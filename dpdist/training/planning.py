@@ -6,27 +6,31 @@ Training, searches, dry runs and previews all take the cost of a training from h
 from __future__ import annotations
 
 from dpdist.errors import UserError
-from dpdist.privacy.calibrate import noise_multiplier_for
+from dpdist.privacy.calibrate import least_noise
 from dpdist.privacy.plan import PrivacyPlan
+from dpdist.privacy.releases import GaussianSteps
 from dpdist.recipe import Recipe, check_against_data, field_error, step_count
 
 
 def plan_at(recipe: Recipe, records: int, noise_multiplier: float) -> PrivacyPlan:
     """What one training of the recipe executes with this noise, whatever its privacy section says
     about noise. Raises ValueError for what no plan allows."""
-    privacy = recipe.privacy
+    return _plan(recipe, records, noise_multiplier, recipe.privacy.batch_cap)
+
+
+def _plan(recipe: Recipe, records: int, noise: float, cap: int | None) -> PrivacyPlan:
+    privacy, batch_size = recipe.privacy, recipe.training.batch_size
     records = privacy.nominal_records or records
-    return PrivacyPlan.dp_sgd(
-        records=records,
-        batch_size=recipe.training.batch_size,
-        noise_multiplier=noise_multiplier,
-        steps=step_count(recipe, records),
-        delta=privacy.delta,
-        clip_norm=privacy.sensitivity,
-        neighbours=privacy.neighbours,
-        batch_cap=privacy.batch_cap,
-        besides=recipe.method.besides,
-        nominal=privacy.nominal_records is not None,
+    if batch_size > records:
+        raise ValueError(f"batch_size {batch_size} is larger than the {records} records")
+    steps = GaussianSteps(step_count(recipe, records), noise, batch_size / records, cap)
+    return PrivacyPlan(
+        records,
+        recipe.method.cost(steps),
+        privacy.delta,
+        privacy.sensitivity,
+        privacy.neighbours,
+        privacy.nominal_records is not None,
     )
 
 
@@ -37,25 +41,22 @@ def make_plan(recipe: Recipe, records: int, where: str) -> PrivacyPlan:
     recipe does not fit the data or the target cannot be reached.
     """
     privacy = recipe.privacy
-    records = privacy.nominal_records or records
-    check_against_data(recipe, records, where)
-    noise_multiplier = privacy.noise_multiplier
-    if noise_multiplier is None:
+    check_against_data(recipe, privacy.nominal_records or records, where)
+    noise = privacy.noise_multiplier
+    if noise is None:
         assert privacy.epsilon is not None
+
+        def plan_with(noise: float) -> PrivacyPlan:
+            return plan_at(recipe, records, noise)
+
+        def uncapped(noise: float) -> PrivacyPlan:
+            return _plan(recipe, records, noise, None)
+
         try:
-            noise_multiplier = noise_multiplier_for(
-                privacy.epsilon,
-                records=records,
-                batch_size=recipe.training.batch_size,
-                steps=step_count(recipe, records),
-                delta=privacy.delta,
-                neighbours=privacy.neighbours,
-                batch_cap=privacy.batch_cap,
-                besides=recipe.method.besides,
-            )
+            noise = least_noise(plan_with, privacy.epsilon, uncapped)
         except ValueError as error:
             raise field_error(where, "privacy.epsilon", str(error), privacy.epsilon) from error
     try:
-        return plan_at(recipe, records, noise_multiplier)
+        return plan_at(recipe, records, noise)
     except ValueError as error:
         raise UserError(f"{where}: privacy: {error}") from error

@@ -22,9 +22,8 @@ from cluster.storage import built_aside
 from dpdist import data, models
 from dpdist.data.overlap import common, refuse_common
 from dpdist.errors import UserError
-from dpdist.methods.compose import cross_entropy
-from dpdist.methods.hgm import resized
-from dpdist.methods.transdenoiser import squared_error
+from dpdist.gradients.task import cross_entropy, squared_error
+from dpdist.methods.hgm_shares import resized
 from dpdist.models import ModelSpec
 from dpdist.models.torchvision_zoo import estimating, published_weights
 from dpdist.recipe import Recipe

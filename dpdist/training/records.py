@@ -11,7 +11,6 @@ import math
 from dpdist import data
 from dpdist.data.overlap import check_test
 from dpdist.errors import UserError
-from dpdist.methods.options import HiddenNoiseMethod
 from dpdist.recipe import Recipe
 from dpdist.recipe_sections import DataRecipe
 
@@ -103,23 +102,22 @@ def public_data(recipe: Recipe) -> data.Dataset | None:
     are those that data.public declares public. Raises UserError when missing, or of other classes
     than a frozen classifier tells apart.
     """
-    method = recipe.method
-    section = method.redistribution if isinstance(method, HiddenNoiseMethod) else None
-    if section is None or section.source != "public":
+    named = recipe.method.public_records
+    if named is None:
         return None
     root = None
-    if section.data not in data.BUILT_IN or section.root is not None:
-        root = section.root or recipe.data.root
+    if named.data not in data.BUILT_IN or named.root is not None:
+        root = named.root or recipe.data.root
     own = source_of(recipe)
-    if recipe.data.public and (section.data, root) == (own.name, own.root):
+    if recipe.data.public and (named.data, root) == (own.name, own.root):
         return declared_public(recipe, own)
     try:
-        found = data.load(data.Source(section.data, section.classes, root), "train")
+        found = data.load(data.Source(named.data, named.classes, root), "train")
     except UserError as error:
-        raise UserError(f"method.redistribution.data: {error}") from None
+        raise UserError(f"{named.field}: {error}") from None
     if recipe.model.classifier is not None and found.classes != recipe.data.classes:
         raise UserError(
-            f"method.redistribution.data: {found.name} has {found.classes} classes, the frozen "
+            f"{named.field}: {found.name} has {found.classes} classes, the frozen "
             f"classifier tells {recipe.data.classes}; take other public records, or source: paid"
         )
     return found

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,14 @@ def _charged(job: TrainJob) -> Iterator[None]:
             reserve(enforce=False)
 
 
+@dataclass(frozen=True)
+class _Run:
+    """A training in the hands of the driver (`dpdist.methods.base.Run`)."""
+
+    job: TrainJob
+    workers: Callable[[], None]
+
+
 def fit(
     job: TrainJob,
     *,
@@ -102,11 +111,17 @@ def fit(
     until: int | None = None,
     callbacks: Sequence[Any] = (),
 ) -> None:
-    """Train a prepared job on Ray Train, from its newest checkpoint if there is one.
+    """Train a prepared job as its method does: on Ray Train, from its newest checkpoint if there
+    is one.
 
     max_failures: restarts by Ray (default: resources.max_failures). until: pause after so many
     steps. callbacks: for Ray's run configuration. Raises UserError, ClusterError.
     """
+    restarts = job.recipe.resources.max_failures if max_failures is None else max_failures
+    job.recipe.method.train(_Run(job, lambda: _fit(job, restarts, until, callbacks)))
+
+
+def _fit(job: TrainJob, restarts: int, until: int | None, callbacks: Sequence[Any]) -> None:
     import ray.train
     from ray.train.torch import TorchTrainer
     from ray.train.v2.api.exceptions import TrainingFailedError
@@ -115,7 +130,6 @@ def fit(
     from dpdist.training.rendezvous import OwnRendezvous
 
     resources = job.recipe.resources
-    restarts = resources.max_failures if max_failures is None else max_failures
     per_worker: dict[str, float] = {"CPU": resources.cpus_per_worker}
     if resources.gpus_per_worker:
         per_worker["GPU"] = resources.gpus_per_worker

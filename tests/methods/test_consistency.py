@@ -10,9 +10,8 @@ from dpdist.errors import UserError
 from dpdist.gradients.clipping import FlatClipping
 from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.perturbations import InputDraws
-from dpdist.methods.compose import task_for
 from dpdist.methods.consistency import agreed_targets, weighted_cross_entropy
-from dpdist.methods.options import InputNoise
+from dpdist.methods.input_noise import InputNoise
 from dpdist.recipe import parse
 
 KEY, DRAWS, WEIGHT = bytes(range(32)), 3, 4.0
@@ -37,7 +36,7 @@ def engine(clip_norm: float = 1e6) -> GradientEngine:
 
 
 def clipped_sum(of: GradientEngine, inputs, labels, ids) -> torch.Tensor:
-    task = task_for(InputNoise(sigma=0.5, draws=DRAWS, consistency=WEIGHT))
+    task = InputNoise(sigma=0.5, draws=DRAWS, consistency=WEIGHT).task()
     targets = task.targets(of, inputs, labels, KEY, ids)
     return of.clipped_sum(inputs, targets, draw_key=KEY, record_ids=ids).flat.float()
 
@@ -77,17 +76,17 @@ def test_a_record_changes_the_sum_by_no_more_than_the_clip():
 def test_a_mean_over_the_batch_would_be_noticed():
     inputs, labels, ids = batch()
     of = engine(0.3)
-    right = agreed_targets(of, inputs, labels, WEIGHT, KEY, ids)
+    right = agreed_targets(of, inputs, labels, KEY, ids, WEIGHT)
     one_hot = nn.functional.one_hot(labels, 4).float()
     mixed = one_hot + (right - one_hot).mean(0)  # another record's predictions inside the clip
     assert float((mixed - right).abs().max()) > 0.05
-    less = agreed_targets(of, inputs[1:], labels[1:], WEIGHT, KEY, ids[1:])
+    less = agreed_targets(of, inputs[1:], labels[1:], KEY, ids[1:], WEIGHT)
     torch.testing.assert_close(right[1:], less)
 
 
 def test_an_empty_batch_has_empty_targets():
     inputs, labels, ids = (part[:0] for part in batch())
-    assert agreed_targets(engine(), inputs, labels, WEIGHT, KEY, ids).shape == (0, 4)
+    assert agreed_targets(engine(), inputs, labels, KEY, ids, WEIGHT).shape == (0, 4)
 
 
 def test_one_copy_cannot_agree():

@@ -10,8 +10,12 @@ from torch import Tensor, nn
 from dpdist.errors import UserError
 from dpdist.gradients.clipping import FlatClipping
 from dpdist.gradients.engine import GradientEngine
-from dpdist.methods.dplis import dplis_draws, dplis_scale, sum_control
+from dpdist.gradients.perturbations import Draws
+from dpdist.methods.base import Fixed, Method
+from dpdist.methods.dp_sgd import DPSGD
+from dpdist.methods.dplis import DPlis, dplis_scale
 from dpdist.methods.sharpness import loss_picture, sharpness
+from dpdist.privacy.plan import StepPlan
 
 KEY = bytes(range(32))
 MNIST = {"learning_rate": 0.1536, "batch_size": 256, "noise_multiplier": 1.1, "clip_norm": 1.0}
@@ -34,13 +38,22 @@ def test_scale_refuses_nonsense():
         dplis_scale(10, **(MNIST | {"batch_size": 0}))
 
 
+def draws_of(method: Method) -> Draws:
+    step = StepPlan(
+        noise_multiplier=1.1, sample_rate=256 / 60_000, expected_batch=256.0, clip_norm=1.0,
+        batch_cap=None,
+    )  # fmt: skip
+    return method.perturbation(step, 0.1536, Fixed(nn.Identity()))
+
+
 def test_draws():
-    draws = dplis_draws(10, **MNIST)
+    draws = draws_of(DPlis())
     assert (draws.count, draws.per_example) == (10, False)
     assert draws.std == pytest.approx(6.6e-3)
     assert draws.weight == pytest.approx(0.1)
-    assert dplis_draws(10, **MNIST, aggregate="sum").weight == 1
-    assert (sum_control(10).count, sum_control(10).weight) == (1, 10)
+    assert draws_of(DPlis(aggregate="sum")).weight == 1
+    control = draws_of(DPSGD(gradient_scale=10))
+    assert (control.count, control.weight) == (1, 10)
 
 
 def test_the_sum_variant_without_noise_is_the_control():
@@ -48,7 +61,8 @@ def test_the_sum_variant_without_noise_is_the_control():
     model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
     inputs, targets = torch.randn(6, 5), torch.randint(0, 3, (6,))
     sums = []
-    for draws in (dplis_draws(0, **MNIST, draws=4, aggregate="sum"), sum_control(4)):
+    for method in (DPlis(radius=1e-9, draws=4, aggregate="sum"), DPSGD(gradient_scale=4)):
+        draws = draws_of(method)
         engine = GradientEngine(model, cross_entropy, clipping=FlatClipping(0.5), draws=draws)
         sums.append(engine.clipped_sum(inputs, targets, draw_key=KEY).flat)
     torch.testing.assert_close(*sums, rtol=1e-5, atol=1e-6)
@@ -62,7 +76,7 @@ def test_smoothed_gradient_of_a_quadratic():
     def squared(outputs: Tensor, targets: Tensor) -> Tensor:
         return (outputs[:, 0] - targets).square() / 2
 
-    draws = dplis_draws(10, **MNIST, draws=400)
+    draws = draws_of(DPlis(draws=400))
     engine = GradientEngine(model, squared, clipping=FlatClipping(1e6), draws=draws)
     smooth = engine.clipped_sum(inputs, targets, draw_key=KEY).flat
     plain = GradientEngine(model, squared, clipping=FlatClipping(1e6))

@@ -13,9 +13,11 @@ from torch import nn
 
 from dpdist import models
 from dpdist.certification.operator_norms import l2_to_l2
-from dpdist.methods import hgm
-from dpdist.methods.options import HGMPixelDP, PixelDP, Redistribution, SecureSGD
-from dpdist.methods.pixeldp import noise_scale
+from dpdist.methods import hgm_shares as hgm
+from dpdist.methods.hgm import HGMPixelDP
+from dpdist.methods.pixeldp import PixelDP
+from dpdist.methods.redistribution import Redistribution
+from dpdist.methods.secure_sgd import SecureSGD
 from dpdist.methods.sensitivity import keep_within, layer_bound
 from dpdist.models import ModelSpec, SplitModel
 from dpdist.privacy.releases import GaussianReleases, NonPrivate
@@ -35,14 +37,14 @@ def records(count: int = 40) -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_noise_scale_is_the_mechanisms() -> None:
     # PixelDP's own defaults: sqrt(2 ln(1.25 / 0.05)) * 0.1 = 0.2537.
-    assert noise_scale(PixelDP(), 784) == pytest.approx(0.1 * math.sqrt(2 * math.log(25)))
-    assert noise_scale(PixelDP(norm="linf"), 784) == pytest.approx(28 * noise_scale(PixelDP(), 784))
-    assert noise_scale(PixelDP(sensitivity=2.0), 784) == 2 * noise_scale(PixelDP(), 784)
-    assert noise_scale(SecureSGD(sigma=0.7), 784) == 0.7
+    assert PixelDP().noise_scale(784) == pytest.approx(0.1 * math.sqrt(2 * math.log(25)))
+    assert PixelDP(norm="linf").noise_scale(784) == pytest.approx(28 * PixelDP().noise_scale(784))
+    assert PixelDP(sensitivity=2.0).noise_scale(784) == 2 * PixelDP().noise_scale(784)
+    assert SecureSGD(sigma=0.7).noise_scale(784) == 0.7
     # Delta 1, delta 1e-5: published values of the extended and the analytic Gaussian at epsilon 4.
     given = {"epsilon_r": 4, "delta_r": 1e-5, "attack_size": 1}
-    assert noise_scale(SecureSGD(**given), 784) == pytest.approx(1.2851, abs=1e-4)
-    analytic = noise_scale(SecureSGD(mechanism="analytic", **given), 784)
+    assert SecureSGD(**given).noise_scale(784) == pytest.approx(1.2851, abs=1e-4)
+    analytic = SecureSGD(mechanism="analytic", **given).noise_scale(784)
     assert analytic == pytest.approx(1.0812, abs=1e-4)
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from dpdist.gradients.task import squared_error
 from dpdist.methods.mixed_jacobian import (
     MixedJacobian,
     lanczos_smallest,
@@ -13,7 +14,6 @@ from dpdist.methods.mixed_jacobian import (
     settled_by_symmetry,
     smallest_eigenvalue,
 )
-from dpdist.methods.transdenoiser import squared_error
 
 
 def denoiser(activation: type[nn.Module] = nn.Tanh, channels: int = 2) -> nn.Module:

@@ -17,9 +17,10 @@ from dpdist.errors import UserError
 from dpdist.gradients.clipping import FlatClipping
 from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.perturbations import InputDraws
+from dpdist.gradients.task import squared_error
 from dpdist.methods.mixed_jacobian import MixedJacobian
-from dpdist.methods.options import TransDenoiser
-from dpdist.methods.transdenoiser import SplitEngine, remainders, split, squared_error
+from dpdist.methods.transdenoiser import TransDenoiser
+from dpdist.methods.transdenoiser_split import SplitEngine, remainders, split
 from dpdist.models import ModelSpec
 from dpdist.privacy.card import card_markdown
 from dpdist.recipe import parse

@@ -93,7 +93,7 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/training/loop.py", "wiring/test_nominal_records",
-        ("plan.records and not plan.nominal:", "plan.records:",
+        ("!= plan.records and not plan.nominal:", "!= plan.records:",
          "a declared number of records must be the true one"),
     ),
     *group(

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from dpdist.gradients import keys, noise, perturbations
-from dpdist.methods.compose import task_for
+from dpdist.models import require_split
 from dpdist.recipe import Recipe
-from dpdist.training.hidden import read_hidden_noise
-from dpdist.training.job import TrainJob, initial_model, model_spec
+from dpdist.training.building import initial_model, model_spec
+from dpdist.training.fixed import read_fixed
+from dpdist.training.job import TrainJob
 from dpdist.training.records import training_data
 from support.keys import NOISE, SAMPLING, Recorder
 
@@ -30,7 +31,7 @@ class Oracle:
         self.job, self.recipe, self.plan = job, job.recipe, job.plan
         self.dataset = training_data(job.recipe, job.source)
         model = initial_model(job.recipe, model_spec(job.recipe, self.dataset))
-        self.model = task_for(job.recipe.method).module(model).double().eval()
+        self.model = job.recipe.method.task().module(model).double().eval()
         self.whole = model
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.flat = flatten(self.parameters).clone()
@@ -200,16 +201,17 @@ class Oracle:
     def _hidden_hook(self, i: int, draw_key: bytes, draw: int) -> Any:
         if not hasattr(self.recipe.method, "sensitivity"):
             return None
-        found = read_hidden_noise(self.job, self.whole)
-        assert found is not None
+        std = read_fixed(self.job.folder)["std"]
 
         def add(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
             normals = perturbations.standard_normal_per_record(
                 draw_key, "draws/hidden", draw, torch.tensor([i]), output.numel()
             )
-            return output + found.std.double() * normals.view_as(output).double()
+            return output + std.double() * normals.view_as(output).double()
 
-        return self.model.get_submodule(found.module).register_forward_hook(add, prepend=True)
+        return self.model.get_submodule(require_split(self.whole).name).register_forward_hook(
+            add, prepend=True
+        )
 
 
 def draw_key_of(seen: Recorder) -> bytes:

@@ -17,14 +17,17 @@ from dpdist import models
 from dpdist.errors import UserError
 from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.perturbations import HiddenDraws
-from dpdist.methods import hgm
+from dpdist.methods import hgm_shares as hgm
+from dpdist.methods.secure_sgd import SecureSGD
 from dpdist.methods.sensitivity import keep_within, layer_bound
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.privacy.releases import GaussianReleases, GaussianSteps, NonPrivate
 from dpdist.recipe import Recipe, parse
 from dpdist.reports.facts import read_facts
 from dpdist.runfolder import RunFolder
-from dpdist.training import hidden, loop
+from dpdist.training import loop
+from dpdist.training.building import initial_model, model_spec
+from dpdist.training.fixed import read_fixed
 from dpdist.training.job import prepare
 from dpdist.training.records import public_data, source_of, training_data
 from dpdist.training.reducer import Reducer
@@ -175,17 +178,14 @@ def test_without_privacy_the_update_is_plain_sgd(tmp_path):
         patch.setattr(GradientEngine, "clipped_sum", spy)
         got = train(recipe, folder)
     job = prepare(recipe, folder, "test")
-    model = loop.initial_model(
-        recipe, loop.model_spec(recipe, loop.training_data(recipe, job.source))
-    )
+    model = initial_model(recipe, model_spec(recipe, training_data(recipe, job.source)))
     split = models.require_split(model)
 
     keep_within(split, 1.0)
-    noise = hidden.read_hidden_noise(job, model)
-    assert noise is not None
+    std = read_fixed(job.folder)["std"]
     for inputs, targets, key, ids in seen:
         h = split.first(inputs)
-        h = HiddenDraws(1, "0", noise.std).hidden(h, ids, key, 0)
+        h = HiddenDraws(1, "0", std).hidden(h, ids, key, 0)
         loss = torch.nn.functional.cross_entropy(split.rest(h), targets, reduction="sum")
         gradients = torch.autograd.grad(loss, list(model.parameters()))
         with torch.no_grad():
@@ -211,8 +211,8 @@ def test_noise_is_drawn_afresh_unless_paper_faithful(tmp_path, monkeypatch, name
         draws.hidden = watched
         return draws
 
-    real = loop.draws_for
-    monkeypatch.setattr(loop, "draws_for", lambda *a: spy(real(*a)))
+    real = SecureSGD.perturbation
+    monkeypatch.setattr(SecureSGD, "perturbation", lambda *a: spy(real(*a)))
     train(*make(tmp_path, name))
     rows = torch.cat(noises)
     spread = float((rows - rows[0]).abs().amax())
@@ -257,9 +257,9 @@ def test_neighbour_replay(tmp_path, monkeypatch, name):
                 captured: list[np.ndarray] = []
                 patch.setattr(loop, "add_noise", lambda t, k, s, c=captured: c.append(t) or t)
                 if name == "paid" and not present:
-                    other = RunFolder(tmp_path / f"True-{number}").hidden_noise
+                    other = RunFolder(tmp_path / f"True-{number}").fixed
                     prepare(recipe, folder, "test")
-                    folder.hidden_noise.write_bytes(other.read_bytes())
+                    folder.fixed.write_bytes(other.read_bytes())
                 train(recipe, folder)
                 sums[present] = captured[0]
         difference = float(np.linalg.norm(sums[True] - sums[False]))
@@ -289,13 +289,13 @@ def test_a_continued_run_keeps_its_noise_and_a_lost_one_is_a_new_attempt(tmp_pat
         patch.setattr(loop, "add_noise", die)
         with pytest.raises(Stop):
             train(recipe, other)
-    before = other.hidden_noise.read_bytes()
+    before = other.fixed.read_bytes()
     with monkeypatch.context() as patch:  # must not be computed again
-        patch.setattr(hidden, "deviations", die)
+        patch.setattr(SecureSGD, "fix", die)
         again = train(recipe, other)
-    assert other.hidden_noise.read_bytes() == before
+    assert other.fixed.read_bytes() == before
     assert all(torch.equal(undisturbed[name], again[name]) for name in undisturbed)
-    other.hidden_noise.write_bytes(b"not tensors")
+    other.fixed.write_bytes(b"not tensors")
     other.trained.unlink()
     with pytest.raises(UserError, match=r"hidden-noise\.safetensors: cannot be read"):
         train(recipe, other)

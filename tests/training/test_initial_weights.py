@@ -17,7 +17,8 @@ from dpdist.reports.facts import read_facts
 from dpdist.runfolder import RunFolder
 from dpdist.training import loop
 from dpdist.training.augment import deformed
-from dpdist.training.job import initial_model, model_spec, prepare
+from dpdist.training.building import initial_model, model_spec
+from dpdist.training.job import prepare
 from dpdist.training.pretrain import accuracy, pretrain
 from dpdist.training.records import source_of, training_data
 from dpdist.training.reducer import Reducer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from dp_accounting.rdp import RdpAccountant
 
 from dpdist.commands.tune import _plan as plan_search
 from dpdist.errors import UserError
+from dpdist.methods.catalogue import METHODS
 from dpdist.privacy import accounting
 from dpdist.privacy.combined import ParallelParts, RepeatAndSelect, WorstOf
 from dpdist.privacy.plan import PrivacyPlan
@@ -22,7 +24,8 @@ from dpdist.privacy.releases import GaussianReleases, GaussianSteps
 from dpdist.privacy.searches import search_guarantee
 from dpdist.privacy.selection import SelectionLaw
 from dpdist.search_options import LawRecipe, TuneRecipe
-from dpdist.training.planning import plan_at
+from dpdist.training.planning import make_plan, plan_at
+from tuning import preview
 from tuning.cost import Limit, SearchCost, Sizes
 from tuning.space import check_space, draw, with_values
 
@@ -347,3 +350,47 @@ def test_the_plan_prices_what_the_method_reads_besides_its_steps(recipe, tmp_pat
     assert float(re.search(r"mean 3 +([\d.]+)", own)[1]) == pytest.approx(expected, rel=2e-3)
     steps_alone = search_guarantee(together[1:], law, records=2000, delta=1e-5).epsilon
     assert steps_alone < 0.95 * expected
+
+
+# --- what a method costs is said once
+
+ONE_RUN = {"name": "fixed", "runs": 1, "mean": None}
+OPEN = {"noise_multiplier": 0.0, "clipping": "none", "delta": 1e-4}
+OF_EACH = [
+    ("dp-sgd", {}, TARGET),
+    ("dplis", {}, TARGET),
+    ("input-noise", {"sigma": 0.25}, TARGET),
+    ("pixeldp", {}, OPEN),
+    ("hgm-pixeldp", {}, OPEN),
+    ("secure-sgd", {"redistribution": {"source": "public"}}, TARGET),
+    ("secure-sgd", {"redistribution": {"source": "paid", "noise_multiplier": 6.0}}, TARGET),
+    ("transdenoiser", {"variant": "separate-dp"}, TARGET),
+    ("transdenoiser", {"variant": "full"}, {**OPEN, "clipping": "flat"}),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "privacy"), OF_EACH)
+def test_the_preview_of_every_method_is_the_plan_of_its_run(recipe, name, options, privacy):
+    """Noise and epsilon before any data are read are those that the run executes and states."""
+    model = {"name": "small-unet", "classifier": "/nowhere"} if name == "transdenoiser" else "mlp"
+    asked = recipe(
+        data={"name": "mine", "root": "/nowhere"}, model=model, method={"name": name, **options},
+        privacy=privacy, training={"batch_size": 200, "steps": 100},
+        tune={"score": {"public": {"name": "digits"}}, "law": ONE_RUN},
+        certify={"sigma": 0.25},
+    )  # fmt: skip
+    sizes = preview.sizes_without_data(asked, 2000, "r.yaml")
+    shown, run = preview.one_run(asked, sizes, "r.yaml"), make_plan(asked, 2000, "r.yaml")
+    assert shown == run
+    steps = run.phases[-1]
+    assert run.phases == asked.method.cost(steps)
+    assert shown.guarantee().epsilon <= (asked.privacy.epsilon or math.inf)
+    noise = shown.step(0).noise_multiplier
+    row = preview.row(asked, asked.tune.law, True, sizes, noise, "r.yaml")
+    assert row.epsilon == run.guarantee().epsilon  # a search of one trial is the run
+    if asked.privacy.epsilon is not None:
+        assert row.noise == pytest.approx(noise, rel=1e-3)
+
+
+def test_every_method_is_previewed():
+    assert {m.model_fields["name"].default for m in METHODS} == {name for name, *_ in OF_EACH}

@@ -1,0 +1,217 @@
+"""What a published system is here: its options, and all that the rest of dpdist asks of it.
+
+The fields of a method are the recipe's `method` section. Its rules, its cost, its paper's claim and
+its way to train are methods, whose defaults are plain DP-SGD. Nobody outside asks which method it
+is. torch is imported where work is done, so that a recipe is read without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
+
+from pydantic import Field
+
+from dpdist.fields import Number, Section
+from dpdist.privacy.phases import Phase
+from dpdist.privacy.plan import PrivacyPlan, StepPlan
+from dpdist.privacy.releases import GaussianSteps
+from dpdist.recipe_sections import Sections
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from dpdist.data import Dataset
+    from dpdist.gradients.clipping import Clipping
+    from dpdist.gradients.engine import GradientEngine
+    from dpdist.gradients.perturbations import Draws
+    from dpdist.gradients.task import Task
+    from dpdist.models import ModelSpec
+    from dpdist.privacy.claims import Claim
+    from dpdist.privacy.guarantee import Guarantee
+
+
+DrawCount = Annotated[int, Number, Field(ge=1, le=10_000)]  # of perturbations per record and step
+
+
+@dataclass(frozen=True)
+class PublicRecords:
+    """Public records that a method reads: the training split of the data set `data` under `root`
+    (default: where the recipe's own data lie). field: the recipe's key, for complaints."""
+
+    field: str
+    data: str
+    classes: int
+    root: Path | None = None
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a method may use to make something once, before the first step (`Method.fix`).
+
+    records: the private ones; what is made of them costs what `Method.cost` says. public: those
+    that the method named. initial: makes the model as it is before the first step. key: a fresh
+    secret (the run key where the recipe fixes it): of two attempts, no noise is used twice.
+    """
+
+    recipe: Sections
+    spec: ModelSpec
+    initial: Callable[[], nn.Module]
+    records: Dataset
+    public: Dataset | None
+    key: bytes
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """What was made once, in the hands of one worker: tensors by name, and its copy of the model.
+
+    key: the same in all steps of a run, for noise that is drawn once.
+    """
+
+    model: nn.Module
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    key: bytes = b""
+
+
+class Run(Protocol):
+    """A training in the hands of the driver, or of a search's trial; Ray is there.
+
+    job: the `dpdist.training.job.TrainJob`. workers: starts the training workers, each of which
+    calls `Method.learn`, and waits for their end.
+    """
+
+    @property
+    def job(self) -> Any: ...
+
+    @property
+    def workers(self) -> Callable[[], None]: ...
+
+
+class Worker(Protocol):
+    """A training in the hands of one worker, from its newest checkpoint on.
+
+    It is `dpdist.training.loop.Loop`, whose other parts (dataset, model, engine, fixed, release,
+    save) are there for methods that do not take steps.
+    """
+
+    def steps(self) -> None:
+        """Take the plan's steps that are left."""
+
+
+class Method(Section):
+    """A published system. The defaults are those of plain DP-SGD."""
+
+    name: str
+
+    # --- said in the recipe, the plan and the report
+
+    def check(self, recipe: Sections) -> None:
+        """Raise ValueError for a recipe in which the method would not be what it says."""
+        if recipe.certify is not None and recipe.certify.sigma is None and not self.carries_noise:
+            raise ValueError(
+                "certify.sigma is required: the model of this method has no noise of its own"
+            )
+        if recipe.model.isolate and self.together:
+            raise ValueError(
+                f"model.isolate: method {self.name} with these options runs records together; use "
+                "another method, or a model from the zoo without it"
+            )
+
+    @property
+    def carries_noise(self) -> bool:
+        """Whether the trained model has noise of its own, in training and at every prediction."""
+        return False
+
+    @property
+    def together(self) -> bool:
+        """Whether the method itself needs a pass of several records."""
+        return False
+
+    @property
+    def public_records(self) -> PublicRecords | None:
+        """Public records that it reads; they are held against the private ones."""
+        return None
+
+    @property
+    def besides(self) -> tuple[Phase, ...]:
+        """What it reads from the private records before the steps of training."""
+        return ()
+
+    def cost(self, steps: GaussianSteps) -> tuple[Phase, ...]:
+        """What a training costs whose steps, by the recipe, are `steps`.
+
+        The only statement of it: plans, searches, previews and budgets take it from here, and the
+        noise multiplier that meets a target epsilon is found by it.
+        """
+        return (*self.besides, steps)
+
+    def claim(self, plan: PrivacyPlan, proved: Guarantee) -> Claim | None:
+        """What its paper claims about the privacy of a run with this plan, beside what is proved.
+        None when the paper claims nothing of its own."""
+        return None
+
+    def assumed(self, recipe: Sections) -> list[str]:
+        """What the guarantee rests on and nobody can check."""
+        return []
+
+    # --- done in training
+
+    def task(self) -> Task:
+        """What is learned; by default, to classify."""
+        from dpdist.gradients.task import Task
+
+        return Task()
+
+    def fix(self, setup: Setup) -> dict[str, Tensor]:
+        """What is made once, by worker 0: tensors that are kept in the private folder."""
+        return {}
+
+    def stand_in(self, model: nn.Module, input_shape: tuple[int, ...]) -> dict[str, Tensor]:
+        """In place of `fix` where only its shapes matter; reads no record."""
+        return {}
+
+    def perturbation(self, step: StepPlan, learning_rate: float, fixed: Fixed) -> Draws:
+        """The perturbation of one step. Scales come from public hyper-parameters only."""
+        from dpdist.gradients.perturbations import Draws
+
+        return Draws()
+
+    def engine(
+        self,
+        model: nn.Module,
+        clipping: Clipping,
+        *,
+        expected_batch: float,
+        steps: int,
+        micro_batch: int | None = None,
+        isolate: bool = False,
+    ) -> GradientEngine:
+        """Sums clipped gradients of the part of `model` that is trained. Raises UserError for a
+        model that mixes records."""
+        from dpdist.gradients.engine import GradientEngine
+
+        task = self.task()
+        return GradientEngine(
+            task.module(model), task.losses, clipping=clipping, micro_batch=micro_batch,
+            isolate=isolate,
+        )  # fmt: skip
+
+    def constraint(self, model: nn.Module) -> Callable[[], None]:
+        """What is done to `model` in place, before the first step and after every update:
+        post-processing. Raises UserError for a model to which it cannot be done."""
+        return lambda: None
+
+    def finish(self, spec: ModelSpec, fixed: Fixed) -> ModelSpec:
+        """Give the trained model (fixed.model) what it carries at prediction; its description."""
+        return spec
+
+    def train(self, run: Run) -> None:
+        """A whole training, on the driver: work of one's own in bulk comes before the workers."""
+        run.workers()
+
+    def learn(self, worker: Worker) -> None:
+        """A whole training, on each worker at once."""
+        worker.steps()

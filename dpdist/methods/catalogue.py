@@ -1,0 +1,69 @@
+"""The published systems. A new one is a file beside this one, and its class's line in the table.
+
+A method of one's own needs no line: a recipe names it as package.module:Class.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Annotated, Any, Union
+
+from pydantic import BeforeValidator, Discriminator, SerializeAsAny, Tag
+
+from dpdist.fields import validated
+from dpdist.methods.base import Method
+from dpdist.methods.dp_sgd import DPSGD
+from dpdist.methods.dplis import DPlis
+from dpdist.methods.hgm import HGMPixelDP
+from dpdist.methods.input_noise import InputNoise
+from dpdist.methods.pixeldp import PixelDP
+from dpdist.methods.secure_sgd import SecureSGD
+from dpdist.methods.transdenoiser import TransDenoiser
+
+METHODS: tuple[type[Method], ...] = (
+    DPSGD,
+    DPlis,
+    InputNoise,
+    PixelDP,
+    HGMPixelDP,
+    SecureSGD,
+    TransDenoiser,
+)
+
+_ELSEWHERE = "package.module:Class"
+
+
+def _elsewhere(value: Any) -> Any:
+    """A method of one's own, whose class is imported as a recipe's model factory is."""
+    if isinstance(value, Method):
+        return value
+    module, _, name = value["name"].partition(":")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except Exception as error:  # whatever a user's module does when it is imported
+        raise ValueError(f"cannot import {value['name']!r}: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, Method)):
+        raise ValueError(f"{value['name']} must be a class made from dpdist.methods.base.Method")
+    return validated(found, value)
+
+
+def _entry(value: Any) -> str | None:
+    """Under which entry of the table a method is found."""
+    given = value.get("name") if isinstance(value, dict) else getattr(value, "name", None)
+    if given is None or not isinstance(given, str):
+        return None
+    return _ELSEWHERE if ":" in given else given
+
+
+DEFAULT = DPSGD()
+
+if TYPE_CHECKING:
+    AnyMethod = Method
+else:
+    AnyMethod = Annotated[
+        Union[  # its members are counted at run time
+            *(Annotated[m, Tag(m.model_fields["name"].default)] for m in METHODS),
+            Annotated[SerializeAsAny[Method], BeforeValidator(_elsewhere), Tag(_ELSEWHERE)],
+        ],
+        Discriminator(_entry),
+    ]

@@ -1,0 +1,190 @@
+"""Noise behind the first layer, in training and at every prediction: what PixelDP, HGM-PixelDP and
+Secure-SGD share.
+
+Its scale is what a Gaussian mechanism needs for (epsilon_r, delta_r) when the input moves by the
+construction size L and the layer has norm Delta: sigma_r = scale(epsilon_r, delta_r) Delta L. It
+protects nothing about training records: epsilon_r is a parameter of robustness. What the trained
+network certifies is computed from its real first layer (`dpdist.certification.scores`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from dpdist.fields import Number, Positive
+from dpdist.methods.base import DrawCount, Fixed, Method, PublicRecords, Setup
+from dpdist.methods.redistribution import Redistribution
+from dpdist.privacy.phases import Phase
+from dpdist.privacy.plan import StepPlan
+from dpdist.privacy.releases import GaussianReleases, NonPrivate
+from dpdist.recipe_sections import Sections
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from dpdist.gradients.perturbations import Draws
+    from dpdist.models import ModelSpec
+
+STD = "std"  # the tensor of deviations, among what is made once
+
+
+class HiddenNoiseMethod(Method):
+    """Gaussian noise behind the first layer, in training and at every prediction.
+
+    Its scale sigma_r is `sigma`, or what `mechanism` needs for (epsilon_r, delta_r) against changes
+    of the input of size `attack_size` in `norm`, for a first layer of L2 norm `sensitivity`; the
+    layer is scaled back to that norm after every update. These are parameters of robustness and
+    say nothing about training records. draws: independent noises per record and step, averaged
+    before the clip. paper_faithful: one noise for the whole training, as Algorithm 1 of Secure-SGD
+    has it, instead of a fresh one for every record and step.
+    """
+
+    sigma: Positive | None = None
+    epsilon_r: Positive = 1.0
+    delta_r: Annotated[float, Number, Field(ge=1e-30, lt=0.5)] = 0.05
+    attack_size: Positive = 0.1
+    norm: Literal["l2", "linf"] = "l2"
+    mechanism: Literal["classical", "analytic", "extended"] = "extended"
+    sensitivity: Positive = 1.0
+    redistribution: Redistribution | None = None
+    draws: DrawCount = 1
+    paper_faithful: bool = False
+
+    @model_validator(mode="after")
+    def _consistent(self) -> HiddenNoiseMethod:
+        if self.mechanism == "classical" and self.epsilon_r > 1 and self.sigma is None:
+            raise ValueError("the classical mechanism needs epsilon_r <= 1; use extended")
+        unpaid = self.redistribution is not None and self.redistribution.source == "private"
+        if unpaid and not self.paper_faithful:
+            raise ValueError(
+                "redistribution.source private reads private records for nothing, which voids the "
+                "guarantee: use public or paid, or set paper_faithful: true to see that"
+            )
+        return self
+
+    # --- said in the recipe, the plan and the report
+
+    def check(self, recipe: Sections) -> None:
+        super().check(recipe)
+        if recipe.model.denoiser is not None:
+            raise ValueError(
+                f"method {self.name} puts noise behind the first layer, which would be the "
+                "frozen denoiser's: take a method without hidden noise"
+            )
+
+    @property
+    def carries_noise(self) -> bool:
+        return True
+
+    @property
+    def together(self) -> bool:
+        return True
+
+    @property
+    def public_records(self) -> PublicRecords | None:
+        section = self.redistribution
+        if section is None or section.source != "public":
+            return None
+        field = "method.redistribution.data"
+        return PublicRecords(field, section.data, section.classes, section.root)
+
+    @property
+    def besides(self) -> tuple[Phase, ...]:
+        """What the shares r cost: nothing, one noised sum, or everything."""
+        section = self.redistribution
+        if section is None or section.source == "public":
+            return ()
+        if section.source == "paid":
+            return (GaussianReleases(section.noise_multiplier, 1, section.sample_rate),)
+        return (NonPrivate("the redistribution r is computed from private records"),)
+
+    def assumed(self, recipe: Sections) -> list[str]:
+        public = self.public_records
+        compared = recipe.privacy.noise_multiplier != 0  # else nothing was promised
+        own = recipe.data.public and public and public.data == recipe.data.name
+        if public is None or not compared or own:
+            return []
+        return [
+            f"no private record is, in another shape, among the public records of {public.data} "
+            "that shaped the noise (in the same shape: compared by content)"
+        ]
+
+    # --- done in training
+
+    def noise_scale(self, inputs: int) -> float:
+        """sigma_r: deviation of the noise on every hidden component, before redistribution.
+
+        inputs: numbers in one input; an L-infinity size moves the first layer's output by at most
+        sqrt(inputs) times as much as an L2 size.
+        """
+        from dpdist.privacy import mechanisms
+
+        if self.sigma is not None:
+            return self.sigma
+        scales: dict[str, Callable[..., object]] = {
+            "classical": mechanisms.classical_gaussian_scale,
+            "analytic": mechanisms.analytic_gaussian_scale,
+            "extended": mechanisms.extended_gaussian_scale,
+        }
+        reach = self.sensitivity * (math.sqrt(inputs) if self.norm == "linf" else 1.0)
+        unit = float(scales[self.mechanism](self.epsilon_r, self.delta_r))  # type: ignore[arg-type]
+        return unit * reach * self.attack_size
+
+    def fix(self, setup: Setup) -> dict[str, Tensor]:
+        from dpdist.methods.hgm_shares import heterogeneous_noise, shares_for
+
+        section = self.redistribution
+        if section is None:
+            return self.stand_in(setup.initial(), setup.spec.input_shape)
+        scale = self.noise_scale(math.prod(setup.spec.input_shape))
+        return {STD: heterogeneous_noise(scale, shares_for(section, self.sensitivity, setup))}
+
+    def stand_in(self, model: nn.Module, input_shape: tuple[int, ...]) -> dict[str, Tensor]:
+        """The same deviation for every component."""
+        import torch
+
+        from dpdist.models import require_split
+
+        shape = require_split(model).hidden_shape(input_shape)
+        return {STD: torch.full(shape, self.noise_scale(math.prod(input_shape)))}
+
+    def perturbation(self, step: StepPlan, learning_rate: float, fixed: Fixed) -> Draws:
+        from dpdist.gradients.perturbations import HiddenDraws, OneHiddenDraw
+        from dpdist.models import require_split
+
+        module, std = require_split(fixed.model).name, fixed.tensors[STD]
+        if self.paper_faithful:
+            return OneHiddenDraw(module, std, fixed.key)
+        return HiddenDraws(self.draws, module, std)
+
+    def constraint(self, model: nn.Module) -> Callable[[], None]:
+        """The first layer is scaled back into its norm."""
+        from dpdist.methods.sensitivity import keep_within
+        from dpdist.models import require_split
+
+        split = require_split(model)
+        return lambda: keep_within(split, self.sensitivity)
+
+    def finish(self, spec: ModelSpec, fixed: Fixed) -> ModelSpec:
+        from dataclasses import replace
+
+        from dpdist.models import attach_noise
+
+        attach_noise(fixed.model, fixed.tensors[STD])
+        return replace(spec, hidden_noise=True)
+
+
+class WithoutGradientPrivacy(HiddenNoiseMethod):
+    """Trained by ordinary gradients: nothing is proved about training records."""
+
+    def check(self, recipe: Sections) -> None:
+        if recipe.privacy.noise_multiplier != 0:
+            raise ValueError(
+                f"method {self.name} trains without gradient privacy: give "
+                "privacy.noise_multiplier: 0 and clipping: none, or take method secure-sgd"
+            )
+        super().check(recipe)

@@ -1,0 +1,62 @@
+"""What a run's method makes once, before the first step: tensors, kept in the private folder.
+
+Worker 0 makes them and the others read them, so that all workers and all restarts train under the
+same ones. What is read for them, and what that costs, is the method's statement.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import Tensor, nn
+
+from cluster.reading import read_bytes
+from cluster.storage import write_atomic
+from dpdist import data
+from dpdist.errors import UserError
+from dpdist.gradients.keys import new_run_key
+from dpdist.methods.base import Fixed, Setup
+from dpdist.models import ModelSpec
+from dpdist.runfolder import RunFolder
+from dpdist.training.building import initial_model
+from dpdist.training.job import TrainJob, read_run_key
+from dpdist.training.records import public_data
+
+
+def ensure_fixed(job: TrainJob, spec: ModelSpec, dataset: data.Dataset) -> bool:
+    """Make what the method makes once, unless it is there (worker 0). Whether there is any."""
+    recipe, path = job.recipe, job.folder.fixed
+    if not path.exists():
+        fixed = recipe.privacy.run_key is not None
+        key = read_run_key(job.folder) if fixed else new_run_key()
+
+        def initial() -> nn.Module:
+            return initial_model(recipe, spec)
+
+        setup = Setup(recipe, spec, initial, dataset, public_data(recipe), key)
+        tensors = recipe.method.fix(setup)
+        if tensors:
+            contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+            write_atomic(path, save_tensors(contiguous))
+    return path.exists()
+
+
+def read_fixed(folder: RunFolder) -> dict[str, Tensor]:
+    """The tensors by name."""
+    try:
+        return load_tensors(read_bytes(folder.fixed))
+    except (UserError, SafetensorError) as error:
+        raise UserError(
+            f"{folder.fixed}: cannot be read: {error}; is the storage shared?"
+        ) from error
+
+
+def digest(fixed: Fixed) -> str:
+    """Names the tensors: part of what may not change under one attempt."""
+    hashed = hashlib.blake2b(digest_size=8)
+    for name in sorted(fixed.tensors):
+        hashed.update(fixed.tensors[name].numpy().tobytes())
+    return hashed.hexdigest()

@@ -1,0 +1,155 @@
+"""A method of one's own: one class in one file, named by a recipe, and nothing else touched."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dpdist.errors import UserError
+from dpdist.privacy.ledger import Ledger
+from dpdist.privacy.plan import PrivacyPlan
+from dpdist.privacy.releases import GaussianReleases, GaussianSteps
+from dpdist.recipe import parse
+
+COMMAND = [sys.executable, "-c", "from dpdist.cli import main; main()"]
+
+# A record's gradient is taken at an input that is noised by as much as inputs vary; how much that
+# is, is one noised sum over the private records, which is paid for.
+TOY = '''
+from typing import Literal
+
+from pydantic import Field
+
+from dpdist.methods.base import Method
+from dpdist.privacy.claims import Claim
+from dpdist.privacy.guarantee import Guarantee
+from dpdist.privacy.releases import GaussianReleases
+
+
+class Varied(Method):
+    """Input noise as large as inputs vary, whatever that is."""
+
+    copies: int = Field(default=2, ge=1)
+    noise: float = 20.0
+
+    def check(self, recipe):
+        super().check(recipe)
+        if recipe.privacy.batch_cap is not None:
+            raise ValueError("method Varied does not go with privacy.batch_cap")
+
+    @property
+    def besides(self):
+        return (GaussianReleases(self.noise),)
+
+    def claim(self, plan, proved):
+        claimed = Guarantee(0.5, plan.delta, "replace-one", "Varied, Theorem 0")
+        return Claim("Varied", "", None, claimed, proved, "not sound", "the sum is forgotten")
+
+    def fix(self, setup):
+        import torch
+
+        from dpdist.gradients.keys import derive_key
+        from dpdist.gradients.noise import add_noise
+
+        inputs = setup.records.batch(slice(0, len(setup.records)))
+        total = inputs.flatten(1).std(1).clamp(max=1.0).sum().double()
+        noisy = add_noise(total[None].numpy(), derive_key(setup.key, "varied"), self.noise)
+        return {"std": torch.from_numpy(noisy / 1000).abs()}
+
+    def stand_in(self, model, input_shape):
+        import torch
+
+        return {"std": torch.ones(1)}
+
+    def perturbation(self, step, learning_rate, fixed):
+        from dpdist.gradients.perturbations import InputDraws
+
+        return InputDraws(self.copies, float(fixed.tensors["std"]))
+
+    def train(self, run):
+        (run.job.folder.private / "teachers").write_text("made in bulk, before the workers")
+        run.workers()
+
+    def learn(self, worker):
+        worker.steps()
+        (worker.job.folder.private / f"learnt-{worker.reducer.rank}").touch()
+'''
+RECIPE = {
+    "name": "toy",
+    "data": {"name": "digits"},
+    "model": {"name": "small-cnn", "options": {"width": 4}},
+    "method": {"name": "varied:Varied", "copies": 3},
+    "privacy": {"epsilon": 3.0, "delta": 1e-4},
+    "training": {"batch_size": 200, "steps": 10, "learning_rate": 0.5},
+    "certify": {"sigma": 0.25, "n": 200, "max_inputs": 10, "radii": [0.1]},
+    "resources": {"workers": 2},
+}
+
+
+@pytest.fixture
+def beside(tmp_path, monkeypatch) -> Path:
+    """A folder with the class's file, in which Python finds it."""
+    (tmp_path / "varied.py").write_text(TOY)
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump(RECIPE))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    sys.modules.pop("varied", None)
+
+
+def dpdist(*arguments: str) -> str:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([*COMMAND, *arguments], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.mark.timeout(600)
+def test_it_is_trained_certified_reported_and_released(beside):
+    assert "noise multiplier" in dpdist("run", "r.yaml", "--dry-run")
+    out = dpdist("run", "r.yaml")
+    run = beside / "runs" / "toy"
+    plan = PrivacyPlan.from_dict(json.loads((run / "private/plan.json").read_text()))
+    paid, steps = plan.phases
+    assert paid == GaussianReleases(20.0) and isinstance(steps, GaussianSteps)
+    assert 2.99 < plan.guarantee().epsilon <= 3
+    alone = PrivacyPlan(plan.records, (steps,), plan.delta, 1.0)
+    assert alone.guarantee().epsilon < 2.98  # the sum is paid out of the same epsilon
+    with Ledger.open(run / "private/ledger.jsonl", plan.fingerprint()) as ledger:
+        assert ledger.guarantee(plan) == plan.guarantee()
+    assert (run / "private/teachers").exists()
+    assert len(list((run / "private").glob("learnt-*"))) == 2
+
+    assert re.search(r"epsilon = 3(\.0+)? at delta = 0\.0001", out), out
+    assert re.search(r"claimed, not proved .*0\.5.*Varied, Theorem 0.*not sound", out), out
+    assert re.search(r"certified.* % at 0\.1", out), out
+    assert "Varied, Theorem 0" in (run / "report/index.html").read_text()
+    dpdist("release", str(run))
+    card = json.loads((run / "release/privacy_card.json").read_text())
+    assert "varied:Varied" in json.dumps(card) and "the sum is forgotten" in json.dumps(card)
+
+
+def test_its_own_rules_and_types_are_the_recipe_s(beside):
+    def refused(**method) -> str:
+        raw = {**RECIPE, "method": {"name": "varied:Varied", **method}}
+        with pytest.raises(UserError) as caught:
+            parse(raw, "r.yaml")
+        return str(caught.value)
+
+    assert refused(copies=0) == "r.yaml: method.copies: must be >= 1, got 0"
+    assert refused(copy=2) == "r.yaml: method.copy: unknown key"
+    capped = {**RECIPE, "privacy": {**RECIPE["privacy"], "batch_cap": 300}}
+    with pytest.raises(UserError, match=r"method Varied does not go with privacy\.batch_cap"):
+        parse(capped, "r.yaml")
+    assert refused(name="varied:Nobody").startswith("r.yaml: method: cannot import 'varied:Nobody'")
+    assert "must be a class made from" in refused(name="os:getcwd")
+    assert "'dp-sgd'" in refused(name="varied")
+    recipe = parse(RECIPE, "r.yaml")
+    assert parse(yaml.safe_load(recipe.to_yaml()), "again") == recipe
