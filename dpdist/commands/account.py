@@ -373,7 +373,7 @@ def mechanisms_command(
 @app.command("claims")
 def claims_command(as_json: AsJson = False) -> None:
     """What each published system claims, what is proved, and why they differ."""
-    from dpdist.privacy.claims import published_claims
+    from dpdist.privacy.published import published_claims
 
     claims = published_claims()
     if as_json:

@@ -14,11 +14,12 @@ from dpdist.privacy.mechanisms import (
     mixed_gaussian_added_std,
     redistribution,
 )
+from dpdist.privacy.published import published_claims
 
 
 @pytest.fixture(scope="module")
 def table():
-    return claims.published_claims()
+    return published_claims()
 
 
 def test_every_system_is_in_the_table(table):
