@@ -73,11 +73,7 @@ def _show_plan(plan: PrivacyPlan, as_json: bool) -> None:
 
     guarantee, step = plan.guarantee(), plan.step(0)
     answer: dict[str, Any] = {
-        "epsilon": guarantee.epsilon,
-        "delta": guarantee.delta,
-        "accountant": guarantee.source,
-        "neighbours": guarantee.neighbours,
-        "relation": guarantee.relation,
+        **guarantee.facts(),
         "noise_multiplier": step.noise_multiplier,
         "sample_rate": step.sample_rate,
         "steps": plan.steps,
@@ -240,28 +236,14 @@ def search_command(
             steps=steps,
             delta=delta,
         )
-        rows: list[dict[str, Any]] = []
-
-        def add(law: str, cost: Any, at_most: int) -> None:
-            rows.append(
-                {
-                    "law": law,
-                    "epsilon": cost.epsilon,
-                    "delta": cost.delta,
-                    "neighbours": cost.neighbours,
-                    "relation": cost.relation,
-                    "accountant": cost.source,
-                    "runs_95_percent": at_most,
-                }
-            )
-
-        add("one run", one.guarantee(), 1)
+        found = [("one run", one.guarantee(), 1)]
         for shape in (0.0, 0.5, 1.0, math.inf):
             law = SelectionLaw(float(runs), shape)
             cost = cheapest(one.phases, law, records=records, delta=delta)
-            add(law.describe(), cost, law.quantile(0.95))
+            found.append((law.describe(), cost, law.quantile(0.95)))
         cost = fixed_runs_guarantee(one.phases, runs, records=records, delta=delta)
-        add(f"fixed, {runs} runs", cost, runs)
+        found.append((f"fixed, {runs} runs", cost, runs))
+    rows = [{"law": law, **cost.facts(), "runs_95_percent": most} for law, cost, most in found]
     if as_json:
         console.print_json(rows)
         return
@@ -306,6 +288,25 @@ def shuffling_command(
     typer.echo(f"shuffled batches  epsilon at least {least}; no upper bound is proved")
 
 
+def _mechanisms(delta: float, sensitivity: float) -> list[dict[str, Any]]:
+    from dpdist.privacy import mechanisms as m
+
+    return [
+        {
+            "epsilon": e,
+            "analytic": float(m.analytic_gaussian_scale(e, delta, sensitivity)),
+            "extended": float(m.extended_gaussian_scale(e, delta, sensitivity)),
+            "classical": float(m.classical_gaussian_formula(e, delta, sensitivity)),
+            "classical_true_delta": float(
+                m.gaussian_delta(e, m.classical_gaussian_formula(e, delta))
+            ),
+            "classical_is_proved": e <= 1,
+            "laplace": float(m.laplace_scale(e, sensitivity)),
+        }
+        for e in (0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 10.0)
+    ]
+
+
 @app.command("mechanisms")
 def mechanisms_command(
     delta: Annotated[float, typer.Option(callback=kind(Probability), help="Delta.")] = 1e-5,
@@ -322,26 +323,8 @@ def mechanisms_command(
 ) -> None:
     """Noise scale of each mechanism against epsilon, and the true delta of the classical
     formula."""
-    import numpy as np
-
-    from dpdist.privacy import mechanisms as m
-
     with _user_errors("mechanisms"):
-        epsilons = np.array([0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 10.0])
-        rows = [
-            {
-                "epsilon": float(e),
-                "analytic": float(m.analytic_gaussian_scale(e, delta, sensitivity)),
-                "extended": float(m.extended_gaussian_scale(e, delta, sensitivity)),
-                "classical": float(m.classical_gaussian_formula(e, delta, sensitivity)),
-                "classical_true_delta": float(
-                    m.gaussian_delta(e, m.classical_gaussian_formula(e, delta))
-                ),
-                "classical_is_proved": bool(e <= 1),
-                "laplace": float(m.laplace_scale(e, sensitivity)),
-            }
-            for e in epsilons
-        ]
+        rows = _mechanisms(delta, sensitivity)
         if plot is not None:
             from dpdist.reports.figures import noise_scales
 

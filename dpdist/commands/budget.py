@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -40,9 +41,7 @@ def show(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show what sets of records have cost so far: all runs and searches on them."""
-    from dpdist.privacy.budget import composed_guarantee
     from dpdist.privacy.budgets import budgets_in
-    from dpdist.privacy.guarantee import format_epsilon
     from dpdist.privacy.journal import JournalError
 
     if not folder.is_dir():
@@ -51,31 +50,7 @@ def show(
     answer: list[dict[str, Any]] = []
     try:
         for budget in budgets_in(folder):
-            runs = [
-                {
-                    "run": charge.run,
-                    "name": charge.name,
-                    "status": charge.status,
-                    "epsilon": composed_guarantee([charge], delta, neighbours).epsilon,
-                }
-                for charge in budget.charges
-            ]
-            total = budget.guarantee(delta, neighbours)
-            answer.append(
-                {
-                    "budget": budget.path.name,
-                    "name": budget.data_name,
-                    "records": len(budget.known),
-                    "epsilon": total.epsilon,
-                    "delta": total.delta,
-                    "neighbours": total.neighbours,
-                    "relation": total.relation,
-                    "accountant": total.source,
-                    "assumptions": list(total.assumptions),
-                    "spent": _spent(budget),
-                    "runs": runs,
-                }
-            )
+            answer.append(_described(budget, delta, neighbours))
     except (JournalError, ValueError) as error:
         raise UserError(f"budget: {error}") from None
     if as_json:
@@ -84,21 +59,50 @@ def show(
     if not answer:
         typer.echo(f"no budgets in {folder}")
     for entry in answer:
-        epsilon = format_epsilon(entry["epsilon"])
-        typer.echo(
-            f"{entry['name'] or entry['budget']}: epsilon {epsilon} at delta {entry['delta']:g} "
-            f"({entry['relation']}, {entry['accountant']})"
+        for line in _lines(entry):
+            typer.echo(line)
+
+
+def _described(budget: DataBudget, delta: float, neighbours: Neighbours) -> dict[str, Any]:
+    from dpdist.privacy.budget import composed_guarantee
+
+    total = budget.guarantee(delta, neighbours)
+    return {
+        "budget": budget.path.name,
+        "name": budget.data_name,
+        "records": len(budget.known),
+        **total.facts(),
+        "assumptions": list(total.assumptions),
+        "spent": _spent(budget),
+        "runs": [
+            {
+                "run": charge.run,
+                "name": charge.name,
+                "status": charge.status,
+                "epsilon": composed_guarantee([charge], delta, neighbours).epsilon,
+            }
+            for charge in budget.charges
+        ],
+    }
+
+
+def _lines(entry: dict[str, Any]) -> Iterator[str]:
+    from dpdist.privacy.guarantee import format_epsilon
+
+    yield (
+        f"{entry['name'] or entry['budget']}: epsilon {format_epsilon(entry['epsilon'])} at delta "
+        f"{entry['delta']:g} ({entry['relation']}, {entry['accountant']})"
+    )
+    if entry["spent"] is not None:
+        yield (
+            f"  {100 * entry['spent']['of_ceiling']:.4g} % of this ceiling is spent "
+            f"(epsilon {format_epsilon(entry['spent']['epsilon'])}, no guarantee by itself)"
         )
-        if entry["spent"] is not None:
-            typer.echo(
-                f"  {100 * entry['spent']['of_ceiling']:.4g} % of this ceiling is spent "
-                f"(epsilon {format_epsilon(entry['spent']['epsilon'])}, no guarantee by itself)"
-            )
-        for line in entry["assumptions"]:
-            typer.echo(f"  holds if {line}")
-        for run in entry["runs"]:
-            alone = format_epsilon(run["epsilon"])
-            typer.echo(f"  {run['name']:<24} alone {alone:<8} {run['status']}  {run['run']}")
+    for line in entry["assumptions"]:
+        yield f"  holds if {line}"
+    for run in entry["runs"]:
+        alone = format_epsilon(run["epsilon"])
+        yield f"  {run['name']:<24} alone {alone:<8} {run['status']}  {run['run']}"
 
 
 def _spent(budget: DataBudget) -> dict[str, Any] | None:

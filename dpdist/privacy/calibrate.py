@@ -69,12 +69,7 @@ def _largest(
             break
         if not whole and outside[0] / inside[0] - 1 < 1e-12:
             break
-        low, high = math.log(inside[0]), math.log(outside[0])
-        fraction = 0.5
-        if trial % 3 != 2 and inside[1] > 0 and math.isfinite(outside[1]):
-            goal = math.log(target * (1 - _TOLERANCE / 2) / inside[1])
-            fraction = min(max(goal / math.log(outside[1] / inside[1]), 0.02), 0.98)
-        x = snap(math.exp(low + fraction * (high - low)))
+        x = snap(_between(inside, outside, None if trial % 3 == 2 else target))
         if x <= inside[0] or x >= outside[0]:
             x = snap((inside[0] + outside[0]) / 2)
             if x <= inside[0] or x >= outside[0]:
@@ -87,6 +82,18 @@ def _largest(
         if value >= (1 - _TOLERANCE) * target:
             break
     return inside[0]
+
+
+def _between(
+    inside: tuple[float, float], outside: tuple[float, float], target: float | None
+) -> float:
+    """Where the cost is about the target, by a line through logarithms; None: the middle."""
+    low, high = math.log(inside[0]), math.log(outside[0])
+    fraction = 0.5
+    if target is not None and inside[1] > 0 and math.isfinite(outside[1]):
+        goal = math.log(target * (1 - _TOLERANCE / 2) / inside[1])
+        fraction = min(max(goal / math.log(outside[1] / inside[1]), 0.02), 0.98)
+    return math.exp(low + fraction * (high - low))
 
 
 def _two_grids(

@@ -48,10 +48,8 @@ def card(
     if not show_records:
         kept = tuple(line for line in main.assumptions if "is public" not in line)
         main = replace(main, assumptions=kept)
-    profile = [main]
-    if private:
-        deltas = sorted({plan.delta, *(d for d in _DELTAS if d != plan.delta)}, reverse=True)
-        profile = [plan.guarantee_of(paths, delta) for delta in deltas]
+    deltas = sorted({plan.delta, *_DELTAS}, reverse=True)
+    profile = [plan.guarantee_of(paths, delta) for delta in deltas] if private else [main]
     described = {
         "private": private,
         "guarantee": main.to_dict(),
@@ -75,9 +73,26 @@ def card(
         "assumptions": [*main.assumptions, *assumptions],
         "notes": [EVALUATION_UNPROTECTED, *notes],
     }
-    if extra:
-        described["extra"] = dict(extra)
-    return described
+    return described | ({"extra": dict(extra)} if extra else {})
+
+
+def _terms(described: Mapping[str, Any]) -> list[str]:
+    """Rows of the card's first table."""
+    rows = {
+        "unit": described["unit"],
+        "neighbouring relation": described["relation"],
+        "clip norm": described["clip_norm"],
+    }
+    if described["records"] is not None:
+        rows["records"] = f"{described['records']} ({described['records_are']})"
+    if (total := described["data_set"]) is not None:
+        epsilon = format_epsilon(total["epsilon"])
+        rows["all runs on this data set"] = f"epsilon {epsilon} at delta {total['delta']:g}"
+    rows["accounting library"] = described["library"]
+    rows["releases of superseded attempts, charged"] = described["superseded_releases"]
+    if described["plan"]:
+        rows["plan"] = f"`{described['plan'][:16]}`"
+    return [f"| {name} | {value} |" for name, value in rows.items()]
 
 
 def card_markdown(described: Mapping[str, Any]) -> str:
@@ -96,22 +111,7 @@ def card_markdown(described: Mapping[str, Any]) -> str:
         "",
         "| | |",
         "|---|---|",
-        f"| unit | {described['unit']} |",
-        f"| neighbouring relation | {described['relation']} |",
-        f"| clip norm | {described['clip_norm']} |",
-    ]
-    if described["records"] is not None:
-        lines.append(f"| records | {described['records']} ({described['records_are']}) |")
-    if described["data_set"] is not None:
-        total = described["data_set"]
-        lines.append(
-            f"| all runs on this data set | epsilon {format_epsilon(total['epsilon'])} at delta "
-            f"{total['delta']:g} |"
-        )
-    lines += [
-        f"| accounting library | {described['library']} |",
-        f"| releases of superseded attempts, charged | {described['superseded_releases']} |",
-        *([f"| plan | `{described['plan'][:16]}` |"] if described["plan"] else []),
+        *_terms(described),
         "",
         "## Mechanism",
         "",

@@ -74,6 +74,16 @@ class Guarantee:
             record["epsilon"] = "inf"
         return record
 
+    def facts(self) -> dict[str, Any]:
+        """What a command prints of it as JSON."""
+        return {
+            "epsilon": self.epsilon,
+            "delta": self.delta,
+            "neighbours": self.neighbours,
+            "relation": self.relation,
+            "accountant": self.source,
+        }
+
     def __str__(self) -> str:
         epsilon = format_epsilon(self.epsilon, lower_bound=self.kind == "audited")
         return f"({epsilon}, {self.delta:.3g})-DP, {self.relation}, {self.kind} by {self.source}"

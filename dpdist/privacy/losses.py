@@ -148,7 +148,14 @@ def compose_pld(
                 return None
             total = total.compose(piece)
         return total
+    return _mechanism_pld(event, neighbours, grid, count)
 
+
+def _mechanism_pld(
+    event: dpa.DpEvent, neighbours: Neighbours, grid: float, count: int
+) -> PrivacyLossDistribution | None:
+    """`compose_pld` of a single mechanism."""
+    identity = pld_library.identity(value_discretization_interval=grid)
     sample_rate, inner = 1.0, event
     if isinstance(event, dpa.PoissonSampledDpEvent):
         sample_rate, inner = event.sampling_probability, event.event
