@@ -27,15 +27,15 @@ from scipy import stats
 from torch import Tensor
 
 from cluster.storage import write_json
-from dpdist import bulk, models
+from dpdist import models
 from dpdist.attacks import table as tables
 from dpdist.attacks.balls import NORMS, Norm, distance
-from dpdist.attacks.blocks import Rows, run_blocks
 from dpdist.attacks.counting import Counters
-from dpdist.attacks.job import KIND, Data, assign, patience
+from dpdist.attacks.job import Attacking, Data
 from dpdist.attacks.settings import AttackSettings
 from dpdist.attacks.worker import Assignment, Attacker, Block
 from dpdist.bulk import Progress
+from dpdist.bulk.job import Item, Row, run
 from dpdist.certification import reading
 from dpdist.certification.classifier import ClassifierSpec
 from dpdist.certification.noises import Gaussian
@@ -110,7 +110,7 @@ class _Shared:
 
     assignment: Assignment
     again: CertifySettings | ScoreSettings
-    norms: Sensitivity | None = None
+    norms: Sensitivity | None
 
 
 class Checker:
@@ -129,7 +129,7 @@ class Checker:
             assert isinstance(noise, HiddenNoise) and shared.norms is not None
             self._steps = ExpectedScores(again, self._counters.batch, noise.scale, shared.norms)
 
-    def __call__(self, block: Block) -> Rows:
+    def __call__(self, block: Block) -> list[Row]:
         certified = torch.from_numpy(self._assignment.targets[block.low : block.high].copy())
         indices = self._assignment.indices[block.low : block.high].tolist()
         points, centres = self._attacker.points(block, certified), self._attacker.centres(block)
@@ -165,6 +165,75 @@ class Checker:
         return self._steps.verdict([self._steps.work(counter, x, index, 0, self._steps.units)])
 
 
+class Check(Attacking):
+    """Attacks on the certificates of a table, each within its radius.
+
+    found: the table, of the model and the data set; settings: as for `check_certificates`.
+    """
+
+    file, schema = tables.CHECK_TABLE, tables.CHECK_SCHEMA
+    order, purpose, worker = ("attack", "index"), "check certificates", Checker
+
+    def __init__(
+        self,
+        model_folder: Path,
+        dataset: Data,
+        found: reading.CertificateTable,
+        settings: AttackSettings,
+        claim: str | None,
+        trusted_factory: str | None,
+    ) -> None:
+        _refuse_others(found, model_folder, dataset)
+        found, rows = _claimed(found, claim)
+        self.found, self._claim = found, claim
+        self.submitted = [rows[i] for i in settings.indices(len(rows))]
+        self.certified = [row for row in self.submitted if row["prediction"] != ABSTAIN]
+        if not self.certified:
+            count = len(self.submitted)
+            raise UserError(f"{found.path}: none of the {count} chosen inputs is certified")
+        # Our own probe fills in the rest.
+        like = ClassifierSpec.of({**found.about["classifier"], "notes": (), "check": ""})
+        norm: Norm = "l2" if found.norm == "l2" else "linf"  # no other passes
+        settings = replace(settings, norm=norm, sizes=None, n=found.n)
+        self.again: CertifySettings | ScoreSettings
+        self._norms = None
+        if found.mode == ScoreSettings.mode:
+            self.again = ScoreSettings(
+                n=found.n, n0=found.n0, alpha=found.alpha, bound=self.submitted[0]["bound"],
+                norm=norm, batch=like.batch,
+            )  # fmt: skip
+            self._norms = Sensitivity(**found.about["sensitivity"])
+        else:
+            settings = replace(settings, sigma=found.sigma)
+            self.again = CertifySettings(
+                sigma=found.sigma, n0=found.n0, n=found.n, alpha=found.alpha, batch=like.batch,
+                noise=found.noise,
+            )  # fmt: skip
+        self.answers = self.again.n0 + self.again.n
+        super().__init__(
+            model_folder, dataset, settings, self._column("index"), self._column("prediction"),
+            trusted_factory, like,
+        )  # fmt: skip
+
+    def _column(self, name: str) -> np.ndarray:
+        return np.array([row[name] for row in self.certified])
+
+    def identity(self) -> dict[str, Any]:
+        about = {"certificates": _digest(self.submitted), "again": asdict(self.again)}
+        return {**super().identity(), **about, "claim": self._claim}
+
+    def blocks(self, rows: list[slice]) -> dict[Item, Block]:
+        radii = self._column("radius")
+        return {
+            f"{attack} rows {part.start}": Block.of(attack, part, radii)
+            for attack in self.assignment.settings.attacks
+            for part in rows
+        }
+
+    def shared(self) -> _Shared:
+        return _Shared(self.assignment, self.again, self._norms)
+
+
 def check_certificates(
     model_folder: Path,
     dataset: Data,
@@ -183,101 +252,35 @@ def check_certificates(
     norm, sizes, sigma and the draws of an answer are the certificates' own. claim: a column of
     sizes in a table of expected scores ("as_printed_linf") that is attacked in place of its radius;
     the answers at attacked points are the sound certificate's all the same. ``output`` receives
-    check.parquet, check.json (the verdict), settings.json and journal.jsonl; called again it
+    check.parquet, check.json (the verdict) and what `dpdist.bulk.job.run` says; called again it
     continues.
 
     Raises UserError for certificates of another model, of other data, or in L1.
     """
     found = reading.read(path)
-    _refuse_others(found, model_folder, dataset)
-    found, rows = _claimed(found, claim)
-    rows = [rows[i] for i in settings.indices(len(rows))]
-    certified = [row for row in rows if row["prediction"] != ABSTAIN]
-    if not certified:
-        raise UserError(f"{path}: none of the {len(rows)} chosen inputs is certified")
-    classifier = found.about["classifier"]
-    like = ClassifierSpec(
-        **{**classifier, "notes": (), "rate": 0.0, "check": ""}  # our own probe fills them
-    )
-    norm: Norm = "l2" if found.norm == "l2" else "linf"  # no other passes
-    settings = replace(settings, norm=norm, sizes=None, n=found.n)
-    again: CertifySettings | ScoreSettings
-    norms = None
-    if found.mode == ScoreSettings.mode:
-        again = ScoreSettings(
-            n=found.n, n0=found.n0, alpha=found.alpha, bound=rows[0]["bound"], norm=norm,
-            batch=like.batch,
-        )  # fmt: skip
-        norms = Sensitivity(**found.about["sensitivity"])
-    else:
-        settings = replace(settings, sigma=found.sigma)
-        again = CertifySettings(
-            sigma=found.sigma, n0=found.n0, n=found.n, alpha=found.alpha, batch=like.batch,
-            noise=found.noise,
-        )  # fmt: skip
-    indices, targets = (
-        np.array([row[name] for row in certified], dtype=np.int64)
-        for name in ("index", "prediction")
-    )
-    radii = np.array([row["radius"] for row in certified], dtype=np.float64)
-    with bulk.held(output, KIND) as journal:
-        assignment, pinned = assign(
-            model_folder,
-            dataset,
-            settings,
-            journal,
-            indices,
-            targets,
-            trusted_factory,
-            like=like,
-            more={"certificates": _digest(rows), "again": asdict(again), "claim": claim},
-        )
-        size = settings.block(assignment.inputs[0].size)
-        blocks = {
-            f"{attack} rows {low}": Block(
-                attack, low, min(low + size, len(radii)), radii[low : low + size]
-            )
-            for attack in settings.attacks
-            for low in range(0, len(radii), size)
-        }
-        results = run_blocks(
-            journal,
-            Checker,
-            _Shared(assignment, again, norms),
-            blocks,
-            actors=actors,
-            silence=patience(assignment, size, again.n0 + again.n),
-            progress=progress,
-        )
-    table = tables.write(
-        [row for key in blocks for row in results[key]],
-        tables.CHECK_SCHEMA,
-        pinned,
-        output / tables.CHECK_TABLE,
-    )
+    work = Check(model_folder, dataset, found, settings, claim, trusted_factory)
+    table = run(work, output, actors=actors, progress=progress)
     verdict = plausibility(
         len({row["index"] for row in table.to_pylist() if row["contradiction"]}),
-        len(rows),
+        len(work.submitted),
         found.alpha,
         len(settings.attacks),
         independent=not found.about["settings"].get("noise_bank"),
     )
-    write_json(
-        output / VERDICT,
-        {
-            **asdict(verdict),
-            "plausible": verdict.plausible,
-            "alpha": found.alpha,
-            "certified": len(certified),
-            "points": table.num_rows,
-            "same_class": int(np.sum(np.array(table["selected"]) == np.array(table["certified"]))),
-            "attacks": list(settings.attacks),
-            "steps": settings.steps,
-            "restarts": settings.restarts,
-            "sigma": found.sigma,
-            "certificates": path.parent.name if claim is None else f"{path.parent.name} {claim}",
-        },
-    )
+    about = {
+        **asdict(verdict),
+        "plausible": verdict.plausible,
+        "alpha": found.alpha,
+        "certified": len(work.certified),
+        "points": table.num_rows,
+        "same_class": int(np.sum(np.array(table["selected"]) == np.array(table["certified"]))),
+        "attacks": list(settings.attacks),
+        "steps": settings.steps,
+        "restarts": settings.restarts,
+        "sigma": found.sigma,
+        "certificates": path.parent.name if claim is None else f"{path.parent.name} {claim}",
+    }
+    write_json(output / VERDICT, about)
     return table, verdict
 
 

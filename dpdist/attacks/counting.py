@@ -30,7 +30,8 @@ class Counted:
     """The classifier whose answers are counted, and its noise.
 
     inputs: float32 (N, ...), some inputs on which every worker must answer alike. spec: the
-    executed form, fixed before counting; of the network behind the noise when that is hidden.
+    executed form, fixed before counting, of the network behind the noise when that is hidden; until
+    then, one whose form and batch it is to have.
     """
 
     model: nn.Module
@@ -40,8 +41,9 @@ class Counted:
     spec: ClassifierSpec | None = None
 
 
-def fix_form(counted: Counted, source: UnitSource, like: ClassifierSpec | None) -> ClassifierSpec:
-    """The executed classifier, chosen by a short probe, or of the form and batch of ``like``."""
+def fix_form(counted: Counted, source: UnitSource) -> ClassifierSpec:
+    """The executed classifier, chosen by a short probe, or of the form and batch that it has."""
+    like = counted.spec
     network, batch = _executed(counted, source, like.batch if like else None)
     spec, _ = choose(network, batch, (like.form,) if like else ())
     return replace(spec, form=like.form) if like else spec

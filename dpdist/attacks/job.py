@@ -4,29 +4,27 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import pyarrow as pa
-import ray
 
-from cluster.journal import Journal
+from cluster.pool import run_once
 from dpdist import bulk, models
 from dpdist.attacks import table as tables
-from dpdist.attacks.blocks import Rows, run_blocks
 from dpdist.attacks.counting import Counted, fix_form, require_logits
 from dpdist.attacks.randomised import InferenceNoise, InputNoise
 from dpdist.attacks.settings import AttackSettings
 from dpdist.attacks.worker import Assignment, Block, Worker
 from dpdist.bulk import Progress
+from dpdist.bulk.job import Book, Item, Row, Task, Work, run
 from dpdist.certification import job as certification
 from dpdist.certification.classifier import ClassifierSpec
 from dpdist.certification.units import UnitSource
 from dpdist.errors import UserError
 
-KIND = bulk.Kind("attack", "attacking")
 _SLOW = 1000.0  # forward passes per second of an honest worker
 
 
@@ -49,96 +47,138 @@ def attack_model(
 ) -> pa.Table:
     """Attack the inputs that ``settings`` names at every size; return the table.
 
-    ``output`` receives attacks.parquet (written last), settings.json (what was executed, with the
-    seed) and journal.jsonl. Called again it computes what is missing: after an interruption, or
-    when more attacks or sizes are asked for; the table holds all that the folder has.
-
-    Ray must be initialised. Raises UserError when ``output`` holds an attack on another model, data
-    set or setting, ClusterError when the cluster cannot do it.
+    ``output`` receives attacks.parquet and what `dpdist.bulk.job.run` says, which names the other
+    arguments and what is raised. Called again it computes what is missing: after an interruption,
+    or when more attacks or sizes are asked for; the table holds all that the folder has.
     """
-    labels = np.asarray(dataset.labels)
-    indices = np.asarray(settings.indices(len(labels)), dtype=np.int64)
-    if not len(indices):
-        raise UserError(f"attack: no inputs chosen out of {len(labels)}")
-    with bulk.held(output, KIND) as journal:
-        assignment, about = assign(
-            model_folder, dataset, settings, journal, indices, labels[indices], trusted_factory
+    work = Attack(model_folder, dataset, settings, trusted_factory)
+    return run(work, output, actors=actors, progress=progress)
+
+
+class Attacking(Work):
+    """What attacks on inputs and attacks on certificates have in common, as bulk jobs.
+
+    purpose: in the names of random numbers. worker: takes `shared` and then blocks; answers: draws
+    that it makes of the noise at each attacked point.
+    """
+
+    kind, key, grows = bulk.Kind("attack", "attacking"), tables.KEY, True
+    purpose: ClassVar[str]
+    worker: ClassVar[Any]
+    answers: int
+
+    def __init__(
+        self,
+        model_folder: Path,
+        dataset: Data,
+        settings: AttackSettings,
+        indices: np.ndarray,
+        targets: np.ndarray,
+        trusted_factory: str | None,
+        like: ClassifierSpec | None = None,
+    ) -> None:
+        model = models.load(model_folder, trusted_factory=trusted_factory)
+        noise: InferenceNoise = models.hidden_noise(model)
+        if settings.sigma is not None:
+            noise = InputNoise(settings.sigma)
+        inputs = np.ascontiguousarray(dataset.batch(indices).numpy())
+        counted = Counted(model, noise, dataset.classes, inputs[:64], like)
+        require_logits(counted)
+        source = UnitSource(
+            self.purpose,
+            settings.seed or secrets.token_hex(16),
+            models.model_hash(model_folder),
+            dataset.fingerprint,
+            str(describe(noise)),
+            settings.sigma or 0.0,
         )
-        rows = settings.block(assignment.inputs[0].size)
-        starts = range(0, len(indices), rows)
-        blocks = {}
-        for attack, size in settings.pairs:
-            for low in starts:
-                high = min(low + rows, len(indices))
-                key = f"{attack} {size!r} rows {low}"
-                blocks[key] = Block(attack, low, high, np.full(high - low, size))
-        silence = patience(assignment, rows, settings.n)
-        found = run_blocks(
-            journal, Worker, assignment, blocks, actors=actors, silence=silence, progress=progress
-        )
-    done = _complete(found, len(starts))
-    return tables.write(done, tables.SCHEMA, about, output / tables.TABLE)
-
-
-def assign(
-    model_folder: Path,
-    dataset: Data,
-    settings: AttackSettings,
-    journal: Journal,
-    indices: np.ndarray,
-    targets: np.ndarray,
-    trusted_factory: str | None,
-    *,
-    like: ClassifierSpec | None = None,
-    more: dict[str, Any] | None = None,
-) -> tuple[Assignment, dict[str, Any]]:
-    """What workers share, pinned in the journal's folder; more: what else results depend on."""
-    model = models.load(model_folder, trusted_factory=trusted_factory)
-    noise: InferenceNoise = models.hidden_noise(model)
-    if settings.sigma is not None:
-        noise = InputNoise(settings.sigma)
-    inputs = np.ascontiguousarray(dataset.batch(indices).numpy())
-    counted = Counted(model, noise, dataset.classes, inputs[:64])
-    require_logits(counted)
-    model_hash = models.model_hash(model_folder)
-    wanted = {
-        "model": model_hash,
-        "data": dataset.fingerprint,
-        "dataset": dataset.name,
-        "classes": dataset.classes,
-        "input_shape": list(inputs.shape[1:]),
-        "noise": describe(noise),
-        "settings": settings.identity,
-        **(more or {}),
-    }
-    purpose = "attack" if more is None else "check certificates"
-    sigma = settings.sigma or 0.0
-
-    def source(seed: str) -> UnitSource:
-        return UnitSource(
-            purpose, seed, model_hash, dataset.fingerprint, str(wanted["noise"]), sigma
+        self.seed, self._data = settings.seed, dataset.name
+        self.assignment = Assignment(
+            counted, settings, source, inputs, indices, targets.astype(np.int64)
         )
 
-    def begin() -> dict[str, Any]:
-        seed = settings.seed or secrets.token_hex(16)
-        if noise is None:
-            return {"seed": seed, "classifier": None}
-        form = asdict(_form(counted, source(seed), like))
-        del form["rate"]  # a measured time, different each time
-        return {"seed": seed, "classifier": form}
+    def identity(self) -> dict[str, Any]:
+        it = self.assignment
+        return {
+            "model": it.source.model_hash,
+            "data": it.source.data_hash,
+            "dataset": self._data,
+            "classes": it.counted.classes,
+            "input_shape": list(it.inputs.shape[1:]),
+            "noise": describe(it.counted.noise),
+            "settings": it.settings.identity,
+        }
 
-    about = bulk.pin(journal, KIND, wanted, settings.seed, begin)
-    form = about["classifier"]
-    spec = ClassifierSpec(**{**form, "notes": (*form["notes"],)}, rate=0.0) if form else None
-    assignment = Assignment(
-        replace(counted, spec=spec),
-        settings,
-        source(about["seed"]),
-        inputs,
-        indices,
-        targets.astype(np.int64),
-    )
-    return assignment, about
+    def begin(self, output: Path) -> dict[str, Any]:
+        form = None
+        if self.assignment.counted.noise is not None:
+            form = run_once(_form, self.assignment, "the model cannot be attacked").pinned
+        return {"seed": self.assignment.source.seed, "classifier": form}
+
+    def open(self, about: dict[str, Any], output: Path) -> Task:
+        it, form = self.assignment, about["classifier"]
+        it = self.assignment = replace(
+            it,
+            source=replace(it.source, seed=about["seed"]),
+            counted=replace(it.counted, spec=form and ClassifierSpec.of(form)),
+        )
+        size = it.settings.block(it.inputs[0].size)
+        blocks = self.blocks([slice(i, i + size) for i in range(0, len(it.indices), size)])
+        # Ten times the longest honest block.
+        draws = 1 if it.counted.noise is None else it.settings.draws
+        passes = 3 * it.settings.steps * it.settings.restarts * draws + self.answers
+        return Task(
+            blocks,
+            self.worker,
+            self.shared(),
+            silence=max(120.0, 10 * size * passes / _SLOW),
+            weights={key: len(block.sizes) for key, block in blocks.items()},
+        )
+
+    def blocks(self, rows: list[slice]) -> dict[Item, Block]:
+        """What is to be done with these rows of the inputs, by name."""
+        raise NotImplementedError
+
+    def shared(self) -> Any:
+        return self.assignment
+
+
+class Attack(Attacking):
+    """Attacks on the inputs of a data set."""
+
+    file, schema, columns = tables.TABLE, tables.SCHEMA, tables.COLUMNS
+    order, purpose, worker = ("attack", "size", "index"), "attack", Worker
+
+    def __init__(
+        self,
+        model_folder: Path,
+        dataset: Data,
+        settings: AttackSettings,
+        trusted_factory: str | None = None,
+    ) -> None:
+        labels = np.asarray(dataset.labels)
+        indices = np.asarray(settings.indices(len(labels)), dtype=np.int64)
+        if not len(indices):
+            raise UserError(f"attack: no inputs chosen out of {len(labels)}")
+        super().__init__(model_folder, dataset, settings, indices, labels[indices], trusted_factory)
+        self.answers = settings.n
+
+    def blocks(self, rows: list[slice]) -> dict[Item, Block]:
+        self._each = len(rows)
+        count = len(self.assignment.indices)
+        return {
+            f"{attack} {size!r} rows {part.start}": Block.of(attack, part, np.full(count, size))
+            for attack, size in self.assignment.settings.pairs
+            for part in rows
+        }
+
+    def finish(self, book: Book, output: Path) -> list[Row]:
+        """The rows of each attack and size of which every block is there."""
+        by_pair: dict[str, list[list[Row]]] = {}
+        for key, rows in book.rows.items():
+            by_pair.setdefault(str(key).rsplit(" rows ", 1)[0], []).append(rows)
+        whole = [some for some in by_pair.values() if len(some) == self._each]
+        return [row for some in whole for rows in some for row in rows]
 
 
 def describe(noise: InferenceNoise) -> dict[str, Any]:
@@ -152,23 +192,6 @@ def describe(noise: InferenceNoise) -> dict[str, Any]:
     return {"kind": "hidden", "module": noise.module, "std": noise.scale, "digest": digest}
 
 
-def patience(assignment: Assignment, rows: int, answers: int) -> float:
-    """Seconds after which a silent worker must be hanging: ten times the longest honest block."""
-    settings = assignment.settings
-    draws = 1 if assignment.counted.noise is None else settings.draws
-    passes = 3 * settings.steps * settings.restarts * draws + answers
-    return max(120.0, 10 * rows * passes / _SLOW)
-
-
-def _form(counted: Counted, source: UnitSource, like: ClassifierSpec | None) -> ClassifierSpec:
+def _form(assignment: Assignment) -> ClassifierSpec:
     """Chosen on the kind of machine that will execute it."""
-    return ray.get(ray.remote(fix_form).options(num_cpus=1).remote(counted, source, like))
-
-
-def _complete(found: dict[str, Rows], blocks: int) -> Rows:
-    """The rows of each attack and size of which every block is there."""
-    by_pair: dict[str, list[Rows]] = {}
-    for key, rows in found.items():
-        by_pair.setdefault(key.rsplit(" rows ", 1)[0], []).append(rows)
-    whole = [some for some in by_pair.values() if len(some) == blocks]
-    return [row for some in whole for rows in some for row in rows]
+    return fix_form(assignment.counted, assignment.source)

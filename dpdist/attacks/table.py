@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from dpdist.errors import UserError
 
 TABLE = "attacks.parquet"
 CHECK_TABLE = "check.parquet"
-_META = b"dpdist.attacks"
+KEY = b"dpdist.attacks"
 
 SCHEMA = pa.schema(
     [
@@ -56,25 +55,14 @@ CHECK_SCHEMA = pa.schema(
 )
 
 
-def write(
-    rows: list[dict[str, Any]], schema: pa.Schema, about: Mapping[str, Any], path: Path
-) -> pa.Table:
-    """One Parquet file, whole or not at all, sorted; the same bytes for the same rows."""
-    names = [name for name in ("attack", "size", "index") if name in schema.names]
-    ordered = sorted(rows, key=lambda row: tuple(row[name] for name in names))
-    table = bulk.build_table(ordered, schema, about, _META)
-    bulk.write_table(table, path)
-    return table
-
-
 def about(table: pa.Table) -> dict[str, Any]:
     """What was executed: settings, seed, model, data, noise."""
-    return bulk.about_table(table, _META)
+    return bulk.about_table(table, KEY)
 
 
 def read(path: Path) -> pa.Table:
     """A table of attacks. Raises UserError when it is none, or not of its settings."""
-    table = bulk.read_table(path, COLUMNS, _META)
+    table = bulk.read_table(path, COLUMNS, KEY)
     found = about(table)
     if not found:
         raise UserError(f"{path}: does not say what was attacked; run `dpdist attack` again")

@@ -32,6 +32,12 @@ class Block:
     high: int
     sizes: np.ndarray
 
+    @classmethod
+    def of(cls, attack: str, rows: slice, sizes: np.ndarray) -> Block:
+        """Of these rows, with the sizes of all inputs."""
+        part = sizes[rows]
+        return cls(attack, rows.start, rows.start + len(part), part)
+
 
 @dataclass(frozen=True)
 class Assignment:

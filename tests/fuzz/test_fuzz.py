@@ -26,7 +26,7 @@ from harness import Fuzz, without_ray
 from hostile import TEXTS, VALUES, damage, options, put, restored, values
 from support.training import execute, make, prepare
 
-from dpdist import pipeline
+from dpdist import bulk, pipeline
 from dpdist.archive import Archive
 from dpdist.attacks import table as attacks
 from dpdist.certification import table as tables
@@ -100,7 +100,8 @@ def finished(tmp_path_factory) -> Path:
     ]
     schema = attacks.SCHEMA
     rows = [{name: row.get(name, 0) for name in schema.names} for row in rows]
-    attacks.write(rows, schema, attacked, folder.path / "attacks" / "a" / "attacks.parquet")
+    table = bulk.build_table(rows, schema, attacked, attacks.KEY)
+    bulk.write_table(table, folder.path / "attacks" / "a" / "attacks.parquet")
     (folder.path / "attacks" / "a" / "settings.json").write_text(json.dumps(attacked))
     return runs
 

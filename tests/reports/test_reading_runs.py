@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from support.training import make, train
 
+from dpdist import bulk
 from dpdist.attacks import table as attack_tables
 from dpdist.certification import reading, score_columns, scores
 from dpdist.certification import table as tables
@@ -121,7 +122,8 @@ def attacks(path: Path, noise: dict[str, Any], predictions: dict[tuple[str, floa
         "noise": noise, "model": "m", "data": "d", "dataset": "points/test", "input_shape": [4],
         "seed": "s",
     }  # fmt: skip
-    attack_tables.write(rows, attack_tables.SCHEMA, about, path)
+    table = bulk.build_table(rows, attack_tables.SCHEMA, about, attack_tables.KEY)
+    bulk.write_table(table, path)
     return path
 
 
