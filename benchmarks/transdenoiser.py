@@ -29,13 +29,13 @@ import numpy as np
 
 from cluster.session import connect
 from dpdist import vision
+from dpdist.attacks.reading import AttackTable, read_attack
 from dpdist.certification import reading
 from dpdist.certification.reading import CertificateTable
 from dpdist.certification.settings import CertifySettings
 from dpdist.cli import app
 from dpdist.privacy.guarantee import format_epsilon
 from dpdist.recipe import Recipe, find, load, parse
-from dpdist.reports.attacks import AttackTable, read_attack
 from dpdist.reports.facts import read_facts
 from dpdist.runfolder import RunFolder
 

@@ -17,10 +17,8 @@ from cluster.session import Session, connect
 from cluster.storage import json_number, write_json
 from dpdist import console, models, vision
 from dpdist.archive import Archive
-from dpdist.attacks.check import Plausibility, check_certificates
-from dpdist.attacks.job import attack_model
-from dpdist.attacks.settings import AttackSettings
-from dpdist.attacks.table import TABLE as ATTACK_TABLE
+from dpdist.bulk.evaluation import Evaluation, Subject
+from dpdist.bulk.job import run as run_job
 from dpdist.certification.choose import settings_of
 from dpdist.certification.expected import expected_log_scores
 from dpdist.certification.job import TABLE, Settings, certify
@@ -33,7 +31,7 @@ from dpdist.runfolder import RunFolder
 from dpdist.training.job import PACKAGES, CheckedTraining, TrainJob
 from dpdist.training.job import check as check_training
 from dpdist.training.pretrain import pretrain
-from dpdist.training.records import evaluation_data, source_of
+from dpdist.training.records import evaluation_data, source_of, training_data
 from dpdist.training.trainer import train
 from tuning.search import Search
 from tuning.search import check as check_search
@@ -359,58 +357,29 @@ def certify_stage(
     return output / TABLE
 
 
-def attack_stage(
+def evaluation_stage(
     recipe: Recipe,
     folder: RunFolder,
-    settings: AttackSettings,
+    evaluation: Evaluation,
     output: Path | None = None,
     actors: int | None = None,
 ) -> Path:
-    """Attacks on the test split on Ray actors; returns the table's path.
+    """An evaluation of the model on Ray actors; returns the file of its results.
 
-    output: its folder; by default one in the run folder, named by the settings.
+    output: its folder; by default one in the run folder, private for private results. Raises
+    UserError for another one in which they would not stay so.
     """
     shared = _shared(recipe, folder, actors)
-    output = output or folder.path / "attacks" / settings.folder_name
-    with console.progress(f"attacking, {settings.norm}", "inputs") as show:
-        attack_model(
-            folder.model,
-            evaluation_data(recipe, source_of(recipe)),
-            settings,
-            output,
-            progress=show,
-            **shared,
-        )
-    return output / ATTACK_TABLE
-
-
-def check_stage(
-    recipe: Recipe,
-    folder: RunFolder,
-    settings: AttackSettings,
-    certificates: Path,
-    output: Path | None = None,
-    actors: int | None = None,
-    claim: str | None = None,
-) -> Plausibility:
-    """Attacks on the certificates of a table, each within its radius, on Ray actors.
-
-    claim: a column of the table whose sizes are attacked instead.
-    """
-    shared = _shared(recipe, folder, actors)
-    output = output or folder.path / "attacks" / f"check-{certificates.parent.name}"
-    with console.progress(f"attacking certificates, {certificates.parent.name}", "inputs") as show:
-        _, verdict = check_certificates(
-            folder.model,
-            evaluation_data(recipe, source_of(recipe)),
-            certificates,
-            settings,
-            output,
-            claim=claim,
-            progress=show,
-            **shared,
-        )
-    return verdict
+    output, source = evaluation.place(folder, output), source_of(recipe)
+    subject = Subject(
+        folder.model,
+        evaluation_data(recipe, source),
+        lambda: training_data(recipe, source),
+        shared["trusted_factory"],
+    )
+    with console.progress(f"{evaluation.name}, {evaluation.folder_name}", "inputs") as show:
+        run_job(evaluation.work(subject), output, actors=shared["actors"], progress=show)
+    return output / evaluation.file
 
 
 def report_stage(folder: RunFolder) -> None:

@@ -115,6 +115,7 @@ ALLOWED = {
     },
     "dpdist.reports": {
         "dpdist.attacks",
+        "dpdist.bulk",
         "dpdist.certification",
         "dpdist.errors",
         "dpdist.recipe",
@@ -311,7 +312,7 @@ def test_the_rule_can_fail():
         "dpdist.privacy.plan",
         "dpdist.privacy.ledger",
         "dpdist.certification.reading",
-        "dpdist.attacks.table",
+        "dpdist.attacks.catalogue",
     ],
 )
 def test_light_modules_import_neither_torch_nor_ray(module):

@@ -7,16 +7,14 @@ coordinate, so the distance computed in float64 never exceeds the size.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from dpdist.attacks.names import NORMS, Norm
 from dpdist.errors import UserError
 
-Norm = Literal["linf", "l2"]
-NORMS: tuple[Norm, ...] = ("linf", "l2")
 PIXELS = (0.0, 1.0)
 
 # A sum of squares depends on its order in the last bits; this margin covers any order.

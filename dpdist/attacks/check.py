@@ -18,7 +18,7 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -29,13 +29,14 @@ from torch import Tensor
 from cluster.storage import write_json
 from dpdist import models
 from dpdist.attacks import table as tables
-from dpdist.attacks.balls import NORMS, Norm, distance
+from dpdist.attacks.balls import distance
 from dpdist.attacks.counting import Counters
 from dpdist.attacks.job import Attacking, Data
-from dpdist.attacks.settings import AttackSettings
+from dpdist.attacks.names import NORMS, Norm
+from dpdist.attacks.reading import VERDICT
 from dpdist.attacks.worker import Assignment, Attacker, Block
 from dpdist.bulk import Progress
-from dpdist.bulk.job import Item, Row, run
+from dpdist.bulk.job import Book, Item, Row, run
 from dpdist.certification import reading
 from dpdist.certification.classifier import ClassifierSpec
 from dpdist.certification.noises import Gaussian
@@ -49,8 +50,10 @@ from dpdist.certification.verdict import ABSTAIN, Verdict
 from dpdist.errors import UserError
 from dpdist.models import HiddenNoise
 
+if TYPE_CHECKING:
+    from dpdist.attacks.settings import AttackSettings
+
 LEVEL = 0.001
-VERDICT = "check.json"
 
 
 @dataclass(frozen=True)
@@ -166,60 +169,59 @@ class Checker:
 
 
 class Check(Attacking):
-    """Attacks on the certificates of a table, each within its radius.
-
-    found: the table, of the model and the data set; settings: as for `check_certificates`.
-    """
+    """Attacks on the certificates of a table, each within its radius; and their verdict."""
 
     file, schema = tables.CHECK_TABLE, tables.CHECK_SCHEMA
     order, purpose, worker = ("attack", "index"), "check certificates", Checker
+    verdict: Plausibility  # of the finished job
 
     def __init__(
         self,
         model_folder: Path,
         dataset: Data,
-        found: reading.CertificateTable,
+        certificates: Path,
         settings: AttackSettings,
-        claim: str | None,
-        trusted_factory: str | None,
+        claim: str | None = None,
+        trusted_factory: str | None = None,
     ) -> None:
+        found = reading.read(certificates)
         _refuse_others(found, model_folder, dataset)
         found, rows = _claimed(found, claim)
-        self.found, self._claim = found, claim
-        self.submitted = [rows[i] for i in settings.indices(len(rows))]
-        self.certified = [row for row in self.submitted if row["prediction"] != ABSTAIN]
-        if not self.certified:
-            count = len(self.submitted)
+        self._found, self._claim = found, claim
+        self._submitted = [rows[i] for i in settings.indices(len(rows))]
+        self._certified = [row for row in self._submitted if row["prediction"] != ABSTAIN]
+        if not self._certified:
+            count = len(self._submitted)
             raise UserError(f"{found.path}: none of the {count} chosen inputs is certified")
         # Our own probe fills in the rest.
         like = ClassifierSpec.of({**found.about["classifier"], "notes": (), "check": ""})
         norm: Norm = "l2" if found.norm == "l2" else "linf"  # no other passes
         settings = replace(settings, norm=norm, sizes=None, n=found.n)
-        self.again: CertifySettings | ScoreSettings
+        self._again: CertifySettings | ScoreSettings
         self._norms = None
         if found.mode == ScoreSettings.mode:
-            self.again = ScoreSettings(
-                n=found.n, n0=found.n0, alpha=found.alpha, bound=self.submitted[0]["bound"],
+            self._again = ScoreSettings(
+                n=found.n, n0=found.n0, alpha=found.alpha, bound=self._submitted[0]["bound"],
                 norm=norm, batch=like.batch,
             )  # fmt: skip
             self._norms = Sensitivity(**found.about["sensitivity"])
         else:
             settings = replace(settings, sigma=found.sigma)
-            self.again = CertifySettings(
+            self._again = CertifySettings(
                 sigma=found.sigma, n0=found.n0, n=found.n, alpha=found.alpha, batch=like.batch,
                 noise=found.noise,
             )  # fmt: skip
-        self.answers = self.again.n0 + self.again.n
+        self.answers = self._again.n0 + self._again.n
         super().__init__(
             model_folder, dataset, settings, self._column("index"), self._column("prediction"),
             trusted_factory, like,
         )  # fmt: skip
 
     def _column(self, name: str) -> np.ndarray:
-        return np.array([row[name] for row in self.certified])
+        return np.array([row[name] for row in self._certified])
 
     def identity(self) -> dict[str, Any]:
-        about = {"certificates": _digest(self.submitted), "again": asdict(self.again)}
+        about = {"certificates": _digest(self._submitted), "again": asdict(self._again)}
         return {**super().identity(), **about, "claim": self._claim}
 
     def blocks(self, rows: list[slice]) -> dict[Item, Block]:
@@ -231,7 +233,32 @@ class Check(Attacking):
         }
 
     def shared(self) -> _Shared:
-        return _Shared(self.assignment, self.again, self._norms)
+        return _Shared(self.assignment, self._again, self._norms)
+
+    def finish(self, book: Book, output: Path) -> list[Row]:
+        rows, found, settings = super().finish(book, output), self._found, self.assignment.settings
+        self.verdict = verdict = plausibility(
+            len({row["index"] for row in rows if row["contradiction"]}),
+            len(self._submitted),
+            found.alpha,
+            len(settings.attacks),
+            independent=not found.about["settings"].get("noise_bank"),
+        )
+        about = {
+            **asdict(verdict),
+            "plausible": verdict.plausible,
+            "alpha": found.alpha,
+            "certified": len(self._certified),
+            "points": len(rows),
+            "same_class": sum(row["selected"] == row["certified"] for row in rows),
+            "attacks": list(settings.attacks),
+            "steps": settings.steps,
+            "restarts": settings.restarts,
+            "sigma": found.sigma,
+            "certificates": " ".join(filter(None, (found.name, self._claim))),
+        }
+        write_json(output / VERDICT, about)
+        return rows
 
 
 def check_certificates(
@@ -248,40 +275,14 @@ def check_certificates(
 ) -> tuple[pa.Table, Plausibility]:
     """Attack every certificate of the table at ``path`` within its radius; return what was found.
 
-    settings: attacks, steps, restarts, draws; start, every and max_inputs choose rows of the table;
-    norm, sizes, sigma and the draws of an answer are the certificates' own. claim: a column of
-    sizes in a table of expected scores ("as_printed_linf") that is attacked in place of its radius;
-    the answers at attacked points are the sound certificate's all the same. ``output`` receives
+    settings, claim: as ``attack`` and ``claim`` of ``CheckSettings``. ``output`` receives
     check.parquet, check.json (the verdict) and what `dpdist.bulk.job.run` says; called again it
     continues.
 
     Raises UserError for certificates of another model, of other data, or in L1.
     """
-    found = reading.read(path)
-    work = Check(model_folder, dataset, found, settings, claim, trusted_factory)
-    table = run(work, output, actors=actors, progress=progress)
-    verdict = plausibility(
-        len({row["index"] for row in table.to_pylist() if row["contradiction"]}),
-        len(work.submitted),
-        found.alpha,
-        len(settings.attacks),
-        independent=not found.about["settings"].get("noise_bank"),
-    )
-    about = {
-        **asdict(verdict),
-        "plausible": verdict.plausible,
-        "alpha": found.alpha,
-        "certified": len(work.certified),
-        "points": table.num_rows,
-        "same_class": int(np.sum(np.array(table["selected"]) == np.array(table["certified"]))),
-        "attacks": list(settings.attacks),
-        "steps": settings.steps,
-        "restarts": settings.restarts,
-        "sigma": found.sigma,
-        "certificates": path.parent.name if claim is None else f"{path.parent.name} {claim}",
-    }
-    write_json(output / VERDICT, about)
-    return table, verdict
+    work = Check(model_folder, dataset, path, settings, claim, trusted_factory)
+    return run(work, output, actors=actors, progress=progress), work.verdict
 
 
 def _refuse_others(found: reading.CertificateTable, model_folder: Path, dataset: Data) -> None:

@@ -9,21 +9,18 @@ unit vector.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from dpdist.attacks.balls import Ball
+from dpdist.attacks.names import ATTACKS, AttackName
 from dpdist.attacks.randomised import (
     RandomisedClassifier,
     Randomness,
     loss_gradient,
     success_score,
 )
-
-AttackName = Literal["fgsm", "i-fgsm", "mim", "pgd"]
-ATTACKS: tuple[AttackName, ...] = ("fgsm", "i-fgsm", "mim", "pgd")
 
 # (points float32 (B, ...), step) -> gradient of the loss (B, ...), up to a factor per input
 Gradient = Callable[[Tensor, int], Tensor]

@@ -6,7 +6,7 @@ import hashlib
 import secrets
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -16,7 +16,6 @@ from dpdist import bulk, models
 from dpdist.attacks import table as tables
 from dpdist.attacks.counting import Counted, fix_form, require_logits
 from dpdist.attacks.randomised import InferenceNoise, InputNoise
-from dpdist.attacks.settings import AttackSettings
 from dpdist.attacks.worker import Assignment, Block, Worker
 from dpdist.bulk import Progress
 from dpdist.bulk.job import Book, Item, Row, Task, Work, run
@@ -24,6 +23,9 @@ from dpdist.certification import job as certification
 from dpdist.certification.classifier import ClassifierSpec
 from dpdist.certification.units import UnitSource
 from dpdist.errors import UserError
+
+if TYPE_CHECKING:
+    from dpdist.attacks.settings import AttackSettings
 
 _SLOW = 1000.0  # forward passes per second of an honest worker
 
@@ -144,7 +146,7 @@ class Attacking(Work):
 
 
 class Attack(Attacking):
-    """Attacks on the inputs of a data set."""
+    """Attacks on the inputs of a data set at every size."""
 
     file, schema, columns = tables.TABLE, tables.SCHEMA, tables.COLUMNS
     order, purpose, worker = ("attack", "size", "index"), "attack", Worker

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from dpdist.attacks.balls import NORMS, Norm
-from dpdist.attacks.evasion import ATTACKS, AttackName
+from dpdist.attacks import reading
+from dpdist.attacks.names import ATTACKS, NORMS, AttackName, Norm
+from dpdist.attacks.reading import AttackTable
+from dpdist.attacks.table import TABLE
+from dpdist.bulk.evaluation import Evaluation, Subject
 from dpdist.errors import UserError
+
+if TYPE_CHECKING:
+    from dpdist.attacks.check import Check
+    from dpdist.attacks.job import Attack
 
 Labels = Literal["true", "predicted"]
 DEFAULT_SIZES: dict[Norm, tuple[float, ...]] = {
@@ -20,8 +29,8 @@ _MAX_BLOCK_NUMBERS = 16 * 2**20
 
 
 @dataclass(frozen=True)
-class AttackSettings:
-    """One evaluation of a model under attack.
+class AttackSettings(Evaluation):
+    """Accuracy of a model under attack.
 
     norm, sizes: "linf" or "l2", sizes in input units; None: ``DEFAULT_SIZES``. attacks: names out
     of "fgsm", "i-fgsm", "mim", "pgd". steps: of the last three. restarts, step_scale: of PGD
@@ -54,6 +63,10 @@ class AttackSettings:
     max_inputs: int | None = None
     batch: int | None = None
     seed: str | None = None
+
+    name: ClassVar[str] = "attack"
+    file: ClassVar[str] = TABLE
+    private: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         self._require(self.norm in NORMS, "norm", f"one of {', '.join(NORMS)}")
@@ -122,3 +135,60 @@ class AttackSettings:
         """Which inputs of a data set of ``count`` are attacked."""
         chosen = range(self.start, count, self.every)
         return chosen if self.max_inputs is None else chosen[: self.max_inputs]
+
+    def work(self, subject: Subject) -> Attack:
+        from dpdist.attacks.job import Attack
+
+        return Attack(subject.model, subject.test, self, subject.trusted_factory)
+
+    @classmethod
+    def read(cls, path: Path) -> AttackTable:
+        return reading.read_attack(path)
+
+    @classmethod
+    def lines(cls, found: Sequence[AttackTable]) -> list[tuple[str, str]]:
+        return [(f"under attack, {table.name}", reading.attack_line(table)) for table in found]
+
+
+@dataclass(frozen=True)
+class CheckSettings(Evaluation):
+    """Certificates against attacks: no other class may be certified inside a certified radius.
+
+    certificates: the table whose certificates are attacked, each within its radius. attack: how;
+    ``start``, ``every`` and ``max_inputs`` choose rows of the table, and norm, sizes, sigma and the
+    draws of an answer are the certificates' own. claim: a column of sizes in a table of expected
+    scores ("as_printed_linf") that is attacked in place of its radius; the answers at attacked
+    points are the sound certificate's all the same.
+    """
+
+    certificates: Path
+    attack: AttackSettings
+    claim: str | None = None
+
+    name: ClassVar[str] = "check of certificates"
+    file: ClassVar[str] = reading.VERDICT
+    private: ClassVar[bool] = False
+
+    @property
+    def folder_name(self) -> str:
+        return f"check-{self.certificates.parent.name}" + (f"-{self.claim}" if self.claim else "")
+
+    def work(self, subject: Subject) -> Check:
+        """Raises UserError for certificates of another model, of other data, or in L1."""
+        from dpdist.attacks.check import Check
+
+        return Check(
+            subject.model, subject.test, self.certificates, self.attack, self.claim,
+            subject.trusted_factory,
+        )  # fmt: skip
+
+    @classmethod
+    def read(cls, path: Path) -> dict[str, Any]:
+        return reading.read_check(path)
+
+    @classmethod
+    def lines(cls, found: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
+        return [
+            (f"certificates attacked, {check['certificates']}", reading.check_line(check))
+            for check in found
+        ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -13,11 +13,13 @@ from dpdist.attacks.balls import PIXELS, Ball, distance
 from dpdist.attacks.counting import Counted, Counters, count
 from dpdist.attacks.evasion import attack
 from dpdist.attacks.randomised import RandomisedClassifier, Randomness
-from dpdist.attacks.settings import AttackSettings
 from dpdist.certification.classifier import quiet_threads
 from dpdist.certification.predict import label_from_counts
 from dpdist.certification.sampling import Counter
 from dpdist.certification.units import UnitSource
+
+if TYPE_CHECKING:
+    from dpdist.attacks.settings import AttackSettings
 
 
 @dataclass(frozen=True)

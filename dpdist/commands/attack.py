@@ -148,13 +148,13 @@ def _attack(
 ) -> None:
     from dpdist import console, pipeline
     from dpdist.attacks.settings import AttackSettings
-    from dpdist.reports.attacks import grid, read_attack
+    from dpdist.reports.attacks import grid
     from dpdist.reports.facts import read_facts
 
     settings = AttackSettings(**{name: value for name, value in given.items() if value is not None})
     with pipeline.session(folder):
-        path = pipeline.attack_stage(recipe, folder, settings, output, actors)
-    table = read_attack(path)
+        path = pipeline.evaluation_stage(recipe, folder, settings, output, actors)
+    table = settings.read(path)
     shown = grid(table, read_facts(folder).tables)
     widths = [
         max(len(row[place]) for row in (shown.header, *shown.rows))
@@ -184,8 +184,8 @@ def _check(
     actors: int | None,
 ) -> bool:
     from dpdist import console, pipeline
-    from dpdist.attacks.settings import AttackSettings
-    from dpdist.reports.attacks import check_line, read_check
+    from dpdist.attacks.reading import check_line
+    from dpdist.attacks.settings import AttackSettings, CheckSettings
 
     if given["attacks"] is None:
         given["attacks"] = ("pgd",)
@@ -199,11 +199,9 @@ def _check(
     rows, held = [], True
     with pipeline.session(folder):
         for path in tables:
-            name = f"check-{path.parent.name}" + (f"-{claim}" if claim else "")
-            place = output or folder.path / "attacks" / name
-            verdict = pipeline.check_stage(recipe, folder, settings, path, place, actors, claim)
-            held = held and verdict.plausible
-            found = read_check(place / "check.json")
+            check = CheckSettings(path, settings, claim)
+            found = check.read(pipeline.evaluation_stage(recipe, folder, check, output, actors))
+            held = held and found["plausible"]
             rows.append((found["certificates"], check_line(found)))
     typer.echo(console.table(rows, title="certificates under attack"))
     return held
@@ -211,7 +209,7 @@ def _check(
 
 def _tables(folder: RunFolder, name: str | None) -> list[Path]:
     from dpdist import console
-    from dpdist.attacks.balls import NORMS
+    from dpdist.attacks.settings import NORMS
     from dpdist.reports.facts import read_facts
 
     if name is None:

@@ -10,6 +10,10 @@ from typing import Any
 
 from cluster.reading import check_shape, read_json
 from dpdist import __version__
+from dpdist.attacks import catalogue
+from dpdist.attacks.reading import AttackTable, numbers_of
+from dpdist.attacks.settings import AttackSettings, CheckSettings
+from dpdist.bulk.evaluation import Evaluation
 from dpdist.certification import reading
 from dpdist.certification.reading import CertificateTable
 from dpdist.errors import UserError
@@ -23,7 +27,6 @@ from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.recipe import Recipe
 from dpdist.released import read_released
-from dpdist.reports.attacks import AttackTable, numbers_of, read_attacks, read_checks, summary_rows
 from dpdist.reports.searches import SearchTerms, read_search, released
 from dpdist.runfolder import RunFolder
 
@@ -46,8 +49,15 @@ class Facts:
     trained: dict[str, Any]
     evaluation: dict[str, Any] | None
     tables: list[CertificateTable]
-    attacks: list[AttackTable]
-    checks: list[dict[str, Any]]
+    evaluations: dict[type[Evaluation], list[Any]]  # but for private ones: reports are published
+
+    @property
+    def attacks(self) -> list[AttackTable]:
+        return self.evaluations[AttackSettings]
+
+    @property
+    def checks(self) -> list[dict[str, Any]]:
+        return self.evaluations[CheckSettings]
 
     @property
     def input_shape(self) -> tuple[int, ...]:
@@ -198,7 +208,8 @@ class Facts:
                     f"{at} ({table.norm}, {len(table.index):,} inputs, alpha {table.alpha:g} each)",
                 )
             )
-        rows += summary_rows(self.attacks, self.checks)
+        for kind, found in self.evaluations.items():
+            rows += kind.lines(found)
         if self.folder.report.exists():
             rows.append(("report", str(self.folder.report)))
         return rows
@@ -217,9 +228,11 @@ def read_facts(folder: RunFolder) -> Facts:
     if search is not None:
         whole = released(search, plan, ledger)
     tables = [reading.read(path) for path in sorted(folder.certificates.glob(_TABLES))]
-    attacks = read_attacks(folder.path / "attacks")
+    public = [kind for kind in catalogue.EVALUATIONS if not kind.private]
+    evaluations = {kind: kind.results(folder) for kind in public}
+    found = [each for some in evaluations.values() for each in some if hasattr(each, "model")]
     _check_models(trained, [(t.path, t.about.get("model")) for t in tables])
-    _check_models(trained, [(t.path, t.model) for t in attacks])
+    _check_models(trained, [(each.path, each.model) for each in found])
     return Facts(
         folder=folder,
         recipe=recipe,
@@ -232,8 +245,7 @@ def read_facts(folder: RunFolder) -> Facts:
         trained=trained,
         evaluation=evaluation,
         tables=tables,
-        attacks=attacks,
-        checks=read_checks(folder.path / "attacks"),
+        evaluations=evaluations,
     )
 
 

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 import matplotlib
 import numpy as np
 
+from dpdist.attacks.reading import AttackTable
 from dpdist.certification.reading import CertificateTable
 from dpdist.privacy import mechanisms
-from dpdist.reports.attacks import AttackTable, grid
+from dpdist.reports.attacks import grid
 
 matplotlib.use("Agg")
 

@@ -216,8 +216,23 @@ FAULTS: list[Fault] = [
          "p values of several runs are not corrected"),
     ),
     *group(
-        "dpdist/reports/attacks.py", "reports/test_reading_runs",
+        "dpdist/attacks/reading.py", "reports/test_reading_runs",
         ("other & (self.prediction != ABSTAIN)", "other", "an abstention counts as broken"),
+    ),
+    *group(
+        "dpdist/bulk/evaluation.py", "attacks/test_evaluations",
+        ("return (run.private if cls.private else run.path) / FOLDER", "return run.path / FOLDER",
+         "private results lie where they are published"),
+        ("if self.private and public and not", "if False and not",
+         "private results may be written where they are published"),
+    ),
+    *group(
+        "dpdist/reports/facts.py", "attacks/test_evaluations",
+        ("[kind for kind in catalogue.EVALUATIONS if not kind.private]", "list(catalogue.EVALUATIONS)",
+         "a report shows scores of training records"),
+    ),
+    *group(
+        "dpdist/reports/attacks.py", "reports/test_reading_runs",
         ('(other.about.get("model"), other.about.get("data")) == (table.model, table.data)',
          'other.about.get("model") == table.model', "certificates of other data stand beside an attack"),
         ('return other.noise == "gaussian" and attacked', "return attacked",

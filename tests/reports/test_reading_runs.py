@@ -15,6 +15,8 @@ from support.training import make, train
 
 from dpdist import bulk
 from dpdist.attacks import table as attack_tables
+from dpdist.attacks.reading import Shares, read_attack
+from dpdist.attacks.settings import AttackSettings
 from dpdist.certification import reading, score_columns, scores
 from dpdist.certification import table as tables
 from dpdist.certification.procedures import FixedDraws
@@ -25,7 +27,7 @@ from dpdist.certification.settings import CertifySettings
 from dpdist.commands import certify
 from dpdist.errors import UserError
 from dpdist.reports import compare, page
-from dpdist.reports.attacks import Shares, grid, read_attack, same_classifier, summary_rows
+from dpdist.reports.attacks import grid, same_classifier
 from dpdist.reports.facts import read_facts
 from dpdist.reports.figures import attacked_accuracy
 from dpdist.runfolder import RunFolder
@@ -157,7 +159,7 @@ def test_an_abstention_is_neither_right_nor_wrong(tmp_path: Path) -> None:
         ["0.2", "all of them", "0.00", "50.00", "50.00", "75.00"],
         ["9", "pgd", "0.00", "100.00", "0.00", "0.00"],
     ]
-    (line,) = summary_rows([table], [])
+    (line,) = AttackSettings.lines([table])
     assert "0.00 % right, 50.00 % abstained, 50.00 % wrong at 0.2" in line[1]
     assert attacked_accuracy(table, [certificates]).startswith(b"\x89PNG")
     facts: Any = SimpleNamespace(folder=RunFolder(tmp_path / "run"), attacks=[table])

@@ -1,0 +1,179 @@
+"""The only reader of attacks and of checks of certificates, and what is printed of them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cluster.reading import read_json, shown
+from dpdist.attacks.table import about, read
+from dpdist.certification.verdict import ABSTAIN
+from dpdist.errors import UserError
+
+NONE = "none"
+VERDICT = "check.json"
+_CHECK = {
+    "plausible": bool, "contradictions": int, "certified": int, "inputs": int, "alpha": float,
+    "allowed": int, "p_value": float, "certificates": str,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Of the inputs: answered rightly, not answered, answered with another class; together 1.
+
+    Only the last refutes anything: a randomised classifier that abstains has not decided between
+    two classes, and its most likely one may be the right one. So what a model withstands is at most
+    right + abstained, but for the error of each answer.
+    """
+
+    right: float
+    abstained: float
+    wrong: float
+
+    def percent(self) -> list[str]:
+        return [percent(share) for share in (self.right, self.abstained, self.wrong)]
+
+
+@dataclass(frozen=True)
+class AttackTable:
+    """One evaluation under attack. Arrays of equal length, one entry per attack, size and input.
+
+    noise: "none", "input" or "hidden", where the attacked classifier is random; sigma: of its
+    input noise, or None. numbers: coordinates of one input. model, data: what names both.
+    """
+
+    path: Path
+    norm: str
+    noise: str
+    sigma: float | None
+    steps: int
+    restarts: int
+    draws: int
+    n: int
+    alpha: float
+    model: str
+    data: str
+    numbers: int
+    attack: np.ndarray
+    size: np.ndarray
+    index: np.ndarray
+    label: np.ndarray
+    prediction: np.ndarray
+
+    @property
+    def name(self) -> str:
+        return self.path.parent.name
+
+    @property
+    def attacks(self) -> list[str]:
+        return [name for name in dict.fromkeys(self.attack.tolist()) if name != NONE]
+
+    @property
+    def sizes(self) -> list[float]:
+        return sorted({float(size) for size in self.size[self.attack != NONE]})
+
+    @property
+    def inputs(self) -> int:
+        return len(np.unique(self.index))
+
+    def shares(self, attack: str, size: float) -> Shares:
+        """What became of the inputs under one attack. Raises ValueError where it was not made."""
+        here = (self.attack == attack) & (self.size == size)
+        if not here.any():
+            raise ValueError(f"{self.path}: no attack {attack} of size {size:g}")
+        return self._shares(here)
+
+    def worst(self, size: float) -> Shares:
+        """Under all attacks of this size: right under each, wrong under one at least."""
+        return self._shares((self.size == size) & (self.attack != NONE))
+
+    def has(self, attack: str, size: float) -> bool:
+        return bool(((self.attack == attack) & (self.size == size)).any())
+
+    def _shares(self, here: np.ndarray) -> Shares:
+        other = here & (self.prediction != self.label)
+        wrong = set(self.index[other & (self.prediction != ABSTAIN)].tolist())
+        abstained = set(self.index[other].tolist()) - wrong
+        every = set(self.index[here].tolist())
+        right = every - wrong - abstained
+        return Shares(*(len(some) / len(every) for some in (right, abstained, wrong)))
+
+    @property
+    def classifier(self) -> str:
+        """What was attacked, in words."""
+        if self.noise == "input":
+            return f"smoothed, sigma {self.sigma:g}: {self.n:,} draws per answer"
+        if self.noise == "hidden":
+            return f"noise in the first hidden layer: {self.n:,} draws per answer"
+        return "the network itself"
+
+
+def read_attack(path: Path) -> AttackTable:
+    """One attacks.parquet. Raises UserError when it is none, or not of its settings."""
+    columns = read(path)
+    said = about(columns)
+    settings = said["settings"]
+    table = AttackTable(
+        path=path,
+        norm=settings["norm"],
+        noise=said["noise"]["kind"],
+        sigma=settings["sigma"],
+        steps=settings["steps"],
+        restarts=settings["restarts"],
+        draws=settings["draws"],
+        n=settings["n"],
+        alpha=settings["alpha"],
+        model=said["model"],
+        data=said["data"],
+        numbers=numbers_of(said["input_shape"], path),
+        attack=np.array(columns["attack"].to_pylist()),
+        **{name: columns[name].to_numpy() for name in ("size", "index", "label", "prediction")},
+    )
+    if not table.has(NONE, 0.0):
+        raise UserError(f"{path}: damaged: has no answers without an attack")
+    return table
+
+
+def numbers_of(shape: list[Any], where: Path) -> int:
+    """How many numbers an input of this shape has. Raises UserError when it is no shape."""
+    if not shape or not all(type(size) is int and size >= 1 for size in shape):
+        raise UserError(f"{where}: damaged: input_shape must be sizes >= 1, got {shown(shape)}")
+    return math.prod(shape)
+
+
+def read_check(path: Path) -> dict[str, Any]:
+    """One check.json. Raises UserError when it is missing or damaged."""
+    return {**read_json(path, _CHECK), "name": path.parent.name}
+
+
+def attack_line(table: AttackTable) -> str:
+    """What became of the inputs at each size, in one line."""
+    at = "; ".join(f"{_worst_line(table, size)} at {size:g}" for size in table.sizes)
+    scope = f"{table.norm}, {', '.join(table.attacks)}, {table.inputs:,} inputs"
+    return f"{at} ({scope}; {table.classifier})"
+
+
+def _worst_line(table: AttackTable, size: float) -> str:
+    right, abstained, wrong = table.worst(size).percent()
+    undecided = "" if table.noise == "none" else f", {abstained} % abstained"
+    return f"{right} % right{undecided}, {wrong} % wrong"
+
+
+def check_line(check: dict[str, Any]) -> str:
+    """A check of certificates in one line."""
+    verdict = "plausible" if check["plausible"] else "IMPLAUSIBLE: these certificates do not hold"
+    return (
+        f"{check['contradictions']} of {check['certified']:,} certified inputs contradicted; "
+        f"{check['inputs']:,} certificates at alpha = {check['alpha']:g} allow {check['allowed']} "
+        f"(p = {check['p_value']:.3g}): {verdict}"
+    )
+
+
+def percent(share: float) -> str:
+    """As text, without its sign."""
+    return f"{100 * share:.2f}"

@@ -1,0 +1,96 @@
+"""What is measured of a trained model beside its certificates: attacks, audits, membership.
+
+A kind of evaluation is one class without torch: its settings, whether its results are private, the
+only reader of its results and what a report prints of them. `work` describes the job that computes
+them (`dpdist.bulk.job`); torch comes in there. `dpdist.attacks.catalogue` lists the classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from dpdist.errors import UserError
+
+if TYPE_CHECKING:
+    from dpdist.bulk.job import Work
+
+FOLDER = "attacks"  # of all evaluations: below the run folder, or below its private/
+
+
+class Run(Protocol):
+    """What is needed of a run folder: ``dpdist.runfolder.RunFolder`` has it."""
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def private(self) -> Path: ...
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is evaluated. test: the named test data; training: reads the private records."""
+
+    model: Path
+    test: Any
+    training: Callable[[], Any]
+    trusted_factory: str | None = None
+
+
+class Evaluation:
+    """One evaluation: a frozen dataclass of its settings.
+
+    file: what `read` reads, in a folder of its own. private: whether results say something of
+    single training records. They then lie in private/: no release, no report, no archive without
+    private state and no `cluster fetch` takes anything from there.
+    """
+
+    name: ClassVar[str]
+    file: ClassVar[str]
+    private: ClassVar[bool]
+
+    @property
+    def folder_name(self) -> str:
+        """Where its results go by default: what tells two evaluations of one model apart."""
+        raise NotImplementedError
+
+    def work(self, subject: Subject) -> Work:
+        """The job: what its results depend on, its blocks and the worker that does them."""
+        raise NotImplementedError
+
+    @classmethod
+    def read(cls, path: Path) -> Any:
+        """The results in a file, for every reader, with the `path` and the hash of the `model` that
+        they are of where they say so. Raises UserError when it is damaged."""
+        raise NotImplementedError
+
+    @classmethod
+    def lines(cls, found: Sequence[Any]) -> list[tuple[str, str]]:
+        """Name and value of what was read, for the summary and the report of a run."""
+        raise NotImplementedError
+
+    @classmethod
+    def home(cls, run: Run) -> Path:
+        """The folder of all results of this kind."""
+        return (run.private if cls.private else run.path) / FOLDER
+
+    @classmethod
+    def results(cls, run: Run) -> list[Any]:
+        """All finished results of a run."""
+        return [cls.read(path) for path in sorted(cls.home(run).glob(f"*/{cls.file}"))]
+
+    def place(self, run: Run, output: Path | None = None) -> Path:
+        """The folder of this one's results. Raises UserError where they would not stay private."""
+        if output is None:
+            return self.home(run) / self.folder_name
+        inside = output.resolve()
+        public = inside.is_relative_to(run.path.resolve())
+        if self.private and public and not inside.is_relative_to(run.private.resolve()):
+            raise UserError(
+                f"{output}: {self.name} says something of training records, and what lies there "
+                f"may be published; choose a folder in {run.private}, or outside the run"
+            )
+        return output

@@ -1,0 +1,157 @@
+"""A kind of evaluation is its class and a line in the catalogue; private results stay private."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pyarrow as pa
+import pytest
+from support.here import without_ray
+from support.training import make, train
+
+from cluster.table_files import read_table
+from dpdist import archive as archives
+from dpdist import bulk, pipeline
+from dpdist.archive import Archive
+from dpdist.attacks import catalogue
+from dpdist.bulk.evaluation import Evaluation, Subject
+from dpdist.bulk.job import Task, Work
+from dpdist.errors import UserError
+from dpdist.exporting import export, unpack
+from dpdist.releasing import release
+from dpdist.reports.facts import read_facts
+from dpdist.runfolder import RunFolder
+
+SCHEMA = pa.schema([pa.field("index", pa.int64()), pa.field("score", pa.float64())])
+
+
+class Counting(Work):
+    """The toy's job: each record's number of letters in its place."""
+
+    kind, key, schema = bulk.Kind("toy", "toying"), b"dpdist.toy", SCHEMA
+
+    def __init__(self, toy: Toy, subject: Subject) -> None:
+        self.file, self._toy = toy.file, toy
+        self._data = subject.training() if toy.private else subject.test
+
+    def identity(self) -> dict[str, Any]:
+        return {"data": self._data.fingerprint, "settings": {"factor": self._toy.factor}}
+
+    def begin(self, output: Path) -> dict[str, Any]:
+        return {"seed": "s"}
+
+    def open(self, about: dict[str, Any], output: Path) -> Task:
+        return Task({f"record {i}": i for i in range(4)}, worker, about["settings"]["factor"])
+
+
+def worker(factor: int) -> Callable[[int], list[dict[str, Any]]]:
+    return lambda index: [{"index": index, "score": float(factor * index)}]
+
+
+@dataclass(frozen=True)
+class Toy(Evaluation):
+    factor: int = 3
+
+    name: ClassVar[str] = "toy evaluation"
+    file: ClassVar[str] = "toy.parquet"
+    private: ClassVar[bool] = False
+
+    @property
+    def folder_name(self) -> str:
+        return f"toy-{self.factor}"
+
+    def work(self, subject: Subject) -> Work:
+        return Counting(self, subject)
+
+    @classmethod
+    def read(cls, path: Path) -> pa.Table:
+        return read_table(path, {"index": (int, 0), "score": (float, 0)})
+
+    @classmethod
+    def lines(cls, found: Sequence[pa.Table]) -> list[tuple[str, str]]:
+        return [(cls.name, f"largest score {max(table['score'].to_pylist()):g}") for table in found]
+
+
+@dataclass(frozen=True)
+class Membership(Toy):
+    """Scores of training records."""
+
+    name: ClassVar[str] = "membership scores"
+    file: ClassVar[str] = "membership.parquet"
+    private: ClassVar[bool] = True
+
+    @property
+    def folder_name(self) -> str:
+        return f"membership-{self.factor}"
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, RunFolder]:
+    """A trained run with a result of each, by the same job as attacks."""
+    recipe, folder = make(
+        tmp_path / "runs", "x", data__max_train=40, training__batch_size=40, training__steps=1,
+        model="linear", privacy__run_key=None,
+    )  # fmt: skip
+    train(recipe, folder)
+    without_ray(monkeypatch)
+    monkeypatch.setattr(catalogue, "EVALUATIONS", (*catalogue.EVALUATIONS, Toy, Membership))
+    for kind in (Toy, Membership):
+        found = pipeline.evaluation_stage(recipe, folder, kind())
+        assert kind.read(found)["score"].to_pylist() == [0.0, 3.0, 6.0, 9.0]
+    pipeline.report_stage(folder)
+    return recipe, folder
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
+
+
+def test_public_results_are_reported(run: tuple[Any, RunFolder]) -> None:
+    _, folder = run
+    assert (folder.path / "attacks/toy-3/toy.parquet").exists()
+    assert ("toy evaluation", "largest score 9") in read_facts(folder).summary()
+    assert "largest score 9" in folder.report.read_text()
+
+
+def test_private_results_leave_by_no_door(run: tuple[Any, RunFolder], tmp_path: Path) -> None:
+    _, folder = run
+    assert (folder.private / "attacks/membership-3/membership.parquet").exists()
+    assert not [name for name in names(folder.path) if "membership" in name
+                and not name.startswith("private/")]  # fmt: skip
+    assert all(name != Membership.name for name, _ in read_facts(folder).summary())
+    assert "membership" not in folder.report.read_text()
+    released = release(folder)
+    assert released and "membership" not in "".join(names(folder.release))
+    # What `dpdist cluster fetch` brings home.
+    unpack(export(folder), tmp_path / "fetched")
+    assert "attacks/toy-3/toy.parquet" in names(tmp_path / "fetched")
+    assert "membership" not in "".join(names(tmp_path / "fetched"))
+    # An archive without private state.
+    archive = Archive.begin(folder, f"file://{tmp_path}/archive", False)
+    assert archive is not None
+    archive.update()
+    brought, _ = archives.fetch(f"file://{tmp_path}/archive", tmp_path / "archived")
+    assert "attacks/toy-3/toy.parquet" in names(brought)
+    everything = [path for path in (tmp_path / "archive").rglob("*") if path.is_file()]
+    assert not any(b"membership" in path.read_bytes() for path in everything)
+
+
+def test_private_results_are_not_written_where_they_may_be_published(
+    run: tuple[Any, RunFolder], tmp_path: Path
+) -> None:
+    recipe, folder = run
+    for place in ("attacks/mine", "certificates", "private/../report"):
+        with pytest.raises(UserError, match="says something of training records"):
+            pipeline.evaluation_stage(recipe, folder, Membership(2), folder.path / place)
+    assert Toy().place(folder, folder.path / "attacks/mine") == folder.path / "attacks/mine"
+    for place in (folder.private / "mine", tmp_path / "elsewhere"):
+        assert Membership(2).place(folder, place) == place
+
+
+def test_evaluations_of_other_settings_are_not_mixed(run: tuple[Any, RunFolder]) -> None:
+    recipe, folder = run
+    with pytest.raises(UserError, match=r"holds another toy .factor was 3, now 5"):
+        pipeline.evaluation_stage(recipe, folder, Toy(5), folder.path / "attacks/toy-3")
