@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 FOLDER = "attacks"  # of all evaluations: below the run folder, or below its private/
 
 
-class Run(Protocol):
+class Folders(Protocol):
     """What is needed of a run folder: ``dpdist.runfolder.RunFolder`` has it."""
 
     @property
@@ -73,16 +73,16 @@ class Evaluation:
         raise NotImplementedError
 
     @classmethod
-    def home(cls, run: Run) -> Path:
+    def home(cls, run: Folders) -> Path:
         """The folder of all results of this kind."""
         return (run.private if cls.private else run.path) / FOLDER
 
     @classmethod
-    def results(cls, run: Run) -> list[Any]:
+    def results(cls, run: Folders) -> list[Any]:
         """All finished results of a run."""
         return [cls.read(path) for path in sorted(cls.home(run).glob(f"*/{cls.file}"))]
 
-    def place(self, run: Run, output: Path | None = None) -> Path:
+    def place(self, run: Folders, output: Path | None = None) -> Path:
         """The folder of this one's results. Raises UserError where they would not stay private."""
         if output is None:
             return self.home(run) / self.folder_name
