@@ -7,6 +7,7 @@ is. torch is imported where work is done, so that a recipe is read without it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -152,6 +153,15 @@ class Method(Section):
         """What its paper claims about the privacy of a run with this plan, beside what is proved.
         None when the paper claims nothing of its own."""
         return None
+
+    def words(self, plan: PrivacyPlan) -> str:
+        """How a report tells what the training executed."""
+        step = plan.step(0)
+        clip = "no clip" if math.isinf(step.clip_norm) else f"clip {step.clip_norm:g}"
+        return (
+            f"{plan.steps:,} steps, expected batch {step.expected_batch:g}, noise multiplier "
+            f"{step.noise_multiplier:.4g}, {clip}"
+        )
 
     def assumed(self, recipe: Sections) -> list[str]:
         """What the guarantee rests on and nobody can check."""

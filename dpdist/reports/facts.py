@@ -118,6 +118,8 @@ class Facts:
         lines = [about["assumed"]] if about.get("assumed") else []
         lines += [line for line in self.search.assumed if line not in lines] if self.search else []
         lines += self.recipe.method.assumed(self.recipe)
+        if ":" in self.recipe.method.name:  # a class from elsewhere
+            lines.append(f"method {self.recipe.method.name} costs what its class says")
         return lines
 
     def card(self) -> dict[str, Any]:
@@ -161,7 +163,6 @@ class Facts:
 
     def summary(self) -> list[tuple[str, str]]:
         """Name and value, as printed at the end of a run."""
-        step = self.plan.step(0)
         rows = [("privacy", self.privacy_line)]
         if self.claim is not None:
             rows.append(("claimed, not proved", self.claim.line))
@@ -177,13 +178,7 @@ class Facts:
         # took tells how many records it has.
         hidden = self.search is not None or self.plan.nominal
         took = "" if hidden else f", {self.trained['seconds']:.0f} s"
-        rows.append(
-            (
-                "training",
-                f"{self.plan.steps:,} steps, expected batch {step.expected_batch:g}, noise "
-                f"multiplier {step.noise_multiplier:.4g}, {_clip(step.clip_norm)}{took}",
-            )
-        )
+        rows.append(("training", self.recipe.method.words(self.plan) + took))
         rows += self.parts.items()
         if self.trained["fallback_layers"]:
             rows.append(("layers without a rule", ", ".join(self.trained["fallback_layers"])))
@@ -258,10 +253,6 @@ def _check_models(trained: dict[str, Any], found: list[tuple[Path, str | None]])
                 f"{path}: of another model than this run's (the folder comes from another run, or "
                 f"the run was trained anew); remove {path.parent}"
             )
-
-
-def _clip(norm: float) -> str:
-    return "no clip" if math.isinf(norm) else f"clip {norm:g}"
 
 
 def _shown(recipe: dict[str, Any], field: str) -> str:

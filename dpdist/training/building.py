@@ -56,11 +56,14 @@ def build_engine(
 
     plan: of the run; without it the engine is for a check or a probe.
     """
+    steps, expected_batch = 1, float(recipe.training.batch_size)
+    if plan is not None and plan.steps:
+        steps, expected_batch = plan.steps, plan.step(0).expected_batch
     return recipe.method.engine(
         model,
         clipping_for(recipe.privacy.clipping, recipe.privacy.clip_norm),
-        expected_batch=recipe.training.batch_size if plan is None else plan.step(0).expected_batch,
-        steps=1 if plan is None else plan.steps,
+        expected_batch=expected_batch,
+        steps=steps,
         micro_batch=recipe.resources.micro_batch,
         isolate=recipe.model.isolate,
     )
