@@ -24,6 +24,9 @@ _PRIVATE = {"noise_multiplier": 1.0, "delta": 1e-4, "run_key": "5a" * 32}
 _OPEN = {"noise_multiplier": 0, "clipping": "none"}
 _SMOOTHED = {"sigma": 0.25, "n": 300, "n0": 20, "max_inputs": 10}
 _SCORES = {"n": 300, "n0": 20, "max_inputs": 10}
+_DENOISER = {
+    "name": "conv-autoencoder", "options": {"channels": [4, 8]}, "classifier": "classifier",
+}  # fmt: skip
 _PUBLIC = {
     "model": {"name": "small-cnn", "options": {"width": 4}},
     "training": {"batch_size": 40, "steps": 10, "learning_rate": 0.5},
@@ -77,12 +80,12 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "denoiser": {
         "data": {"public": 0.3}, "method": {"name": "transdenoiser", "draws": 2},
-        "model": {"name": "conv-denoiser", "options": {"width": 4}, "classifier": "classifier"},
+        "model": _DENOISER,
         "public": {}, "certify": _SMOOTHED,
     },
     "denoiser-full": {
         "data": {"public": 0.3}, "method": {"name": "transdenoiser", "variant": "full"},
-        "model": {"name": "conv-denoiser", "options": {"width": 4}, "classifier": "classifier"},
+        "model": _DENOISER,
         "privacy": {"noise_multiplier": 0}, "public": {}, "training": {"steps": 4},
     },
 }  # fmt: skip
