@@ -25,7 +25,8 @@ _OPEN = {"noise_multiplier": 0, "clipping": "none"}
 _SMOOTHED = {"sigma": 0.25, "n": 300, "n0": 20, "max_inputs": 10}
 _SCORES = {"n": 300, "n0": 20, "max_inputs": 10}
 _DENOISER = {
-    "name": "conv-autoencoder", "options": {"channels": [4, 8]}, "classifier": "classifier",
+    "name": "conv-autoencoder", "options": {"channels": [4, 8], "width": None},
+    "classifier": "classifier",
 }  # fmt: skip
 _PUBLIC = {
     "model": {"name": "small-cnn", "options": {"width": 4}},
