@@ -27,14 +27,13 @@ from dpdist.certification import units
 from dpdist.certification.bounds import clopper_pearson_lower, clopper_pearson_upper
 from dpdist.certification.classifier import ExecutedClassifier, choose
 from dpdist.certification.noises import Gaussian
-from dpdist.certification.procedures import FUTILE, PROCEDURES
 from dpdist.certification.sampling import Sampler
 from dpdist.certification.sequential import (
     TargetTest,
     beta_mixture_rejects,
     planned_looks,
 )
-from dpdist.certification.settings import CertifySettings
+from dpdist.certification.stopping import FUTILE, TargetRadius
 from dpdist.certification.units import UnitSource
 
 SIGMA, ALPHA, CAP, RADIUS = 0.25, 0.001, 100_000, 0.5
@@ -168,11 +167,10 @@ def replay(p: np.ndarray, rng: np.random.Generator) -> None:
 
 def one_radius(model: nn.Module, xs: Tensor, loop_rate: float) -> None:
     """Time to decide every input at one radius, against the plain loop's fixed n."""
-    settings = CertifySettings(sigma=SIGMA, n=CAP, alpha=ALPHA, mode="target", radii=(RADIUS,))
-    steps = PROCEDURES["target"](settings, STEP)
+    settings = TargetRadius(sigma=SIGMA, n=CAP, alpha=ALPHA, radii=(RADIUS,))
     engine = sampler(model, STEP)
     start = time.perf_counter()
-    draws = [steps.work(engine, x, i, 0, 1)["n"] for i, x in enumerate(xs)]
+    draws = [settings.work(engine, x, i, 0, 1, STEP)["n"] for i, x in enumerate(xs)]
     seconds = (time.perf_counter() - start) / len(xs)
     plain = (CAP + 100) / loop_rate
     print(f"\ndeciding {len(xs)} inputs at radius {RADIUS}: {seconds * 1e3:.1f} ms each, ")

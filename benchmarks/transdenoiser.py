@@ -31,8 +31,8 @@ from cluster.session import connect
 from dpdist import vision
 from dpdist.attacks.reading import AttackTable, read_attack
 from dpdist.certification import reading
+from dpdist.certification.cohen import Cohen
 from dpdist.certification.reading import CertificateTable
-from dpdist.certification.settings import CertifySettings
 from dpdist.cli import app
 from dpdist.privacy.guarantee import format_epsilon
 from dpdist.recipe import Recipe, find, load, parse
@@ -230,7 +230,7 @@ class Bench:
         assert section is not None
         test = evaluation_data(recipe, source_of(recipe))
         print(f"{row.title}, noise {row.noise:g}", flush=True)
-        settings = CertifySettings(row.noise, n=section.n, every=section.every)
+        settings = Cohen(sigma=row.noise, n=section.n, every=section.every)
         certify(self.public / ALONE, test, settings, folder / "certificates")
         attack = AttackSettings(norm="l2", sizes=SIZES, attacks=("pgd",), every=section.every)
         attack_model(self.public / ALONE, test, attack, folder / "attacks")

@@ -17,7 +17,7 @@ _LAZY = {
     "PrivacyPlan": "dpdist.privacy.plan",
     "RunFolder": "dpdist.runfolder",
     "read_facts": "dpdist.reports.facts",
-    "CertifySettings": "dpdist.certification.settings",
+    "settings_of": "dpdist.certification.catalogue",
     "certify": "dpdist.certification.job",
     "train": "dpdist.training.trainer",
     "connect": "cluster.session",

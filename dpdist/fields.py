@@ -117,6 +117,11 @@ Json = Annotated[Any, AfterValidator(_json)]
 JsonObject = Annotated[dict[str, Any], AfterValidator(_json)]
 
 
+def of_key(key: str, rule: str) -> PydanticCustomError:
+    """What a rule of a whole section says about one of its keys: to be raised by a validator."""
+    return PydanticCustomError("of_key", "{key}: {rule}", {"key": key, "rule": rule})
+
+
 _RULES = {
     "extra_forbidden": "unknown key",
     "missing": "is required",
@@ -124,6 +129,7 @@ _RULES = {
     "greater_than_equal": "must be >= {ge:g}",
     "less_than": "must be < {lt:g}",
     "less_than_equal": "must be <= {le:g}",
+    "of_key": "{rule}",
     "finite_number": "must be finite",
     "literal_error": "must be one of {expected}",
     "string_pattern_mismatch": "must be letters, digits, '.', '_' and '-'",

@@ -19,9 +19,9 @@ from dpdist import console, models, vision
 from dpdist.archive import Archive
 from dpdist.bulk.evaluation import Evaluation, Subject
 from dpdist.bulk.job import run as run_job
-from dpdist.certification.choose import settings_of
+from dpdist.certification.certificate import Certificate
 from dpdist.certification.expected import expected_log_scores
-from dpdist.certification.job import TABLE, Settings, certify
+from dpdist.certification.job import TABLE, certify
 from dpdist.certification.table import about
 from dpdist.errors import Interrupted, UserError
 from dpdist.gradients.task import cross_entropy
@@ -58,7 +58,7 @@ def run(
     searching = recipe.tune is not None
     with _trained(recipe, Path(runs), where, search=searching) as (recipe, folder):
         if recipe.certify is not None:
-            certify_stage(recipe, folder, settings_of(recipe.certify.model_dump()))
+            certify_stage(recipe, folder, recipe.certify)
         report_stage(folder)
     return folder
 
@@ -153,7 +153,7 @@ def resolve(
 ) -> Recipe:
     """The recipe with what the command line adds.
 
-    Raises UserError, and for the certify section that is long before it is needed.
+    Raises UserError.
     """
     from dpdist.recipe import find, load, parse
 
@@ -173,15 +173,8 @@ def resolve(
         for key, value in overrides.items():
             section, _, field = key.rpartition(".")
             (raw[section] if section else raw)[field] = value
-        found, where = parse(raw, "recipe"), "recipe"
-    else:
-        found, where = load(find(str(recipe)), overrides), str(recipe)
-    if found.certify is not None:
-        try:
-            settings_of(found.certify.model_dump())
-        except UserError as error:
-            raise UserError(f"{where}: {error}") from None
-    return found
+        return parse(raw, "recipe")
+    return load(find(str(recipe)), overrides)
 
 
 @contextmanager
@@ -271,13 +264,10 @@ def check_evaluations(recipe: Recipe, where: str) -> None:
     has cost anything."""
     if recipe.certify is None:
         return
-    dataset, settings = (
-        evaluation_data(recipe, source_of(recipe)),
-        settings_of(recipe.certify.model_dump()),
-    )
-    if not settings.indices(len(dataset)):
+    dataset = evaluation_data(recipe, source_of(recipe))
+    if not recipe.certify.indices(len(dataset)):
         rule = f"must be below the {len(dataset):,} inputs of {dataset.name}"
-        raise field_error(where, "certify.start", rule, settings.start)
+        raise field_error(where, "certify.start", rule, recipe.certify.start)
 
 
 def evaluate_stage(recipe: Recipe, folder: RunFolder) -> None:
@@ -333,7 +323,7 @@ def _shared(recipe: Recipe, folder: RunFolder, actors: int | None) -> dict[str, 
 def certify_stage(
     recipe: Recipe,
     folder: RunFolder,
-    settings: Settings,
+    settings: Certificate,
     output: Path | None = None,
     actors: int | None = None,
 ) -> Path:

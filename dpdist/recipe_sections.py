@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from dpdist.certification.catalogue import AnyCertificate
 from dpdist.fields import (
     Count,
     CountOrZero,
@@ -287,33 +288,6 @@ class PublicRecipe(Section):
         return {"name": value} if isinstance(value, str) else value
 
 
-class CertifyRecipe(Section):
-    """Monte Carlo certification. sigma and radii in input units ([0, 1] pixels).
-
-    With sigma: randomised smoothing of the inputs (Cohen et al. 2019). Without, for methods with
-    noise in the first hidden layer: bounds of expected scores under the model's own noise; bound
-    and norm then say how bounds are made and which certificate is the table's radius.
-    """
-
-    sigma: Positive | None = None
-    n0: Count = 100
-    n: Count = 100_000
-    alpha: Probability = 0.001
-    mode: Literal["fixed", "target", "anytime"] = "fixed"
-    noise: Literal["gaussian", "laplace", "uniform"] = "gaussian"
-    noise_bank: bool = Field(
-        default=False, description="one noise stream for all inputs; errors can then coincide"
-    )
-    bound: Literal["hoeffding", "bernstein", "counts"] = "hoeffding"
-    norm: Literal["l2", "linf"] = "l2"
-    start: CountOrZero = 0
-    radii: Annotated[list[PositiveOrZero], Field(max_length=100)] = Field(
-        default=[], description="decided radii in target mode; shown ones otherwise"
-    )
-    every: Count = Field(default=1, description="certify every how-manieth test input")
-    max_inputs: Count | None = None
-
-
 class ResourcesRecipe(Section):
     """Where and how it runs; may change between a run and its continuation."""
 
@@ -365,7 +339,7 @@ class Sections(Section):
     privacy: PrivacyRecipe
     training: TrainingRecipe
     public: PublicRecipe | None = None
-    certify: CertifyRecipe | None = None
+    certify: AnyCertificate | None = None
     tune: TuneRecipe | None = None
     resources: ResourcesRecipe = ResourcesRecipe()
 

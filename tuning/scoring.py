@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from dpdist import models
-from dpdist.certification.settings import CertifySettings
+from dpdist.certification.cohen import Cohen
 from dpdist.certification.units import UnitSource
-from dpdist.certification.worker import Assignment, Piece, Worker, probe, procedure
+from dpdist.certification.worker import Assignment, Worker, probe
 from dpdist.data import Dataset
 from dpdist.errors import UserError
 from dpdist.gradients.keys import derive_key
@@ -94,22 +94,20 @@ def certified_radii(
 ) -> np.ndarray:
     """The certified L2 radius of each record, -1 where the class is wrong or nothing is certified
     (Cohen et al. 2019): float64 (records,)."""
-    certify = CertifySettings(
-        sigma, n0=settings.draws, n=settings.draws, alpha=settings.alpha, form="eager"
+    certify = Cohen(
+        sigma=sigma, n0=settings.draws, n=settings.draws, alpha=settings.alpha, form="eager"
     )
     source = UnitSource("score", derive_key(key, "score", "draws").hex(), "", "", "gaussian", sigma)
     # Made-up inputs: which form is executed must not depend on private records.
     made_up = np.random.default_rng(0).random((_CHECK_ROWS, *dataset.input_shape), dtype=np.float32)
-    assignment = Assignment(model, certify, source, dataset.classes, dataset.input_shape, made_up)
-    executed = replace(assignment, spec=probe(assignment))
-    worker = Worker(executed)
-    steps = procedure(executed)
+    place, shape = certify.place(model, dataset.input_shape), dataset.input_shape
+    assignment = Assignment(model, certify, place, source, dataset.classes, shape, made_up)
+    worker = Worker(replace(assignment, spec=probe(assignment)))
     labels = dataset.targets(slice(None)).numpy()
     radii = np.full(len(dataset), -1.0)
     for index in range(len(dataset)):
         image = dataset.batch(slice(index, index + 1))[0].numpy()
-        (row,) = worker([Piece(index, 0, steps.units, image)])
-        verdict = steps.verdict([row["partial"]])
+        verdict = worker.certify(image, index)
         if verdict.prediction == labels[index]:
             radii[index] = verdict.radius
     return radii

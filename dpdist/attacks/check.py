@@ -24,7 +24,6 @@ import numpy as np
 import pyarrow as pa
 import torch
 from scipy import stats
-from torch import Tensor
 
 from cluster.storage import write_json
 from dpdist import models
@@ -38,17 +37,11 @@ from dpdist.attacks.worker import Assignment, Attacker, Block
 from dpdist.bulk import Progress
 from dpdist.bulk.job import Book, Item, Row, run
 from dpdist.certification import reading
+from dpdist.certification.certificate import Certificate
 from dpdist.certification.classifier import ClassifierSpec
-from dpdist.certification.noises import Gaussian
-from dpdist.certification.procedures import FixedDraws, Procedure
-from dpdist.certification.sampling import Counter
-from dpdist.certification.score_settings import ScoreSettings
-from dpdist.certification.scores import ExpectedScores, ScoreVerdict, Sensitivity
-from dpdist.certification.settings import CertifySettings
-from dpdist.certification.units import SELECT
-from dpdist.certification.verdict import ABSTAIN, Verdict
+from dpdist.certification.places import Place
+from dpdist.certification.verdict import ABSTAIN
 from dpdist.errors import UserError
-from dpdist.models import HiddenNoise
 
 if TYPE_CHECKING:
     from dpdist.attacks.settings import AttackSettings
@@ -109,11 +102,11 @@ def plausibility(
 
 @dataclass(frozen=True)
 class _Shared:
-    """again: how points are certified. norms: of the first layer, with noise behind it."""
+    """again: how points are certified. place: where the classifier is random then."""
 
     assignment: Assignment
-    again: CertifySettings | ScoreSettings
-    norms: Sensitivity | None
+    again: Certificate
+    place: Place
 
 
 class Checker:
@@ -122,15 +115,8 @@ class Checker:
     def __init__(self, shared: _Shared) -> None:
         assignment, again = shared.assignment, shared.again
         self._attacker = Attacker(assignment)
-        self._assignment, self._n0 = assignment, again.n0
+        self._assignment, self._again, self._place = assignment, again, shared.place
         self._counters = Counters(assignment.counted, assignment.source, (again.n0,))
-        self._steps: Procedure
-        if isinstance(again, CertifySettings):
-            self._steps = FixedDraws(again, self._counters.batch)
-        else:
-            noise = assignment.counted.noise
-            assert isinstance(noise, HiddenNoise) and shared.norms is not None
-            self._steps = ExpectedScores(again, self._counters.batch, noise.scale, shared.norms)
 
     def __call__(self, block: Block) -> list[Row]:
         certified = torch.from_numpy(self._assignment.targets[block.low : block.high].copy())
@@ -140,7 +126,9 @@ class Checker:
         counter = self._counters.named(f"certify/{block.attack}")
         rows = []
         for i, (index, target) in enumerate(zip(indices, certified.tolist(), strict=True)):
-            verdict = self._certify(counter, points[i], index, target)
+            verdict = self._again.certify_other(
+                counter, points[i], index, target, self._counters.batch, self._place
+            )
             rows.append(
                 {
                     "attack": block.attack,
@@ -157,15 +145,6 @@ class Checker:
                 }
             )
         return rows
-
-    def _certify(
-        self, counter: Counter, x: Tensor, index: int, target: int
-    ) -> Verdict | ScoreVerdict:
-        if isinstance(self._steps, FixedDraws):
-            selected = int(counter.histogram(x, index, SELECT, 0, self._n0, self._n0).argmax())
-            if selected == target:  # only the selected class can be certified: none other is
-                return Verdict(ABSTAIN, selected, 0, 0, 0.0, 0.0)
-        return self._steps.verdict([self._steps.work(counter, x, index, 0, self._steps.units)])
 
 
 class Check(Attacking):
@@ -197,20 +176,12 @@ class Check(Attacking):
         like = ClassifierSpec.of({**found.about["classifier"], "notes": (), "check": ""})
         norm: Norm = "l2" if found.norm == "l2" else "linf"  # no other passes
         settings = replace(settings, norm=norm, sizes=None, n=found.n)
-        self._again: CertifySettings | ScoreSettings
-        self._norms = None
-        if found.mode == ScoreSettings.mode:
-            self._again = ScoreSettings(
-                n=found.n, n0=found.n0, alpha=found.alpha, bound=self._submitted[0]["bound"],
-                norm=norm, batch=like.batch,
-            )  # fmt: skip
-            self._norms = Sensitivity(**found.about["sensitivity"])
-        else:
-            settings = replace(settings, sigma=found.sigma)
-            self._again = CertifySettings(
-                sigma=found.sigma, n0=found.n0, n=found.n, alpha=found.alpha, batch=like.batch,
-                noise=found.noise,
-            )  # fmt: skip
+        if found.attacked_as is None:
+            raise UserError(
+                f"{found.path}: only Gaussian smoothing can be attacked, not {found.noise}"
+            )
+        self._again, self._place = found.kind.again(found, norm, like.batch)
+        settings = replace(settings, sigma=self._again.sigma)
         self.answers = self._again.n0 + self._again.n
         super().__init__(
             model_folder, dataset, settings, self._column("index"), self._column("prediction"),
@@ -221,7 +192,10 @@ class Check(Attacking):
         return np.array([row[name] for row in self._certified])
 
     def identity(self) -> dict[str, Any]:
-        about = {"certificates": _digest(self._submitted), "again": asdict(self._again)}
+        about = {
+            "certificates": _digest(self._submitted),
+            "again": self._again.model_dump(mode="json"),
+        }
         return {**super().identity(), **about, "claim": self._claim}
 
     def blocks(self, rows: list[slice]) -> dict[Item, Block]:
@@ -233,7 +207,7 @@ class Check(Attacking):
         }
 
     def shared(self) -> _Shared:
-        return _Shared(self.assignment, self._again, self._norms)
+        return _Shared(self.assignment, self._again, self._place)
 
     def finish(self, book: Book, output: Path) -> list[Row]:
         rows, found, settings = super().finish(book, output), self._found, self.assignment.settings
@@ -298,8 +272,6 @@ def _refuse_others(found: reading.CertificateTable, model_folder: Path, dataset:
             f"{path}: only L2 and L-infinity certificates can be attacked, these are "
             f"{found.norm.upper()}"
         )
-    if found.mode != ScoreSettings.mode and found.noise != Gaussian.name:
-        raise UserError(f"{path}: only Gaussian smoothing can be attacked, not {found.noise}")
 
 
 def _claimed(
@@ -310,12 +282,10 @@ def _claimed(
     if claim is None:
         return found, rows
     certificate, _, norm = claim.rpartition("_")
-    if found.mode != ScoreSettings.mode or certificate not in found.certificates:
-        raise UserError(f"{found.path}: has no certificate {claim!r} to attack")
-    answers = found.answers(certificate).tolist()
+    sizes = found.sizes_of(certificate, norm)
     claimed = [
-        {**row, "radius": row[claim], "prediction": answer if row[claim] > 0 else ABSTAIN}
-        for row, answer in zip(rows, answers, strict=True)
+        {**row, "radius": size, "prediction": answer}
+        for row, size, answer in zip(rows, sizes.size.tolist(), sizes.answer.tolist(), strict=True)
     ]
     return replace(found, norm=norm), claimed
 

@@ -14,7 +14,7 @@ from dpdist.attacks.counting import Counted, Counters, count
 from dpdist.attacks.evasion import attack
 from dpdist.attacks.randomised import RandomisedClassifier, Randomness
 from dpdist.certification.classifier import quiet_threads
-from dpdist.certification.predict import label_from_counts
+from dpdist.certification.cohen import predict
 from dpdist.certification.sampling import Counter
 from dpdist.certification.units import UnitSource
 
@@ -152,6 +152,6 @@ class Worker:
         labels, hits = [], []
         for x, index in zip(points, indices, strict=True):
             histogram = count(self._counts, x, index, stage, settings.n, self._batch)
-            labels.append(label_from_counts(histogram, alpha))
+            labels.append(predict(histogram, alpha))
             hits.append(int(histogram.max()))
         return torch.tensor(labels), torch.tensor(hits)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dpdist.certification.pixeldp import ScoreBounds, pure_epsilon
+from dpdist.certification.expected_score_bounds import ScoreBounds, pure_epsilon
 
 
 @dataclass(frozen=True)

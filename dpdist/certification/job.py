@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import secrets
 from collections.abc import Iterable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,18 +19,15 @@ from dpdist import bulk, models
 from dpdist.bulk import Progress
 from dpdist.bulk.job import CHUNK_SECONDS, Book, Cut, Item, Partial, Row, Task, Work, run
 from dpdist.bulk.job import Piece as Interval
-from dpdist.certification import score_columns, scores, units
 from dpdist.certification import table as tables
+from dpdist.certification import units
 from dpdist.certification.bank import BLOCKS_PER_PIECE
+from dpdist.certification.certificate import Certificate, join
 from dpdist.certification.classifier import ClassifierSpec
-from dpdist.certification.procedures import join
-from dpdist.certification.score_settings import ScoreSettings
-from dpdist.certification.settings import CertifySettings
-from dpdist.certification.worker import Assignment, Piece, Worker, probe, procedure
+from dpdist.certification.worker import Assignment, Piece, Worker, probe
 from dpdist.errors import UserError
 
 TABLE = tables.TABLE
-Settings = CertifySettings | ScoreSettings
 _RATE = "rate.json"  # draws per second of the probe; only sizes the chunks
 _TIMINGS = "timings.csv"
 
@@ -53,7 +50,7 @@ class Data(Protocol):
 def certify(
     model_folder: Path,
     dataset: Data,
-    settings: Settings,
+    settings: Certificate,
     output: Path,
     *,
     actors: int | None = None,
@@ -62,9 +59,6 @@ def certify(
     chunk_seconds: float = CHUNK_SECONDS,
 ) -> pa.Table:
     """Certify the inputs that ``settings`` names; return the table, sorted by index.
-
-    settings: smoothing of the inputs, or, for a model with noise in its first hidden layer,
-    expected scores under that noise.
 
     ``output`` receives certificates.parquet, timings.csv and what `dpdist.bulk.job.run` says, which
     names the other arguments and what is raised. progress(inputs done, in all, draws per second).
@@ -91,37 +85,30 @@ class Certification(Work):
     file, key, columns = TABLE, tables.KEY, tables.COLUMNS
 
     def __init__(
-        self, model_folder: Path, dataset: Data, settings: Settings, trusted_factory: str | None
+        self, model_folder: Path, dataset: Data, settings: Certificate, trusted_factory: str | None
     ) -> None:
         count = len(dataset.labels)
         self._indices = settings.indices(count)
         if not self._indices:
             raise UserError(f"certify: no inputs chosen out of {count}")
         self._dataset, self.seed = dataset, settings.seed
-        # Norms may differ in their last bits elsewhere: those stored at the beginning are used.
-        # With fixed n the radii are only what is to be shown of the results.
-        free = {"sensitivity"} | ({"radii"} if settings.mode in ("fixed", "scores") else set())
-        self.kind = bulk.Kind("certification", "certifying", frozenset(free))
-        by_scores = isinstance(settings, ScoreSettings)
-        self.schema = score_columns.SCHEMA if by_scores else tables.SCHEMA
+        # What a place measures may differ in its last bits elsewhere: the stored one is used.
+        free = settings.free | {"sensitivity"}
+        self.kind = bulk.Kind("certification", "certifying", free)
+        self.schema = settings.table_schema()
         self._assignment = _assignment(
             model_folder, dataset, settings, trusted_factory, self._indices
         )
 
     def identity(self) -> dict[str, Any]:
         assignment = self._assignment
-        settings = asdict(assignment.settings)
-        settings.pop("seed")
-        settings["mode"] = assignment.settings.mode
-        identity = {
-            "settings": settings,
+        return {
+            "settings": assignment.settings.identity,
             "model": assignment.source.model_hash,
             "data": assignment.source.data_hash,
             "classes": assignment.classes,
+            **assignment.place.identity,
         }
-        if assignment.norms is not None:
-            identity["sensitivity"] = scores.describe(assignment.norms)
-        return identity
 
     def begin(self, output: Path) -> dict[str, Any]:
         spec = run_once(probe, self._assignment, "the model cannot be certified")
@@ -129,12 +116,11 @@ class Certification(Work):
         return {"seed": self._assignment.source.seed, "classifier": spec.pinned}
 
     def open(self, about: dict[str, Any], output: Path) -> Task:
-        norms = about.get("sensitivity")
         assignment = replace(
             self._assignment,
             source=replace(self._assignment.source, seed=about["seed"]),
             spec=ClassifierSpec.of(about["classifier"], _stored_rate(output)),
-            norms=None if norms is None else scores.Sensitivity(**norms),
+            place=self._assignment.place.pinned(about),
         )
         return Inputs(assignment, self._dataset, self._indices)
 
@@ -151,7 +137,7 @@ class Certification(Work):
 def _assignment(
     model_folder: Path,
     dataset: Data,
-    settings: Settings,
+    settings: Certificate,
     trusted_factory: str | None,
     indices: range,
 ) -> Assignment:
@@ -159,25 +145,19 @@ def _assignment(
     some = np.asarray(indices[: min(len(indices), 64)])
     check_inputs = dataset.batch(some).numpy()
     shape = tuple(check_inputs.shape[1:])
-    norms = None
-    if isinstance(settings, ScoreSettings):
-        noise = models.hidden_noise(model)
-        if noise is None:
-            raise UserError(
-                f"{model_folder}: the model has no noise of its own; give the sigma of input noise"
-            )
-        norms, sigma = scores.sensitivity(models.require_split(model), noise, shape), noise.scale
-    else:
-        sigma = settings.sigma
+    try:
+        place = settings.place(model, shape)
+    except UserError as error:
+        raise UserError(f"{model_folder}: {error}") from None
     source = units.UnitSource(
         "certify",
         settings.seed or secrets.token_hex(16),
         models.model_hash(model_folder),
         dataset.fingerprint,
         settings.noise,
-        sigma,
+        place.sigma,
     )
-    return Assignment(model, settings, source, dataset.classes, shape, check_inputs, norms=norms)
+    return Assignment(model, settings, place, source, dataset.classes, shape, check_inputs)
 
 
 def _stored_rate(output: Path) -> float:
@@ -193,13 +173,13 @@ class Inputs(Task):
 
     def __init__(self, assignment: Assignment, dataset: Data, indices: range) -> None:
         self.items, self.worker, self.shared = indices, Worker, assignment
-        self._steps, self._settings = procedure(assignment), assignment.settings
+        self._assignment, self._settings = assignment, assignment.settings
         self._dataset, self._labels = dataset, np.asarray(dataset.labels)
-        self.units = self._steps.units
+        self.units = assignment.units
 
     def cut(self, seconds: float) -> Cut:
         """By the rate that the probe found; silence is ten times the longest honest chunk."""
-        spec, settings = self.shared.spec, self._settings
+        spec, settings = self._assignment.executed, self._settings
         # A sequential test usually needs a small part of its cap; counting it as a twentieth keeps
         # chunks near the wanted size. Its silence counts the whole, on a slower machine.
         usual, most = max(spec.batch, settings.n // 20), settings.n
@@ -230,11 +210,10 @@ class Inputs(Task):
         return join(first, second)
 
     def rows(self, item: Item, partial: Partial) -> list[Row]:
-        verdict, settings = self._steps.verdict([partial]), self._settings
-        index, label = int(item), int(self._labels[int(item)])
-        if isinstance(settings, ScoreSettings):
-            return [scores.row(index, label, verdict, settings, self.shared.source.sigma)]
-        return [tables.row(index, label, verdict, settings, self._steps.spending)]
+        index, verdict = int(item), self._assignment.verdict(partial)
+        return [
+            self._settings.row(index, int(self._labels[index]), verdict, self._assignment.place)
+        ]
 
     def effort(self, piece: Interval, partial: Partial) -> int:
         return partial["n"] if "n" in partial else sum(partial["histogram"])

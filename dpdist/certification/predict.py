@@ -7,84 +7,55 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dpdist.certification.bounds import two_sided_p_value
-from dpdist.certification.score_settings import ScoreSettings
-from dpdist.certification.scores import ScoreVerdict, sensitivity
-from dpdist.certification.settings import CertifySettings
+from dpdist.certification.certificate import Certificate
 from dpdist.certification.units import UnitSource
-from dpdist.certification.verdict import ABSTAIN, Verdict
-from dpdist.certification.worker import Assignment, Piece, Worker, probe, procedure
-from dpdist.models import hidden_noise, require_split
+from dpdist.certification.worker import Assignment, Worker, probe
 
 
 class Predictor:
     """The randomised classifier of a model: ``certify`` and ``label`` for one input at a time.
 
-    settings: smoothing of the inputs, or expected scores under the model's own hidden noise. Raises
-    ValueError for a model that cannot be executed so.
+    Raises UserError for a model that is not random where ``settings`` says, ValueError for one that
+    cannot be executed so.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        settings: CertifySettings | ScoreSettings,
+        settings: Certificate,
         classes: int,
         input_shape: tuple[int, ...],
     ) -> None:
         seed = secrets.token_hex(32)
-        if isinstance(settings, ScoreSettings):
-            settings = replace(settings, seed=seed)
-            noise = hidden_noise(model)
-            if noise is None:
-                raise ValueError("it has no noise of its own")
-            norms, sigma = sensitivity(require_split(model), noise, input_shape), noise.scale
-        else:
-            settings = replace(settings, seed=seed, noise_bank=False)
-            norms, sigma = None, settings.sigma
-        source = UnitSource("predict", seed, "", "", settings.noise, sigma)
+        settings = settings.fresh(seed)
+        place = settings.place(model, input_shape)
+        source = UnitSource("predict", seed, "", "", settings.noise, place.sigma)
         grey = np.full((1, *input_shape), 0.5, dtype=np.float32)
-        assignment = Assignment(model, settings, source, classes, input_shape, grey, norms=norms)
-        assignment = replace(assignment, spec=probe(assignment))
-        assert assignment.spec is not None
-        self._settings = settings
-        self._steps = procedure(assignment)
-        self._worker = Worker(assignment)
+        assignment = Assignment(model, settings, place, source, classes, input_shape, grey)
+        self._worker = Worker(replace(assignment, spec=probe(assignment)))
         self._asked = 0
 
-    def certify(self, x: Tensor) -> Verdict | ScoreVerdict:
+    def certify(self, x: Tensor) -> Any:
         """The certificate of one input: float32 of the input shape, in [0, 1]."""
-        piece = Piece(self._next(), 0, self._steps.units, x.numpy())
-        (row,) = self._worker([piece])
-        return self._steps.verdict([row["partial"]])
+        return self._worker.certify(x.numpy(), self._next())
 
     def label(self, x: Tensor) -> int:
         """The classifier's label from n draws, or -1 when two classes are too close.
 
         Expected scores: the class whose bounds exclude all others. Votes: wrong with probability at
-        most alpha, by a two-sided test of the two largest counts.
-        Source: Cohen et al., ICML 2019, PREDICT and Proposition 1.
+        most alpha, by PREDICT (``dpdist.certification.cohen``).
         """
-        if isinstance(self._settings, ScoreSettings):
-            return self.certify(x).prediction
-        histogram = self._worker.histogram(x, self._next(), self._settings.n)
-        return label_from_counts(histogram, self._settings.alpha)
+        return self._worker.label(x, self._next())
 
     def _next(self) -> int:
         self._asked += 1  # another index is another random unit
         return self._asked
-
-
-def label_from_counts(histogram: np.ndarray, alpha: float) -> int:
-    """The most frequent class, or -1 unless it beats the second at two-sided level alpha."""
-    order = np.argsort(-np.asarray(histogram), kind="stable")
-    first = int(histogram[order[0]])
-    second = int(histogram[order[1]]) if len(order) > 1 else 0
-    return int(order[0]) if two_sided_p_value(first, first + second) <= alpha else ABSTAIN
 
 
 def as_input(values: np.ndarray, input_shape: tuple[int, ...]) -> Tensor:

@@ -5,6 +5,7 @@ A radius is in the units of the model's input ([0, 1] pixels). 0 means that noth
 
 from __future__ import annotations
 
+import math
 from decimal import ROUND_FLOOR, Decimal
 
 import numpy as np
@@ -77,14 +78,17 @@ def linf_from_l2(l2_radius: ArrayLike, dimension: int) -> Radius:
     return _down(_distance(l2_radius) / np.sqrt(_dimension(dimension)))
 
 
-def l1_from_l2(l2_radius: ArrayLike) -> Radius:
-    """Largest L1 ball inside an L2 ball: the same radius."""
-    return _distance(l2_radius)[()]
+def ball_factor(certified: str, attacked: str, numbers: int) -> float:
+    """The certified radius that contains the attacked ball of size 1, in ``numbers`` dimensions.
 
-
-def linf_from_l1(l1_radius: ArrayLike, dimension: int) -> Radius:
-    """Largest L-infinity ball inside an L1 ball in ``dimension`` coordinates: radius / d."""
-    return _down(_distance(l1_radius) / _dimension(dimension))
+    Raises ValueError for an unknown norm.
+    """
+    order = {"l1": 1.0, "l2": 2.0, "linf": math.inf}
+    if certified not in order or attacked not in order:
+        raise ValueError(f"norms must be l1, l2 or linf, got {certified!r} and {attacked!r}")
+    p, q = order[certified], order[attacked]
+    # ||x||_p <= n^(1/p - 1/q) ||x||_q for p <= q, and ||x||_p <= ||x||_q otherwise.
+    return numbers ** (1 / p - 1 / q) if p < q else 1.0
 
 
 def format_radius(radius: float, digits: int = 3) -> str:

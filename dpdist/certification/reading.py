@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import pyarrow as pa
 
 from cluster.table_files import read_table
 from dpdist.certification import table as tables
-from dpdist.certification.score_columns import AS_PRINTED, CERTIFICATES, COLUMNS, SIZE_COLUMNS
+from dpdist.certification.catalogue import kind_of
+from dpdist.certification.certificate import Certificate, CertifiedSizes
 from dpdist.certification.verdict import ABSTAIN
 from dpdist.errors import UserError
 
@@ -30,6 +32,7 @@ class CertificateTable:
     """
 
     path: Path
+    kind: type[Certificate]
     about: dict[str, Any]
     table: pa.Table
     sigma: float
@@ -54,13 +57,25 @@ class CertificateTable:
         """Whether the certified answer is the label; an abstention is not."""
         return self.prediction == self.label
 
+    @cached_property
+    def sizes(self) -> tuple[CertifiedSizes, ...]:
+        """All that the table states of its inputs."""
+        return self.kind.sizes(self.table)
+
     @property
-    def certificates(self) -> tuple[str, ...]:
-        """Names of the certificates in the table: those of expected scores, or the vote's."""
-        if self.mode != "scores":
-            return ("cohen",)
-        held = self.table.column_names
-        return tuple(name for name in (*CERTIFICATES, "as_printed") if f"{name}_linf" in held)
+    def attacked_as(self) -> tuple[str, float | None] | None:
+        """The place and sigma of an attack on the same classifier; None where there is none."""
+        return self.kind.attacked_as(self.noise, self.sigma)
+
+    def sizes_of(self, certificate: str, norm: str | None) -> CertifiedSizes:
+        """What one of its certificates states. Raises UserError where the table has none such."""
+        for sizes in self.sizes:
+            if (sizes.name, sizes.norm) == (certificate, norm):
+                return sizes
+        there = ", ".join(f"{sizes.name}_{sizes.norm}" for sizes in self.sizes)
+        raise UserError(
+            f"{self.path}: no column {certificate}_{norm} in the table; there are {there}"
+        )
 
     @property
     def terms(self) -> dict[str, Any]:
@@ -68,39 +83,21 @@ class CertificateTable:
 
         The scale of noise of a model's own, which its scores are certified under, is none of them.
         """
-        held = self.table.column_names
-        own = {"bound": self.table["bound"][0].as_py()} if "bound" in held else {}
-        if not own:
-            stops = self.mode in ("target", "anytime")
-            own = {"sigma": self.sigma, "radii": self.radii if stops else ()}
         return {
             "mode": self.mode, "noise": self.noise, "alpha": self.alpha, "n0": self.n0, "n": self.n,
-            "noise_bank": bool(self.about.get("settings", {}).get("noise_bank")), **own,
+            "noise_bank": bool(self.about.get("settings", {}).get("noise_bank")),
+            **self.kind.terms(self),
         }  # fmt: skip
 
     def certified(self, certificate: str | None = None, norm: str | None = None) -> np.ndarray:
         """Certified size of every input with the right answer, -1 of all others: float64 (N,).
 
-        certificate, norm: a column of a table of expected scores (the vote answers with a class of
-        its own; as printed, with the class of the largest mean score); None: the table's radius.
-        Raises UserError for a column the table does not have.
+        certificate, norm: one of several that the table has; None: the table's radius. Raises as
+        `sizes_of`.
         """
         if certificate is None:
             return np.where(self.correct & (self.prediction != ABSTAIN), self.radius, -1.0)
-        column = f"{certificate}_{norm}"
-        if column not in self.table.column_names:
-            raise UserError(f"no column {column} in the table; there are {', '.join(SIZE_COLUMNS)}")
-        answer, sizes = self.answers(certificate), self.table[column].to_numpy()
-        return np.where((answer == self.label) & (sizes > 0), sizes, -1.0)
-
-    def answers(self, certificate: str) -> np.ndarray:
-        """The class that a certificate of expected scores is of, int64 (N,); -1 where none is."""
-        if certificate == "cohen":
-            return self.table["selected"].to_numpy()
-        if certificate == AS_PRINTED.rpartition("_")[0]:
-            # The label of bounds of the mean scores, whatever the sound certificates are made of.
-            return np.array([int(np.argmax(sums)) for sums in self.table["sums"].to_pylist()])
-        return self.prediction
+        return self.sizes_of(certificate, norm).certified(self.label)
 
     def certified_accuracy(
         self, size: float, certificate: str | None = None, norm: str | None = None
@@ -134,11 +131,11 @@ class CertificateTable:
 def read(path: Path) -> CertificateTable:
     """A finished table. Raises UserError when it is none, or states no one alpha, sigma or mode."""
     table = tables.read(path)
-    if "scores" in table["mode"].unique().to_pylist():
-        read_table(path, COLUMNS)
-        if not all(table["sums"].to_pylist()):
-            raise UserError(f"{path}: damaged: column 'sums' must hold a sum for each class")
-    return of(table, path)
+    found = of(table, path)
+    if columns := found.kind.columns():
+        read_table(path, columns)
+    found.kind.check(table, str(path))
+    return found
 
 
 def of(table: pa.Table, path: Path = Path("certificates/-")) -> CertificateTable:
@@ -152,7 +149,8 @@ def of(table: pa.Table, path: Path = Path("certificates/-")) -> CertificateTable
     arrays = {name: table[name].to_numpy() for name in names}
     if len(np.unique(arrays["index"])) < table.num_rows:
         raise UserError(f"{path}: damaged: has more than one certificate of the same input")
-    return CertificateTable(path=path, about=about, table=table, **once, **arrays)
+    kind = kind_of(table, path)
+    return CertificateTable(path=path, kind=kind, about=about, table=table, **once, **arrays)
 
 
 def _once(table: pa.Table, about: dict[str, Any], column: str, path: Path) -> Any:

@@ -15,10 +15,8 @@ from cluster.reading import check_shape
 from dpdist.certification import radii, reading
 from dpdist.certification import table as tables
 from dpdist.certification.bounds import clopper_pearson_lower, clopper_pearson_upper
+from dpdist.certification.catalogue import kind_of
 from dpdist.certification.noises import NOISES, Noise
-from dpdist.certification.scores import rebound_scores
-from dpdist.certification.sequential import anytime_lower
-from dpdist.certification.verdict import ABSTAIN
 from dpdist.errors import UserError
 
 
@@ -31,24 +29,11 @@ def rebound(table: pa.Table, alpha: float) -> pa.Table:
     """
     if not 0 < alpha < 1:
         raise UserError(f"alpha: must be between 0 and 1, got {alpha}")
-    modes = set(table["mode"].to_pylist())
-    if "scores" in modes:
-        return rebound_scores(table, alpha)
-    if "target" in modes:
-        raise UserError(
-            "results of early stopping (mode target) certify their radius at their alpha and "
-            "nothing else; certify again with mode fixed or anytime to choose alpha later"
-        )
-    rows = []
-    for row in table.to_pylist():
-        lower = clopper_pearson_lower if row["mode"] == "fixed" else anytime_lower
-        p_lower = float(lower(row["k"], row["n"], alpha))
-        prediction = row["selected"] if p_lower > 0.5 else ABSTAIN
-        radius = float(_noise(row).radius(p_lower))
-        rows.append(
-            {**row, "alpha": alpha, "p_lower": p_lower, "radius": radius, "prediction": prediction}
-        )
-    return tables.build(rows, {**tables.about(table), "rebound_alpha": alpha})
+    kind = kind_of(table)
+    rows, notes = kind.rebound(table, alpha)
+    return tables.build(
+        rows, {**tables.about(table), "rebound_alpha": alpha, **notes}, kind.table_schema()
+    )
 
 
 # What may differ between tables of the same certification done in shares.
@@ -155,7 +140,7 @@ def certified_accuracy_band(
     """
     found = reading.of(table)
     count = table.num_rows
-    if found.mode == "scores":
+    if not found.kind.votes:
         raise UserError("a band is made of counts; these certificates are of expected scores")
     bank = bool(tables.about(table).get("settings", {}).get("noise_bank"))
     if bank and not bonferroni:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dpdist.certification.classifier import ExecutedClassifier
+from dpdist.certification.expected_score_bounds import SCORE_UNIT
 from dpdist.certification.noises import Gaussian, Laplace, Noise
 from dpdist.certification.units import ESTIMATE, RandomWords, UnitSource
 
@@ -71,10 +72,6 @@ class Sampler:
         return torch.add(noise, x, out=noisy)
 
 
-# Scores are counted in these units: whole numbers, whose sums do not depend on their order.
-SCORE_UNIT = 2**20
-
-
 @dataclass(frozen=True)
 class Scores:
     """Softmax scores under noise, in units of 1 / SCORE_UNIT, rounded down.
@@ -89,7 +86,7 @@ class Scores:
 
 
 class HiddenNoiseSampler:
-    """Scores with fresh noise after the first layers (certificates: ``scores``, ``pixeldp``).
+    """Scores with fresh noise after the first layers (certificates: ``scores``).
 
     first: the network before the noise. rest: what executes the network behind it. scale: standard
     deviation (Gaussian) or b (Laplace) of every component, a number or a tensor of the hidden shape

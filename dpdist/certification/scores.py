@@ -3,7 +3,8 @@
 The network is rest(first(x) + N(0, std^2)), first affine. A change of the input of size mu moves
 first(x) / sqrt(K r) by at most mu times a norm of the first layer, so all that lies behind the
 noise is a Gaussian mechanism of noise sigma_r at that sensitivity: PixelDP's condition, HGM's, and
-the exact Gaussian profile all apply (``dpdist.certification.pixeldp``). Sizes are in input units.
+the exact Gaussian profile all apply (``dpdist.certification.expected_score_bounds``). Sizes are in
+input units.
 
 Scores are the softmax rounded down to multiples of 2^-20. Their sums are integers, so a table does
 not depend on how the draws were cut into pieces; and they are scores in [0, 1] like any others.
@@ -11,51 +12,190 @@ not depend on how the draws were cut into pieces; and they are scores in [0, 1] 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import numpy as np
-import pyarrow as pa
-from torch import Tensor
+from pydantic import Field
 
-from dpdist.certification import operator_norms, pixeldp
-from dpdist.certification import table as tables
+from dpdist.certification import expected_score_bounds as by_scores
 from dpdist.certification.bounds import clopper_pearson_lower
-from dpdist.certification.pixeldp import ScoreBounds
-from dpdist.certification.procedures import Partial, select
+from dpdist.certification.certificate import (
+    Certificate,
+    CertifiedSizes,
+    Partial,
+    select,
+    selected_by,
+    totals,
+)
+from dpdist.certification.expected_score_bounds import SCORE_UNIT, ScoreBounds, Sensitivity
 from dpdist.certification.radii import gaussian_l2_radius
-from dpdist.certification.sampling import SCORE_UNIT, HiddenNoiseSampler
-from dpdist.certification.score_columns import AS_PRINTED, NORMS, SCHEMA
-from dpdist.certification.score_settings import ScoreBound, ScoreSettings
 from dpdist.certification.verdict import ABSTAIN
 from dpdist.errors import UserError
-from dpdist.models import HiddenNoise, SplitModel
+from dpdist.fields import MOST, Number
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from torch import Tensor, nn
+
+    from cluster.table_files import Column
+    from dpdist.certification.places import HiddenPlace
+    from dpdist.certification.reading import CertificateTable
+    from dpdist.certification.sampling import HiddenNoiseSampler
+
+NORMS = ("l2", "linf")
+# Each certificate of a table: what it is in words, and how pictures draw it.
+CERTIFICATES = {
+    "classical": ("PixelDP, epsilon_r <= 1", None),
+    "extended": ("HGM, corrected", ":"),  # Eq. 10: extended (heterogeneous) Gaussian mechanism
+    "analytic": ("AGM", None),  # the same condition with the exact (epsilon, delta) profile
+    "exact": ("exact profile", "-"),  # of expected scores: no epsilon_r
+    "cohen": ("vote (Cohen)", "--"),  # exact profile of the majority vote, Clopper-Pearson
+}
+AS_PRINTED = "as_printed_linf"
+SIZE_COLUMNS = (*(f"{name}_{norm}" for name in CERTIFICATES for norm in NORMS), AS_PRINTED)
+
+ScoreBound = Literal["hoeffding", "bernstein", "counts"]
 
 
-@dataclass(frozen=True)
-class Sensitivity:
-    """Norms of the first layer over sqrt(K r), from the input to L2; true upper bounds.
+class ExpectedScores(Certificate):
+    """Sums of scores over n draws in canonical blocks, then every certificate at once.
 
-    as_printed: the one HGM's Equation 6 prints for one feature map. It is none.
+    PixelDP, HGM-PixelDP, Secure-SGD. alpha = 1 - eta: error probability of each input's bounds, all
+    classes and both sides together. n0: draws that choose the class of the Cohen-style certificate,
+    used for nothing else. bound: empirical Bernstein, Hoeffding, or Clopper-Pearson on counts of
+    the argmax. norm: whose exact Gaussian size is the table's radius; both are stored.
     """
 
-    l2: float
-    linf: float
-    as_printed: float
+    n: Annotated[int, Number, Field(ge=2, le=MOST)] = 100_000
+    bound: ScoreBound = "hoeffding"
+    norm: Literal["l2", "linf"] = "l2"
 
+    mode: ClassVar[str] = "scores"
+    noise: ClassVar[str] = "hidden-gaussian"
+    noise_bank: ClassVar[bool] = False
+    sigma: ClassVar[None] = None
+    free: ClassVar[frozenset[str]] = frozenset({"radii"})
+    votes: ClassVar[bool] = False
+    belongs: ClassVar[str] = "without sigma, by expected scores"
 
-def sensitivity(split: SplitModel, noise: HiddenNoise, input_shape: tuple[int, ...]) -> Sensitivity:
-    """Of the actual first layer, normalisation included. Raises UserError without noise."""
-    if not bool((noise.std > 0).all()) or not bool(noise.std.isfinite().all()):
-        raise UserError("every hidden component needs noise: some deviations are not positive")
-    layer, shares = split.affine(input_shape), noise.shares
-    l2 = operator_norms.l2_to_l2(layer, input_shape, shares)
-    linf = operator_norms.linf_to_l2(layer, input_shape, shares, l2=l2)
-    printed = operator_norms.hgm_linf_to_l2_as_printed(
-        layer, input_shape, shares, feature_map=0 if shares.dim() > 1 else None
-    )
-    return Sensitivity(l2, linf, printed)
+    @classmethod
+    def fits(cls, section: Mapping[str, Any]) -> bool:
+        return section.get("sigma") is None
+
+    def place(self, model: nn.Module, input_shape: tuple[int, ...]) -> HiddenPlace:
+        from dpdist.certification.places import HiddenPlace
+
+        return HiddenPlace.of(model, input_shape)
+
+    def work(
+        self, counter: HiddenNoiseSampler, x: Tensor, index: int, low: int, high: int, batch: int
+    ) -> Partial:
+        """Blocks low..high-1 of one input; the first also chooses the class for the vote."""
+        partial: Partial = {}
+        if low == 0:
+            partial["selected"] = select(counter, self.n0, x, index)
+        blocks = [
+            counter.block(x, index, block, batch, min(batch, self.n - block * batch))
+            for block in range(low, high)
+        ]
+        for name in ("sums", "squares", "histogram"):
+            partial[name] = np.sum([getattr(block, name) for block in blocks], axis=0).tolist()
+        return partial
+
+    def verdict(self, partials: Sequence[Partial], place: HiddenPlace) -> ScoreVerdict:
+        sums, squares = totals(partials, "sums"), totals(partials, "squares")
+        histogram, selected = totals(partials, "histogram", self.n), selected_by(partials)
+        return decide(sums, squares, histogram, selected, self, place.sigma, place.norms)
+
+    def row(
+        self, index: int, label: int, verdict: ScoreVerdict, place: HiddenPlace
+    ) -> dict[str, Any]:
+        return row(index, label, verdict, self, place.sigma)
+
+    @classmethod
+    def table_schema(cls) -> pa.Schema:
+        import pyarrow as pa
+
+        from dpdist.certification.table import SCHEMA
+
+        more = [("bound", pa.string()), ("p_upper", pa.float64())]
+        more += [("sums", pa.list_(pa.int64())), ("squares", pa.list_(pa.int64()))]
+        more += [(name, pa.float64()) for name in SIZE_COLUMNS]
+        return pa.schema([*SCHEMA, *(pa.field(name, of, nullable=False) for name, of in more)])
+
+    @classmethod
+    def columns(cls) -> Mapping[str, Column]:
+        numbers: Column = (float, 0)
+        return {
+            **dict.fromkeys((*SIZE_COLUMNS, "p_upper"), numbers),
+            "sums": (object, None),
+            "squares": (object, None),
+            "bound": (str, None),
+        }
+
+    @classmethod
+    def check(cls, table: pa.Table, where: str) -> None:
+        if not all(table["sums"].to_pylist()):
+            raise UserError(f"{where}: damaged: column 'sums' must hold a sum for each class")
+
+    @classmethod
+    def sizes(cls, table: pa.Table) -> tuple[CertifiedSizes, ...]:
+        """Every certificate in both norms. The vote answers with a class of its own; as printed,
+        the class of the largest mean score, whatever the sound certificates are made of."""
+        answers = {name: table["prediction"].to_numpy() for name in CERTIFICATES}
+        answers["cohen"] = table["selected"].to_numpy()
+        found = []
+        for norm in NORMS:
+            for name, (title, line) in CERTIFICATES.items():
+                size = table[f"{name}_{norm}"].to_numpy()
+                answer = np.where(size > 0, answers[name], ABSTAIN)
+                found.append(CertifiedSizes(name, norm, title, answer, size, line, name))
+        size = table[AS_PRINTED].to_numpy()
+        means = np.array([int(np.argmax(sums)) for sums in table["sums"].to_pylist()])
+        answer, name = np.where(size > 0, means, ABSTAIN), AS_PRINTED.removesuffix("_linf")
+        label = "as printed (claimed, does not hold)"
+        title = "as printed (does not hold)"
+        return (*found, CertifiedSizes(name, "linf", title, answer, size, label=label, holds=False))
+
+    @classmethod
+    def rebound(cls, table: pa.Table, alpha: float) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        return rebound_rows(table, alpha), {"rebound_bound": None}
+
+    @classmethod
+    def lines(cls, found: CertificateTable, at: Sequence[float]) -> list[tuple[str, str]]:
+        """One for each certificate and norm."""
+
+        def shares(sizes: CertifiedSizes) -> str:
+            held = sizes.certified(found.label)
+            return ", ".join(f"{100 * np.mean(held >= size):.2f} % at {size:g}" for size in at)
+
+        return [(f"{sizes.norm} {sizes.label}", shares(sizes)) for sizes in found.sizes]
+
+    @classmethod
+    def terms(cls, found: CertificateTable) -> dict[str, Any]:
+        return {"bound": found.table["bound"][0].as_py()}
+
+    @classmethod
+    def attacked_as(cls, noise: str, sigma: float) -> tuple[str, float | None] | None:
+        return "hidden", None
+
+    @classmethod
+    def again(
+        cls, found: CertificateTable, norm: str, batch: int
+    ) -> tuple[ExpectedScores, HiddenPlace]:
+        from dpdist.certification.places import HiddenPlace
+
+        (bound,) = found.table["bound"].unique().to_pylist()
+        settings = cls.model_validate(
+            {"n": found.n, "n0": found.n0, "alpha": found.alpha, "bound": bound}
+            | {"norm": norm, "batch": batch}
+        )
+        return settings, HiddenPlace(found.sigma, Sensitivity(**found.about["sensitivity"]))
+
+    def name_parts(self) -> list[str]:
+        return [self.mode, self.bound, self.norm, f"n-{self.n}", f"eta-{1 - self.alpha:g}"]
 
 
 @dataclass(frozen=True)
@@ -80,58 +220,16 @@ class ScoreVerdict:
     sizes: dict[str, float]
 
 
-class ExpectedScores:
-    """Sums of scores over n draws in canonical blocks, then every certificate at once."""
-
-    spending = "none"
-
-    def __init__(
-        self, settings: ScoreSettings, batch: int, scale: float, norms: Sensitivity
-    ) -> None:
-        self._settings, self._batch = settings, batch
-        self._scale, self._norms = scale, norms
-
-    @property
-    def units(self) -> int:
-        return -(-self._settings.n // self._batch)
-
-    def work(
-        self, sampler: HiddenNoiseSampler, x: Tensor, index: int, low: int, high: int
-    ) -> Partial:
-        """Blocks low..high-1 of one input; the first also chooses the class for the vote."""
-        partial: Partial = {}
-        if low == 0:
-            partial["selected"] = select(sampler, self._settings, x, index)
-        n, batch = self._settings.n, self._batch
-        blocks = [
-            sampler.block(x, index, block, batch, min(batch, n - block * batch))
-            for block in range(low, high)
-        ]
-        for name in ("sums", "squares", "histogram"):
-            partial[name] = np.sum([getattr(block, name) for block in blocks], axis=0).tolist()
-        return partial
-
-    def verdict(self, partials: Sequence[Partial]) -> ScoreVerdict:
-        sums, squares, histogram = (
-            np.sum([partial[name] for partial in partials], axis=0)
-            for name in ("sums", "squares", "histogram")
-        )
-        if histogram.sum() != self._settings.n:
-            raise ValueError(f"{histogram.sum()} draws counted instead of {self._settings.n}")
-        selected = next(partial["selected"] for partial in partials if "selected" in partial)
-        return decide(sums, squares, histogram, selected, self._settings, self._scale, self._norms)
-
-
 def bounds_of(
-    sums: np.ndarray, squares: np.ndarray, histogram: np.ndarray, settings: ScoreSettings
+    sums: np.ndarray, squares: np.ndarray, histogram: np.ndarray, settings: ExpectedScores
 ) -> ScoreBounds:
     """Bounds of all expected scores, valid together at the settings' error."""
     n, eta = settings.n, 1 - settings.alpha
     if settings.bound == "counts":
-        return pixeldp.score_bounds_counts(histogram, eta)
+        return by_scores.score_bounds_counts(histogram, eta)
     if settings.bound == "bernstein":
-        return pixeldp.score_bounds_bernstein(sums / SCORE_UNIT, squares / SCORE_UNIT**2, n, eta)
-    return pixeldp.score_bounds_hoeffding(sums / SCORE_UNIT, n, eta)
+        return by_scores.score_bounds_bernstein(sums / SCORE_UNIT, squares / SCORE_UNIT**2, n, eta)
+    return by_scores.score_bounds_hoeffding(sums / SCORE_UNIT, n, eta)
 
 
 def decide(
@@ -139,7 +237,7 @@ def decide(
     squares: np.ndarray,
     histogram: np.ndarray,
     selected: int,
-    settings: ScoreSettings,
+    settings: ExpectedScores,
     scale: float,
     norms: Sensitivity,
 ) -> ScoreVerdict:
@@ -151,10 +249,10 @@ def decide(
     k = int(histogram[selected])
     vote = float(clopper_pearson_lower(k, settings.n, settings.alpha))
     units = {
-        "classical": pixeldp.classical_gaussian_size(bounds, 1.0, 1.0),
-        "extended": pixeldp.extended_gaussian_size(bounds, 1.0, 1.0),
-        "analytic": pixeldp.analytic_gaussian_size(bounds, 1.0, 1.0),
-        "exact": pixeldp.exact_gaussian_size(bounds, 1.0, 1.0),
+        "classical": by_scores.classical_gaussian_size(bounds, 1.0, 1.0),
+        "extended": by_scores.extended_gaussian_size(bounds, 1.0, 1.0),
+        "analytic": by_scores.analytic_gaussian_size(bounds, 1.0, 1.0),
+        "exact": by_scores.exact_gaussian_size(bounds, 1.0, 1.0),
         "cohen": float(gaussian_l2_radius(vote, 1.0)),
     }
     down = 1 - 1e-12  # rounding of the products below
@@ -163,10 +261,10 @@ def decide(
         for name, unit in units.items()
         for norm in NORMS
     }
-    printed = pixeldp.score_bounds_hoeffding(
+    printed = by_scores.score_bounds_hoeffding(
         sums / SCORE_UNIT, settings.n, 1 - settings.alpha, paper_faithful=True
     )
-    sizes[AS_PRINTED] = pixeldp.heterogeneous_gaussian_size(
+    sizes[AS_PRINTED] = by_scores.heterogeneous_gaussian_size(
         printed, scale, norms.as_printed, paper_faithful=True
     )
     radius = sizes[f"exact_{settings.norm}"]
@@ -186,20 +284,17 @@ def decide(
 
 
 def row(
-    index: int, label: int, verdict: ScoreVerdict, settings: ScoreSettings, scale: float
+    index: int, label: int, verdict: ScoreVerdict, settings: ExpectedScores, scale: float
 ) -> dict[str, Any]:
     """One row of a table of expected scores; the first columns are those of every table."""
+    found = asdict(verdict)
     return {
+        **found.pop("sizes"),
+        **found,
         "index": index,
         "label": label,
-        "prediction": verdict.prediction,
-        "selected": verdict.selected,
-        "k": verdict.k,
-        "n": verdict.n,
         "n0": settings.n0,
         "alpha": settings.alpha,
-        "p_lower": verdict.p_lower,
-        "radius": verdict.radius,
         "norm": settings.norm,
         "noise": settings.noise,
         "sigma": scale,
@@ -207,32 +302,23 @@ def row(
         "cap": settings.n,
         "looks": 1,
         "target": None,
-        "spending": "none",
-        "histogram": verdict.histogram,
+        "spending": settings.spending,
         "bound": settings.bound,
-        "p_upper": verdict.p_upper,
-        "sums": verdict.sums,
-        "squares": verdict.squares,
-        **verdict.sizes,
     }
 
 
-def rebound_scores(table: pa.Table, alpha: float, bound: ScoreBound | None = None) -> pa.Table:
+def rebound_rows(
+    table: pa.Table, alpha: float, bound: ScoreBound | None = None
+) -> list[dict[str, Any]]:
     """The same sums at another error or by another bound (chosen without seeing the sums)."""
-    about = tables.about(table)
-    norms = Sensitivity(**about["sensitivity"])
+    from dpdist.certification.table import about
+
+    norms = Sensitivity(**about(table)["sensitivity"])
     rows = []
     for old in table.to_pylist():
-        settings = ScoreSettings(
-            n=old["n"], n0=old["n0"], alpha=alpha, bound=bound or old["bound"], norm=old["norm"]
-        )
+        kept = {name: old[name] for name in ("n", "n0", "norm")}
+        settings = ExpectedScores(**kept, alpha=alpha, bound=bound or old["bound"])
         sums, squares, histogram = (np.asarray(old[n]) for n in ("sums", "squares", "histogram"))
         verdict = decide(sums, squares, histogram, old["selected"], settings, old["sigma"], norms)
         rows.append(row(old["index"], old["label"], verdict, settings, old["sigma"]))
-    note = {**about, "rebound_alpha": alpha, "rebound_bound": bound}
-    return tables.build(rows, note, SCHEMA)
-
-
-def describe(norms: Sensitivity) -> dict[str, float]:
-    """The norms as JSON, stored with every table."""
-    return asdict(norms)
+    return rows

@@ -14,8 +14,6 @@ from cluster.table_files import Column
 from dpdist import bulk
 from dpdist.bulk import write_table as write
 from dpdist.certification.radii import format_radius
-from dpdist.certification.settings import CertifySettings
-from dpdist.certification.verdict import Verdict
 
 __all__ = [
     "COLUMNS",
@@ -25,7 +23,6 @@ __all__ = [
     "about",
     "build",
     "read",
-    "row",
     "write",
     "write_cohen_tsv",
     "write_csv",
@@ -66,32 +63,6 @@ COLUMNS: dict[str, Column] = {
     "mode": (str, None), "cap": (int, 0), "looks": (int, 0), "spending": (str, None),
     "target": (object, None), "histogram": (object, None),
 }  # fmt: skip
-
-
-def row(
-    index: int, label: int, verdict: Verdict, settings: CertifySettings, spending: str
-) -> dict[str, Any]:
-    return {
-        "index": index,
-        "label": label,
-        "prediction": verdict.prediction,
-        "selected": verdict.selected,
-        "k": verdict.k,
-        "n": verdict.n,
-        "n0": settings.n0,
-        "alpha": settings.alpha,
-        "p_lower": verdict.p_lower,
-        "radius": verdict.radius,
-        "norm": settings.smoothing.norm,
-        "noise": settings.noise,
-        "sigma": settings.sigma,
-        "mode": settings.mode,
-        "cap": settings.n,
-        "looks": verdict.looks,
-        "target": verdict.target,
-        "spending": spending,
-        "histogram": verdict.histogram,
-    }
 
 
 def build(

@@ -28,7 +28,6 @@ from dpdist.fields import Count, Positive, Probability
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from dpdist.certification.reading import CertificateTable
     from dpdist.runfolder import RunFolder
 
 DEFAULT_RADII = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -133,7 +132,7 @@ def _certified(
 ) -> tuple[pa.Table, Path]:
     from dpdist import models, pipeline
     from dpdist.certification import table as tables
-    from dpdist.certification.choose import settings_of
+    from dpdist.certification.catalogue import settings_of
 
     folder.require_trained()
     recipe = pipeline.resolve(folder.read_recipe(), data_root=data_root)
@@ -226,13 +225,7 @@ def _print(path: Path) -> None:
     shown: Sequence[float] = table.radii or DEFAULT_RADII
     abstained = int((table.prediction == -1).sum())
     rows = [("inputs", f"{len(table.index):,}"), ("abstained", f"{abstained:,}")]
-    if table.mode == "scores":
-        rows += _score_rows(table, shown)
-    else:
-        for radius in shown:
-            share = table.certified_accuracy(radius)
-            title = f"certified at {table.norm.upper()} radius {radius:g}"
-            rows.append((title, f"{100 * share:.2f} %"))
+    rows += table.kind.lines(table, shown)
     rows.append(("draws", f"{sum(table.table['n'].to_pylist()):,}"))
     rows.append(("alpha", f"{table.alpha:g} each"))
     classifier = table.about.get("classifier", {})
@@ -241,20 +234,3 @@ def _print(path: Path) -> None:
         rows.append(("executed", "; ".join([executed, *classifier["notes"]])))
     rows.append(("table", str(path)))
     typer.echo(console.table(rows, title=f"certificates, sigma {table.sigma:g}"))
-
-
-def _score_rows(table: CertificateTable, sizes: Sequence[float]) -> list[tuple[str, str]]:
-    """One row for each certificate and norm of a table of expected scores."""
-    from dpdist.certification.score_columns import CERTIFICATES, NORMS
-
-    names = [(name, norm) for norm in NORMS for name in CERTIFICATES]
-    names.append(("as_printed", "linf"))
-    rows = []
-    for name, norm in names:
-        at = ", ".join(
-            f"{100 * table.certified_accuracy(size, name, norm):.2f} % at {size:g}"
-            for size in sizes
-        )
-        label = "as printed (claimed, does not hold)" if name == "as_printed" else name
-        rows.append((f"{norm} {label}", at))
-    return rows

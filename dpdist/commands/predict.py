@@ -46,9 +46,8 @@ def command(
 ) -> None:
     """Predict with fresh secret noise, on this machine."""
     from dpdist import models, pipeline
+    from dpdist.certification.catalogue import settings_of
     from dpdist.certification.predict import Predictor
-    from dpdist.certification.score_settings import ScoreSettings
-    from dpdist.certification.settings import CertifySettings
     from dpdist.runfolder import open_run
 
     folder = open_run(run, runs)
@@ -57,15 +56,11 @@ def command(
     spec = models.read_spec(folder.model)
     inputs = [_read(path, spec.input_shape) for path in images]
     model = pipeline.load_model(recipe, folder)
-    settings: CertifySettings | ScoreSettings
     if sigma is None and recipe.certify is not None:
         sigma = recipe.certify.sigma
-    if sigma is not None:
-        settings = CertifySettings(sigma=sigma, n=n, alpha=alpha)
-    elif models.hidden_noise(model) is not None:
-        settings = ScoreSettings(n=n, alpha=alpha)
-    else:
+    if sigma is None and models.hidden_noise(model) is None:
         raise UserError(f"{folder.path}: the recipe has no certify section; give --sigma")
+    settings = settings_of({"sigma": sigma, "n": n, "alpha": alpha})
     try:
         predictor = Predictor(model, settings, spec.classes, spec.input_shape)
     except ValueError as error:

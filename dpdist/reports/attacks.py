@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from dpdist.attacks.reading import NONE, AttackTable, percent
+from dpdist.certification.radii import ball_factor
 from dpdist.certification.reading import CertificateTable
 
 
@@ -50,19 +50,6 @@ def grid(table: AttackTable, certificates: Sequence[CertificateTable]) -> Grid:
     return Grid(header, rows, notes)
 
 
-def ball_factor(certified: str, attacked: str, numbers: int) -> float:
-    """The certified radius that contains the attacked ball of size 1, in ``numbers`` dimensions.
-
-    Raises ValueError for an unknown norm.
-    """
-    order = {"l1": 1.0, "l2": 2.0, "linf": math.inf}
-    if certified not in order or attacked not in order:
-        raise ValueError(f"norms must be l1, l2 or linf, got {certified!r} and {attacked!r}")
-    p, q = order[certified], order[attacked]
-    # ||x||_p <= n^(1/p - 1/q) ||x||_q for p <= q, and ||x||_p <= ||x||_q otherwise.
-    return numbers ** (1 / p - 1 / q) if p < q else 1.0
-
-
 def _common(table: AttackTable, other: CertificateTable) -> np.ndarray:
     return np.isin(other.index, table.index)
 
@@ -79,10 +66,7 @@ def same_classifier(table: AttackTable, other: CertificateTable) -> bool:
     """
     if not _same(table, other):
         return False
-    if table.noise == "hidden":
-        return other.mode == "scores"
-    attacked = (table.noise, table.sigma)
-    return other.noise == "gaussian" and attacked == ("input", other.sigma)
+    return (table.noise, table.sigma) == other.attacked_as
 
 
 def _note(table: AttackTable, other: CertificateTable, common: int) -> str:

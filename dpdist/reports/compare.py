@@ -10,23 +10,12 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 
-from dpdist.certification.reading import CertificateTable
 from dpdist.privacy.guarantee import format_epsilon
-from dpdist.reports.attacks import ball_factor
 from dpdist.reports.facts import Facts
 from dpdist.reports.figures import axes_of, png
 
 matplotlib.use("Agg")
 
-# Of a table of expected scores: column prefix, what it is. "as_printed" does not hold.
-CERTIFICATES = {
-    "classical": "PixelDP, epsilon_r <= 1",
-    "extended": "HGM, corrected",
-    "analytic": "AGM",
-    "exact": "exact profile",
-    "cohen": "vote (Cohen)",
-    "as_printed": "as printed (does not hold)",
-}
 NORMS = {"l2": "L2", "linf": "L-infinity"}
 _COLOURS = ("#0b5cad", "#c1440e", "#3a7d44", "#7b4fa3", "#8a6d00", "#444444")
 
@@ -35,14 +24,14 @@ _COLOURS = ("#0b5cad", "#c1440e", "#3a7d44", "#7b4fa3", "#8a6d00", "#444444")
 class Curve:
     """Certified sizes of a run's inputs by one certificate, 0 where the answer is wrong.
 
-    title: what is certified by what. sizes: (N,) in input units.
+    title: what is certified by what. sizes: (N,) in input units. line: how it is drawn, if at all.
     """
 
     run: str
     title: str
-    certificate: str
     norm: str
     sizes: np.ndarray
+    line: str | None
 
     def accuracy(self, size: float) -> float:
         """Certified accuracy at a size above 0."""
@@ -53,31 +42,14 @@ def curves(facts: Facts) -> list[Curve]:
     """Every certificate of a run in both norms, from its finished tables."""
     numbers = math.prod(facts.input_shape)
     return [
-        Curve(facts.folder.name, title_of(table, certificate), certificate, norm, sizes)
+        Curve(
+            facts.folder.name, found.title, norm,
+            np.maximum(found.certified(table.label), 0.0), found.line,
+        )
         for table in facts.tables
         for norm in NORMS
-        for certificate in table.certificates
-        if (sizes := sizes_of(table, certificate, norm, numbers)) is not None
-    ]
-
-
-def sizes_of(
-    table: CertificateTable, certificate: str, norm: str, numbers: int
-) -> np.ndarray | None:
-    """Certified sizes in `norm`, 0 where nothing right is; None where it has no such column."""
-    if table.mode != "scores":
-        found = table.certified() / ball_factor(table.norm, norm, numbers)
-    elif f"{certificate}_{norm}" in table.table.column_names:
-        found = table.certified(certificate, norm)
-    else:
-        return None
-    return np.maximum(found, 0.0)
-
-
-def title_of(table: CertificateTable, certificate: str) -> str:
-    """The certificate, and of smoothing its noise: other noise is another classifier."""
-    title = CERTIFICATES[certificate]
-    return title if table.mode == "scores" else f"{title}, {table.noise} {table.sigma:g}"
+        for found in table.kind.sizes_in(table.table, norm, numbers)
+    ]  # fmt: skip
 
 
 def privacy_grid(runs: Sequence[Facts]) -> list[list[str]]:
@@ -139,20 +111,17 @@ def picture(runs: Sequence[Facts]) -> bytes:
     for axes, (norm, title) in zip(panels, NORMS.items(), strict=True):
         widest = 0.0
         for facts, colour in zip(runs, _COLOURS * len(runs), strict=False):
-            mine = [curve for curve in curves(facts) if curve.norm == norm]
-            drawn = {curve.certificate: curve for curve in mine}
-            styles = {"exact": "-", "extended": ":", "cohen": "--"}
-            for certificate, style in styles.items():
-                if certificate in drawn:
-                    sizes = np.sort(drawn[certificate].sizes[drawn[certificate].sizes > 0])
-                    if len(sizes) == 0:
-                        continue
-                    shares = 100 * np.arange(len(sizes), 0, -1) / len(drawn[certificate].sizes)
-                    axes.plot(
-                        sizes, shares, style, color=colour, linewidth=1.4,
-                        label=f"{facts.folder.name}, {drawn[certificate].title}",
-                    )  # fmt: skip
-                    widest = max(widest, float(sizes[-1]))
+            mine = [curve for curve in curves(facts) if curve.norm == norm and curve.line]
+            for curve in {curve.line: curve for curve in mine}.values():
+                sizes = np.sort(curve.sizes[curve.sizes > 0])
+                if len(sizes) == 0:
+                    continue
+                shares = 100 * np.arange(len(sizes), 0, -1) / len(curve.sizes)
+                axes.plot(
+                    sizes, shares, curve.line, color=colour, linewidth=1.4,
+                    label=f"{facts.folder.name}, {curve.title}",
+                )  # fmt: skip
+                widest = max(widest, float(sizes[-1]))
             for table in facts.attacks:
                 if table.norm == norm:
                     worst = [100 * (1 - table.worst(size).wrong) for size in table.sizes]

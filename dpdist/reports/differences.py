@@ -12,10 +12,9 @@ import numpy as np
 from dpdist.certification.paired import ERROR, Comparison, compare, holm
 from dpdist.certification.reading import CertificateTable
 from dpdist.errors import UserError
-from dpdist.reports.compare import NORMS, markdown, sizes_of, title_of
+from dpdist.reports.compare import NORMS, markdown
 from dpdist.reports.facts import Facts
 
-UNSOUND = "as_printed"  # a certificate that does not hold is not compared
 _MOST = 10**9  # inputs of an evaluation: a damaged file must not ask for all memory
 _HEADER = (
     "run", "what", "size", "inputs", "{first}, %", "run, %", "difference", "interval",
@@ -182,14 +181,19 @@ def _certified(
     if (mine.label[own] != other.label[others]).any():
         raise UserError(f"{mine.path} and {other.path}: different labels for the same inputs")
     numbers = math.prod(later.input_shape)
-    for certificate, norm in itertools.product(mine.certificates, NORMS):
-        two = [sizes_of(table, certificate, norm, numbers) for table in (mine, other)]
-        if certificate == UNSOUND or two[0] is None or two[1] is None:
-            continue
-        for size in sizes[norm]:
-            found = compare(two[0][own] >= size, two[1][others] >= size)
-            what = f"{title_of(mine, certificate)}, {NORMS[norm]}"
-            yield Difference(later.folder.name, what, f"{size:g}", found)
+    for norm in NORMS:
+        two = [table.kind.sizes_in(table.table, norm, numbers) for table in (mine, other)]
+        for ours, theirs in zip(*two, strict=True):
+            if not ours.holds:
+                continue
+            right, others_right = (
+                ours.certified(mine.label)[own],
+                theirs.certified(other.label)[others],
+            )
+            for size in sizes[norm]:
+                found = compare(right >= size, others_right >= size)
+                what = f"{ours.title}, {NORMS[norm]}"
+                yield Difference(later.folder.name, what, f"{size:g}", found)
 
 
 def _refuse(first: Facts, later: Facts, why: str) -> None:

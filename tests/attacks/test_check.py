@@ -17,14 +17,14 @@ from dpdist.attacks.check import check_certificates, plausibility
 from dpdist.attacks.settings import AttackSettings
 from dpdist.certification import job
 from dpdist.certification import table as certificates
-from dpdist.certification.score_settings import ScoreSettings
-from dpdist.certification.settings import CertifySettings
+from dpdist.certification.cohen import Cohen
+from dpdist.certification.scores import ExpectedScores
 from dpdist.errors import UserError
 
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
-CERTIFY = CertifySettings(sigma=0.25, n0=50, n=1000, batch=200, seed="1")
+CERTIFY = Cohen(sigma=0.25, n0=50, n=1000, batch=200, seed="1")
 ATTACK = AttackSettings(attacks=("pgd",), steps=5, draws=4, seed="2", batch=20)
 
 
@@ -151,7 +151,7 @@ def of_hidden_noise(tmp_path: Path, norm: str) -> pa.Table:
         layer.bias.zero_()  # type: ignore[union-attr]
     models.attach_noise(model, torch.full((2,), 0.5))
     models.save(model, spec, tmp_path / "model")
-    settings = ScoreSettings(n=1000, alpha=0.01, norm=norm, seed="1", batch=250)  # type: ignore[arg-type]
+    settings = ExpectedScores(n=1000, alpha=0.01, norm=norm, seed="1", batch=250)  # type: ignore[arg-type]
     job.certify(tmp_path / "model", Points(), settings, tmp_path / "certificates", actors=1)
     return certificates.read(tmp_path / "certificates" / job.TABLE)
 
@@ -188,7 +188,7 @@ def test_a_claimed_column_is_attacked_in_place_of_the_radius(
         assert found.num_rows >= 15 and verdict.plausible == holds
         stored = json.loads((tmp_path / claim / "check.json").read_text())
         assert stored["certificates"] == f"claimed {claim}"
-    with pytest.raises(UserError, match="has no certificate 'magic_l2' to attack"):
+    with pytest.raises(UserError, match="no column magic_l2 in the table"):
         check_certificates(
             tmp_path / "model", Points(), claimed, ATTACK, tmp_path / "x", claim="magic_l2"
         )

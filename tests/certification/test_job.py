@@ -16,12 +16,14 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from scipy import stats
+from support.certificates import changed
 
 from dpdist import models
 from dpdist.bulk import job as bulk_job
 from dpdist.certification import job, table
 from dpdist.certification.classifier import ClassifierSpec
-from dpdist.certification.settings import CertifySettings
+from dpdist.certification.cohen import Cohen
+from dpdist.certification.places import InputPlace
 from dpdist.certification.units import UnitSource
 from dpdist.certification.worker import Assignment
 from dpdist.errors import UserError
@@ -65,7 +67,8 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-SETTINGS = CertifySettings(sigma=0.5, n0=50, n=1130, batch=100, seed="5")
+PATHS = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+SETTINGS = Cohen(sigma=0.5, n0=50, n=1130, batch=100, seed="5")
 
 
 def raw(output: Path) -> bytes:
@@ -143,7 +146,7 @@ def test_a_slow_worker_is_not_taken_for_a_hanging_one(
     seen = []
     monkeypatch.setattr(bulk_job, "run_chunks", lambda *arguments: seen.append(arguments[-1]))
     monkeypatch.setattr(job, "_stored_rate", lambda _: 1000.0)
-    settings = replace(SETTINGS, n=100_000, mode="target", radii=(0.25,))
+    settings = changed(SETTINGS, n=100_000, mode="target", radii=(0.25,))
     for _ in range(2):  # the second call reads the stored rate
         with pytest.raises(KeyError):  # nothing was computed
             job.certify(model_folder, FakeData(), settings, tmp_path)
@@ -182,7 +185,7 @@ def test_an_interrupted_job_computes_only_what_is_missing(
 def test_a_secret_seed_is_stored_and_kept(
     ray_session: None, model_folder: Path, tmp_path: Path
 ) -> None:
-    settings = replace(SETTINGS, seed=None, max_inputs=2)
+    settings = changed(SETTINGS, seed=None, max_inputs=2)
     first = job.certify(model_folder, FakeData(), settings, tmp_path, actors=1)
     (tmp_path / job.TABLE).unlink()
     (tmp_path / "journal.jsonl").unlink()
@@ -203,7 +206,7 @@ def test_results_of_other_settings_are_not_mixed(
     reference: Path, model_folder: Path, change: dict[str, object], message: str
 ) -> None:
     with pytest.raises(UserError, match=message):
-        job.certify(model_folder, FakeData(), replace(SETTINGS, **change), reference, actors=1)
+        job.certify(model_folder, FakeData(), changed(SETTINGS, **change), reference, actors=1)
 
 
 def test_other_data_and_models_are_not_mixed(
@@ -221,7 +224,7 @@ def test_other_data_and_models_are_not_mixed(
 def test_a_killed_driver_loses_nothing(reference: Path, model_folder: Path, tmp_path: Path) -> None:
     script = textwrap.dedent(
         f"""
-        import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
+        import sys; sys.path[:0] = {PATHS!r}
         import ray, time
         from pathlib import Path
         from test_job import FakeData, SETTINGS
@@ -256,7 +259,7 @@ def test_two_certifications_of_one_folder_are_refused(
     """The second is another process that found the folder in use; the first is not disturbed."""
     script = textwrap.dedent(
         f"""
-        import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
+        import sys; sys.path[:0] = {PATHS!r}
         from pathlib import Path
         from test_job import FakeData, SETTINGS
         from dpdist.certification import job
@@ -284,11 +287,12 @@ def test_two_certifications_of_one_folder_are_refused(
 def test_many_chunks_need_little_memory(noise_bank: bool) -> None:
     """Chunks are a stream, and what is counted of a half-done input is kept joined."""
     inputs, blocks = 30, 200
-    settings = CertifySettings(sigma=0.5, n=blocks * 10, batch=10, noise_bank=noise_bank)
+    settings = Cohen(sigma=0.5, n=blocks * 10, batch=10, noise_bank=noise_bank)
     data = FakeData(count=inputs)
     source = UnitSource("certify", "0", "", "", "gaussian", 0.5)
     spec = ClassifierSpec("eager", 10, "", "", "", 1.0)
-    assignment = Assignment(None, settings, source, 3, (1, 6, 6), None, spec)  # type: ignore[arg-type]
+    place = InputPlace(settings.smoothing, noise_bank)
+    assignment = Assignment(None, settings, place, source, 3, (1, 6, 6), None, spec)  # type: ignore[arg-type]
 
     def book() -> bulk_job.Book:
         return bulk_job.Book(job.Inputs(assignment, data, settings.indices(inputs)))
@@ -318,7 +322,7 @@ def test_many_chunks_need_little_memory(noise_bank: bool) -> None:
 def test_sequential_modes_are_independent_of_workers_too(
     ray_session: None, model_folder: Path, tmp_path: Path, mode: str
 ) -> None:
-    settings = replace(SETTINGS, n=3000, mode=mode, radii=(0.0, 0.25, 0.5))
+    settings = changed(SETTINGS, n=3000, mode=mode, radii=(0.0, 0.25, 0.5))
     one = job.certify(model_folder, FakeData(), settings, tmp_path / "1", actors=1)
     job.certify(model_folder, FakeData(), settings, tmp_path / "2", actors=2, chunk_seconds=1e-3)
     assert raw(tmp_path / "1") == raw(tmp_path / "2")
@@ -340,7 +344,7 @@ def test_a_noise_bank_is_independent_of_workers_too(
 ) -> None:
     spec = models.ModelSpec(name, (1, 6, 6), 3)
     models.save(models.initialise(spec, 3), spec, tmp_path / "model")
-    settings = replace(SETTINGS, noise_bank=True, n=400)
+    settings = changed(SETTINGS, noise_bank=True, n=400)
     job.certify(tmp_path / "model", FakeData(), settings, tmp_path / "1", actors=1)
     job.certify(
         tmp_path / "model", FakeData(), settings, tmp_path / "2", actors=2, chunk_seconds=1e-3
@@ -401,4 +405,4 @@ def test_settings_that_cannot_be_used_are_refused(wrong: dict[str, object]) -> N
     with pytest.raises(
         UserError, match=f"certify.{'radii' if 'mode' in wrong else next(iter(wrong))}"
     ):
-        replace(CertifySettings(sigma=0.5), **wrong)
+        changed(Cohen(sigma=0.5), **wrong)

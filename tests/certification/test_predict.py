@@ -10,10 +10,10 @@ from torch import nn
 
 from dpdist import models
 from dpdist.attacks.counting import Counted, require_logits
-from dpdist.certification import bounds, predict
-from dpdist.certification.predict import Predictor, as_input, label_from_counts
-from dpdist.certification.score_settings import ScoreSettings
-from dpdist.certification.settings import CertifySettings
+from dpdist.certification import bounds, cohen, predict
+from dpdist.certification.cohen import Cohen
+from dpdist.certification.predict import Predictor, as_input
+from dpdist.certification.scores import ExpectedScores
 from dpdist.errors import UserError
 
 
@@ -31,7 +31,7 @@ def seeded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def predictor(n: int = 2000) -> Predictor:
-    return Predictor(Threshold(), CertifySettings(sigma=0.25, n=n), 2, (1, 2, 2))
+    return Predictor(Threshold(), Cohen(sigma=0.25, n=n), 2, (1, 2, 2))
 
 
 def test_certificates_never_exceed_the_true_distance() -> None:
@@ -53,13 +53,13 @@ class BatchMean(Threshold):
 
 def test_a_model_that_looks_at_its_batch_is_not_certified() -> None:
     with pytest.raises(ValueError, match=r"looks at its batch: .*in other company"):
-        Predictor(BatchMean(), CertifySettings(sigma=0.25, n=2000), 2, (1, 2, 2))
+        Predictor(BatchMean(), Cohen(sigma=0.25, n=2000), 2, (1, 2, 2))
     # Also behind the noise that a model has of its own.
     behind = nn.BatchNorm1d(4, track_running_stats=False)
     model = nn.Sequential(nn.Flatten(), nn.Linear(4, 4), behind, nn.Linear(4, 2)).eval()
     models.attach_noise(model, torch.ones(4))
     with pytest.raises(ValueError, match="looks at its batch"):
-        Predictor(model, ScoreSettings(n=200), 2, (1, 2, 2))
+        Predictor(model, ExpectedScores(n=200, alpha=0.05), 2, (1, 2, 2))
     with pytest.raises(UserError, match="cannot be attacked: it looks at its batch"):
         inputs = np.random.default_rng(0).random((8, 1, 2, 2), dtype=np.float32)
         require_logits(Counted(BatchMean(), None, 2, inputs))
@@ -87,9 +87,9 @@ def test_two_sided_test_is_the_binomial_one(hits: int, draws: int) -> None:
 
 
 def test_label_uses_the_two_largest_counts() -> None:
-    assert label_from_counts(np.array([10, 60, 5]), 0.001) == 1
-    assert label_from_counts(np.array([40, 60, 0]), 0.001) == -1
-    assert label_from_counts(np.array([0, 20]), 0.001) == 1
+    assert cohen.predict(np.array([10, 60, 5]), 0.001) == 1
+    assert cohen.predict(np.array([40, 60, 0]), 0.001) == -1
+    assert cohen.predict(np.array([0, 20]), 0.001) == 1
 
 
 def test_inputs_are_checked() -> None:

@@ -11,10 +11,9 @@ from dpdist.certification import reading
 from dpdist.certification import rebound as module
 from dpdist.certification import table as tables
 from dpdist.certification.bounds import clopper_pearson_lower
-from dpdist.certification.procedures import PROCEDURES
+from dpdist.certification.catalogue import settings_of
 from dpdist.certification.radii import gaussian_l2_radius
 from dpdist.certification.rebound import certified_accuracy_band, merge, rebound, shares
-from dpdist.certification.settings import CertifySettings
 from dpdist.errors import UserError
 
 CLASSIFIER = {"form": "frozen", "batch": 100, "check": "c"}
@@ -22,8 +21,7 @@ CLASSIFIER = {"form": "frozen", "batch": 100, "check": "c"}
 
 def make(histograms: Any, labels: Any, mode: str = "fixed", **changes: Any) -> pa.Table:
     n = int(np.sum(histograms[0]))
-    settings = CertifySettings(sigma=0.5, n=n, mode=mode, radii=(0.25,), **changes)  # type: ignore
-    steps = PROCEDURES[mode](settings, 100)
+    settings: Any = settings_of({"sigma": 0.5, "n": n, "mode": mode, "radii": (0.25,), **changes})
     rows = []
     for place, (histogram, label) in enumerate(zip(histograms, labels, strict=True)):
         index = settings.start + place * settings.every
@@ -31,7 +29,7 @@ def make(histograms: Any, labels: Any, mode: str = "fixed", **changes: Any) -> p
         partial: dict[str, Any] = {"selected": selected, "histogram": [int(c) for c in histogram]}
         if mode != "fixed":
             partial |= {"k": int(histogram[selected]), "n": n, "looks": 1, "passed": 1}
-        rows.append(tables.row(index, label, steps.verdict([partial]), settings, steps.spending))
+        rows.append(settings.row(index, label, settings.verdict([partial], None), None))
     about = {
         "settings": {"sigma": 0.5, "noise": settings.noise, "alpha": settings.alpha,
                      "start": settings.start, "every": settings.every, "max_inputs": None,

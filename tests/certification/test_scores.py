@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from scipy import stats
+from support.certificates import changed
 from torch import nn
 
 from dpdist import models
-from dpdist.certification import job, reading, score_columns, scores, table, units
-from dpdist.certification.choose import settings_of
+from dpdist.certification import job, reading, scores, table, units
+from dpdist.certification.catalogue import settings_of
+from dpdist.certification.cohen import Cohen
 from dpdist.certification.expected import expected_log_scores
+from dpdist.certification.expected_score_bounds import SCORE_UNIT, Sensitivity
+from dpdist.certification.places import sensitivity
 from dpdist.certification.predict import Predictor
 from dpdist.certification.rebound import certified_accuracy_band, rebound
-from dpdist.certification.sampling import SCORE_UNIT, HiddenNoiseSampler
-from dpdist.certification.score_settings import ScoreSettings
-from dpdist.certification.scores import Sensitivity, decide, sensitivity
-from dpdist.certification.settings import CertifySettings
+from dpdist.certification.sampling import HiddenNoiseSampler
+from dpdist.certification.scores import ExpectedScores, decide
 from dpdist.errors import UserError
 from dpdist.models import HiddenNoise, ModelSpec
 
@@ -36,8 +38,8 @@ SPEC = ModelSpec(
     {"filters": [4], "kernels": [3], "strides": [2], "dense": 8},
     hidden_noise=True,
 )
-SETTINGS = ScoreSettings(n=1130, n0=50, batch=100, seed="5", radii=(0.01, 0.1))
-SIZES = [name for name in score_columns.SIZE_COLUMNS if name != score_columns.AS_PRINTED]
+SETTINGS = ExpectedScores(n=1130, n0=50, alpha=0.05, batch=100, seed="5", radii=(0.01, 0.1))
+SIZES = [name for name in scores.SIZE_COLUMNS if name != scores.AS_PRINTED]
 
 
 @dataclass(frozen=True)
@@ -131,11 +133,11 @@ def test_no_sound_size_exceeds_the_distance_to_the_boundary(weight: float, std: 
     # 20,000 draws agree with the exact probability: false failure 1e-4.
     p = stats.norm.cdf(0.5 * weight / std)
     assert stats.binomtest(int(got.histogram[1]), 20_000, p).pvalue > 1e-4
-    settings = ScoreSettings(n=20_000, alpha=1e-6, bound="counts")
+    settings = ExpectedScores(n=20_000, alpha=1e-6, bound="counts")
     verdict = decide(got.sums, got.squares, got.histogram, 1, settings, noise.scale, norms)
     assert verdict.prediction == 1
     for norm, most in truth.items():
-        sizes = [verdict.sizes[f"{name}_{norm}"] for name in score_columns.CERTIFICATES]
+        sizes = [verdict.sizes[f"{name}_{norm}"] for name in scores.CERTIFICATES]
         assert all(0 < size <= most for size in sizes)
         classical, extended, analytic, exact, cohen = sizes
         assert classical < analytic <= exact and extended < analytic
@@ -169,9 +171,15 @@ def test_as_printed_exceeds_the_truth() -> None:
     source = units.UnitSource("test", "s", "m", "d", "hidden", 1.0)
     got = HiddenNoiseSampler(split.first, split.rest, noise.std, source).block(x, 0, 0, 5000, 5000)
     verdict = decide(
-        got.sums, got.squares, got.histogram, 1, ScoreSettings(n=5000), noise.scale, norms
+        got.sums,
+        got.squares,
+        got.histogram,
+        1,
+        ExpectedScores(n=5000, alpha=0.05),
+        noise.scale,
+        norms,
     )
-    assert verdict.sizes[score_columns.AS_PRINTED] > 0.3  # the boundary is 0.3 away
+    assert verdict.sizes[scores.AS_PRINTED] > 0.3  # the boundary is 0.3 away
     assert all(verdict.sizes[name] <= 0.3 for name in SIZES)
 
 
@@ -207,7 +215,7 @@ def test_table_is_reproducible_from_its_sums_and_holds_what_was_executed(
     noise = models.hidden_noise(model)
     assert noise is not None
     norms = sensitivity(models.require_split(model), noise, (1, 6, 6))
-    assert about["sensitivity"] == scores.describe(norms)
+    assert about["sensitivity"] == asdict(norms)
     assert about["settings"]["mode"] == "scores"
     for row in got.to_pylist():
         assert sum(row["histogram"]) == row["n"] == 1130
@@ -253,7 +261,7 @@ def test_any_number_of_actors_and_any_interruption_give_the_same_bytes(
     job.certify(model_folder, FakeData(), SETTINGS, again, actors=1)
     assert (again / job.TABLE).read_bytes() == raw
     other = job.certify(
-        model_folder, FakeData(), replace(SETTINGS, seed="6"), tmp_path / "other", actors=1
+        model_folder, FakeData(), changed(SETTINGS, seed="6"), tmp_path / "other", actors=1
     )
     assert other["sums"] != table.read(reference / job.TABLE)["sums"]
 
@@ -262,9 +270,9 @@ def test_another_certification_in_the_folder_is_refused(
     reference: Path, model_folder: Path
 ) -> None:
     with pytest.raises(UserError, match="bound was 'hoeffding', now 'counts'"):
-        job.certify(model_folder, FakeData(), replace(SETTINGS, bound="counts"), reference)
+        job.certify(model_folder, FakeData(), changed(SETTINGS, bound="counts"), reference)
     with pytest.raises(UserError, match="holds another certification"):
-        job.certify(model_folder, FakeData(), CertifySettings(sigma=0.5, n=100), reference)
+        job.certify(model_folder, FakeData(), Cohen(sigma=0.5, n=100), reference)
 
 
 def test_a_model_without_noise_has_no_such_certificate(tmp_path: Path) -> None:
@@ -282,34 +290,34 @@ def test_rebound_is_what_a_certification_would_have_given(reference: Path) -> No
     for name in SIZES:
         old, new = np.asarray(got[name]), np.asarray(stricter[name])
         assert (new <= old).all()
-    tighter = scores.rebound_scores(got, 0.05, "bernstein")
-    counts = scores.rebound_scores(got, 0.05, "counts")
-    assert np.asarray(counts["exact_l2"]).sum() > np.asarray(got["exact_l2"]).sum()
-    assert set(tighter["bound"].to_pylist()) == {"bernstein"}
+    tighter = scores.rebound_rows(got, 0.05, "bernstein")
+    counts = scores.rebound_rows(got, 0.05, "counts")
+    assert sum(row["exact_l2"] for row in counts) > np.asarray(got["exact_l2"]).sum()
+    assert {row["bound"] for row in tighter} == {"bernstein"}
     with pytest.raises(UserError, match="expected scores"):
         certified_accuracy_band(got, [0.1])
 
 
 def test_prediction_of_single_inputs_certifies_with_fresh_noise() -> None:
     model = noisy_model()
-    predictor = Predictor(model, ScoreSettings(n=500), 3, (1, 6, 6))
+    predictor = Predictor(model, ExpectedScores(n=500, alpha=0.05), 3, (1, 6, 6))
     x = FakeData().batch(slice(0, 1))[0]
     first, second = predictor.certify(x), predictor.certify(x)
     assert first.sums != second.sums  # type: ignore[union-attr]
     assert first.prediction == second.prediction == predictor.label(x)
-    with pytest.raises(ValueError, match="no noise of its own"):
-        Predictor(nn.Linear(4, 3), ScoreSettings(), 3, (4,))
+    with pytest.raises(UserError, match="no noise of its own"):
+        Predictor(nn.Linear(4, 3), ExpectedScores(), 3, (4,))
 
 
 def test_settings_are_chosen_by_sigma_and_foreign_ones_refused() -> None:
-    assert isinstance(settings_of({"sigma": 0.5, "bound": "hoeffding"}), CertifySettings)
-    assert isinstance(settings_of({"sigma": None, "n": 10, "mode": "fixed"}), ScoreSettings)
+    assert isinstance(settings_of({"sigma": 0.5, "bound": "hoeffding"}), Cohen)
+    assert isinstance(settings_of({"sigma": None, "n": 10, "mode": "fixed"}), ExpectedScores)
     with pytest.raises(UserError, match=r"certify\.mode: must be left out without sigma"):
         settings_of({"mode": "target", "radii": (0.1,)})
     with pytest.raises(UserError, match=r"certify\.norm: must be left out with sigma"):
         settings_of({"sigma": 1.0, "norm": "linf"})
     with pytest.raises(UserError, match=r"certify\.bound"):
-        ScoreSettings(bound="magic")  # type: ignore[arg-type]
+        settings_of({"bound": "magic"})
 
 
 def test_a_component_without_noise_certifies_nothing() -> None:
@@ -322,7 +330,7 @@ def test_a_component_without_noise_certifies_nothing() -> None:
 
 def test_sizes_scale_with_noise_over_norm() -> None:
     sums = np.array([900, 60, 40]) * SCORE_UNIT
-    counts, settings = np.array([1000, 0, 0]), ScoreSettings(n=1000)
+    counts, settings = np.array([1000, 0, 0]), ExpectedScores(n=1000, alpha=0.05)
     one = decide(sums, sums * 0, counts, 0, settings, 1.0, Sensitivity(1.0, 10.0, 1.0)).sizes
     two = decide(sums, sums * 0, counts, 0, settings, 3.0, Sensitivity(0.5, 5.0, 1.0)).sizes
     for name in SIZES:

@@ -10,6 +10,7 @@ radius is seen, from either side.
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,15 +20,16 @@ from torch import Tensor, nn
 
 from dpdist import models
 from dpdist.certification import predict, units
+from dpdist.certification.catalogue import BY_MODE, settings_of
+from dpdist.certification.certificate import Certificate
+from dpdist.certification.expected_score_bounds import SCORE_UNIT, Sensitivity
 from dpdist.certification.noises import NOISES
+from dpdist.certification.places import HiddenPlace, Place
 from dpdist.certification.predict import Predictor
-from dpdist.certification.procedures import PROCEDURES, Procedure
-from dpdist.certification.sampling import SCORE_UNIT, Scores
-from dpdist.certification.score_settings import ScoreSettings
-from dpdist.certification.scores import ExpectedScores, Sensitivity
-from dpdist.certification.settings import CertifySettings
+from dpdist.certification.sampling import Scores
+from dpdist.certification.scores import ExpectedScores
 from dpdist.certification.verdict import ABSTAIN
-from dpdist.certification.worker import Assignment, Piece, Worker, probe, procedure
+from dpdist.certification.worker import Assignment, Piece, Worker, probe
 from dpdist.models.normalised import Normalised
 
 SIGMA = 0.5
@@ -53,7 +55,7 @@ def at(distance: float) -> Tensor:
 
 
 def certify(distance: float, **settings: Any) -> Any:
-    chosen = CertifySettings(sigma=SIGMA, n=100_000, **settings)
+    chosen = settings_of({"sigma": SIGMA, "n": 100_000, **settings})
     return Predictor(Threshold(), chosen, 2, (3,)).certify(at(distance))
 
 
@@ -96,7 +98,7 @@ def test_a_normalised_first_layer_is_certified_in_input_units(std: float) -> Non
     x = torch.tensor([0.03, 0.04])
     distance = 0.05
     models.attach_noise(model, torch.tensor([5 * distance / (0.5 * std)]))
-    settings = ScoreSettings(n=100_000, alpha=1e-6, bound="counts")
+    settings = ExpectedScores(n=100_000, alpha=1e-6, bound="counts")
     verdict = Predictor(model, settings, 2, (2,)).certify(x)
     for name, least in (("exact_l2", 0.9), ("cohen_l2", 0.93)):
         assert least * distance <= verdict.sizes[name] <= distance  # type: ignore[union-attr]
@@ -124,20 +126,23 @@ class ByStage:
         return Scores(votes * SCORE_UNIT, votes * SCORE_UNIT**2, votes, draws)
 
 
-def steps_of(mode: str) -> Procedure:
+def settings_in(mode: str, **settings: Any) -> Certificate:
+    """Of every mode with a radius that can be decided."""
     if mode == "scores":
-        return ExpectedScores(ScoreSettings(n=1050, n0=70), 100, 1.0, Sensitivity(1.0, 1.0, 1.0))
-    settings = CertifySettings(sigma=SIGMA, n0=70, n=1050, mode=mode, radii=(0.1,))  # type: ignore[arg-type]
-    return PROCEDURES[mode](settings, 100)
+        return settings_of(settings)
+    return settings_of({"sigma": SIGMA, "mode": mode, **settings})
 
 
-@pytest.mark.parametrize("mode", [*PROCEDURES, "scores"])
+@pytest.mark.parametrize("mode", BY_MODE)
 def test_selection_and_estimation_share_no_draw(mode: str) -> None:
-    counter, steps = ByStage(), steps_of(mode)
-    half = max(1, steps.units // 2)
-    pieces = [(0, half), (half, steps.units)] if steps.units > 1 else [(0, 1)]
-    partials = [steps.work(counter, torch.zeros(3), 0, *piece) for piece in pieces]
-    verdict = steps.verdict(partials)
+    counter = ByStage()
+    settings = settings_in(mode, n=1050, n0=70, radii=(0.1,))
+    place: Place = HiddenPlace(1.0, Sensitivity(1.0, 1.0, 1.0))
+    whole = settings.units(100)
+    half = max(1, whole // 2)
+    pieces = [(0, half), (half, whole)] if whole > 1 else [(0, 1)]
+    partials = [settings.work(counter, torch.zeros(3), 0, *piece, 100) for piece in pieces]
+    verdict = settings.verdict(partials, place)
     # Were one draw of the selection counted, k would not be 0; were the class chosen by the
     # estimate's draws, it would be 1.
     assert (verdict.selected, verdict.k) == (0, 0)
@@ -161,25 +166,20 @@ class Recorder(units.UnitSource):
 RECORDED: list[tuple[int | None, str, int, bytes]] = []
 
 
-@pytest.mark.parametrize("mode", ["fixed", "target", "anytime", "scores"])
+@pytest.mark.parametrize("mode", BY_MODE)
 def test_every_block_of_a_certification_has_its_own_noise(mode: str) -> None:
     RECORDED.clear()
-    model: nn.Module = Threshold()
-    norms = None
-    settings: CertifySettings | ScoreSettings
-    if mode == "scores":
-        settings, norms = ScoreSettings(n=1050, batch=100), Sensitivity(1.0, 1.0, 1.0)
-        model = nn.Sequential(nn.Linear(3, 3), Threshold()).eval()
-        models.attach_noise(model, torch.ones(3))
-    else:
-        settings = CertifySettings(sigma=SIGMA, n=1050, batch=100, mode=mode, radii=(0.3,))  # type: ignore[arg-type]
+    model: nn.Module = nn.Sequential(nn.Linear(3, 3), Threshold()).eval()
+    models.attach_noise(model, torch.ones(3))
+    settings = settings_in(mode, n=1050, batch=100, radii=(0.3,))
+    place = settings.place(model, (3,))
     source = Recorder("certify", "seed", "model", "data", settings.noise, SIGMA)
     check = np.random.default_rng(0).random((8, 3), dtype=np.float32)
-    assignment = Assignment(model, settings, source, 2, (3,), check, norms=norms)
-    assignment = Assignment(**{**vars(assignment), "spec": probe(assignment)})
-    worker, steps = Worker(assignment), procedure(assignment)
+    assignment = Assignment(model, settings, place, source, 2, (3,), check)
+    assignment = replace(assignment, spec=probe(assignment))
+    worker = Worker(assignment)
     for index in (0, 1):
-        worker([Piece(index, 0, steps.units, at(0.3).numpy())])
+        worker([Piece(index, 0, assignment.units, at(0.3).numpy())])
     stages = {stage for _, stage, _, _ in RECORDED}
     assert stages == {units.CHECK, units.SELECT, units.ESTIMATE}
     drawn = [entry for entry in RECORDED if entry[1] != units.CHECK]

@@ -12,8 +12,8 @@ from scipy import stats
 
 from dpdist.certification import reading
 from dpdist.certification import table as tables
-from dpdist.certification.procedures import FixedDraws
-from dpdist.certification.settings import CertifySettings
+from dpdist.certification.catalogue import settings_of
+from dpdist.certification.cohen import Cohen
 from dpdist.errors import UserError
 from dpdist.reports.differences import differences, grid, section
 from dpdist.runfolder import RunFolder
@@ -28,14 +28,14 @@ def certificates(path: Path, right: set[int], **changes: Any) -> reading.Certifi
     indices = changes.pop("indices", ALL)
     data, labels = changes.pop("data", "d"), changes.pop("labels", 0)
     bank = changes.pop("noise_bank", False)
-    settings = CertifySettings(**{"sigma": 0.5, "n": 1000, **changes})
-    procedure, rows = FixedDraws(settings, 100), []
+    settings: Any = settings_of({"sigma": 0.5, "n": 1000, **changes})
+    counted, rows = Cohen(sigma=settings.sigma, n=settings.n, noise=settings.noise), []
     for index in indices:
         selected = labels if index in right else 1 - labels
         hits = settings.n - 5
         counts = [hits, 5] if selected == 0 else [5, hits]
-        verdict = procedure.verdict([{"selected": selected, "histogram": counts}])
-        rows.append(tables.row(index, labels, verdict, settings, "none"))
+        verdict = counted.verdict([{"selected": selected, "histogram": counts}], None)
+        rows.append(settings.row(index, labels, verdict, None))
     about = {
         "settings": {"n": settings.n, "mode": settings.mode, "noise": settings.noise,
                      "sigma": settings.sigma, "noise_bank": bank},

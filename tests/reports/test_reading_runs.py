@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,13 +18,12 @@ from dpdist import bulk
 from dpdist.attacks import table as attack_tables
 from dpdist.attacks.reading import Shares, read_attack
 from dpdist.attacks.settings import AttackSettings
-from dpdist.certification import reading, score_columns, scores
+from dpdist.certification import reading
 from dpdist.certification import table as tables
-from dpdist.certification.procedures import FixedDraws
-from dpdist.certification.sampling import SCORE_UNIT
-from dpdist.certification.score_settings import ScoreBound, ScoreSettings
-from dpdist.certification.scores import Sensitivity, decide
-from dpdist.certification.settings import CertifySettings
+from dpdist.certification.cohen import Cohen
+from dpdist.certification.expected_score_bounds import SCORE_UNIT, Sensitivity
+from dpdist.certification.places import HiddenPlace
+from dpdist.certification.scores import ExpectedScores, ScoreBound, decide
 from dpdist.commands import certify
 from dpdist.errors import UserError
 from dpdist.reports import compare, page
@@ -38,26 +38,27 @@ NORMS = Sensitivity(1.0, 2.0, 0.01)
 
 def score_table(path: Path, bound: ScoreBound, labels: list[int]) -> Path:
     """Class 1 has the larger mean score (0.7), class 0 wins nearly every vote."""
-    settings = ScoreSettings(n=N, bound=bound, radii=(0.01,))
+    settings = ExpectedScores(n=N, alpha=0.05, bound=bound, radii=(0.01,))
     sums, votes = np.array([300, 700]) * SCORE_UNIT, np.array([990, 10])
     verdict = decide(sums, sums // 2, votes, 0, settings, 1.0, NORMS)
-    rows = [scores.row(i, label, verdict, settings, 1.0) for i, label in enumerate(labels)]
+    place = HiddenPlace(1.0, NORMS)
+    rows = [settings.row(i, label, verdict, place) for i, label in enumerate(labels)]
     about = {
         "settings": {"n": N, "n0": settings.n0, "alpha": settings.alpha, "mode": "scores",
                      "bound": bound, "radii": [0.01]},
-        "model": "m", "data": "d", "sensitivity": scores.describe(NORMS), "seed": "s",
+        "model": "m", "data": "d", "sensitivity": asdict(NORMS), "seed": "s",
         "classifier": {"form": "eager", "batch": 100, "notes": []},
     }  # fmt: skip
-    tables.write(tables.build(rows, about, score_columns.SCHEMA), path)
+    tables.write(tables.build(rows, about, ExpectedScores.table_schema()), path)
     return path
 
 
 def smoothed_table(path: Path, changes: dict[str, Any] | None = None) -> Path:
     """Three right of four; noise, sigma and data as `changes` say."""
     changed = {"noise": "gaussian", "sigma": 0.5, "data": "d", "model": "m"} | (changes or {})
-    settings = CertifySettings(sigma=changed["sigma"], n=N, noise=changed["noise"])
-    verdict = FixedDraws(settings, 100).verdict([{"selected": 0, "histogram": [N - 5, 5]}])
-    rows = [tables.row(i, i // 3, verdict, settings, "none") for i in range(4)]
+    settings: Any = Cohen(sigma=changed["sigma"], n=N, noise=changed["noise"])
+    verdict = settings.verdict([{"selected": 0, "histogram": [N - 5, 5]}], None)
+    rows = [settings.row(i, i // 3, verdict, None) for i in range(4)]
     about = {
         "settings": {"n": N, "mode": "fixed", "noise": settings.noise, "sigma": settings.sigma},
         "model": changed["model"], "data": changed["data"], "seed": "s",
@@ -92,7 +93,7 @@ def test_every_page_prints_the_same_certified_accuracy(
         # The vote's class is 0, that of the printed bounds 1, whatever the sound bounds are.
         assert rows["vote (Cohen)"] == ("75.0" if right[0] == 0 else "25.0")
     assert rows["as printed (does not hold)"] == ("75.0" if right[0] == 1 else "25.0")
-    (picture,) = {c.accuracy(0.01) for c in compare.curves(facts) if c.certificate == "exact"}
+    (picture,) = {c.accuracy(0.01) for c in compare.curves(facts) if c.title == "exact profile"}
     assert picture == 0.75
     section = page._table(found, RunFolder(tmp_path))
     assert ("0.01", "75.00") in section["rows"]  # type: ignore[operator]

@@ -15,7 +15,7 @@ from dpdist.attacks.check import Plausibility, check_certificates
 from dpdist.attacks.settings import AttackSettings
 from dpdist.certification import job
 from dpdist.certification import table as tables
-from dpdist.certification.settings import CertifySettings
+from dpdist.certification.cohen import Cohen
 
 COUNT = 30
 
@@ -53,7 +53,7 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     models.save(model, spec, tmp_path / "model")
 
     def run(factor: float) -> tuple[list[dict], Plausibility]:
-        settings = CertifySettings(sigma=0.25, n0=50, n=1000, batch=200, seed="1")
+        settings = Cohen(sigma=0.25, n0=50, n=1000, batch=200, seed="1")
         job.certify(tmp_path / "model", Points(), settings, tmp_path / "certificates")
         table = tables.read(tmp_path / "certificates" / job.TABLE)
         rows = [{**row, "radius": factor * row["radius"]} for row in table.to_pylist()]

@@ -12,19 +12,20 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
+from support.certificates import changed
 from support.here import without_ray
 from support.keys import Stream, record
 
 from dpdist import models
 from dpdist.certification import job, table
+from dpdist.certification.cohen import Cohen
 from dpdist.certification.predict import Predictor
-from dpdist.certification.score_settings import ScoreSettings
-from dpdist.certification.settings import CertifySettings
+from dpdist.certification.scores import ExpectedScores
 from dpdist.certification.units import RandomWords, UnitSource
 from dpdist.errors import UserError
 
 N, N0, BATCH, COUNT = 250, 30, 100, 4
-SETTINGS = CertifySettings(sigma=0.5, n0=N0, n=N, batch=BATCH, seed="5", form="eager")
+SETTINGS = Cohen(sigma=0.5, n0=N0, n=N, batch=BATCH, seed="5", form="eager")
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def test_selecting_estimating_and_checking_never_share_a_draw(certify):
     ids=["target", "anytime"],
 )  # fmt: skip
 def test_the_sequential_modes_select_by_draws_of_their_own(certify, mode):
-    units, _ = certify(replace(SETTINGS, **mode))
+    units, _ = certify(changed(SETTINGS, **mode))
     selecting = {s.key for s in units if s.kind.startswith("select")}
     estimating = {s.key for s in units if s.kind.startswith("estimate")}
     assert len(selecting) == COUNT and not selecting & estimating
@@ -100,14 +101,14 @@ def test_the_sequential_modes_select_by_draws_of_their_own(certify, mode):
 
 
 def test_a_noise_bank_shares_noise_between_inputs_only(certify):
-    units, _ = certify(replace(SETTINGS, noise_bank=True))
+    units, _ = certify(changed(SETTINGS, noise_bank=True))
     selecting = {s.key for s in units if s.kind.startswith("select")}
     estimating = {s.key for s in units if s.kind.startswith("estimate")}
     assert (len(selecting), len(estimating)) == (1, 3) and not selecting & estimating
 
 
 def test_expected_scores_select_by_draws_of_their_own(certify):
-    settings = ScoreSettings(n=N, n0=N0, batch=BATCH, seed="5", form="eager")
+    settings = ExpectedScores(n=N, n0=N0, batch=BATCH, seed="5", form="eager")
     units, _ = certify(settings, noisy=True)
     selecting = {s.key for s in units if s.kind.startswith("select")}
     estimating = {s.key for s in units if s.kind.startswith("estimate")}
@@ -121,9 +122,9 @@ def test_draws_depend_on_seed_model_data_and_noise(certify):
     again, _ = certify()
     assert counted(again) == counted(units)
     others = {
-        "seed": certify(replace(SETTINGS, seed="6")),
-        "sigma": certify(replace(SETTINGS, sigma=0.25)),
-        "noise": certify(replace(SETTINGS, noise="laplace")),
+        "seed": certify(changed(SETTINGS, seed="6")),
+        "sigma": certify(changed(SETTINGS, sigma=0.25)),
+        "noise": certify(changed(SETTINGS, noise="laplace")),
         "model": certify(seed=4),
         "data": certify(fingerprint="those"),
     }
@@ -133,7 +134,7 @@ def test_draws_depend_on_seed_model_data_and_noise(certify):
 
 def test_a_secret_seed_is_drawn_for_every_certification(certify):
     """After the model is frozen, from the system's generator, and it is on record."""
-    settings = replace(SETTINGS, seed=None)
+    settings = changed(SETTINGS, seed=None)
     (first, a), (second, b) = certify(settings), certify(settings)
     assert not counted(first) & counted(second)
     seeds = [json.loads((o / "settings.json").read_text())["seed"] for o in (a, b)]
@@ -174,7 +175,7 @@ def test_a_model_of_numbers_that_are_not_finite_is_not_certified(tmp_path, monke
 
 def test_the_table_is_what_the_draws_say(certify, tmp_path):
     """Every count again: the unit's stream, Gaussian noise from it, the model, Clopper-Pearson."""
-    _, output = certify(replace(SETTINGS, alpha=0.01))
+    _, output = certify(changed(SETTINGS, alpha=0.01))
     model = models.load(tmp_path / "model-3-False").eval()
     model_hash = models.model_hash(tmp_path / "model-3-False")
     source = UnitSource("certify", "5", model_hash, "these", "gaussian", 0.5)

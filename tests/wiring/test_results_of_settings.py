@@ -18,7 +18,7 @@ from dpdist.attacks import job as attacking
 from dpdist.attacks import table as attack_tables
 from dpdist.attacks.settings import AttackSettings
 from dpdist.certification import job, reading
-from dpdist.certification.settings import CertifySettings
+from dpdist.certification.cohen import Cohen
 from dpdist.errors import UserError
 
 COUNT = 4
@@ -52,7 +52,7 @@ def stop_at(wanted: int) -> Callable[[int, int, float], None]:
 
 
 def certify(model: Path, output: Path, data: Images = Images(), **options: Any) -> str:
-    settings = CertifySettings(sigma=0.5, n0=20, n=200, batch=100, form="eager")
+    settings = Cohen(sigma=0.5, n0=20, n=200, batch=100, form="eager")
     job.certify(model, data, settings, output, chunk_seconds=1e-9, **options)
     return reading.read(output / job.TABLE).about["model"]
 

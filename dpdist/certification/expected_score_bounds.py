@@ -28,8 +28,22 @@ from dpdist.certification.bounds import (
 from dpdist.certification.radii import gaussian_l2_radius_two_class
 from dpdist.privacy import mechanisms
 
+SCORE_UNIT = 2**20  # scores are counted in these units: sums of integers have no order
+
 # Noise scales for (epsilon, delta) at sensitivity 1: arrays to an array.
 Scale = Callable[[np.ndarray, np.ndarray], np.ndarray]
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """Norms of the first layer over sqrt(K r), from the input to L2; true upper bounds.
+
+    as_printed: the one HGM's Equation 6 prints for one feature map. It is none.
+    """
+
+    l2: float
+    linf: float
+    as_printed: float
 
 
 @dataclass(frozen=True)

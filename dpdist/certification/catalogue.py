@@ -1,0 +1,96 @@
+"""Every certificate there is. To add one, write its class and list it here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import BeforeValidator, Discriminator, Tag, TypeAdapter, ValidationError
+
+from cluster.reading import shown
+from dpdist.certification.certificate import Certificate
+from dpdist.certification.cohen import Cohen
+from dpdist.certification.scores import ExpectedScores
+from dpdist.certification.stopping import Anytime, TargetRadius
+from dpdist.errors import UserError
+from dpdist.fields import of_key, rule_of
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+CERTIFICATES: tuple[type[Certificate], ...] = (Cohen, TargetRadius, Anytime, ExpectedScores)
+BY_MODE = {kind.mode_name(): kind for kind in CERTIFICATES}
+
+# What says nothing when it is written among the settings of a certificate that does not have it:
+# recipes were complete with the defaults of all certificates once.
+_SAYS_NOTHING = {
+    "sigma": None, "mode": "fixed", "noise": "gaussian", "noise_bank": False,
+    "bound": "hoeffding", "norm": "l2",
+}  # fmt: skip
+
+
+def _own(section: Any) -> Any:
+    """The section without what says nothing. Raises ValueError for what is another's."""
+    if not isinstance(section, Mapping):
+        return section
+    kind = BY_MODE[_mode(section)]
+    own = dict(section)
+    for name, nothing in _SAYS_NOTHING.items():
+        if name in own and name not in kind.model_fields:
+            value = own.pop(name)
+            if value not in (None, nothing):
+                raise of_key(name, f"must be left out {kind.belongs}, got {shown(value)}")
+    return own
+
+
+def _mode(section: Any) -> str:
+    """Which certificate a section asks for; the first in the list where none does."""
+    if isinstance(section, Certificate):
+        return type(section).mode_name()
+    fitting = (k for k in CERTIFICATES if isinstance(section, Mapping) and k.fits(section))
+    return next(fitting, CERTIFICATES[0]).mode_name()
+
+
+AnyCertificate = Annotated[
+    Annotated[Cohen, Tag("fixed")]
+    | Annotated[TargetRadius, Tag("target")]
+    | Annotated[Anytime, Tag("anytime")]
+    | Annotated[ExpectedScores, Tag("scores")],
+    Discriminator(_mode),
+    BeforeValidator(_own),
+]
+"""The recipe's ``certify`` section."""
+
+
+def settings_of(section: Mapping[str, Any]) -> Certificate:
+    """The certificate that settings ask for: smoothing of the inputs when ``sigma`` is given
+    (``mode`` says how), else expected scores of the model's own noise.
+
+    Raises UserError for a value that cannot be used, or that belongs to another certificate.
+    """
+    try:
+        return _ADAPTER.validate_python(dict(section))
+    except ValidationError as error:
+        raise UserError("\n".join(_complaint(item) for item in error.errors())) from None
+
+
+_ADAPTER: TypeAdapter[Certificate] = TypeAdapter(AnyCertificate)
+
+
+def _complaint(item: Any) -> str:
+    key, rule = [*item["loc"][1:]], rule_of(item)
+    if item["type"] == "of_key":
+        key.append(item["ctx"]["key"])
+    got = "" if isinstance(item["input"], Mapping) else f", got {shown(item['input'])}"
+    return f"certify.{'.'.join(map(str, key))}: {rule}{got}"
+
+
+def kind_of(table: pa.Table, where: object = "the table") -> type[Certificate]:
+    """The certificate that a table is of. Raises UserError when there is none such, or several."""
+    modes = table["mode"].unique().to_pylist()
+    if len(modes) != 1 or modes[0] not in BY_MODE:
+        raise UserError(
+            f"{where}: its rows differ in mode ({', '.join(sorted(modes))}), or it is one that "
+            f"this version does not know ({', '.join(BY_MODE)})"
+        )
+    return BY_MODE[modes[0]]

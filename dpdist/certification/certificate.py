@@ -1,0 +1,281 @@
+"""What a certificate is: one class, whose settings are the recipe's ``certify`` section.
+
+A subclass says everything about one kind: how work on an input is cut (`units`), done (`work`) and
+judged (`verdict`, `row`), where the randomness is (`place`), and what its table states
+(`table_schema`, `columns`, `sizes`, `rebound`, `lines`). Reading a description needs no torch; it
+is imported by the functions that work. ``dpdist.certification.catalogue`` lists the classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+import numpy as np
+from pydantic import BeforeValidator, Field
+
+from dpdist.certification import units
+from dpdist.certification.verdict import ABSTAIN
+from dpdist.fields import Count, CountOrZero, PositiveOrZero, Probability, Section, Text, of_key
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from torch import Tensor, nn
+
+    from cluster.table_files import Column
+    from dpdist.certification.places import Place
+    from dpdist.certification.reading import CertificateTable
+    from dpdist.certification.sampling import Counter
+
+Partial = dict[str, Any]  # JSON: "selected" from the first unit, then counts
+
+_MAX_BATCH_NUMBERS = 16 * 2**20  # larger inputs get smaller batches: one stays within 64 MiB
+
+
+def _text(value: Any) -> Any:
+    return value if value is None else str(value)
+
+
+@dataclass(frozen=True)
+class CertifiedSizes:
+    """What one certificate of a table states of every input.
+
+    name, norm: of the certificate ("exact", "linf"). title: what it is, in words. answer: int64
+    (N,), the certified class, -1 where none is. size: float64 (N,), input units. line: how pictures
+    draw it, None: not. label: its line in a summary. holds: whether it is valid at all.
+    """
+
+    name: str
+    norm: str
+    title: str
+    answer: np.ndarray
+    size: np.ndarray
+    line: str | None = None
+    label: str = ""
+    holds: bool = True
+
+    def certified(self, labels: np.ndarray) -> np.ndarray:
+        """The size where the answer is the label, -1 elsewhere: float64 (N,)."""
+        return np.where((self.answer == labels) & (self.answer != ABSTAIN), self.size, -1.0)
+
+
+class Certificate(Section):
+    """One certification of a data set: what its results depend on, and how it is made.
+
+    n0, n: draws for choosing the class, and for estimating (sequential tests: at most). alpha:
+    error probability of each input's certificate. radii: decided ones, or to be shown. start,
+    every, max_inputs: the first input, each how-manieth from there, at most how many. batch: rows
+    of the executed batch, which is also the canonical block of draws. seed: None draws a secret one
+    when the certification starts, and stores it with the results. form: inference form of the
+    executed classifier ("frozen", "compiled", "channels-last", "eager"); None chooses by a probe.
+    """
+
+    n0: Count = 100
+    n: Count = 100_000
+    alpha: Probability = 0.001
+    radii: Annotated[tuple[PositiveOrZero, ...], Field(max_length=100)] = Field(
+        default=(), description="decided radii in target mode; shown ones otherwise"
+    )
+    start: CountOrZero = 0
+    every: Count = Field(default=1, description="certify every how-manieth test input")
+    max_inputs: Count | None = None
+    batch: Count | None = None
+    seed: Annotated[Text | None, BeforeValidator(_text)] = None
+    form: Text | None = None
+
+    if TYPE_CHECKING:  # settings of some, constants of others
+
+        @property
+        def sigma(self) -> float | None:
+            """Of noise on the input; None where there is none."""
+
+        @property
+        def noise(self) -> str:
+            """Its name in the keys of random units."""
+
+        @property
+        def noise_bank(self) -> bool:
+            """One noise stream for all inputs."""
+
+    spending: ClassVar[str] = "none"  # how the error is spent over the looks
+    free: ClassVar[frozenset[str]] = frozenset()  # settings on which no result depends
+    usual_batch: ClassVar[int] = 500
+    votes: ClassVar[bool] = True  # made of counts of votes, as a band over the whole set is
+    belongs: ClassVar[str]  # "with sigma, by ...": why a key of another certificate is refused
+
+    @classmethod
+    def fits(cls, section: Mapping[str, Any]) -> bool:
+        """Whether a section of a recipe asks for this certificate."""
+        raise NotImplementedError
+
+    @classmethod
+    def mode_name(cls) -> str:
+        """What tables and folders call it."""
+        return cls.model_fields["mode"].default if "mode" in cls.model_fields else cls.mode  # type: ignore[attr-defined]
+
+    # ---- where the randomness is, and what is drawn
+
+    def place(self, model: nn.Module, input_shape: tuple[int, ...]) -> Place:
+        """Where the model is random when certified so. Raises UserError where it is not."""
+        raise NotImplementedError
+
+    def units(self, batch: int) -> int:
+        """Into how many parts the work on one input can be cut."""
+        return -(-self.n // batch)
+
+    def work(self, counter: Any, x: Tensor, index: int, low: int, high: int, batch: int) -> Partial:
+        """Units low..high-1 of one input: a pure function of its random units, as JSON."""
+        raise NotImplementedError
+
+    def verdict(self, partials: Sequence[Partial], place: Any) -> Any:
+        """The certificate, from partial results that together cover every unit once."""
+        raise NotImplementedError
+
+    def row(self, index: int, label: int, verdict: Any, place: Any) -> dict[str, Any]:
+        """The input's row of the table."""
+        raise NotImplementedError
+
+    def label(self, counter: Any, x: Tensor, index: int, batch: int, place: Place) -> int:
+        """The class alone, -1 where it is undecided; as sure as a certificate."""
+        whole = self.work(counter, x, index, 0, self.units(batch), batch)
+        return self.verdict([whole], place).prediction
+
+    def certify_other(
+        self, counter: Any, x: Tensor, index: int, than: int, batch: int, place: Place
+    ) -> Any:
+        """A verdict that may stop where no class but ``than`` can be certified."""
+        whole = self.work(counter, x, index, 0, self.units(batch), batch)
+        return self.verdict([whole], place)
+
+    # ---- its table
+
+    @classmethod
+    def table_schema(cls) -> pa.Schema:
+        """Of its table."""
+        from dpdist.certification.table import SCHEMA
+
+        return SCHEMA
+
+    @classmethod
+    def columns(cls) -> Mapping[str, Column]:
+        """What readers rely on beside the columns of every table."""
+        return {}
+
+    @classmethod
+    def check(cls, table: pa.Table, where: str) -> None:
+        """Raise UserError for a table of this schema that cannot be one of this certificate."""
+
+    @classmethod
+    def sizes(cls, table: pa.Table) -> tuple[CertifiedSizes, ...]:
+        """All that a table states: the one reader of its certificates."""
+        raise NotImplementedError
+
+    @classmethod
+    def sizes_in(cls, table: pa.Table, norm: str, numbers: int) -> list[CertifiedSizes]:
+        """What a table states in that norm, of inputs of so many numbers."""
+        return [sizes for sizes in cls.sizes(table) if sizes.norm == norm]
+
+    @classmethod
+    def rebound(cls, table: pa.Table, alpha: float) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """Its rows at another error, and what is noted beside ``rebound_alpha``."""
+        raise NotImplementedError
+
+    @classmethod
+    def lines(cls, found: CertificateTable, at: Sequence[float]) -> list[tuple[str, str]]:
+        """Name and value of what a summary of the table shows at these sizes."""
+        raise NotImplementedError
+
+    @classmethod
+    def terms(cls, found: CertificateTable) -> dict[str, Any]:
+        """Of its own, on which the certificates were made: see `CertificateTable.terms`."""
+        raise NotImplementedError
+
+    @classmethod
+    def attacked_as(cls, noise: str, sigma: float) -> tuple[str, float | None] | None:
+        """The place and sigma of an attack on the same classifier; None where there is none."""
+        raise NotImplementedError
+
+    @classmethod
+    def again(cls, found: CertificateTable, norm: str, batch: int) -> tuple[Certificate, Place]:
+        """How an attacked point is certified as those of the table were, and where it is random."""
+        raise NotImplementedError
+
+    # ---- the job
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """All that results depend on, as JSON."""
+        return {**self.model_dump(mode="json", exclude={"seed"}), "mode": self.mode_name()}
+
+    def fresh(self, seed: str) -> Certificate:
+        """The same with noise of its own, for inputs that come one by one."""
+        return self.model_copy(update={"seed": seed})
+
+    @property
+    def folder_name(self) -> str:
+        """Where its table goes by default: what tells two certifications of one model apart."""
+        parts = self.name_parts()
+        if self.every > 1:
+            parts.append(f"every-{self.every}")
+        if self.start:
+            parts.append(f"from-{self.start}")
+        return "-".join(parts)
+
+    def name_parts(self) -> list[str]:
+        """The part of the folder's name that is of this certificate."""
+        raise NotImplementedError
+
+    def executed_batch(self, numbers: int) -> int:
+        """Rows of the executed batch, for so many numbers in each row."""
+        if self.batch is not None:
+            return min(self.batch, self.n)
+        return max(1, min(self.usual_batch, self.n, _MAX_BATCH_NUMBERS // numbers))
+
+    def indices(self, count: int) -> range:
+        """Which inputs of a data set of ``count`` are certified."""
+        chosen = range(self.start, count, self.every)
+        return chosen if self.max_inputs is None else chosen[: self.max_inputs]
+
+
+def select(counter: Counter, n0: int, x: Tensor, index: int) -> int:
+    """The class whose probability will be estimated, from n0 draws used for nothing else."""
+    return int(counter.histogram(x, index, units.SELECT, 0, n0, n0).argmax())
+
+
+def sample(counter: Counter, x: Tensor, index: int, block: int, batch: int, n: int) -> np.ndarray:
+    """Histogram of one canonical block of the n draws; the last one may be counted in part."""
+    draws = min(batch, n - block * batch)
+    return counter.histogram(x, index, units.ESTIMATE, block, batch, draws)
+
+
+def selected_by(partials: Sequence[Partial]) -> int:
+    """The class that the first unit chose."""
+    return next(partial["selected"] for partial in partials if "selected" in partial)
+
+
+def totals(partials: Sequence[Partial], name: str, n: int | None = None) -> np.ndarray:
+    """The sum of a count over all units. Raises ValueError unless it is of n draws."""
+    total = np.sum([partial[name] for partial in partials], axis=0)
+    if n is not None and total.sum() != n:
+        raise ValueError(f"{total.sum()} draws counted instead of {n}")
+    return total
+
+
+def join(first: Partial, second: Partial) -> Partial:
+    """The partial result of two intervals of units: counts and integer sums add up exactly."""
+    both: Partial = {
+        name: [a + b for a, b in zip(first[name], second[name], strict=True)]
+        for name in first
+        if name != "selected"
+    }
+    for part in (first, second):
+        if "selected" in part:
+            both["selected"] = part["selected"]
+    return both
+
+
+def require(condition: bool, name: str, rule: str) -> None:
+    """Complain about a setting, from a validator of the whole section."""
+    if not condition:
+        raise of_key(name, f"must be {rule}")

@@ -1,0 +1,112 @@
+"""Certified Adversarial Robustness via Randomized Smoothing (Cohen, Rosenfeld, Kolter, ICML 2019).
+
+The smoothed classifier g says the class that f says most often under noise:
+
+    g(x) = argmax_c  p_c,   p_c = Pr[f(x + e) = c],   e ~ N(0, sigma^2 I).
+
+Theorem 1, with p_B = 1 - p_A: if p_A >= p_lower > 1/2 then g(x + d) = A for all d of L2 norm below
+R = sigma Phi^-1(p_lower). CERTIFY and PREDICT (Section 3.2) estimate g and R from draws of f; each
+errs with probability at most alpha. This is the code that `dpdist certify` and `predict` run; other
+noises have their own radius in other norms (``dpdist.certification.noises``). Draws are made in
+canonical blocks, so that a block can be counted anywhere and again: see ``dpdist.bulk.job``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import numpy as np
+
+from dpdist.certification.bounds import clopper_pearson_lower, two_sided_p_value
+from dpdist.certification.certificate import Partial, sample, select, selected_by, totals
+from dpdist.certification.noises import Noise
+from dpdist.certification.smoothing import Smoothing
+from dpdist.certification.verdict import ABSTAIN, Verdict
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from dpdist.certification.places import Place
+    from dpdist.certification.reading import CertificateTable
+    from dpdist.certification.sampling import Counter
+
+
+class Cohen(Smoothing):
+    """CERTIFY: n0 draws choose a class, exactly n others bound its probability from below."""
+
+    mode: Literal["fixed"] = "fixed"
+    free: ClassVar[frozenset[str]] = frozenset({"radii"})  # only what is to be shown of the results
+    usual_batch: ClassVar[int] = 1000
+    keeps_blocks: ClassVar[bool] = False
+
+    def work(
+        self, counter: Counter, x: Tensor, index: int, low: int, high: int, batch: int
+    ) -> Partial:
+        """SampleUnderNoise: blocks low..high-1 of the n draws; the first also chooses the class."""
+        partial: Partial = {}
+        if low == 0:
+            partial["selected"] = select(counter, self.n0, x, index)
+        blocks = [sample(counter, x, index, block, batch, self.n) for block in range(low, high)]
+        return partial | {"histogram": np.sum(blocks, axis=0).tolist()}
+
+    def verdict(self, partials: Sequence[Partial], place: Place) -> Verdict:
+        """The certificate, from the counts of all blocks."""
+        counts = totals(partials, "histogram", self.n)
+        return certify(selected_by(partials), counts, self.alpha, self.smoothing)
+
+    def label(self, counter: Counter, x: Tensor, index: int, batch: int, place: Place) -> int:
+        """PREDICT, from n draws."""
+        return predict(self.counts(counter, x, index, batch), self.alpha)
+
+    def certify_other(
+        self, counter: Counter, x: Tensor, index: int, than: int, batch: int, place: Place
+    ) -> Verdict:
+        """Only the selected class can be certified: where it is ``than``, no other is."""
+        selected = select(counter, self.n0, x, index)
+        if selected == than:
+            return Verdict(ABSTAIN, selected, 0, 0, 0.0, 0.0)
+        return super().certify_other(counter, x, index, than, batch, place)
+
+    @classmethod
+    def again(cls, found: CertificateTable, norm: str, batch: int) -> tuple[Cohen, Place]:
+        settings = cls.model_validate(
+            {"sigma": found.sigma, "n0": found.n0, "n": found.n, "alpha": found.alpha}
+            | {"batch": batch, "noise": found.noise}
+        )
+        return settings, settings.place(None, ())  # type: ignore[arg-type]
+
+    @classmethod
+    def bound(cls, hits: int, draws: int, alpha: float) -> float:
+        """LowerConfBound: Clopper-Pearson, Pr[p < bound] <= alpha."""
+        return float(clopper_pearson_lower(hits, draws, alpha))
+
+
+def certify(selected: int, counts: np.ndarray, alpha: float, noise: Noise) -> Verdict:
+    """CERTIFY, given a class chosen by other draws and the counts of n draws: int (classes,).
+
+    With probability at least 1 - alpha over the draws: the smoothed classifier says the prediction
+    in the ball of the radius around the input, or the verdict abstains.
+    """
+    k, n = int(counts[selected]), int(counts.sum())
+    p_lower = Cohen.bound(k, n, alpha)
+    certified = p_lower > 0.5
+    return Verdict(
+        prediction=selected if certified else ABSTAIN,
+        selected=selected,
+        k=k,
+        n=n,
+        p_lower=p_lower,
+        radius=float(noise.radius(p_lower)),  # Gaussian: sigma Phi^-1(p_lower), rounded down
+        histogram=tuple(int(count) for count in counts),
+    )
+
+
+def predict(counts: np.ndarray, alpha: float) -> int:
+    """PREDICT (Proposition 1): the most frequent class, or -1 unless it beats the second.
+
+    Another class than the smoothed classifier's is returned with probability at most alpha.
+    """
+    order = np.argsort(-np.asarray(counts), kind="stable")
+    first, second = int(counts[order[0]]), int(counts[order[1]]) if len(order) > 1 else 0
+    return int(order[0]) if two_sided_p_value(first, first + second) <= alpha else ABSTAIN

@@ -1,0 +1,150 @@
+"""Smoothing of the inputs: what Cohen's certificate and its sequential forms have in common."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from dpdist.certification.certificate import Certificate, CertifiedSizes, require, sample
+from dpdist.certification.noises import NOISES, Gaussian, Noise
+from dpdist.certification.radii import ball_factor
+from dpdist.certification.verdict import ABSTAIN, Verdict
+from dpdist.fields import Positive
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from torch import Tensor, nn
+
+    from dpdist.certification.places import Place
+    from dpdist.certification.reading import CertificateTable
+    from dpdist.certification.sampling import Counter
+
+
+class Smoothing(Certificate):
+    """Votes of a model under noise on its input.
+
+    sigma: standard deviation of the noise, in input units. noise_bank: one noise stream for all
+    inputs; each certificate stays valid, errors can coincide.
+    """
+
+    sigma: Positive
+    noise: Literal["gaussian", "laplace", "uniform"] = "gaussian"
+    noise_bank: bool = Field(
+        default=False, description="one noise stream for all inputs; errors can then coincide"
+    )
+
+    mode: str
+    belongs: ClassVar[str] = "with sigma, by smoothing the inputs"
+    keeps_blocks: ClassVar[bool] = True  # the first of a noise bank are asked for again and again
+
+    @model_validator(mode="after")
+    def _radii(self) -> Self:
+        rising = all(a < b for a, b in zip(self.radii[:-1], self.radii[1:], strict=True))
+        require(rising, "radii", "ascending")
+        reachable = all(self.smoothing.probability_for_radius(r) < 1 - 1e-12 for r in self.radii)
+        require(reachable, "radii", f"reachable with {self.noise} noise, sigma {self.sigma}")
+        return self
+
+    @classmethod
+    def fits(cls, section: Mapping[str, Any]) -> bool:
+        mode = section.get("mode") or "fixed"
+        return section.get("sigma") is not None and mode == cls.mode_name()
+
+    @property
+    def smoothing(self) -> Noise:
+        """The noise."""
+        return NOISES[self.noise](self.sigma)
+
+    def place(self, model: nn.Module, input_shape: tuple[int, ...]) -> Place:
+        from dpdist.certification.places import InputPlace
+
+        return InputPlace(self.smoothing, self.noise_bank, keeps_blocks=self.keeps_blocks)
+
+    @property
+    def hypotheses(self) -> tuple[float, ...]:
+        """p0 of each radius, a hair above the exact one so that rounding favours no radius."""
+        exact = [self.smoothing.probability_for_radius(radius) for radius in self.radii]
+        return tuple(p + (1 - p) * 1e-9 for p in exact)
+
+    def counts(self, counter: Counter, x: Tensor, index: int, batch: int) -> np.ndarray:
+        """Of the classes over all n draws, whatever the mode: int64 (classes,)."""
+        blocks = range(-(-self.n // batch))
+        return np.sum([sample(counter, x, index, b, batch, self.n) for b in blocks], axis=0)
+
+    def row(self, index: int, label: int, verdict: Verdict, place: Place) -> dict[str, Any]:
+        return {
+            "index": index,
+            "label": label,
+            **dataclasses.asdict(verdict),
+            "n0": self.n0,
+            "alpha": self.alpha,
+            "norm": self.smoothing.norm,
+            "noise": self.noise,
+            "sigma": self.sigma,
+            "mode": self.mode,
+            "cap": self.n,
+            "spending": self.spending,
+        }
+
+    @classmethod
+    def sizes(cls, table: pa.Table) -> tuple[CertifiedSizes, ...]:
+        """The vote's, with its noise: other noise is another classifier."""
+        first = table.slice(0, 1).to_pylist()[0]
+        title = f"vote (Cohen), {first['noise']} {first['sigma']:g}"
+        answer, size = table["prediction"].to_numpy(), table["radius"].to_numpy()
+        return (CertifiedSizes("cohen", first["norm"], title, answer, size, "--"),)
+
+    @classmethod
+    def sizes_in(cls, table: pa.Table, norm: str, numbers: int) -> list[CertifiedSizes]:
+        """In other norms: the largest ball inside the certified one."""
+        return [
+            dataclasses.replace(
+                sizes, norm=norm, size=sizes.size / ball_factor(sizes.norm, norm, numbers)
+            )
+            for sizes in cls.sizes(table)
+        ]
+
+    @classmethod
+    def bound(cls, hits: int, draws: int, alpha: float) -> float:
+        """The lower bound of the class's probability that stored counts allow at this error."""
+        raise NotImplementedError
+
+    @classmethod
+    def rebound(cls, table: pa.Table, alpha: float) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        rows = []
+        for row in table.to_pylist():
+            p_lower = cls.bound(row["k"], row["n"], alpha)
+            radius = float(NOISES[row["noise"]](row["sigma"]).radius(p_lower))
+            prediction = row["selected"] if p_lower > 0.5 else ABSTAIN
+            new = {"alpha": alpha, "p_lower": p_lower, "radius": radius, "prediction": prediction}
+            rows.append(row | new)
+        return rows, {}
+
+    @classmethod
+    def lines(cls, found: CertificateTable, at: Sequence[float]) -> list[tuple[str, str]]:
+        name = f"certified at {found.norm.upper()} radius"
+        return [(f"{name} {r:g}", f"{100 * found.certified_accuracy(r):.2f} %") for r in at]
+
+    @classmethod
+    def terms(cls, found: CertificateTable) -> dict[str, Any]:
+        return {"sigma": found.sigma, "radii": () if "radii" in cls.free else found.radii}
+
+    @classmethod
+    def attacked_as(cls, noise: str, sigma: float) -> tuple[str, float | None] | None:
+        """Attacks smooth by Gaussian noise only."""
+        return ("input", sigma) if noise == Gaussian.name else None
+
+    def fresh(self, seed: str) -> Certificate:
+        return self.model_copy(update={"seed": seed, "noise_bank": False})
+
+    def name_parts(self) -> list[str]:
+        parts = [f"sigma-{self.sigma:g}", *self.mode_parts(), f"n-{self.n}"]
+        return parts if self.noise == "gaussian" else [*parts, self.noise]
+
+    def mode_parts(self) -> list[str]:
+        """The mode, and what of it tells two tables apart."""
+        return [self.mode]

@@ -1,0 +1,131 @@
+"""Nobody asks a certificate which kind it is: the source is read for it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from dpdist.certification.catalogue import BY_MODE, CERTIFICATES, settings_of
+from dpdist.certification.certificate import Certificate
+from dpdist.errors import UserError
+from dpdist.recipe import parse
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+OWN = {"cohen", "stopping", "scores", "smoothing", "certificate", "catalogue"}
+CLASSES = {"Certificate", "Smoothing", *(kind.__name__ for kind in CERTIFICATES)}
+BOUNDS = {"hoeffding", "bernstein", "counts"}
+OF_OTHERS = {"fixed"}  # the name of other things too: a branch only beside the word "mode"
+
+
+def branches(text: str) -> list[str]:
+    """Questions about the kind of certificate in a source text."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        said = ast.unparse(node) if isinstance(node, ast.expr | ast.pattern) else ""
+        names = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+        asked = False
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            asked = node.func.id in ("isinstance", "issubclass") and bool(names & CLASSES)
+        elif isinstance(node, ast.Compare):
+            kinds = _texts([node.left, *node.comparators]) & {*BY_MODE, *BOUNDS}
+            asked = bool(kinds - OF_OTHERS or (kinds and "mode" in said) or names & CLASSES)
+        elif isinstance(node, ast.Dict):
+            asked = len(_texts(node.keys) & set(BY_MODE)) > 1
+        elif isinstance(node, ast.MatchClass | ast.MatchValue):
+            asked = bool(names & CLASSES or _texts(ast.walk(node)) & {*BY_MODE, *BOUNDS})
+        if asked:
+            found.append(said)
+    return found
+
+
+def _texts(parts: Iterable[ast.AST | None]) -> set[object]:
+    """Constants among the parts, and in the tuples, lists and sets among them."""
+    found: set[object] = set()
+    for part in parts:
+        if isinstance(part, ast.Constant):
+            found.add(part.value)
+        elif isinstance(part, ast.Tuple | ast.List | ast.Set):
+            found |= _texts(part.elts)
+    return found
+
+
+def sources() -> list[Path]:
+    paths = [
+        path for name in ("cluster", "dpdist", "tuning") for path in (ROOT / name).rglob("*.py")
+    ]
+    return [p for p in paths if p.parent.name != "certification" or p.stem not in OWN]
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_branch_on_the_kind_of_certificate(path: Path) -> None:
+    assert branches(path.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    "asked",
+    ["isinstance(settings, ExpectedScores)", 'table.mode != "scores"', 'row["mode"] == "fixed"',
+     '"scores" in modes', 'settings.mode in ("fixed", "scores")', 'bound == "counts"',
+     "type(settings) is Cohen", '{"fixed": f, "target": g}[mode]',
+     "found.mode == ExpectedScores.mode"],
+)  # fmt: skip
+def test_the_rule_can_fail(asked: str) -> None:
+    assert branches(f"x = {asked}")
+
+
+def test_a_recipe_with_the_defaults_of_every_certificate_still_opens() -> None:
+    """Run folders of earlier versions hold keys of all certificates, with what says nothing."""
+    every = {"n0": 100, "n": 1000, "alpha": 0.05, "noise": "gaussian", "noise_bank": False,
+             "bound": "hoeffding", "norm": "l2", "start": 0, "radii": [0.1], "every": 1,
+             "max_inputs": None}  # fmt: skip
+    recipe = {
+        "name": "old", "data": {"name": "digits"}, "model": {"name": "linear"},
+        "privacy": {"noise_multiplier": 1.0, "delta": 1e-5},
+        "training": {"batch_size": 100, "steps": 1, "learning_rate": 0.1},
+    }  # fmt: skip
+    for mode, sigma in (("fixed", 0.5), ("target", 0.5), ("anytime", 0.5), ("fixed", None)):
+        section = {**every, "mode": mode, "sigma": sigma}
+        kind = BY_MODE["scores" if sigma is None else mode]
+        assert type(settings_of(section)) is kind
+        if sigma is not None:
+            read = parse({**recipe, "certify": section}, "recipe")
+            assert type(read.certify) is kind
+            assert read.certify == settings_of(section)
+            again = parse({**recipe, "certify": read.certify.model_dump(mode="json")}, "recipe")  # type: ignore[union-attr]
+            assert again == read
+
+
+def test_complaints_name_the_key() -> None:
+    recipe = {
+        "data": {"name": "digits"}, "model": {"name": "linear"}, "name": "r",
+        "privacy": {"noise_multiplier": 1.0, "delta": 1e-5},
+        "training": {"batch_size": 100, "steps": 1, "learning_rate": 0.1},
+    }  # fmt: skip
+    for section, complaint in (
+        ({"sigma": -1}, r"certify\.sigma: must be > 0, got -1"),
+        ({"sigma": 0.5, "mode": "never"}, r"certify\.mode: must be one of"),
+        ({"sigma": 0.5, "bound": "counts"}, r"certify\.bound: must be left out with sigma"),
+        ({"sigma": 0.5, "mode": "target"}, r"certify\.radii: must be given when mode is target"),
+        ({"sigma": 0.5, "beta": 1}, r"certify\.beta: unknown key"),
+        ("sigma", r"certify: .*"),
+    ):
+        with pytest.raises(UserError, match=f"^recipe: {complaint}"):
+            parse({**recipe, "certify": section}, "recipe")
+        if isinstance(section, dict):
+            with pytest.raises(UserError, match=complaint):
+                settings_of(section)
+
+
+def test_every_certificate_says_what_a_certificate_says() -> None:
+    abstract = {name for name, of in vars(Certificate).items() if "NotImplemented" in _names(of)}
+    assert len(abstract) > 10
+    for kind in CERTIFICATES:
+        silent = {name for name in abstract if "NotImplemented" in _names(getattr(kind, name))}
+        assert not silent, (kind, silent)
+
+
+def _names(value: object) -> str:
+    code = getattr(getattr(value, "__func__", value), "__code__", None)
+    return " ".join(code.co_names) if code else ""
