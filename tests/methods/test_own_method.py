@@ -49,7 +49,7 @@ class Varied(Method):
         return (GaussianReleases(self.noise),)
 
     def claim(self, plan, proved):
-        claimed = Guarantee(0.5, plan.delta, "replace-one", "Varied, Theorem 0")
+        claimed = Guarantee(0.5, plan.delta, "replace-one", "claimed", "Varied, Theorem 0")
         return Claim("Varied", "", None, claimed, proved, "not sound", "the sum is forgotten")
 
     def fix(self, setup):
@@ -114,7 +114,7 @@ def dpdist(*arguments: str) -> str:
 @pytest.mark.timeout(600)
 def test_it_is_trained_certified_reported_and_released(beside):
     assert "noise multiplier" in dpdist("run", "r.yaml", "--dry-run")
-    out = dpdist("run", "r.yaml")
+    out = " ".join(dpdist("run", "r.yaml").split())
     run = beside / "runs" / "toy"
     plan = PrivacyPlan.from_dict(json.loads((run / "private/plan.json").read_text()))
     paid, steps = plan.phases
@@ -123,7 +123,7 @@ def test_it_is_trained_certified_reported_and_released(beside):
     alone = PrivacyPlan(plan.records, (steps,), plan.delta, 1.0)
     assert alone.guarantee().epsilon < 2.98  # the sum is paid out of the same epsilon
     with Ledger.open(run / "private/ledger.jsonl", plan.fingerprint()) as ledger:
-        assert ledger.guarantee(plan) == plan.guarantee()
+        assert ledger.guarantee(plan).epsilon == plan.guarantee().epsilon
     assert (run / "private/teachers").exists()
     assert len(list((run / "private").glob("learnt-*"))) == 2
 
