@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Union
 
 from pydantic import BeforeValidator, Discriminator, SerializeAsAny, Tag
 
+from cluster.reading import reason, shown
 from dpdist.fields import validated
 from dpdist.methods.base import Method
 from dpdist.methods.dp_sgd import DPSGD
@@ -41,9 +42,11 @@ def _elsewhere(value: Any) -> Any:
     try:
         found = getattr(importlib.import_module(module), name)
     except Exception as error:  # whatever a user's module does when it is imported
-        raise ValueError(f"cannot import {value['name']!r}: {error}") from error
+        raise ValueError(f"cannot import {shown(value['name'])}: {reason(error)}") from error
     if not (isinstance(found, type) and issubclass(found, Method)):
-        raise ValueError(f"{value['name']} must be a class made from dpdist.methods.base.Method")
+        raise ValueError(
+            f"{shown(value['name'])} must be a class made from dpdist.methods.base.Method"
+        )
     return validated(found, value)
 
 
