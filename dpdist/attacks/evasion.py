@@ -8,7 +8,7 @@ unit vector.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -105,18 +105,36 @@ def attack(
         return mim(gradient_of(0), ball, steps)
     if name != "pgd":
         raise ValueError(f"attack must be one of {', '.join(ATTACKS)}, got {name!r}")
+    starts, step = _starts(ball, indices, randomness, restarts), step_scale * ball.size / steps
+    found = (pgd(gradient_of(i), ball, start, steps, step) for i, start in enumerate(starts))
+    if restarts == 1:
+        return next(found)
+    return _best(classifier, targets, normals("choose", 0), found)
+
+
+def _starts(
+    ball: Ball, indices: Sequence[int], randomness: Randomness, count: int
+) -> Iterator[Tensor]:
+    """Independent uniform points of the ball."""
     numbers = ball.centre[0].numel()
-    judge = normals("choose", 0) if restarts > 1 else None
-    best, best_score = ball.centre, torch.full((len(targets),), -1.0, dtype=torch.float64)
-    for run in range(restarts):
-        start = ball.random_point(
+    for run in range(count):
+        yield ball.random_point(
             randomness.uniforms(indices, "pgd/start/uniform", run, numbers),
             randomness.normals(indices, "pgd/start/normal", run, 1, (numbers,)),
         )
-        found = pgd(gradient_of(run), ball, start, steps, step_scale * ball.size / steps)
-        if restarts == 1:
-            return found
-        score = success_score(classifier, found, targets, judge)
-        better = (score > best_score).view(-1, *[1] * (found.dim() - 1))
-        best, best_score = torch.where(better, found, best), torch.maximum(score, best_score)
+
+
+def _best(
+    classifier: RandomisedClassifier,
+    targets: Tensor,
+    judge: Tensor | None,
+    found: Iterator[Tensor],
+) -> Tensor:
+    """Of several points for each input, the one that fools the classifier best."""
+    best = next(found)
+    best_score = success_score(classifier, best, targets, judge)
+    for points in found:
+        score = success_score(classifier, points, targets, judge)
+        better = (score > best_score).view(-1, *[1] * (points.dim() - 1))
+        best, best_score = torch.where(better, points, best), torch.maximum(score, best_score)
     return best

@@ -28,83 +28,68 @@ if TYPE_CHECKING:
     from dpdist.runfolder import RunFolder
 
 
+def _option(text: str, check: Any = None) -> Any:
+    return typer.Option(help=text, callback=None if check is None else kind(check))
+
+
+_Steps = Annotated[int | None, _option("Steps of i-fgsm, mim and pgd (10).", Count)]
+_Restarts = Annotated[int | None, _option("Random starts of pgd (1).", Count)]
+_Scale = Annotated[float | None, _option("pgd steps by this times size / steps (2.5).", Positive)]
+_Sigma = Annotated[float | None, _option("Attack the classifier smoothed by this noise.", Positive)]
+_Draws = Annotated[int | None, _option("Draws of the noise for each gradient (16).", Count)]
+_N = Annotated[int | None, _option("Draws per answer of a randomised classifier (1000).", Count)]
+_Alpha = Annotated[float | None, _option("Error of each such answer (0.001).", Probability)]
+_Seed = Annotated[str | None, _option("Of all random numbers (default: secret, stored).", Text)]
+_Norm = Annotated[str | None, _option("linf (default) or l2.")]
+_Sizes = Annotated[str | None, _option("Sizes in input units: 0.05,0.1 (default: by the norm).")]
+_Attacks = Annotated[str | None, _option("Out of fgsm,i-fgsm,mim,pgd (default: all; check: pgd).")]
+_Labels = Annotated[str | None, _option("Lead away from the true (default) or predicted class.")]
+_Table = Annotated[str | None, _option("The table to check, by name or path (default: each).")]
+_Claim = Annotated[
+    str | None, _option("Attack this column of sizes in place of the radius: as_printed_linf.")
+]
+_Smoothed = Annotated[
+    bool, typer.Option("--smoothed", help="As --sigma with the recipe's certify.sigma.")
+]
+_Check = Annotated[
+    bool,
+    typer.Option(
+        "--check-certificates",
+        help="Attack the run's L2 certificates within their radii instead; exit code 1 when more "
+        "are contradicted than alpha allows.",
+    ),
+]
+
+
 def command(
     run: RunArgument,
     runs: Runs = RUNS,
     data_root: DataRoot = None,
-    norm: Annotated[str | None, typer.Option(help="linf (default) or l2.")] = None,
-    sizes: Annotated[
-        str | None, typer.Option(help="Sizes in input units: 0.05,0.1 (default: by the norm).")
-    ] = None,
-    attacks: Annotated[
-        str | None, typer.Option(help="Out of fgsm,i-fgsm,mim,pgd (default: all; a check: pgd).")
-    ] = None,
-    steps: Annotated[
-        int | None, typer.Option(callback=kind(Count), help="Steps of i-fgsm, mim and pgd (10).")
-    ] = None,
-    restarts: Annotated[
-        int | None, typer.Option(callback=kind(Count), help="Random starts of pgd (1).")
-    ] = None,
-    step_scale: Annotated[
-        float | None,
-        typer.Option(callback=kind(Positive), help="pgd steps by this times size / steps (2.5)."),
-    ] = None,
-    sigma: Annotated[
-        float | None,
-        typer.Option(callback=kind(Positive), help="Attack the classifier smoothed by this noise."),
-    ] = None,
-    smoothed: Annotated[
-        bool, typer.Option("--smoothed", help="As --sigma with the recipe's certify.sigma.")
-    ] = False,
-    draws: Annotated[
-        int | None,
-        typer.Option(callback=kind(Count), help="Draws of the noise for each gradient (16)."),
-    ] = None,
-    n: Annotated[
-        int | None,
-        typer.Option(
-            callback=kind(Count), help="Draws per answer of a randomised classifier (1000)."
-        ),
-    ] = None,
-    alpha: Annotated[
-        float | None,
-        typer.Option(callback=kind(Probability), help="Error of each such answer (0.001)."),
-    ] = None,
-    labels: Annotated[
-        str | None, typer.Option(help="Lead away from the true (default) or predicted class.")
-    ] = None,
+    norm: _Norm = None,
+    sizes: _Sizes = None,
+    attacks: _Attacks = None,
+    steps: _Steps = None,
+    restarts: _Restarts = None,
+    step_scale: _Scale = None,
+    sigma: _Sigma = None,
+    smoothed: _Smoothed = False,
+    draws: _Draws = None,
+    n: _N = None,
+    alpha: _Alpha = None,
+    labels: _Labels = None,
     start: Start = None,
     every: Every = None,
     max_inputs: MaxInputs = None,
-    seed: Annotated[
-        str | None,
-        typer.Option(
-            callback=kind(Text),
-            help="Of all random numbers (default: a secret one, stored).",
-        ),
-    ] = None,
+    seed: _Seed = None,
     actors: Actors = None,
     output: Output = None,
-    check_certificates: Annotated[
-        bool,
-        typer.Option(
-            "--check-certificates",
-            help="Attack the run's L2 certificates within their radii instead; exit code 1 when "
-            "more are contradicted than alpha allows.",
-        ),
-    ] = False,
-    certificates: Annotated[
-        str | None, typer.Option(help="The table to check, by name or path (default: each).")
-    ] = None,
-    claim: Annotated[
-        str | None,
-        typer.Option(help="Attack this column of sizes in place of the radius: as_printed_linf."),
-    ] = None,
+    check_certificates: _Check = False,
+    certificates: _Table = None,
+    claim: _Claim = None,
 ) -> None:
     """Attack the test split on all CPUs, white-box; continues what was interrupted.
 
-    Shows how many inputs stay right, abstain or go wrong at each size under each attack, and beside
-    it how many are certified.
+    Shows how many inputs stay right, abstain or go wrong, and how many are certified.
     """
     from dpdist import pipeline
     from dpdist.runfolder import open_run
@@ -117,26 +102,27 @@ def command(
         "start": start, "every": every, "max_inputs": max_inputs, "seed": seed,
         "attacks": tuple(attacks.split(",")) if attacks is not None else None,
     }  # fmt: skip
-    evaluation = {
+    own = {
         "norm": norm, "sizes": numbers(sizes, "--sizes"), "n": n, "alpha": alpha, "labels": labels,
         "sigma": _sigma(recipe, folder, sigma, smoothed),
     }  # fmt: skip
+    _refuse_useless(check_certificates, own, {"certificates": certificates, "claim": claim})
     if check_certificates:
-        useless = [f"--{name}" for name, value in evaluation.items() if value is not None]
-        if useless:
-            raise UserError(
-                f"{', '.join(useless)}: not with --check-certificates, which takes norm, sizes, "
-                "noise and draws from the certificates"
-            )
-        held = _check(recipe, folder, given, certificates, claim, output, actors)
-        pipeline.report_stage(folder)
-        if not held:
-            raise typer.Exit(1)
-        return
-    if certificates is not None or claim is not None:
+        _check(recipe, folder, given, certificates, claim, output, actors)
+    else:
+        _attack(recipe, folder, given | own, output, actors)
+
+
+def _refuse_useless(check: bool, own: dict[str, Any], checks: dict[str, Any]) -> None:
+    """Options of an attack with a check, or those of a check without it."""
+    useless = [f"--{name}" for name, value in own.items() if value is not None]
+    if check and useless:
+        raise UserError(
+            f"{', '.join(useless)}: not with --check-certificates, which takes norm, sizes, noise "
+            "and draws from the certificates"
+        )
+    if not check and any(value is not None for value in checks.values()):
         raise UserError("--certificates, --claim: only with --check-certificates")
-    _attack(recipe, folder, given | evaluation, output, actors)
-    pipeline.report_stage(folder)
 
 
 def _attack(
@@ -172,6 +158,7 @@ def _attack(
     for note in shown.notes:
         typer.echo(note)
     typer.echo(f"table: {path}")
+    pipeline.report_stage(folder)
 
 
 def _check(
@@ -182,7 +169,7 @@ def _check(
     claim: str | None,
     output: Path | None,
     actors: int | None,
-) -> bool:
+) -> None:
     from dpdist import console, pipeline
     from dpdist.attacks.reading import check_line
     from dpdist.attacks.settings import AttackSettings, CheckSettings
@@ -204,7 +191,9 @@ def _check(
             held = held and found["plausible"]
             rows.append((found["certificates"], check_line(found)))
     typer.echo(console.table(rows, title="certificates under attack"))
-    return held
+    pipeline.report_stage(folder)
+    if not held:
+        raise typer.Exit(1)
 
 
 def _tables(folder: RunFolder, name: str | None) -> list[Path]:

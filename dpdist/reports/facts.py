@@ -192,22 +192,21 @@ class Facts:
                     f"({self.evaluation['data']}{how})",
                 )
             )
-        for table in self.tables:
-            at = ", ".join(
-                f"{100 * table.certified_accuracy(radius):.2f} % at {radius:g}"
-                for radius in (0.0, *table.shown_radii)
-            )
-            rows.append(
-                (
-                    f"certified, {table.name}",
-                    f"{at} ({table.norm}, {len(table.index):,} inputs, alpha {table.alpha:g} each)",
-                )
-            )
+        rows += [_certified_row(table) for table in self.tables]
         for kind, found in self.evaluations.items():
             rows += kind.lines(found)
         if self.folder.report.exists():
             rows.append(("report", str(self.folder.report)))
         return rows
+
+
+def _certified_row(table: CertificateTable) -> tuple[str, str]:
+    at = ", ".join(
+        f"{100 * table.certified_accuracy(radius):.2f} % at {radius:g}"
+        for radius in (0.0, *table.shown_radii)
+    )
+    about = f"{table.norm}, {len(table.index):,} inputs, alpha {table.alpha:g} each"
+    return f"certified, {table.name}", f"{at} ({about})"
 
 
 def read_facts(folder: RunFolder) -> Facts:
