@@ -217,6 +217,10 @@ FAULTS: list[Fault] = [
          "Holm corrects for nothing"),
     ),
     *group(
+        "dpdist/pipeline.py", "reports/test_differences",
+        (".flatten() + start", ".flatten()", "wrong inputs are named by their place in a batch"),
+    ),
+    *group(
         "dpdist/reports/differences.py", "reports/test_differences",
         ("compare(right >= size, others_right >= size)", "compare(others_right >= size, right >= size)",
          "the runs are swapped"),

@@ -8,15 +8,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from scipy import stats
+from support.training import make, train
 
+from dpdist import pipeline
 from dpdist.certification import reading
 from dpdist.certification import table as tables
 from dpdist.certification.catalogue import settings_of
 from dpdist.certification.cohen import Cohen
 from dpdist.errors import UserError
 from dpdist.reports.differences import differences, grid, section
+from dpdist.reports.facts import read_facts
 from dpdist.runfolder import RunFolder
+from dpdist.training.records import evaluation_data, source_of
 
 SIZES = {"l2": (0.1,), "linf": ()}
 # Inputs that only the later run gets right, that only the first one does, and all.
@@ -192,3 +197,24 @@ def test_evaluations_that_do_not_name_inputs(tmp_path: Path) -> None:
         damaged = run_of(tmp_path / "damaged", **{**plain([1]), **damage})
         with pytest.raises(UserError, match="damaged"):
             differences([first, damaged], SIZES)
+
+
+def test_a_run_says_which_inputs_it_got_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, run = make(
+        tmp_path, "x", data__max_train=40, training__batch_size=40, training__steps=1,
+        model="linear", privacy__run_key=None,
+    )  # fmt: skip
+    train(recipe, run)
+    monkeypatch.setattr(pipeline, "_EVALUATION_BATCH", 100)
+    pipeline.evaluate_stage(recipe, run)
+    facts = read_facts(run)
+    test = evaluation_data(recipe, source_of(recipe))
+    with torch.no_grad():
+        answers = pipeline.load_model(recipe, run)(test.batch(slice(None))).argmax(1)
+    wrong = np.flatnonzero(answers.numpy() != np.asarray(test.labels))
+    assert facts.evaluation and facts.evaluation["wrong"] == " ".join(map(str, wrong))
+    ((row,), notes) = differences([facts, facts], {"l2": (), "linf": ()})
+    assert notes == [] and row.found.first == row.found.second == facts.evaluation["accuracy"]
+    assert row.found.inputs == len(test) > 100 and row.found.only_first == 0
