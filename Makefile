@@ -1,11 +1,12 @@
 # Two commands do everything: `make demo` and `make test`. Both create .venv when it is missing.
-PYTHON ?= python3.11
+# The first of these that runs; or say PYTHON=/path/to/python.
+PYTHON ?= $(firstword $(foreach p,python3.11 python3.12 python3.13,$(shell $(p) -c '' 2>/dev/null && echo $(p))))
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST_ARGS ?=
 
-.PHONY: demo test test-all lint mutants bench clean install
+.PHONY: demo test test-all lint mutants matrix bench clean install
 .DEFAULT_GOAL := help
 
 .PHONY: help
@@ -15,13 +16,14 @@ help:
 	@echo "make test-all  the same, with the long tests (generated input, some minutes more)"
 	@echo "make lint    ruff and mypy only"
 	@echo "make mutants plant faults, one at a time: do the tests notice? (under an hour; docs/testing.md)"
+	@echo "make matrix  other Pythons, other versions of torch and Ray (some GB and half an hour)"
 	@echo "make bench   speed and memory, side by side with peers"
 	@echo "make clean   remove the environment and caches (never runs/)"
 
 install: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt tests/s3-requirements.txt
-	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found: install Python 3.11 or set PYTHON=/path/to/python3.11"; exit 2; }
+	@command -v "$(PYTHON)" >/dev/null || { echo "install Python 3.11, 3.12 or 3.13, or set PYTHON=/path/to/one"; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) (about 2 GB, a few minutes the first time) ..."
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test]"
@@ -46,6 +48,9 @@ test-all: lint
 
 mutants: install
 	@$(BIN)/python tests/mutants/run.py
+
+matrix: install
+	@$(BIN)/python tests/matrix.py
 
 bench: install
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test,bench]"

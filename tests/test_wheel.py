@@ -3,33 +3,15 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
+from support.wheel import INSTALL, build_wheel
 
 ROOT = Path(__file__).resolve().parent.parent
-BUILD = "import sys; from setuptools.build_meta import build_wheel; build_wheel(sys.argv[1])"
-SOURCES = ("cluster", "dpdist", "tuning", "recipes")
-FILES = ("cluster.yaml", "pyproject.toml", "README.md", "LICENSE")
-
-
-def build_wheel(folder: Path) -> Path:
-    """The wheel of this checkout, built offline from a copy: an old build/ would get into it."""
-    source = folder / "source"
-    for name in SOURCES:
-        ignore = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignore)
-    for name in FILES:
-        shutil.copy(ROOT / name, source)
-    out = folder / "dist"
-    out.mkdir()
-    subprocess.run([sys.executable, "-c", BUILD, str(out)], cwd=source, check=True,
-                   capture_output=True)  # fmt: skip
-    return next(out.glob("*.whl"))
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +23,8 @@ def wheel(tmp_path_factory) -> Path:
 def target(wheel, tmp_path_factory) -> Path:
     """`pip install --target`."""
     folder = tmp_path_factory.mktemp("target")
-    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--no-compile"]
-    subprocess.run([*pip, "--target", str(folder), str(wheel)], check=True, capture_output=True)
+    pip = [sys.executable, *INSTALL, "--target", str(folder), str(wheel)]
+    subprocess.run(pip, check=True, capture_output=True)
     return folder
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import rooms
 import yaml
+from support.wheel import INSTALL, build_wheel
 
 
 class Slow(Exception):
@@ -30,11 +31,14 @@ class Cluster:
         self.workers = [room.add(name) for name in ("one", "two", "three")[:workers]]
         self.there = f"{rooms.SHARED}/runs"  # as the hosts see it
         self.runs = room.shared / "runs"  # as the tests see it
+        self.wheel = build_wheel(room.folder / "wheel")
+        self.install = shlex.join([sys.executable, *INSTALL, "--upgrade", "--target", rooms.SITE])
+        room.shell(f"{self.install} {self.wheel}")
         self.path = self.file()
 
     def file(self) -> Path:
         """The template for one's own hosts, filled in. What would be downloaded is there already,
-        so nothing is installed; and the shared folder has another name."""
+        so only our wheel is installed; and the shared folder has another name."""
         text = (rooms.ROOT / "cluster" / "templates" / "local.yaml").read_text()
         text = text.replace("/mnt/dpdist", rooms.SHARED).replace("FILL-IN-USER", "root")
         raw = yaml.safe_load(text)
@@ -42,7 +46,10 @@ class Cluster:
                             "worker_ips": [host.address for host in self.workers]}  # fmt: skip
         raw["auth"]["ssh_private_key"] = str(self.laptop.key)
         raw["file_mounts"] = {k: v for k, v in raw["file_mounts"].items() if "token" in k}
+        there = f"~/dpdist/{self.wheel.name}"
+        raw["file_mounts"][there] = str(self.wheel)
         raw["setup_commands"] = [c for c in raw["setup_commands"] if "mountpoint" in c]
+        raw["setup_commands"].append(f"{self.install} {there}")
         small = "--object-store-memory=100000000"
         for side, more in (("head", ""), ("worker", "--num-cpus=1 ")):
             key = f"{side}_start_ray_commands"
@@ -67,6 +74,9 @@ class Cluster:
                 break
         else:
             raise Slow if _TOO_SLOW in said else AssertionError(said[-4000:])
+        for host in (self.laptop, self.head, *self.workers):
+            place = host.shell("cd / && python -c 'import dpdist; print(dpdist.__file__)'")
+            assert place.startswith(rooms.SITE), place
         self.dig_tunnel()
         self.wait_for_nodes(1 + len(self.workers))
 

@@ -22,6 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 INIT = Path(__file__).with_name("host_init.py")
 HOME = os.path.expanduser("~")
+SITE = f"{HOME}/dpdist/site"  # on the hosts of a cluster: the wheel of this checkout
 SHARED = "/mnt/shared"
 SMALL = "small"  # in the shared folder: a disk of its own, of this size
 _SMALL_SIZE = "8m"
@@ -213,7 +214,7 @@ class Room(Host):
 
 _PROFILE = f"""\
 export PATH={Path(sys.executable).parent}:$PATH
-export PYTHONPATH={ROOT} PYTHONDONTWRITEBYTECODE=1
+export PYTHONPATH={SITE}:{ROOT} PYTHONDONTWRITEBYTECODE=1
 export RAY_USAGE_STATS_ENABLED=0 RAY_worker_niceness=0
 """
 

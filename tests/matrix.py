@@ -1,0 +1,85 @@
+"""`make matrix`: the other Pythons, and both ends of the ranges of torch and Ray.
+
+Each gets an environment of its own under .venv/ (some GB each). It runs the tests that start no
+Ray, then a whole run on built-in data, which does. tests/matrix.txt keeps what came out.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RECORD = ROOT / "tests" / "matrix.txt"
+PINNED = ("-c", "constraints.txt")
+LOWEST = ("torch==2.12.1", "torchvision==0.27.1", "ray[default,train,tune]==2.59.0")
+HIGHEST = ("torch==2.14.1", "torchvision==0.29.1", "ray[default,train,tune]==2.60.0")
+# name -> (interpreter, what pip is told besides the project)
+CELLS = {
+    "3.12": ("python3.12", PINNED),
+    "3.13": ("python3.13", PINNED),
+    "lowest": ("python3.11", LOWEST),
+    "highest": ("python3.11", HIGHEST),
+}
+WITHOUT_RAY = (
+    "tests/data", "tests/gradients", "tests/methods", "tests/models", "tests/privacy",
+    "tests/certification/test_bounds.py", "tests/certification/test_pixeldp.py",
+    "tests/certification/test_radii.py", "tests/certification/test_sequential.py",
+    "tests/cluster/test_clusterfile.py", "tests/cluster/test_reading.py",
+    "tests/cluster/test_storage.py", "tests/test_cli.py", "tests/test_structure.py",
+    "tests/test_vision.py", "tests/test_wheel.py",
+)  # fmt: skip
+
+
+def try_out(name: str, interpreter: str, requirements: tuple[str, ...]) -> str:
+    """One line for the record."""
+    place = ROOT / ".venv" / f"matrix-{name}"
+    python = place / "bin" / "python"
+    try:
+        if not python.exists():
+            subprocess.run([interpreter, "-m", "venv", place], check=True)
+        pip = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+        subprocess.run([*pip, *requirements, "-e", ".[test]"], cwd=ROOT, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        return f"{name}: could not be installed ({error})"
+    return f"{name}: {judge(python)}"
+
+
+def judge(python: Path) -> str:
+    """Run tests and smoke run with an interpreter that has all it needs."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    versions = subprocess.run(
+        [python, "-c", "import platform as p; from importlib.metadata import version as v; "
+         "print('Python', p.python_version(), *(f'{n} {v(n)}' for n in ('torch', 'ray')))"],
+        capture_output=True, text=True, check=True,
+    ).stdout.strip()  # fmt: skip
+    tests = [python, "-m", "pytest", "-q", "-m", "not long", *WITHOUT_RAY]
+    done = subprocess.run(tests, cwd=ROOT, env=environment, capture_output=True, text=True)
+    print(done.stdout[-3000:], file=sys.stderr)
+    found = re.search(r"(\d+ (?:passed|failed|error).*?) in ", done.stdout.splitlines()[-1])
+    said = found[1] if found else f"pytest ended with {done.returncode}"
+    with tempfile.TemporaryDirectory() as folder:
+        smoke = [python, "-m", "dpdist", "run", "digits", "--runs", folder]
+        done = subprocess.run(smoke, cwd=folder, env=environment, capture_output=True, text=True)
+    print(done.stderr[-1000:], file=sys.stderr)
+    smoked = "runs" if done.returncode == 0 else f"smoke run ended with {done.returncode}"
+    return f"{versions}: {said}; dpdist run digits: {smoked}"
+
+
+def main(names: list[str]) -> None:
+    lines = []
+    for name in names or list(CELLS):
+        lines.append(try_out(name, *CELLS[name]))
+        print(lines[-1], flush=True)
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    RECORD.write_text(f"make matrix, {today}, {platform.machine()}\n" + "\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
