@@ -74,11 +74,11 @@ class Cluster:
                 break
         else:
             raise Slow if _TOO_SLOW in said else AssertionError(said[-4000:])
+        self.dig_tunnel()
+        self.wait_for_nodes(1 + len(self.workers))
         for host in (self.laptop, self.head, *self.workers):
             place = host.shell("cd / && python -c 'import dpdist; print(dpdist.__file__)'")
             assert place.startswith(rooms.SITE), place
-        self.dig_tunnel()
-        self.wait_for_nodes(1 + len(self.workers))
 
     def down(self) -> None:
         said = self.laptop.shell(f"ray down -y {self.path} 2>&1", timeout=200)
