@@ -16,7 +16,7 @@ help:
 	@echo "make test-all  the same, with the long tests (generated input, some minutes more)"
 	@echo "make lint    ruff and mypy only"
 	@echo "make mutants plant faults, one at a time: do the tests notice? (under an hour; docs/testing.md)"
-	@echo "make matrix  other Pythons, other versions of torch and Ray (some GB and half an hour)"
+	@echo "make matrix  other Pythons, other versions of torch (some GB and half an hour)"
 	@echo "make bench   speed and memory, side by side with peers"
 	@echo "make clean   remove the environment and caches (never runs/)"
 

@@ -1,4 +1,4 @@
-"""`make matrix`: the other Pythons, and both ends of the ranges of torch and Ray.
+"""`make matrix`: the other Pythons, and both ends of the range of torch.
 
 Each gets an environment of its own under .venv/ (some GB each). It runs the tests that start no
 Ray, then a whole run on built-in data, which does. tests/matrix.txt keeps what came out.
@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "tests" / "matrix.txt"
 PINNED = ("-c", "constraints.txt")
-LOWEST = ("torch==2.12.1", "torchvision==0.27.1", "ray[default,train,tune]==2.59.0")
+LOWEST = ("torch==2.12.1", "torchvision==0.27.1", "ray[default,train,tune]==2.60.0")
 HIGHEST = ("torch==2.14.1", "torchvision==0.29.1", "ray[default,train,tune]==2.60.0")
 # name -> (interpreter, what pip is told besides the project)
 CELLS = {
