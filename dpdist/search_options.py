@@ -20,6 +20,7 @@ from dpdist.fields import (
     Text,
     Trials,
 )
+from dpdist.privacy.selection import SelectionLaw
 
 Whole = Annotated[int, Number, Field(ge=-(10**9), le=10**9)]
 
@@ -66,12 +67,13 @@ class Domain(Section):
 class LawRecipe(Section):
     """The law of the number of trials K.
 
-    logarithmic, geometric, negative-binomial (shape >= -1/2) and poisson draw a secret K with this
-    mean; only the best trial is ever released (Papernot and Steinke 2022). fixed: K = runs, public,
-    paid by plain composition; every trial may be shown, and the searcher may adapt.
+    logarithmic, geometric, negative-binomial (shape >= -1/2), poisson and binomial draw a secret K
+    with this mean; only the best trial is ever released. A binomial K is never above runs, so that
+    a search has a longest time. fixed: K = runs, public, paid by plain composition; every trial may
+    be shown, and the searcher may adapt.
     """
 
-    name: Literal["logarithmic", "geometric", "negative-binomial", "poisson", "fixed"]
+    name: Literal["logarithmic", "geometric", "negative-binomial", "poisson", "binomial", "fixed"]
     mean: Annotated[float, Number, Field(ge=1, le=10_000)] | None = None
     # Below -1/2 the tail of K is so long that no computer could run every draw.
     shape: Annotated[float, Number, Field(ge=-0.5, le=1000)] | None = None
@@ -79,21 +81,36 @@ class LawRecipe(Section):
 
     @model_validator(mode="after")
     def _what_belongs(self) -> LawRecipe:
-        fixed = self.name == "fixed"
-        if fixed != (self.runs is not None):
-            raise ValueError("runs belongs to law fixed, and law fixed needs it")
-        if fixed == (self.mean is not None):
+        if (self.name in ("fixed", "binomial")) != (self.runs is not None):
+            raise ValueError("runs belongs to the laws fixed and binomial, which need it")
+        if (self.name == "fixed") == (self.mean is not None):
             raise ValueError("mean (of the number of trials) belongs to every law but fixed")
+        if self.runs is not None and self.mean is not None and self.mean > self.runs:
+            raise ValueError(f"mean must be <= runs, the {self.runs} trials there may be")
         if (self.name == "negative-binomial") != (self.shape is not None):
             raise ValueError("shape belongs to law negative-binomial, which needs it")
         return self
 
     @property
-    def shape_number(self) -> float:
-        """The shape of the law as `dpdist.privacy.selection` counts it. Not for law fixed."""
-        if self.shape is not None:
-            return self.shape
-        return {"logarithmic": 0.0, "geometric": 1.0, "poisson": math.inf}[self.name]
+    def secret(self) -> SelectionLaw | None:
+        """The law of a secret number of trials; None where it is fixed and public."""
+        if self.mean is None:
+            return None
+        if self.name == "binomial":
+            return SelectionLaw(self.mean, -float(self.runs or 1))
+        shapes = {"logarithmic": 0.0, "geometric": 1.0, "poisson": math.inf}
+        return SelectionLaw(self.mean, shapes.get(self.name, self.shape or 0.0))
+
+    @property
+    def expected(self) -> float:
+        """The mean number of trials."""
+        return self.mean or float(self.runs or 1)
+
+    @property
+    def in_words(self) -> str:
+        """For law fixed the number of trials is public."""
+        secret = self.secret
+        return f"fixed, {self.runs} trials" if secret is None else secret.describe()
 
 
 class PublicData(Section):

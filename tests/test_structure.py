@@ -40,7 +40,7 @@ ALLOWED = {
         "dpdist.gradients",
         "dpdist.models",
     },
-    "dpdist.search_options": {"dpdist.fields"},
+    "dpdist.search_options": {"dpdist.fields", "dpdist.privacy"},
     "dpdist.recipe_sections": {"dpdist.certification", "dpdist.fields", "dpdist.search_options"},
     "dpdist.recipe": {
         "dpdist.errors",

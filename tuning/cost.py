@@ -27,20 +27,20 @@ from dpdist.privacy.guarantee import Guarantee
 from dpdist.privacy.phases import Phase, walk
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.privacy.releases import GaussianReleases, GaussianSteps
-from dpdist.privacy.selection import SelectionLaw
 from dpdist.recipe import Recipe
 from dpdist.search_options import LawRecipe
 from dpdist.training.planning import plan_at
 from tuning.space import Box, cost_boxes, own_box
 
 if TYPE_CHECKING:
-    import numpy as np
+    from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 
 # Settings whose sampling rates differ by less than this factor are covered by one.
 _NEAR = 1.05
-# Renyi orders above the one that costs this much (relative, in epsilon) are given up, so that a
-# trial's noise is not dictated by orders that no bound uses.
-_ORDER_TOLERANCE = 1e-3
+# Of the guarantee's delta, this share is given up to a floor below which no trial's profile counts,
+# so that its noise is not dictated by deltas that hardly matter.
+_FLOOR = 1e-3
+_CLOSE = 1e-3  # relative, on a trial's noise
 
 
 @dataclass(frozen=True)
@@ -96,15 +96,15 @@ class SearchCost:
     def _records(self) -> int:
         return self.sizes.train(self.recipe.data.fraction)
 
-    def _one_training(self, noise: float, max_order: float | None) -> tuple[Phase, ...]:
+    def _one_training(self, noise: float) -> tuple[Phase, ...]:
         """The train side of the base mechanism, at a noise multiplier of the recipe's setting."""
         if self.costly and self.recipe.privacy.epsilon is None:
-            return (WorstOf(tuple(self._settings()), None),)
+            return (WorstOf(tuple(self._settings())),)
         own = self._at(self.recipe, self._records, noise).phases
-        return (WorstOf((own,), max_order),) if self.costly else own
+        return (WorstOf((own,), self._floor),) if self.costly else own
 
     def _settings(self) -> list[tuple[Phase, ...]]:
-        """Phases whose curves together lie above those of every setting in the space."""
+        """Phases of which every setting in the space is a post-processing of one."""
         # Settings of nearly the same rate are covered by one.
         near: dict[tuple[float, int], tuple[float, int]] = {}
         for box in self._boxes:
@@ -129,19 +129,11 @@ class SearchCost:
 
     # --- the whole
 
-    @property
-    def law_in_words(self) -> str:
-        """For law fixed the number of trials is public."""
-        if self.law.name == "fixed":
-            return f"fixed, {self.law.runs} trials"
-        assert self.law.mean is not None
-        return SelectionLaw(self.law.mean, self.law.shape_number).describe()
-
     def _repeated(self, phases: tuple[Phase, ...]) -> tuple[Phase, ...]:
         """A search over trials that each execute these phases."""
-        if self.law.name != "fixed":
-            assert self.law.mean is not None
-            return (RepeatAndSelect(phases, self.law.mean, self.law.shape_number),)
+        secret = self.law.secret
+        if secret is not None:
+            return (RepeatAndSelect(phases, secret.mean, secret.shape),)
         assert self.law.runs is not None
         return tuple(again for phase in phases for again in phase.times(self.law.runs))
 
@@ -161,24 +153,13 @@ class SearchCost:
         given = self.recipe.privacy.noise_multiplier
         if given is not None:
             return given
-        return self._calibrated(lambda s: self._repeated(self._one_training(s, self.max_order)))
+        return self._calibrated(lambda s: self._repeated(self._one_training(s)))
 
-    @cached_property
-    def max_order(self) -> float | None:
-        """The highest Renyi order that counts, when trials get noise of their own."""
-        epsilon = self.recipe.privacy.epsilon
-        if not self.costly or epsilon is None:
-            return None
-        from dpdist.privacy import accounting
-
-        noise = self._calibrated(lambda s: self._repeated(self._one_training(s, None)))
-        plan = self._plan(self._repeated(self._one_training(noise, None)))
-        orders = accounting.compose_rdp(plan.event(), plan.neighbours).orders
-        for order in orders[orders >= 2]:
-            capped = self._plan(self._repeated(self._one_training(noise, float(order))))
-            if capped.guarantee().epsilon <= (1 + _ORDER_TOLERANCE) * epsilon:
-                return float(order)
-        return None
+    @property
+    def _floor(self) -> float:
+        """The delta up to which any trial's profile may reach, when trials get noise of their own:
+        each of E[K] trials is charged it."""
+        return _FLOOR * self.recipe.privacy.delta / self.law.expected
 
     @cached_property
     def score_noise(self) -> float | None:
@@ -192,17 +173,10 @@ class SearchCost:
             return None
         if tune.score.noise is not None:
             return tune.score.noise
-        training = self._one_training(self.noise_multiplier, self.max_order)
-        target = self._epsilon(self._repeated(training))
+        target = self._epsilon(self._repeated(self._one_training(self.noise_multiplier)))
         if math.isinf(target):
             return 0.0
-
-        def scores(noise: float) -> tuple[Phase, ...]:
-            alone = self._repeated(self._scoring(noise))
-            # Beside a maximum of Renyi curves, which has no PLD, everything is priced by its curve.
-            return (WorstOf((alone,)),) if self.costly else alone
-
-        return self._calibrated(scores, target)
+        return self._calibrated(lambda s: self._repeated(self._scoring(s)), target)
 
     def _scoring(self, noise: float) -> tuple[Phase, ...]:
         assert self.recipe.tune is not None
@@ -211,7 +185,7 @@ class SearchCost:
     @cached_property
     def plan(self) -> PrivacyPlan:
         """The plan of training and search together."""
-        training = self._one_training(self.noise_multiplier, self.max_order)
+        training = self._one_training(self.noise_multiplier)
         if self.score_noise is None:
             return self._checked(self._repeated(training))
         if self.recipe.privacy.neighbours != "add-or-remove-one":
@@ -234,7 +208,7 @@ class SearchCost:
     @cached_property
     def one_training(self) -> Guarantee:
         """What a single training with the same noise costs, without any search."""
-        return self._plan(self._one_training(self.noise_multiplier, None)).guarantee()
+        return self._plan(self._one_training(self.noise_multiplier)).guarantee()
 
     # --- arithmetic
 
@@ -276,7 +250,7 @@ class SearchCost:
     @cached_property
     def limit(self) -> Limit:
         """What one trial's training may cost: what the search's price is computed from."""
-        return Limit(self._plan(self._one_training(self.noise_multiplier, self.max_order)))
+        return Limit(self._plan(self._one_training(self.noise_multiplier)))
 
     def trial_noise(self, trial: Recipe) -> float:
         """The noise multiplier of one trial's recipe (made by `tuning.space.with_values`)."""
@@ -286,8 +260,8 @@ class SearchCost:
             return self.noise_multiplier
         records = self.sizes.train(trial.data.fraction)
 
-        def fits(noise: float) -> bool:
-            return self.limit.allows(self._at(trial, records, noise))
+        def fits(noise: float, coarser: int = 10) -> bool:
+            return self.limit.allows(self._at(trial, records, noise), coarser)
 
         low, high = self.noise_multiplier, self.noise_multiplier
         while not fits(high):
@@ -296,9 +270,11 @@ class SearchCost:
                 raise UserError(f"{self.where}: tune.space: no noise makes a trial affordable")
         while low > 1e-2 and fits(low):
             low, high = low / 1.5, low
-        while high / low > 1 + 1e-4:
+        while high / low > 1 + _CLOSE:
             middle = math.sqrt(low * high)
             low, high = (low, middle) if fits(middle) else (middle, high)
+        while not fits(high, coarser=1):  # what counts is the grid that the price is computed on
+            high *= 1 + _CLOSE
         return high
 
 
@@ -307,14 +283,17 @@ class Limit:
     """What one trial's training may cost. base: the plan from which the search's price is computed.
 
     A trial is within the limit when it is a post-processing of one of the base's choices, or when
-    the base is a maximum of Renyi curves, the only thing its price is computed from, and the
-    trial's own curve lies below it at every order that counts.
+    the base is priced by nothing but its profile and the trial's own stays below it, on the grid
+    that the price is computed on.
     """
 
     base: PrivacyPlan
 
-    def allows(self, trial: PrivacyPlan) -> bool:
-        """Whether a trial, by the plan that it executes, costs no more."""
+    def allows(self, trial: PrivacyPlan, coarser: int = 1) -> bool:
+        """Whether a trial, by the plan that it executes, costs no more.
+
+        coarser: how many times the price's grid, for a first answer that need not be true.
+        """
         base = self.base
         if (trial.delta, trial.neighbours) != (base.delta, base.neighbours):
             return False
@@ -323,7 +302,7 @@ class Limit:
             for one_each in product(*(phase.settings for phase in base.phases)):
                 if _post_processing(trial.phases, tuple(chain.from_iterable(one_each))):
                     return True
-        return all(phase.priced_by_curve for phase in base.phases) and self._curve_lies_above(trial)
+        return all(one.priced_by_profile for one in base.phases) and self._covers(trial, coarser)
 
     def check(self, trial: PrivacyPlan, where: str) -> None:
         """Raise UserError unless the trial is within the limit."""
@@ -333,22 +312,44 @@ class Limit:
                 f"is not begun: {trial.phases} against {self.base.phases}"
             )
 
+    def _covers(self, trial: PrivacyPlan, coarser: int) -> bool:
+        """Path by path: a record takes as many through the trial as through the base.
+
+        The price is computed on this grid or a coarser one, on which the base costs more still.
+        """
+        from dpdist.privacy.accounting import Unsupported
+        from dpdist.privacy.losses import compose_pld
+        from dpdist.privacy.profiles import exceeds
+
+        paths = trial.alternatives(trial.phases)
+        try:
+            ceilings = self._ceilings(coarser)
+            if len(ceilings) != len(paths):
+                return False
+            for (grid, ceiling), path in zip(ceilings, paths, strict=True):
+                own = compose_pld(path, trial.neighbours, grid)
+                if ceiling is not None and (own is None or exceeds(own, ceiling)):
+                    return False
+        except Unsupported:
+            return False
+        return True
+
+    def _ceilings(self, coarser: int) -> list[tuple[float, PrivacyLossDistribution | None]]:
+        """For each path its grid, and on it the loss that the price is computed from."""
+        from dpdist.privacy.accounting import grid_for
+        from dpdist.privacy.losses import compose_pld
+
+        if coarser not in self._known:
+            found = []
+            for path in self.base.alternatives(self.base.phases):
+                grid = coarser * grid_for(path, self.base.neighbours)
+                found.append((grid, compose_pld(path, self.base.neighbours, grid)))
+            self._known[coarser] = found
+        return self._known[coarser]
+
     @cached_property
-    def _ceiling(self) -> tuple[np.ndarray, np.ndarray]:
-        """Renyi orders, and the curve at these: where it is infinite it constrains nothing."""
-        from dpdist.privacy import accounting
-
-        found = accounting.compose_rdp(self.base.event(), self.base.neighbours)
-        return found.orders[found.rdp < math.inf], found.rdp[found.rdp < math.inf]
-
-    def _curve_lies_above(self, trial: PrivacyPlan) -> bool:
-        from dpdist.privacy import accounting
-
-        orders, ceiling = self._ceiling
-        if not len(orders):  # the price is infinite
-            return True
-        own = accounting.compose_rdp(trial.event(), trial.neighbours, orders.tolist())
-        return bool((own.rdp <= ceiling).all())
+    def _known(self) -> dict[int, list[tuple[float, PrivacyLossDistribution | None]]]:
+        return {}
 
 
 def _post_processing(own: Sequence[Phase], other: Sequence[Phase]) -> bool:

@@ -16,7 +16,6 @@ from cluster.reading import read_json
 from cluster.storage import private_folder, write_json
 from dpdist.errors import UserError
 from dpdist.gradients.keys import derive_key, words
-from dpdist.privacy.selection import SelectionLaw
 from dpdist.runfolder import RunFolder
 from dpdist.search_options import LawRecipe, TuneRecipe
 from tuning.space import Values, draw
@@ -84,12 +83,11 @@ class SearchFolder:
 
 def number_of_trials(law: LawRecipe, key: bytes) -> int:
     """K, drawn with a secret key; fixed by law fixed."""
-    if law.name == "fixed":
+    secret = law.secret
+    if secret is None:
         assert law.runs is not None
         return law.runs
-    assert law.mean is not None
-    selection = SelectionLaw(law.mean, law.shape_number)
-    return selection.quantile(_uniforms(derive_key(key, "search", "count"))())
+    return secret.quantile(_uniforms(derive_key(key, "search", "count"))())
 
 
 def draw_trials(tune: TuneRecipe, key: bytes) -> list[Trial]:

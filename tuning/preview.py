@@ -10,7 +10,6 @@ from typing import Any
 
 from dpdist.errors import UserError
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.privacy.selection import SelectionLaw
 from dpdist.recipe import Recipe
 from dpdist.search_options import LawRecipe
 from dpdist.training.planning import make_plan
@@ -87,6 +86,7 @@ def laws(recipe: Recipe, means: Sequence[int]) -> Iterator[tuple[LawRecipe, bool
             LawRecipe(name="logarithmic", mean=mean),
             LawRecipe(name="geometric", mean=mean),
             LawRecipe(name="poisson", mean=mean),
+            LawRecipe(name="binomial", mean=mean, runs=math.ceil(4 / 3 * mean)),
             LawRecipe(name="fixed", runs=mean),
         ):
             if law != own:
@@ -106,7 +106,7 @@ def plot(rows: Sequence[Row], one_run: float, delta: float, path: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(color="#e5e5e5", linewidth=0.8)
     axes.set_axisbelow(True)
-    markers = iter("os^Dv")
+    markers = iter("os^DvP")
     for kind in dict.fromkeys(row.kind for row in rows):
         points = sorted({(row.mean, row.epsilon) for row in rows if row.kind == kind})
         axes.plot(*zip(*points, strict=True), marker=next(markers), markersize=4, label=kind)
@@ -137,18 +137,15 @@ def row(recipe: Recipe, law: LawRecipe, own: bool, sizes: Sizes, noise: float, w
     target = None
     if privacy.epsilon is not None:
         target = SearchCost(recipe, sizes, law, where).noise_multiplier
-    mean = round(law.runs or law.mean or 1)
+    mean, secret = round(law.expected), law.secret
     marks = sorted({1, 2, mean})
-    if law.name == "fixed":
+    if secret is None:
         at_least = tuple((k, float(k <= mean)) for k in marks)
         quantiles = (mean, mean, mean)
     else:
-        assert law.mean is not None
-        selection = SelectionLaw(law.mean, law.shape_number)
-        at_least = tuple((k, selection.at_least(k)) for k in marks)
-        low, middle, high = (selection.quantile(q) for q in (0.05, 0.5, 0.95))
+        at_least = tuple((k, secret.at_least(k)) for k in marks)
+        low, middle, high = (secret.quantile(q) for q in (0.05, 0.5, 0.95))
         quantiles = (low, middle, high)
-    words, epsilon = unchanged.law_in_words, unchanged.guarantee.epsilon
-    expected = law.runs or law.mean or 1.0
+    words, epsilon = law.in_words, unchanged.guarantee.epsilon
     kind = words.split(",")[0]
-    return Row(words, kind, expected, own, epsilon, target, at_least, quantiles)
+    return Row(words, kind, law.expected, own, epsilon, target, at_least, quantiles)

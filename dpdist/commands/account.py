@@ -225,7 +225,7 @@ def search_command(
     """
     from dpdist.privacy.guarantee import format_epsilon
     from dpdist.privacy.plan import PrivacyPlan
-    from dpdist.privacy.searches import cheapest, fixed_runs_guarantee
+    from dpdist.privacy.searches import fixed_runs_guarantee, search_guarantee
     from dpdist.privacy.selection import SelectionLaw
 
     with _user_errors("search"):
@@ -239,7 +239,7 @@ def search_command(
         found = [("one run", one.guarantee(), 1)]
         for shape in (0.0, 0.5, 1.0, math.inf):
             law = SelectionLaw(float(runs), shape)
-            cost = cheapest(one.phases, law, records=records, delta=delta)
+            cost = search_guarantee(one.phases, law, records=records, delta=delta)
             found.append((law.describe(), cost, law.quantile(0.95)))
         cost = fixed_runs_guarantee(one.phases, runs, records=records, delta=delta)
         found.append((f"fixed, {runs} runs", cost, runs))

@@ -51,7 +51,7 @@ def _in_units_of(event: dpa.DpEvent, sensitivity: float) -> dpa.DpEvent:
         return RepeatAndSelectDpEvent(inner, event.mean, event.shape)
     if isinstance(event, WorstOfDpEvent):
         choices = [_in_units_of(choice, sensitivity) for choice in event.events]
-        return WorstOfDpEvent(choices, event.max_order)
+        return WorstOfDpEvent(choices, event.floor)
     if sensitivity == 1 or isinstance(event, dpa.NoOpDpEvent | dpa.NonPrivateDpEvent):
         return event
     raise Unsupported(
@@ -66,6 +66,14 @@ class _Renyi(RdpAccountant):
 
     def _maybe_compose(self, event: dpa.DpEvent, count: int, do_compose: bool) -> Any:
         negative = isinstance(event, RepeatAndSelectDpEvent) and event.shape < 0
+        if isinstance(event, WorstOfDpEvent) and event.floor:
+            return self.CompositionErrorDetails(
+                invalid_event=event, error_message="its floor bounds profiles, not Renyi curves"
+            )
+        if negative and event.shape <= -1:
+            return self.CompositionErrorDetails(
+                invalid_event=event, error_message="no Renyi bound of a binomial law is known to us"
+            )
         if not (negative or isinstance(event, WorstOfDpEvent)):
             return super()._maybe_compose(event, count, do_compose)
         parts = event.events if isinstance(event, WorstOfDpEvent) else [event.event]
@@ -80,8 +88,6 @@ class _Renyi(RdpAccountant):
                 return error
         if isinstance(event, WorstOfDpEvent):
             curve = np.max(curves, axis=0)
-            if event.max_order is not None:
-                curve = np.where(self._orders > event.max_order, np.inf, curve)
         else:
             curve = best_of_runs(self._orders, curves[0], event.mean, event.shape)
         self._rdp = before + count * curve if do_compose else before
@@ -152,7 +158,21 @@ def _untruncated(event: dpa.DpEvent) -> dpa.DpEvent:
         return dpa.NoOpDpEvent()
     if isinstance(event, WorstOfDpEvent):
         return WorstOfDpEvent([_untruncated(part) for part in event.events])
+    if isinstance(event, RepeatAndSelectDpEvent):
+        shape = event.shape if event.shape > -1 else math.inf
+        return RepeatAndSelectDpEvent(_untruncated(event.event), event.mean, shape)
     return event
+
+
+def _selects(event: dpa.DpEvent) -> bool:
+    """Whether the event holds a search: neither bound of its price is always the smaller one."""
+    if isinstance(event, RepeatAndSelectDpEvent):
+        return True
+    if isinstance(event, dpa.SelfComposedDpEvent):
+        return _selects(event.event)
+    if isinstance(event, dpa.ComposedDpEvent | WorstOfDpEvent):
+        return any(map(_selects, event.events))
+    return False
 
 
 def _worst(values: Sequence[float]) -> float:
@@ -166,8 +186,8 @@ def epsilon(
 
     alternatives: one event per part of the data a record may lie in (one event: no parallel parts).
     PLD is used when it covers every alternative, RDP otherwise, and where it is the smaller bound:
-    the grid is coarse (losses in the hundreds), or the delta is hardly above the rounding that a
-    PLD is charged for. Raises Unsupported when neither covers them.
+    the grid is coarse (losses in the hundreds), the delta is hardly above the rounding that a PLD
+    is charged for, or a search is priced. Raises Unsupported when neither covers them.
     """
     try:
         grids, losses = _losses(alternatives, neighbours)
@@ -180,7 +200,8 @@ def epsilon(
             raise Unsupported(f"{no_rdp} (and {no_pld})") from no_rdp
     value, grid = _worst([loss.epsilon(delta) for loss in losses]), max(grids, default=FINEST_GRID)
     resolved = all(loss.resolves(delta) for loss in losses)
-    if resolved and math.isfinite(value) and grid <= FINEST_GRID:
+    search = any(map(_selects, alternatives))
+    if resolved and math.isfinite(value) and grid <= FINEST_GRID and not search:
         return value, pld_name(grid)
     try:
         by_rdp = _rdp_epsilon(alternatives, delta, neighbours)
@@ -189,7 +210,7 @@ def epsilon(
     except Unsupported:
         if math.isinf(value) and not resolved:
             return value, f"no finite bound (PLD does not resolve delta {delta:g})"
-    return value, pld_name(grid)
+    return value, pld_name(grid, search)
 
 
 def _losses(
@@ -242,7 +263,7 @@ def delta_profile(
 
     def profile(at: float) -> float:
         value = _worst([loss.delta(at) for loss in losses])
-        if all(loss.resolves(value) for loss in losses):
+        if all(loss.resolves(value) for loss in losses) and not any(map(_selects, alternatives)):
             return value
         try:
             return min(value, by_rdp(at))
@@ -259,9 +280,9 @@ def library_version() -> str:
     return f"dp-accounting {version('dp-accounting')}"
 
 
-def pld_name(grid: float) -> str:
-    """How a PLD result names its accountant."""
-    return f"PLD (grid {grid:g}, {library_version()})"
+def pld_name(grid: float, search: bool = False) -> str:
+    """How a PLD result names its accountant; search: it holds the best of K runs."""
+    return f"PLD{' of best-of-K' if search else ''} (grid {grid:g}, {library_version()})"
 
 
 def rdp_name() -> str:

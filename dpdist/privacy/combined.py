@@ -62,8 +62,8 @@ class ParallelParts(Phase):
 class RepeatAndSelect(Phase):
     """Run `phases` K times, release only the best run; K is secret and random.
 
-    mean, shape: of K's law, see `dpdist.privacy.selection.SelectionLaw`. Papernot and Steinke 2022,
-    Theorems 2 and 6.
+    mean, shape: of K's law, see `dpdist.privacy.selection.SelectionLaw`. Costs the smaller of what
+    `dpdist.privacy.best_of` and Papernot and Steinke 2022 (Theorems 2 and 6) prove.
     """
 
     kind: ClassVar[str] = "repeat-and-select"
@@ -104,26 +104,30 @@ class RepeatAndSelect(Phase):
 class WorstOf(Phase):
     """One of several mechanisms, chosen without looking at the data; the choice may be public.
 
-    Costs the pointwise maximum of the Renyi curves of `choices`, which covers every mechanism whose
-    curve lies below it. max_order: the curves count up to this order only (None: everywhere).
+    Costs the pointwise maximum of the profiles of `choices` and of `floor`, a delta. With a floor
+    nothing else prices it, so that it covers every mechanism whose profile does not rise above, in
+    either direction, at any epsilon; Renyi curves would not do, as they do not order profiles.
     """
 
     kind: ClassVar[str] = "worst-of"
-    priced_by_curve: ClassVar[bool] = True
     choices: Sequences
-    max_order: float | None = None
+    floor: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.choices:
             raise ValueError("WorstOf needs at least one choice")
-        if self.max_order is not None and not self.max_order > 1:
-            raise ValueError(f"max_order must be > 1, got {self.max_order}")
+        if not 0 <= self.floor < 1:
+            raise ValueError(f"floor must be in [0, 1), got {self.floor}")
+
+    @property
+    def priced_by_profile(self) -> bool:
+        return self.floor > 0
 
     def events(self, records: int) -> list[dpa.DpEvent]:
         from dpdist.privacy.events import WorstOfDpEvent
 
         choices = [sequence_alternatives(choice, records) for choice in self.choices]
-        return [WorstOfDpEvent(list(path), self.max_order) for path in itertools.product(*choices)]
+        return [WorstOfDpEvent(list(path), self.floor) for path in itertools.product(*choices)]
 
     @property
     def inner(self) -> Sequences:
@@ -143,7 +147,12 @@ class WorstOf(Phase):
 
     @classmethod
     def read(cls, values: dict[str, Any], phases: Reader) -> Phase:
-        return cls(tuple(map(phases, values["choices"])), values["max_order"])
+        if "max_order" in values:
+            raise ValueError(
+                "its search was priced by Renyi curves, which do not order what its trials cost; "
+                "repeat it under another name"
+            )
+        return cls(tuple(map(phases, values["choices"])), values["floor"])
 
 
 def _either(sequences: Sequences) -> str:

@@ -9,11 +9,11 @@ import dp_accounting as dpa
 
 @dataclass(frozen=True)
 class WorstOfDpEvent(dpa.DpEvent):
-    """One of `events`, chosen without the data: costs the pointwise maximum of their Renyi curves.
+    """One of `events`, chosen without the data: costs the pointwise maximum of their profiles and
+    of `floor`, or, where that is 0, of their Renyi curves.
 
-    max_order: the curves count up to this order only, and any mechanism whose curve lies below the
-    maximum there is covered as well. None: all orders.
+    floor: a delta; any mechanism whose profile stays below the maximum is covered as well.
     """
 
     events: list[dpa.DpEvent]
-    max_order: float | None = None
+    floor: float = 0.0

@@ -9,12 +9,18 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
 
 import dp_accounting as dpa
+from dp_accounting.dp_event import RepeatAndSelectDpEvent
 from dp_accounting.pld import privacy_loss_distribution as pld_library
 from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 
+from dpdist.privacy.best_of import best_of
+from dpdist.privacy.events import WorstOfDpEvent
 from dpdist.privacy.guarantee import Neighbours
+from dpdist.privacy.profiles import maximum
+from dpdist.privacy.selection import SelectionLaw
 from dpdist.privacy.subsampled import sampled_gaussian_pld, truncated_gaussian_pld
 
 _RELATIONS = {
@@ -84,6 +90,10 @@ def _releases(event: dpa.DpEvent) -> int:
         return 1 if in_one else event.count * _releases(event.event)
     if isinstance(event, dpa.ComposedDpEvent):
         return sum(map(_releases, event.events))
+    if isinstance(event, WorstOfDpEvent):
+        return max(map(_releases, event.events))
+    if isinstance(event, RepeatAndSelectDpEvent):  # an error of one run's delta counts E[K] times
+        return math.ceil(event.mean * _releases(event.event))
     return 1
 
 
@@ -142,13 +152,30 @@ def compose_pld(
         return compose_pld(event.event, neighbours, grid, count * event.count)
     if isinstance(event, dpa.ComposedDpEvent):
         total = identity
-        for part in event.events:
-            piece = compose_pld(part, neighbours, grid, count)
+        for part, same in groupby(event.events):
+            piece = compose_pld(part, neighbours, grid, count * len(list(same)))
             if piece is None:
                 return None
             total = total.compose(piece)
         return total
+    if isinstance(event, RepeatAndSelectDpEvent):
+        one = compose_pld(event.event, neighbours, grid)
+        law = SelectionLaw(event.mean, event.shape)
+        return None if one is None else _repeated(best_of(one, law), count)
+    if isinstance(event, WorstOfDpEvent):
+        found = [compose_pld(choice, neighbours, grid) for choice in event.events]
+        known = [loss for loss in found if loss is not None]
+        if len(known) < len(found):
+            return None
+        return _repeated(maximum(known, event.floor), count)
     return _mechanism_pld(event, neighbours, grid, count)
+
+
+def _repeated(loss: PrivacyLossDistribution, count: int) -> PrivacyLossDistribution | None:
+    """It, `count` times over; None where nothing finite is left of it, which the library cannot
+    compose."""
+    lost = max(loss._pmf_remove._infinity_mass, loss._pmf_add._infinity_mass)
+    return None if lost >= 1 else loss.self_compose(count)
 
 
 def _mechanism_pld(

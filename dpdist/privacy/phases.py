@@ -31,13 +31,10 @@ class Phase(ABC):
 
     kind: its name in JSON. capped: what it costs depends on the true number of records.
     weighs_orders: its Renyi divergence at one order follows from those at others as well.
-    priced_by_curve: its price is computed from nothing but its Renyi curve, so that it covers every
-    mechanism whose curve lies below.
     """
 
     kind: ClassVar[str]
     weighs_orders: ClassVar[bool] = False
-    priced_by_curve: ClassVar[bool] = False
 
     # --- its price
 
@@ -57,6 +54,12 @@ class Phase(ABC):
 
     @property
     def capped(self) -> bool:
+        return False
+
+    @property
+    def priced_by_profile(self) -> bool:
+        """Whether its price is computed from nothing but its hockey-stick profile, so that it
+        covers every mechanism whose profile does not rise above."""
         return False
 
     @property

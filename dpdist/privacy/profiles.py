@@ -1,4 +1,4 @@
-"""Hockey-stick profiles of privacy loss distributions: read, and built anew.
+"""Hockey-stick profiles of privacy loss distributions: read, take the maximum of, and built anew.
 
 A privacy loss distribution stands for a pair (Q, Q'): the probabilities under Q of the losses
 ln q/q' on a grid, and the mass at an infinite loss. Its profile epsilon -> sup_S Q(S) - e^epsilon
@@ -17,6 +17,10 @@ from functools import cached_property
 import numpy as np
 from dp_accounting.pld import pld_pmf
 from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
+
+_LARGEST = (
+    700.0  # epsilon up to which e^epsilon is a float64; profiles made here are constant beyond
+)
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,8 @@ class Losses:
         index = steps - self.first
         inside = np.clip(index, 0, len(self.probabilities) - 1)
         values = np.where(index >= len(self.probabilities), self.infinite, self.profile()[inside])
-        below = 1.0 - np.exp(np.minimum(steps * self.grid, 700.0)) * self.other.sum()
+        # Below the least loss every outcome counts: Q - e^epsilon Q' of everything.
+        below = 1.0 - np.exp(np.minimum(steps, self.first) * self.grid) * self.other.sum()
         return np.where(index < 0, np.clip(below, 0.0, 1.0), values)
 
 
@@ -75,10 +80,10 @@ def _losses(pmf: pld_pmf.DensePLDPmf) -> Losses:
     # Rounding in Fourier transforms leaves a mass a little above 1. What is too much is taken from
     # the lowest losses: the profile stays where it was above them and becomes the chord to (0, 1)
     # below, which no convex profile exceeds.
-    mass = np.cumsum(np.maximum(pmf._probs, 0.0))
-    excess = max(0.0, mass[-1] + pmf._infinity_mass - 1.0)
+    mass, infinite = np.cumsum(np.maximum(pmf._probs, 0.0)), max(0.0, pmf._infinity_mass)
+    excess = max(0.0, mass[-1] + infinite - 1.0)
     kept = np.diff(np.maximum(mass - excess, 0.0), prepend=0.0)
-    return Losses(pmf._discretization, pmf._lower_loss, kept, pmf._infinity_mass)
+    return Losses(pmf._discretization, pmf._lower_loss, kept, infinite)
 
 
 def from_profiles(
@@ -119,3 +124,44 @@ def _lower_hull(x: np.ndarray, y: np.ndarray) -> np.ndarray:
         ys.append(low)
         hull.append(index)
     return np.array(hull)
+
+
+def maximum(
+    losses: Sequence[PrivacyLossDistribution], floor: float = 0.0
+) -> PrivacyLossDistribution:
+    """The loss whose profile is the pointwise maximum of these and of `floor`, in each direction.
+
+    It dominates a mechanism that runs any one of them, chosen without the data (the profile of the
+    mixture lies below the mixture of the profiles), and any that does not exceed it (`exceeds`).
+    All on one grid.
+    """
+    sides = [_both(loss) for loss in losses]
+    grid = sides[0][0].grid
+    steps = _common_steps(sides)[: math.ceil(_LARGEST / grid) + 1]
+    highest = [
+        np.maximum(np.max([side[way].at(steps) for side in sides], axis=0), floor) for way in (0, 1)
+    ]
+    return from_profiles(grid, steps, highest)
+
+
+def exceeds(loss: PrivacyLossDistribution, limit: PrivacyLossDistribution) -> bool:
+    """Whether a profile rises above that of `limit` anywhere, in a direction.
+
+    False proves that `limit` dominates whatever has this loss: both profiles are linear in
+    e^epsilon between the points of their one grid, so they are compared at these points; below
+    zero each direction is told by the other one.
+    """
+    sides = [_both(loss), _both(limit)]
+    steps = _common_steps(sides)
+    own, bound = sides
+    return any((own[way].at(steps) > bound[way].at(steps)).any() for way in (0, 1))
+
+
+def _both(loss: PrivacyLossDistribution) -> tuple[Losses, Losses]:
+    found = directions(loss)
+    return found[0], found[-1]
+
+
+def _common_steps(sides: Sequence[tuple[Losses, Losses]]) -> np.ndarray:
+    ends = [one.first + len(one.probabilities) for side in sides for one in side]
+    return np.arange(0, max([2, *ends]))

@@ -3,7 +3,8 @@
 A search runs the base mechanism K times with K secret and random, and releases the best run only. A
 law is named by its mean and its shape, as in `dpdist.privacy.combined.RepeatAndSelect`: shape
 infinity is Poisson (K may be 0), every finite shape eta > -1 a truncated negative binomial (K >= 1;
-1 is geometric, 0 logarithmic).
+1 is geometric, 0 logarithmic), and a whole shape -n <= -1 binomial: n chances, so that K is never
+larger (K may be 0; with mean n, K is always n).
 """
 
 from __future__ import annotations
@@ -26,23 +27,40 @@ def mean_of(shape: float, log_gamma: float) -> float:
 
 @dataclass(frozen=True)
 class SelectionLaw:
-    """The law of K. mean: E[K] >= 1. shape: infinity for Poisson, else eta > -1."""
+    """The law of K. mean: E[K] >= 1. shape: infinity for Poisson, eta > -1, or -n for binomial."""
 
     mean: float
     shape: float
 
     def __post_init__(self) -> None:
-        if math.isnan(self.shape) or self.shape <= -1:
-            raise ValueError(f"shape must be > -1 (infinity: Poisson), got {self.shape}")
+        if not (self.shape > -1 or (math.isfinite(self.shape) and self.shape == int(self.shape))):
+            raise ValueError(
+                "shape must be > -1 (infinity: Poisson) or a whole number -n (binomial of n "
+                f"chances), got {self.shape}"
+            )
         if not (math.isfinite(self.mean) and self.mean >= 1):
             raise ValueError(f"mean number of runs must be >= 1 and finite, got {self.mean}")
+        if self.chances is not None and self.mean > self.chances:
+            raise ValueError(f"{self.chances} chances cannot have the mean {self.mean}")
+
+    @property
+    def chances(self) -> int | None:
+        """The largest K of a binomial law; None for the others."""
+        return int(-self.shape) if self.shape <= -1 else None
+
+    @property
+    def none(self) -> float:
+        """P(K = 0)."""
+        if self.chances is not None:
+            return (1 - self.mean / self.chances) ** self.chances
+        return math.exp(-self.mean) if math.isinf(self.shape) else 0.0
 
     @cached_property
     def log_gamma(self) -> float:
-        """ln of the parameter gamma that gives this mean; 0 for mean 1 (K is 1). Finite shapes
+        """ln of the parameter gamma that gives this mean; 0 for mean 1 (K is 1). Shapes eta > -1
         only."""
-        if math.isinf(self.shape):
-            raise ValueError("a Poisson law has no gamma")
+        if math.isinf(self.shape) or self.chances is not None:
+            raise ValueError("only truncated negative binomial laws have a gamma")
         if self.mean == 1:
             return 0.0
         if self.shape == 1:
@@ -71,12 +89,19 @@ class SelectionLaw:
 
         if math.isinf(self.shape):
             return self.mean * np.exp(-self.mean * t)
+        if self.chances is not None:
+            missed = np.maximum(1 - self.mean / self.chances * t, 0.0)
+            return self.mean * missed ** (self.chances - 1)
         return self.mean * (1 + math.expm1(-self.log_gamma) * t) ** -(1 + self.shape)
 
     def log_pmf(self, runs: int) -> float:
         """ln P(K = runs)."""
         from scipy.special import gammaln
 
+        if self.chances is not None:
+            from scipy.stats import binom
+
+            return float(binom.logpmf(runs, self.chances, self.mean / self.chances))
         if math.isinf(self.shape):
             if runs < 0:
                 return -math.inf
@@ -96,6 +121,10 @@ class SelectionLaw:
 
     def at_least(self, runs: int) -> float:
         """P(K >= runs)."""
+        if self.chances is not None:
+            from scipy.stats import binom
+
+            return float(binom.sf(runs - 1, self.chances, self.mean / self.chances))
         if math.isinf(self.shape):
             from scipy.special import pdtrc
 
@@ -139,7 +168,7 @@ class SelectionLaw:
         high = 1
         while 1 - self.at_least(high + 1) < probability:
             high *= 2
-        low = -1 if math.isinf(self.shape) else 0  # P(K <= low) = 0
+        low = -1 if self.none else 0  # P(K <= low) = 0
         while high - low > 1:
             middle = (low + high) // 2
             if 1 - self.at_least(middle + 1) >= probability:
@@ -150,6 +179,10 @@ class SelectionLaw:
 
     def describe(self) -> str:
         """The law in words."""
+        if self.mean == self.chances:
+            return f"fixed, unshown, {self.chances}"
+        if self.chances is not None:
+            return f"binomial of {self.chances} chances, mean {self.mean:g}"
         names = {math.inf: "Poisson", 1.0: "geometric", 0.0: "logarithmic"}
         name = names.get(self.shape, f"truncated negative binomial (shape {self.shape:g})")
         return f"{name}, mean {self.mean:g}"

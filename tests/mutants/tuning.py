@@ -94,8 +94,8 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "tuning/cost.py", "tuning/test_cost::test_training_and_search_together_meet_the_target",
-        ("RepeatAndSelect(phases, self.law.mean, self.law.shape_number)",
-         "RepeatAndSelect(phases, 1.0, self.law.shape_number)", "one trial is charged"),
+        ("RepeatAndSelect(phases, secret.mean, secret.shape)",
+         "RepeatAndSelect(phases, 1.0, secret.shape)", "one trial is charged"),
     ),
     *group(
         "tuning/cost.py", "tuning/test_cost::test_the_bound_lies_above_every_setting",

@@ -14,11 +14,14 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from scipy.stats import norm
 
+from dpdist.privacy import losses as events
 from dpdist.privacy.best_of import best_of
+from dpdist.privacy.combined import RepeatAndSelect
 from dpdist.privacy.losses import compose_pld
-from dpdist.privacy.profiles import directions, from_profiles
+from dpdist.privacy.plan import PrivacyPlan
+from dpdist.privacy.profiles import directions, exceeds, from_profiles, maximum
 from dpdist.privacy.releases import GaussianSteps, NonPrivate
-from dpdist.privacy.searches import best_of_guarantee
+from dpdist.privacy.searches import search_guarantee
 from dpdist.privacy.selection import SelectionLaw
 
 GEOMETRIC, LOGARITHMIC, POISSON, HALF = 1.0, 0.0, math.inf, -0.5
@@ -28,6 +31,8 @@ def generating(law: SelectionLaw):
     """E s^K, by its closed form."""
     if math.isinf(law.shape):
         return lambda s: np.exp(law.mean * (s - 1))
+    if law.shape <= -1:
+        return lambda s: (1 + law.mean / -law.shape * (s - 1)) ** -law.shape
     if law.mean == 1:
         return lambda s: s
     gamma = law.gamma
@@ -108,7 +113,7 @@ def test_one_run_costs_what_it_costs():
 
 
 @pytest.mark.parametrize(
-    ("mean", "shape"), [(10, 0.0), (10, 1.0), (10, math.inf), (10, -0.5), (50, 1.0)]
+    ("mean", "shape"), [(10, 0.0), (10, 1.0), (10, math.inf), (10, -0.5), (50, 1.0), (4.5, -6.0)]
 )
 def test_an_adversarial_ordering_reaches_the_bound(mean, shape):
     """Outcomes that speak for the neighbour are best, then the others from either end: within 3 %
@@ -147,7 +152,7 @@ pairs = st.lists(st.floats(0.01, 1.0), min_size=3, max_size=7).flatmap(
 @given(
     pairs,
     st.floats(1.0, 100.0),
-    st.sampled_from([GEOMETRIC, LOGARITHMIC, POISSON, HALF, 2.5, -0.9]),
+    st.sampled_from([GEOMETRIC, LOGARITHMIC, POISSON, HALF, 2.5, -0.9, -100.0]),
     st.floats(-3.0, 6.0),
     st.randoms(use_true_random=False),
 )
@@ -231,7 +236,7 @@ def test_no_run_at_all_is_an_outcome_too():
     for losses in directions(found):
         for epsilon in (-0.5, -2.0, -4.0):
             value = float(losses.at(np.array([round(epsilon / losses.grid)]))[0])
-            assert value >= math.exp(-law.mean) * (1 - math.exp(epsilon))
+            assert value >= law.none * (1 - math.exp(epsilon))
         assert losses.probabilities.sum() + losses.infinite == pytest.approx(1, abs=1e-9)
 
 
@@ -267,15 +272,17 @@ def test_mass_above_one_is_taken_from_the_lowest_losses():
 
 def test_the_guarantee_says_what_it_rests_on():
     law, steps = SelectionLaw(5, LOGARITHMIC), (GaussianSteps(150, 1.152, 512 / 10800),)
-    found = best_of_guarantee(steps, law, records=10800, delta=1e-5)
+    found = search_guarantee(steps, law, records=10800, delta=1e-5)
     loss = best_of(sampled(1.152, 512 / 10800, 150), law)
     assert found.epsilon == pytest.approx(loss.get_epsilon_for_delta(1e-5), rel=1e-6)
     assert "the number of runs and all unselected runs stay secret" in found.assumptions
     assert found.source.startswith("PLD of best-of-K")
     # The rounding of one run's distribution counts E[K] times: here it is all of delta.
-    tiny = best_of_guarantee(steps, law, records=10800, delta=150 * 5 * 1e-15)
-    assert math.isinf(tiny.epsilon)
-    none = best_of_guarantee((NonPrivate("a test"),), law, records=10, delta=1e-5)
+    plan = PrivacyPlan(10800, (RepeatAndSelect(steps, law.mean, law.shape),), 1e-5)
+    priced = events.loss_of(plan.event(), plan.neighbours, 1e-4)
+    assert math.isinf(priced.epsilon(150 * 5 * 1e-15))
+    assert math.isfinite(priced.epsilon(151 * 5 * 1e-12))
+    none = search_guarantee((NonPrivate("a test"),), law, records=10, delta=1e-5)
     assert math.isinf(none.epsilon)
 
 
@@ -284,7 +291,7 @@ def test_relations_and_caps_that_have_no_renyi_bound():
     capped = (GaussianSteps(20, 1.5, 0.05, 80),)
     plain = (GaussianSteps(20, 1.5, 0.05),)
     price = {
-        name: best_of_guarantee(phases, law, records=1000, delta=1e-5, neighbours=relation).epsilon
+        name: search_guarantee(phases, law, records=1000, delta=1e-5, neighbours=relation).epsilon
         for name, phases, relation in (
             ("plain", plain, "add-or-remove-one"),
             ("capped", capped, "add-or-remove-one"),
@@ -292,3 +299,27 @@ def test_relations_and_caps_that_have_no_renyi_bound():
         )
     }
     assert price["plain"] < price["capped"] < price["replaced"] < 10
+
+
+def test_the_maximum_covers_curves_that_cross():
+    """Two full batches at noise 2.298 lie below 150 steps of rate 512/10,800 at noise 1.152 at
+    every Renyi order to 16, and have the larger delta(0): Renyi curves do not order profiles."""
+    steps, full = sampled(1.152, 512 / 10800, 150), sampled(2.298 / math.sqrt(2), 1.0, 1)
+    assert full.get_delta_for_epsilon(0.0) > 1.04 * steps.get_delta_for_epsilon(0.0)
+    assert exceeds(full, steps) and exceeds(steps, full)
+    both = maximum([steps, full])
+    assert not exceeds(full, full)
+    for epsilon in (0.0, 0.5, 1.0, 3.0):
+        larger = max(steps.get_delta_for_epsilon(epsilon), full.get_delta_for_epsilon(epsilon))
+        assert both.get_delta_for_epsilon(epsilon) == pytest.approx(larger, rel=1e-5)
+
+
+def test_a_floor_is_paid_and_covers_what_lies_below():
+    steps = sampled(1.152, 512 / 10800, 150)
+    floored = maximum([steps], 1e-7)
+    for epsilon in (0.0, 2.0, 8.0):
+        wanted = max(steps.get_delta_for_epsilon(epsilon), 1e-7)
+        assert floored.get_delta_for_epsilon(epsilon) == pytest.approx(wanted, rel=1e-5)
+    # More steps at more noise: a little above in the tail alone, below the floor.
+    other = sampled(1.22, 512 / 10800, 165)
+    assert exceeds(other, steps) and not exceeds(other, floored)

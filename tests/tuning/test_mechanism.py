@@ -19,7 +19,6 @@ from dpdist.gradients.noise import add_noise
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.privacy.releases import GaussianReleases
 from dpdist.privacy.searches import search_guarantee
-from dpdist.privacy.selection import SelectionLaw
 from dpdist.search_options import LawRecipe, TuneRecipe
 from tuning.manifest import best, draw_trials, number_of_trials
 
@@ -34,7 +33,7 @@ def generating_function(law: LawRecipe, order: int = 0):
         return lambda z: mean**order * np.exp(mean * (z - 1))
     if law.name == "fixed":
         return (lambda z: z**law.runs) if not order else (lambda z: law.runs * z ** (law.runs - 1))
-    selection = SelectionLaw(law.mean, law.shape_number)
+    selection = law.secret
     gamma, eta = selection.gamma, selection.shape
     if eta == 0:
         scale = -math.log(gamma)
@@ -77,7 +76,7 @@ def stated(law: LawRecipe) -> float:
     if law.name == "fixed":
         plan = PrivacyPlan(100, (GaussianReleases(NOISE, law.runs),), DELTA)
         return plan.guarantee().epsilon
-    selection = SelectionLaw(law.mean, law.shape_number)
+    selection = law.secret
     return search_guarantee(phases, selection, records=100, delta=DELTA).epsilon
 
 
@@ -157,7 +156,7 @@ def test_released_scores_follow_the_exact_law():
 def test_the_number_of_trials_follows_its_law(law):
     """Chi-square on 1,500 draws of K; fails by chance once in 10^4 seeds per law."""
     draws = [number_of_trials(law, derive_key(bytes(32), "k", i)) for i in range(1500)]
-    selection = SelectionLaw(law.mean, law.shape_number)
+    selection = law.secret
     ks = range(0, 12)
     expected = [math.exp(selection.log_pmf(k)) * len(draws) for k in ks]
     expected.append(selection.at_least(12) * len(draws))
