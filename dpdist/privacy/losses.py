@@ -172,10 +172,10 @@ def compose_pld(
 
 
 def _repeated(loss: PrivacyLossDistribution, count: int) -> PrivacyLossDistribution | None:
-    """It, `count` times over; None where nothing finite is left of it, which the library cannot
+    """It, `count` times over; None where hardly anything finite is left, which the library cannot
     compose."""
     lost = max(loss._pmf_remove._infinity_mass, loss._pmf_add._infinity_mass)
-    return None if lost >= 1 else loss.self_compose(count)
+    return None if lost > 1 - 1e-6 else loss.self_compose(count)
 
 
 def _mechanism_pld(
