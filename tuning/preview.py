@@ -29,8 +29,8 @@ KNOWN_SIZES = {
 class Row:
     """One law of this kind and expected number of trials (mean).
 
-    epsilon: of training and search when the noise is that of one untuned run. noise: the noise
-    multiplier at which training and search meet the recipe's target; None without a target.
+    epsilon: of training and search when the noise is that of one untuned run. renyi: the same by
+    Renyi DP alone, None where it has no bound; the smaller one counts. noise: the noise multiplier at which training and search meet the recipe's target; None without a target.
     at_least: P(K >= k) for k = 1, 2 and the mean. quantiles: of K at 5, 50 and 95 %.
     """
 
@@ -39,6 +39,7 @@ class Row:
     mean: float
     own: bool
     epsilon: float
+    renyi: float | None
     noise: float | None
     at_least: tuple[tuple[int, float], ...]
     quantiles: tuple[int, int, int]
@@ -49,6 +50,7 @@ class Row:
             "law": self.law,
             "of_the_recipe": self.own,
             "epsilon_at_untuned_noise": self.epsilon if math.isfinite(self.epsilon) else "inf",
+            "by_renyi_alone": self.renyi,
             "noise_multiplier_for_target": self.noise,
             "probability_at_least": {str(k): p for k, p in self.at_least},
             "quantiles_5_50_95": list(self.quantiles),
@@ -147,5 +149,19 @@ def row(recipe: Recipe, law: LawRecipe, own: bool, sizes: Sizes, noise: float, w
         low, middle, high = (secret.quantile(q) for q in (0.05, 0.5, 0.95))
         quantiles = (low, middle, high)
     words, epsilon = law.in_words, unchanged.guarantee.epsilon
-    kind = words.split(",")[0]
-    return Row(words, kind, law.expected, own, epsilon, target, at_least, quantiles)
+    kind = "fixed" if secret is None else secret.family
+    return Row(
+        words, kind, law.expected, own, epsilon, _by_renyi(unchanged.plan), target, at_least,
+        quantiles,
+    )  # fmt: skip
+
+
+def _by_renyi(plan: PrivacyPlan) -> float | None:
+    """Epsilon by Renyi DP alone (quick orders); None where it has no bound."""
+    from dpdist.privacy.accounting import QUICK_ORDERS, Unsupported, rdp_epsilon
+
+    paths = plan.alternatives(plan.phases)
+    try:
+        return rdp_epsilon(paths, plan.delta, plan.neighbours, QUICK_ORDERS)
+    except Unsupported:
+        return None

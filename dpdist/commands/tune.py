@@ -115,7 +115,7 @@ def _show(recipe: Recipe, records: int, noise: float, rows: list) -> None:
     from dpdist.privacy.guarantee import format_epsilon
 
     target = recipe.privacy.epsilon
-    header = ["trials K", f"epsilon at noise {noise:.4g}"]
+    header = ["trials K", f"epsilon at noise {noise:.4g}", "by Renyi DP"]
     if target is not None:
         header.append(f"noise for {target:g} in all")
     header += ["P(K=0)", "P(K>=2)", "P(K>=mean)", "K: 5 / 50 / 95 %"]
@@ -123,6 +123,7 @@ def _show(recipe: Recipe, records: int, noise: float, rows: list) -> None:
     for row in rows:
         chance = dict(row.at_least)
         line = [("* " if row.own else "  ") + row.law, format_epsilon(row.epsilon)]
+        line.append("none" if row.renyi is None else format_epsilon(row.renyi))
         if target is not None:
             line.append(f"{row.noise:.4g}")
         line += [

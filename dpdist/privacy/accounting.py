@@ -193,7 +193,7 @@ def epsilon(
         grids, losses = _losses(alternatives, neighbours)
     except Unsupported as no_pld:
         try:
-            return _rdp_epsilon(alternatives, delta, neighbours), rdp_name()
+            return rdp_epsilon(alternatives, delta, neighbours), rdp_name()
         except Unsupported as no_rdp:
             if isinstance(no_pld, LossTooLarge):
                 return math.inf, f"no finite bound ({no_pld})"
@@ -204,7 +204,10 @@ def epsilon(
     if resolved and math.isfinite(value) and grid <= FINEST_GRID and not search:
         return value, pld_name(grid)
     try:
-        by_rdp = _rdp_epsilon(alternatives, delta, neighbours)
+        # Beside a search's own distribution, orders that are quick to compute are enough.
+        quick = search and resolved and math.isfinite(value) and grid <= FINEST_GRID
+        orders = QUICK_ORDERS if quick else None
+        by_rdp = rdp_epsilon(alternatives, delta, neighbours, orders)
         if by_rdp < value:
             return by_rdp, rdp_name()
     except Unsupported:
@@ -222,11 +225,14 @@ def _losses(
     return grids, found
 
 
-def _rdp_epsilon(
-    alternatives: Sequence[dpa.DpEvent], delta: float, neighbours: Neighbours
+def rdp_epsilon(
+    alternatives: Sequence[dpa.DpEvent],
+    delta: float,
+    neighbours: Neighbours,
+    orders: Sequence[float] | None = None,
 ) -> float:
-    """Epsilon by RDP. Raises Unsupported."""
-    accountants = [compose_rdp(event, neighbours) for event in alternatives]
+    """Epsilon by RDP at these orders (None: all of the library's). Raises Unsupported."""
+    accountants = [compose_rdp(event, neighbours, orders) for event in alternatives]
     return _worst([accountant.get_epsilon(delta) for accountant in accountants])
 
 

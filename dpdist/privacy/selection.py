@@ -181,8 +181,13 @@ class SelectionLaw:
         """The law in words."""
         if self.mean == self.chances:
             return f"fixed, unshown, {self.chances}"
+        among = "" if self.chances is None else f" of {self.chances} chances"
+        return f"{self.family}{among}, mean {self.mean:g}"
+
+    @property
+    def family(self) -> str:
+        """The name of all laws of this shape."""
         if self.chances is not None:
-            return f"binomial of {self.chances} chances, mean {self.mean:g}"
+            return "binomial"
         names = {math.inf: "Poisson", 1.0: "geometric", 0.0: "logarithmic"}
-        name = names.get(self.shape, f"truncated negative binomial (shape {self.shape:g})")
-        return f"{name}, mean {self.mean:g}"
+        return names.get(self.shape, f"truncated negative binomial (shape {self.shape:g})")
