@@ -3,12 +3,12 @@
 The base mechanism of a search is one trial: training, and scoring by held-out private records (or
 by public ones, which costs nothing). Training and held-out records are told apart by a hash of the
 record, so a record pays for one of the two: the worse counts, not their sum. With a secret random
-number of trials the best trial costs what Papernot and Steinke 2022 prove (Theorems 2 and 6); with
-a fixed number, plain composition.
+number of trials the best trial costs what `dpdist.privacy.searches` says; with a fixed number, plain
+composition.
 
 When the search varies what a trial costs (noise, batch size, steps, share of the data), the base is
-the pointwise maximum of the trials' Renyi curves. With a target epsilon each trial gets the least
-noise with which its curve lies below that of the recipe's own setting. `Limit` is what every trial
+the pointwise maximum of the trials' profiles. With a target epsilon each trial gets the least noise
+with which its profile stays below that of the recipe's own setting. `Limit` is what every trial
 is held against, by its own plan, before it starts.
 """
 

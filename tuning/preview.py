@@ -30,7 +30,8 @@ class Row:
     """One law of this kind and expected number of trials (mean).
 
     epsilon: of training and search when the noise is that of one untuned run. renyi: the same by
-    Renyi DP alone, None where it has no bound; the smaller one counts. noise: the noise multiplier at which training and search meet the recipe's target; None without a target.
+    Renyi DP alone, None where it has no bound. noise: the noise multiplier at which training and
+    search meet the recipe's target; None without a target.
     at_least: P(K >= k) for k = 1, 2 and the mean. quantiles: of K at 5, 50 and 95 %.
     """
 
