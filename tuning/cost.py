@@ -3,7 +3,7 @@
 The base mechanism of a search is one trial: training, and scoring by held-out private records (or
 by public ones, which costs nothing). Training and held-out records are told apart by a hash of the
 record, so a record pays for one of the two: the worse counts, not their sum. With a secret random
-number of trials the best trial costs what `dpdist.privacy.searches` says; with a fixed number, plain
+number of trials the best trial costs what `dpdist.privacy.searches` says; with a fixed one, plain
 composition.
 
 When the search varies what a trial costs (noise, batch size, steps, share of the data), the base is

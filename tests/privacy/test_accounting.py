@@ -199,9 +199,9 @@ def test_opacus_accountants_agree_within_their_stated_error():
 
 def test_what_no_theorem_covers_is_refused_with_a_reason():
     with pytest.raises(Unsupported, match="replace-one"):
-        epsilon([RepeatAndSelectDpEvent(SAMPLED, 5, 1.0)], 1e-5, "replace-one")
+        compose_rdp(RepeatAndSelectDpEvent(SAMPLED, 5, 1.0), "replace-one")
     with pytest.raises(Unsupported, match="Truncated"):
-        epsilon([RepeatAndSelectDpEvent(TRUNCATED, 5, 1.0)], 1e-5, BOTH[0])
+        compose_rdp(RepeatAndSelectDpEvent(TRUNCATED, 5, 1.0), BOTH[0])
     with pytest.raises(Unsupported, match="SampledWithoutReplacement"):
         fixed = dpa.SampledWithoutReplacementDpEvent(1000, 10, GAUSS)
         compose_pld(fixed, BOTH[0])
