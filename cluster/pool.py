@@ -21,6 +21,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
+from cluster.calls import Failed, Runner, fetched
 from cluster.errors import ClusterError, UserError
 
 _MAX_ATTEMPTS = 5  # of one chunk: a chunk that fails or kills its actor this often is the culprit
@@ -101,33 +102,6 @@ def run_once(function: Callable[[Any], Any], argument: Any, failed: str) -> Any:
         raise UserError(f"{failed}: {error.cause}") from error.cause
 
 
-class _Runner:
-    """The actor: builds the worker once, then applies it to whatever arrives."""
-
-    def __init__(self, factory: Callable[..., Callable[[Any], Any]], shared: Any) -> None:
-        self._factory, self._shared = factory, shared
-
-    def ready(self) -> bool:
-        self._work = self._factory(self._shared)
-        return True
-
-    def run(self, payloads: list[Any], seconds: float) -> tuple[list[Any], float]:
-        """Results of the first payloads, as many as fit in ``seconds`` but one at least, and how
-        long they took. An error is raised by the call in which its payload comes first."""
-        results: list[Any] = []
-        begun = time.perf_counter()
-        for payload in payloads:
-            try:
-                results.append(self._work(payload))
-            except Exception:
-                if not results:
-                    raise
-                break
-            if time.perf_counter() - begun > seconds:
-                break
-        return results, time.perf_counter() - begun
-
-
 @dataclass(eq=False)
 class _Slot:
     actor: Any
@@ -152,26 +126,6 @@ class _Call:
     slot: _Slot
     chunks: list[Chunk]
     since: float
-
-
-@dataclass(frozen=True, eq=False)
-class _Failed:
-    error: RayError
-
-
-def _values(refs: list[Any]) -> dict[Any, Any]:
-    """What arrived; fetched together, which is several times faster, unless one of them failed."""
-    try:
-        return dict(zip(refs, ray.get(refs), strict=True))
-    except RayError:
-        pass
-    values: dict[Any, Any] = {}
-    for ref in refs:
-        try:
-            values[ref] = ray.get(ref)
-        except RayError as error:
-            values[ref] = _Failed(error)
-    return values
 
 
 class _Pool:
@@ -207,7 +161,7 @@ class _Pool:
             return
         self.factory = factory
         self.shared = ray.put(shared)
-        self.runner: Any = ray.remote(_Runner)
+        self.runner: Any = ray.remote(Runner)
 
     def run(self) -> None:
         while self.todo:
@@ -221,7 +175,7 @@ class _Pool:
             if done:
                 # Whatever else has arrived by now is taken in the same round.
                 done, _ = ray.wait(waiting, num_returns=len(waiting), timeout=0)
-            values = _values([ref for ref in done if ref in self.calls])
+            values = fetched([ref for ref in done if ref in self.calls])
             for ref in done:
                 self._take(ref, values)
             self._replace_stalled()
@@ -350,7 +304,7 @@ class _Pool:
             return
         call = self.calls[ref]
         answer = values[ref]
-        if isinstance(answer, _Failed):
+        if isinstance(answer, Failed):
             if isinstance(answer.error, RayTaskError):
                 self._forget(ref)
                 self._again(call.chunks, answer.error)

@@ -10,6 +10,7 @@ import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from cluster.errors import ClusterError
 
@@ -76,22 +77,10 @@ def connect(
         read_environment_again()
     else:
         _check_reachable(address)
-    options: dict = {"log_to_driver": False, "configure_logging": False}
     handler: logging.Handler | None = None
-    if worker_setup is not None:
-        options["runtime_env"] = {"worker_process_setup_hook": worker_setup}
-    if address is None:
-        options.update(
-            address="local",  # never somebody else's session on this machine
-            num_cpus=cpus or len(os.sched_getaffinity(0)),
-            include_dashboard=False,
-            _node_ip_address="127.0.0.1",
-        )
-    else:
-        options["address"] = address
     try:
         try:
-            ray.init(**options)
+            ray.init(**_options(address, cpus, worker_setup))
         except Exception as error:  # Ray raises a bare Exception when its own start takes too long
             where = f"RAY_ADDRESS={address}" if address else "a new local session"
             raise ClusterError(f"no Ray cluster at {where}: {_first_line(error)}") from error
@@ -106,6 +95,23 @@ def connect(
             logging.getLogger("ray").removeHandler(handler)
             with contextlib.suppress(OSError):
                 handler.close()
+
+
+def _options(
+    address: str | None, cpus: int | None, worker_setup: Callable[[], None] | None
+) -> dict[str, Any]:
+    """Of `ray.init`."""
+    options: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
+    if worker_setup is not None:
+        options["runtime_env"] = {"worker_process_setup_hook": worker_setup}
+    if address is not None:
+        return options | {"address": address}
+    return options | {
+        "address": "local",  # never somebody else's session on this machine
+        "num_cpus": cpus or len(os.sched_getaffinity(0)),
+        "include_dashboard": False,
+        "_node_ip_address": "127.0.0.1",
+    }
 
 
 def read_environment_again() -> None:

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from cluster.calls import Runner
 from cluster.errors import ClusterError
-from cluster.pool import Chunk, PoolSettings, _Runner, run_chunks
+from cluster.pool import Chunk, PoolSettings, run_chunks
 
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -100,7 +101,7 @@ def counting(payload: int) -> Any:
 
 
 def test_a_call_stops_at_its_time_and_before_an_error() -> None:
-    runner = _Runner(lambda _: counting, None)
+    runner = Runner(lambda _: counting, None)
     runner.ready()
     assert runner.run([0, 1, 2], 60.0)[0] == [0, 1, 2]
     assert runner.run([1, 2, 3, 4], 60.0)[0] == [1, 2]

@@ -15,7 +15,7 @@ from rooms import SHARED, SMALL, Host
 
 pytestmark = [pytest.mark.timeout(1800), asked_for]
 
-RUNNER = "_Runner"
+RUNNER = "ray::Runner"
 FULL = "full"
 RECIPE = {
     "name": "certified",
@@ -161,7 +161,7 @@ def test_a_late_host_is_used(cluster, certified):
         assert cluster.end_of(job) == "SUCCEEDED"
         certified.same("late")
         no_orphans(cluster)
-        cluster.wait_for(lambda: not late.processes("ray::_Runner"))
+        cluster.wait_for(lambda: not late.processes(RUNNER))
     finally:
         cluster.leave(late)
 
