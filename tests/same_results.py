@@ -152,9 +152,6 @@ def results(run: Path) -> dict[str, Any]:
     found: dict[str, Any] = {
         "model": (run / "private/model/model.safetensors").read_bytes(),
         "plan": json.loads((run / "private/plan.json").read_text()),
-        "accuracy": json.loads((run / "evaluation.json").read_text())["accuracy"]
-        if (run / "evaluation.json").exists()
-        else None,
     }
     entries = [json.loads(line) for line in (run / "private/ledger.jsonl").read_text().splitlines()]
     records = [entry.get("record", entry) for entry in entries]
