@@ -27,7 +27,7 @@ from dpdist import models
 from dpdist.attacks.balls import Ball, distance
 from dpdist.attacks.evasion import ATTACKS, attack
 from dpdist.attacks.randomised import InputNoise, RandomisedClassifier, Randomness
-from dpdist.certification.units import UnitSource
+from dpdist.randomness.units import UnitSource
 
 BLOCK = 100
 SIZES = {"linf": 0.1, "l2": 1.5}

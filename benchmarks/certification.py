@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 
 from dpdist import models
-from dpdist.certification import units
 from dpdist.certification.bounds import clopper_pearson_lower, clopper_pearson_upper
 from dpdist.certification.classifier import ExecutedClassifier, choose
 from dpdist.certification.noises import Gaussian
@@ -34,7 +33,8 @@ from dpdist.certification.sequential import (
     planned_looks,
 )
 from dpdist.certification.stopping import FUTILE, TargetRadius
-from dpdist.certification.units import UnitSource
+from dpdist.randomness import units
+from dpdist.randomness.units import UnitSource
 
 SIGMA, ALPHA, CAP, RADIUS = 0.25, 0.001, 100_000, 0.5
 BATCH, STEP = 1000, 500
@@ -221,7 +221,7 @@ def actors_against_processes(
 ) -> None:
     import ray
 
-    from cluster.pool import Chunk, PoolSettings, run_chunks
+    from dpdist.cluster.pool import Chunk, PoolSettings, run_chunks
 
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

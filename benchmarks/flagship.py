@@ -25,14 +25,14 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from cluster.session import connect
-from dpdist import vision
+from dpdist.base import vision
 from dpdist.certification.reading import CertificateTable
-from dpdist.cli import app
+from dpdist.cluster.session import connect
+from dpdist.commands.cli import app
 from dpdist.privacy.guarantee import format_epsilon
-from dpdist.recipe import find, load
 from dpdist.reports.facts import Facts, read_facts
-from dpdist.runfolder import RunFolder
+from dpdist.runs.folder import RunFolder
+from dpdist.runs.recipe import find, load
 
 PUBLISHED = {
     0.25: {0.0: 98.0, 0.3: 95.6, 0.5: 92.8, 0.7: 87.4},

@@ -36,7 +36,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
-_COMMAND = [sys.executable, "-c", "from dpdist.cli import main; main()"]
+_COMMAND = [sys.executable, "-c", "from dpdist.commands.cli import main; main()"]
 _BATCH = 512
 
 
@@ -305,7 +305,7 @@ def driver(chunks: int, actors: int) -> dict[str, float]:
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     import ray
 
-    from cluster.pool import Chunk, PoolSettings, run_chunks
+    from dpdist.cluster.pool import Chunk, PoolSettings, run_chunks
 
     ray.init(
         "local", num_cpus=actors, include_dashboard=False, configure_logging=False,
@@ -409,7 +409,7 @@ def scheduling(
     hand the chunks over as a list, for comparison. pace: seconds that an actor says it took for a
     chunk; from 0.1 on, each chunk is a call of its own.
     """
-    from cluster import pool
+    from dpdist.cluster import pool
 
     real, done, grew = pool.ray, 0, 0
 

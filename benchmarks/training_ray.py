@@ -30,8 +30,8 @@ RECORDS = 8192
 _ALONE = """
 import sys, torch
 from pathlib import Path
-from dpdist.recipe import load
-from dpdist.runfolder import RunFolder
+from dpdist.runs.recipe import load
+from dpdist.runs.folder import RunFolder
 from dpdist.training.job import prepare
 from dpdist.training.loop import run
 from dpdist.training.reducer import Reducer
@@ -110,7 +110,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=600)
     options = parser.parse_args()
     rounds, steps = (1, 30) if options.quick else (options.rounds, options.steps)
-    cli = "from dpdist.cli import main; main()"
+    cli = "from dpdist.commands.cli import main; main()"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         os.environ["DPDIST_CACHE"] = str(folder / "cache")

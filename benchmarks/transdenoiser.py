@@ -27,17 +27,17 @@ from typing import Any
 
 import numpy as np
 
-from cluster.session import connect
-from dpdist import vision
 from dpdist.attacks.reading import AttackTable, read_attack
+from dpdist.base import vision
 from dpdist.certification import reading
 from dpdist.certification.cohen import Cohen
 from dpdist.certification.reading import CertificateTable
-from dpdist.cli import app
+from dpdist.cluster.session import connect
+from dpdist.commands.cli import app
 from dpdist.privacy.guarantee import format_epsilon
-from dpdist.recipe import Recipe, find, load, parse
 from dpdist.reports.facts import read_facts
-from dpdist.runfolder import RunFolder
+from dpdist.runs.folder import RunFolder
+from dpdist.runs.recipe import Recipe, find, load, parse
 
 RADII = {0.25: (0.0, 0.1, 0.25, 0.5), 0.1: (0.0, 0.1, 0.2)}
 SIZES = (0.5, 1.0, 2.0)
@@ -262,8 +262,8 @@ def eigenvalues(activation: str, data_root: Path | None, sigma: float = 0.25) ->
     import torch
 
     from dpdist import data, models
+    from dpdist.gradients.mixed_jacobian import MixedJacobian
     from dpdist.gradients.task import squared_error
-    from dpdist.methods.mixed_jacobian import MixedJacobian
     from dpdist.methods.transdenoiser_split import remainders
 
     name = "digits" if data_root is None else "mnist"

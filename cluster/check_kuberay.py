@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from cluster.findings import Findings, check_images, check_room, within
+from dpdist.cluster.findings import Findings, check_images, check_room, within
 
 _SHARED = ("persistentVolumeClaim", "nfs", "csi")
 

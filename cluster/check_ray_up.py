@@ -9,7 +9,7 @@ import logging
 import re
 from typing import Any
 
-from cluster.findings import Findings, check_images, check_room, within
+from dpdist.cluster.findings import Findings, check_images, check_room, within
 
 # Instance type -> (vCPUs, GPUs): Amazon EC2's accelerated-computing pages, 2026. Only to catch a
 # contradiction between a type and its `resources`; a type that is not listed is believed.

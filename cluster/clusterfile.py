@@ -10,11 +10,11 @@ from __future__ import annotations
 from importlib.resources import files
 from pathlib import Path
 
-from cluster.check_kuberay import check_kuberay
-from cluster.check_ray_up import check_ray_up
-from cluster.errors import ClusterError
-from cluster.findings import Findings, Needs, check_strings
-from cluster.yaml_files import read_yaml
+from dpdist.base.errors import ClusterError
+from dpdist.base.yaml_files import read_yaml
+from dpdist.cluster.check_kuberay import check_kuberay
+from dpdist.cluster.check_ray_up import check_ray_up
+from dpdist.cluster.findings import Findings, Needs, check_strings
 
 
 def check_file(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster.errors import ClusterError
+from dpdist.base.errors import ClusterError
 
 DEFAULT_ADDRESS = "http://127.0.0.1:8265"
 _DONE = ("SUCCEEDED", "FAILED", "STOPPED")
@@ -169,6 +169,6 @@ def _use_token() -> None:
     has_file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH", "~/.ray/auth_token")).expanduser()
     if "RAY_AUTH_MODE" not in os.environ and ("RAY_AUTH_TOKEN" in os.environ or has_file.exists()):
         os.environ["RAY_AUTH_MODE"] = "token"
-    from cluster.session import read_environment_again
+    from dpdist.cluster.session import read_environment_again
 
     read_environment_again()

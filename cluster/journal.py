@@ -12,8 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from cluster.errors import ClusterError
-from cluster.reading import not_blocking
+from dpdist.base.errors import ClusterError
+from dpdist.base.reading import not_blocking
 
 _LOCK_SECONDS = 2.0  # a writer that was just killed may need that long to be gone
 

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, quote, urlsplit
 
-from cluster.errors import ClusterError, UserError
-from cluster.names import check_path
-from cluster.reading import MOST_BYTES, NoSuchFile, regular_file
+from dpdist.base.errors import ClusterError, UserError
+from dpdist.base.names import check_path
+from dpdist.base.reading import MOST_BYTES, NoSuchFile, regular_file
 
 SCHEMES = ("s3", "gs", "file")
 _OPTIONS = {"region", "scheme", "endpoint_override"}

@@ -1,5 +1,5 @@
-"""Are the workers running the driver's code? A user's own tuning.py in the working directory would
-shadow a package in workers only, and a host may have another version installed."""
+"""Are the workers running the driver's code? A user's own dpdist.py in the working directory would
+shadow the package in workers only, and a host may have another version installed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from cluster.errors import ClusterError
+from dpdist.base.errors import ClusterError
 
 LIBRARIES = ("torch", "ray", "numpy", "scipy", "dp-accounting")
 
@@ -27,7 +27,7 @@ def fingerprint(packages: Sequence[str]) -> dict[str, str]:
             raise ClusterError(f"package {name!r} has no __init__.py; another folder of that name?")
         folder = Path(module.__file__).parent
         digest = hashlib.blake2b(digest_size=8)
-        for file in sorted(folder.rglob("*.py")):
+        for file in _sources(folder):
             digest.update(str(file.relative_to(folder)).encode() + b"\0" + file.read_bytes())
         found[name] = f"{folder}:{digest.hexdigest()}"
     for library in LIBRARIES:
@@ -36,6 +36,12 @@ def fingerprint(packages: Sequence[str]) -> dict[str, str]:
         except PackageNotFoundError:
             found[library] = "missing"
     return found
+
+
+def _sources(folder: Path) -> list[Path]:
+    """Also what links in a checkout lead to, which a wheel holds as folders."""
+    walk = os.walk(folder, followlinks=True)
+    return sorted(Path(at, n) for at, _, names in walk for n in names if n.endswith(".py"))
 
 
 def code_digest(packages: Sequence[str]) -> str:
@@ -55,10 +61,8 @@ def check_same(driver: dict[str, str], packages: Sequence[str], where: str) -> N
         if here.get(name, "missing").rpartition(":")[2] != expected.rpartition(":")[2]:
             raise ClusterError(
                 f"{where}: {name} is {here.get(name, 'missing')}, on the driver it is {expected}; "
-                "install the same "
-                "version on every host, and keep no file or folder named cluster, dpdist or "
-                "tuning in the "
-                "directory the command is started from"
+                "install the same version on every host, and keep no file or folder named dpdist "
+                "in the directory the command is started from"
             )
 
 

@@ -8,11 +8,11 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.errors import ClusterError
+from dpdist.base.errors import ClusterError
 
 MAX_BYTES = 50 * 2**20
-# Packages that every host has installed; a second copy would shadow them in the workers.
-OURS = ("cluster", "dpdist", "tuning")
+# What every host has installed, or needs not: left at home from a checkout.
+_OF_CHECKOUT = ("cluster", "dpdist", "tuning", "tests", "docs", "benchmarks")
 _FOLDERS = frozenset({"runs", "private", "data", "fetched", "build", "dist", "node_modules"})
 _ENDINGS = (
     ".parquet", ".arrow", ".npy", ".npz", ".csv", ".h5", ".tar", ".gz", ".zip", ".pem", ".key",
@@ -35,17 +35,16 @@ def chosen(source: Path) -> list[Path]:
     Left out: everything hidden (.git, .venv, .env, .ssh), folders named runs, private, data,
     fetched, build or dist, any folder with a pyvenv.cfg or a run.json, data and key files by their
     endings, links, and our own packages of a checkout. Raises ClusterError when a file or folder
-    of the user's has the name of one of our packages.
+    of the user's is named dpdist.
     """
-    checkout = (source / "dpdist" / "recipe.py").is_file()
+    checkout = (source / "dpdist" / "runs" / "recipe.py").is_file()
     if not checkout:
-        for name in OURS:
-            for path in (source / name, source / f"{name}.py"):
-                if path.exists():
-                    raise ClusterError(
-                        f"{path}: would hide the package {name!r} from the workers; rename it, or "
-                        "submit from another directory"
-                    )
+        for path in (source / "dpdist", source / "dpdist.py"):
+            if path.exists():
+                raise ClusterError(
+                    f"{path}: would hide the package 'dpdist' from the workers; rename it, or "
+                    "submit from another directory"
+                )
     found: list[Path] = []
     for folder, folders, files in os.walk(source):
         here = Path(folder)
@@ -55,7 +54,7 @@ def chosen(source: Path) -> list[Path]:
             if not name.startswith((".", "__"))
             and name not in _FOLDERS
             and not name.endswith(".egg-info")
-            and not (checkout and here == source and name in (*OURS, "tests", "docs", "benchmarks"))
+            and not (checkout and here == source and name in _OF_CHECKOUT)
             and not (here / name / "pyvenv.cfg").exists()
             and not (here / name / "run.json").exists()
             and not (here / name).is_symlink()

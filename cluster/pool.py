@@ -21,8 +21,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from cluster.calls import Failed, Runner, fetched
-from cluster.errors import ClusterError, UserError
+from dpdist.base.errors import ClusterError, UserError
+from dpdist.cluster.calls import Failed, Runner, fetched
 
 _MAX_ATTEMPTS = 5  # of one chunk: a chunk that fails or kills its actor this often is the culprit
 _MAX_DEATHS_WITHOUT_RESULT = 6

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster.errors import ClusterError
+from dpdist.base.errors import ClusterError
 
 # Ray listens on all interfaces even with a loopback node address unless it takes the machine for a
 # single desktop.

@@ -13,14 +13,14 @@ __version__ = "0.1.0"
 
 _LAZY = {
     "run": "dpdist.pipeline",
-    "Recipe": "dpdist.recipe",
+    "Recipe": "dpdist.runs.recipe",
     "PrivacyPlan": "dpdist.privacy.plan",
-    "RunFolder": "dpdist.runfolder",
+    "RunFolder": "dpdist.runs.folder",
     "read_facts": "dpdist.reports.facts",
     "settings_of": "dpdist.certification.catalogue",
     "certify": "dpdist.certification.job",
     "train": "dpdist.training.trainer",
-    "connect": "cluster.session",
+    "connect": "dpdist.cluster.session",
 }
 __all__ = ["__version__", *_LAZY]
 

@@ -1,5 +1,5 @@
 """`python -m dpdist`: the command line."""
 
-from dpdist.cli import main
+from dpdist.commands.cli import main
 
 main()

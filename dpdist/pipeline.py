@@ -12,29 +12,30 @@ from typing import Any
 
 import torch
 
-from cluster.packages import check_nodes
-from cluster.session import Session, connect
-from cluster.storage import json_number, write_json
-from dpdist import console, models, vision
-from dpdist.archive import Archive
+from dpdist import models
+from dpdist.base import console, vision
+from dpdist.base.errors import Interrupted, UserError
+from dpdist.base.storage import json_number, write_json
 from dpdist.bulk.evaluation import Evaluation, Subject
 from dpdist.bulk.job import run as run_job
 from dpdist.certification.certificate import Certificate
 from dpdist.certification.expected import expected_log_scores
 from dpdist.certification.job import TABLE, certify
 from dpdist.certification.table import about
-from dpdist.errors import Interrupted, UserError
+from dpdist.cluster.packages import check_nodes
+from dpdist.cluster.session import Session, connect
+from dpdist.gradients.sharpness import loss_picture, sharpness
 from dpdist.gradients.task import cross_entropy
-from dpdist.methods.sharpness import loss_picture, sharpness
-from dpdist.recipe import Recipe, field_error
-from dpdist.runfolder import RunFolder
+from dpdist.runs.archive import Archive
+from dpdist.runs.folder import RunFolder
+from dpdist.runs.recipe import Recipe, field_error
 from dpdist.training.job import PACKAGES, CheckedTraining, TrainJob
 from dpdist.training.job import check as check_training
 from dpdist.training.pretrain import pretrain
 from dpdist.training.records import evaluation_data, source_of, training_data
 from dpdist.training.trainer import train
-from tuning.search import Search
-from tuning.search import check as check_search
+from dpdist.tuning.search import Search
+from dpdist.tuning.search import check as check_search
 
 _EVALUATION_BATCH = 1000
 _EVALUATION_DRAWS = 16
@@ -51,7 +52,7 @@ def run(
     """Everything a recipe asks for; what is done already is not done again.
 
     recipe: a validated recipe, or the path or name of one. where: begins complaints. Returns the
-    run's folder. Raises UserError and cluster.errors.ClusterError for what the user can mend.
+    run's folder. Raises UserError and dpdist.base.errors.ClusterError for what the user can mend.
     """
     where = where or ("recipe" if isinstance(recipe, Recipe) else str(recipe))
     recipe = resolve(recipe, name=name, data_root=data_root)
@@ -74,7 +75,7 @@ def tune(
 ) -> RunFolder:
     """The private search of a recipe's tune section alone, and the accuracy of the best trial.
 
-    only_resume: refuse to begin a new search. Raises as `run`, and tuning.search.NoModel.
+    only_resume: refuse to begin a new search. Raises as `run`, and dpdist.tuning.search.NoModel.
     """
     if recipe.tune is None:
         raise UserError(f"{where}: tune: is required to search: the space and the law of trials")
@@ -155,7 +156,7 @@ def resolve(
 
     Raises UserError.
     """
-    from dpdist.recipe import find, load, parse
+    from dpdist.runs.recipe import find, load, parse
 
     overrides: dict[str, Any] = {}
     if name is not None:

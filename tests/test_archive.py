@@ -18,16 +18,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster.errors import ClusterError
-from cluster.objectstore import Missing, ObjectStore, check_url
-from dpdist import archive as archives
-from dpdist.archive import Archive, Permit, layout, writing
-from dpdist.cli import main
-from dpdist.errors import UserError
+from dpdist.base.errors import ClusterError, UserError
+from dpdist.cluster.objectstore import Missing, ObjectStore, check_url
+from dpdist.commands.cli import main
 from dpdist.privacy.journal import Anchor
 from dpdist.privacy.ledger import Ledger
-from dpdist.recipe import Recipe, parse
-from dpdist.runfolder import RunFolder, open_run, read_json
+from dpdist.runs import archive as archives
+from dpdist.runs.archive import Archive, Permit, layout, writing
+from dpdist.runs.folder import RunFolder, open_run, read_json
+from dpdist.runs.recipe import Recipe, parse
 from dpdist.training import loop, permit
 from dpdist.training.job import prepare
 from dpdist.training.permit import PermitGate

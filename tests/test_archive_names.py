@@ -14,13 +14,12 @@ import pytest
 from support.training import make, train
 from test_exporting import OUTSIDE, files
 
-from cluster.errors import ClusterError
-from cluster.names import check_path, check_paths
-from cluster.objectstore import ObjectStore
-from dpdist import archive as archives
-from dpdist.archive import Archive, layout
-from dpdist.errors import UserError
-from dpdist.runfolder import RunFolder
+from dpdist.base.errors import ClusterError, UserError
+from dpdist.base.names import check_path, check_paths
+from dpdist.cluster.objectstore import ObjectStore
+from dpdist.runs import archive as archives
+from dpdist.runs.archive import Archive, layout
+from dpdist.runs.folder import RunFolder
 
 SECRET = "0123456789abcdef" * 4
 

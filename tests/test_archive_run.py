@@ -23,7 +23,7 @@ import s3_guard
 import s3_server
 
 pytestmark = pytest.mark.timeout(900)
-COMMAND = [sys.executable, "-c", "from dpdist.cli import main; main()"]
+COMMAND = [sys.executable, "-c", "from dpdist.commands.cli import main; main()"]
 SECRET = "wJalrXUtnFEMI-secret"
 STEPS = 150
 

@@ -10,10 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from cluster.journal import Journal
-from cluster.table_files import Column
 from dpdist import bulk
-from dpdist.errors import UserError
+from dpdist.base.errors import UserError
+from dpdist.base.table_files import Column
+from dpdist.cluster.journal import Journal
 
 KIND = bulk.Kind("certification", "certifying", frozenset({"radii"}))
 SCHEMA = pa.schema(

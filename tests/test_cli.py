@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from dpdist.cli import main
+from dpdist.commands.cli import main
 
 COMMANDS = [
     "run", "train", "tune", "certify", "attack", "predict", "report", "release", "landscape",
@@ -111,7 +111,7 @@ def test_calculators_import_neither_torch_nor_ray():
     code = (
         "import sys; sys.argv = ['dpdist', 'account', 'epsilon', '--records', '1000', "
         "'--batch-size', '10', '--noise-multiplier', '1', '--steps', '5', '--delta', '1e-5']\n"
-        "from dpdist.cli import main\n"
+        "from dpdist.commands.cli import main\n"
         "try: main()\nexcept SystemExit: pass\n"
         "print({'torch', 'ray'} & set(sys.modules))"
     )
@@ -130,7 +130,7 @@ def test_the_readme_is_true(dpdist, tmp_path):
     """Its recipe is valid, its commands exist, its links lead somewhere."""
     import re
 
-    from dpdist.recipe import load
+    from dpdist.runs.recipe import load
 
     root = Path(__file__).resolve().parent.parent
     page = (root / "README.md").read_text()
@@ -145,7 +145,7 @@ def test_the_readme_is_true(dpdist, tmp_path):
 
 
 def test_every_shipped_recipe_is_valid():
-    from dpdist.recipe import RECIPES, load
+    from dpdist.runs.recipe import RECIPES, load
 
     paths = sorted(RECIPES.glob("*.yaml"))
     assert len(paths) >= 2
@@ -253,8 +253,8 @@ def test_wrong_columns_and_labels(dpdist, tmp_path):
 
 def make_run(tmp_path: Path) -> Path:
     """A run folder that was begun and never trained."""
-    from dpdist.recipe import load
-    from dpdist.runfolder import RunFolder
+    from dpdist.runs.folder import RunFolder
+    from dpdist.runs.recipe import load
 
     folder = RunFolder(tmp_path / "runs" / "small")
     folder.begin(load(recipe(tmp_path)))

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.storage import write_json
 from dpdist import pipeline
-from dpdist.errors import UserError
+from dpdist.base.errors import UserError
+from dpdist.base.storage import write_json
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.recipe import Recipe, parse
-from dpdist.runfolder import RunFolder
+from dpdist.runs.folder import RunFolder
+from dpdist.runs.recipe import Recipe, parse
 from dpdist.training.job import prepare
 from dpdist.training.records import source_of, training_data
-from tuning import search as searching
-from tuning.manifest import read_trials
-from tuning.trial import begin_trial
+from dpdist.tuning import search as searching
+from dpdist.tuning.manifest import read_trials
+from dpdist.tuning.trial import begin_trial
 
 BASE = {
     "name": "r",

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from dpdist.privacy.ledger import Ledger
 
 pytestmark = pytest.mark.timeout(900)
-COMMAND = [sys.executable, "-c", "from dpdist.cli import main; main()"]
+COMMAND = [sys.executable, "-c", "from dpdist.commands.cli import main; main()"]
 
 
 def recipe(tmp_path: Path, **sections) -> Path:

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from dpdist.errors import UserError
-from dpdist.exporting import PUBLISHABLE, RELEASED, export, unpack
-from dpdist.runfolder import RunFolder
+from dpdist.base.errors import UserError
+from dpdist.runs.exporting import PUBLISHABLE, RELEASED, export, unpack
+from dpdist.runs.folder import RunFolder
 
 PUBLIC = {
     "recipe.yaml": b"name: x\n",
@@ -130,7 +130,7 @@ def test_an_export_holds_files_only(kind, tmp_path):
 
 
 def test_an_export_that_unpacks_to_very_much_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("dpdist.exporting.MAX_BYTES", 10_000)
+    monkeypatch.setattr("dpdist.runs.exporting.MAX_BYTES", 10_000)
     log = crafted("report/index.html", size=10**6)
     with pytest.raises(UserError, match="larger than"):
         unpack(log, tmp_path / "home")

@@ -21,13 +21,13 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from dpdist import pipeline
-from dpdist.archive import Archive
-from dpdist.cli import app
+from dpdist.commands.cli import app
+from dpdist.commands.releasing import release
 from dpdist.data.hashes import hashes_of, positions
-from dpdist.exporting import export, publishable
-from dpdist.recipe import Recipe, parse
-from dpdist.releasing import release
-from dpdist.runfolder import RunFolder
+from dpdist.runs.archive import Archive
+from dpdist.runs.exporting import export, publishable
+from dpdist.runs.folder import RunFolder
+from dpdist.runs.recipe import Recipe, parse
 from dpdist.training import loop
 from dpdist.training.job import prepare
 from dpdist.training.records import evaluation_data, source_of, training_data

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from dpdist.recipe import Recipe, load, parse
+from dpdist.runs.recipe import Recipe, load, parse
 
 RECIPE = {
     "name": "paths",

@@ -12,8 +12,8 @@ import torch
 from PIL import Image
 
 from dpdist import models
-from dpdist.recipe import RECIPES, load
-from dpdist.runfolder import RunFolder
+from dpdist.runs.folder import RunFolder
+from dpdist.runs.recipe import RECIPES, load
 from dpdist.training.job import prepare
 from dpdist.training.loop import run
 from dpdist.training.pretrain import pretrain

@@ -13,126 +13,72 @@ from dpdist.privacy.catalogue import KINDS
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# What everybody may import: the errors, and the doors through which files are read and written.
-BASE = (
-    "cluster.errors", "cluster.names", "cluster.reading", "cluster.storage", "cluster.table_files",
-    "cluster.yaml_files",
-)  # fmt: skip
-
-# package -> packages of ours it may import (itself always)
-ALLOWED = {
-    "base": set(),  # nothing of ours but itself
+# The rooms from the ground up: room -> rooms it may import, besides itself and base.
+ROOMS: dict[str, set[str]] = {
+    "base": set(),
+    "randomness": set(),
     "cluster": set(),
-    "dpdist.errors": set(),
-    "dpdist.fields": set(),
-    "dpdist.bulk": {"dpdist.errors", "cluster"},
-    "dpdist.privacy": {"dpdist.errors"},
-    "dpdist.models": {"dpdist.errors", "dpdist.vision"},
-    "dpdist.vision": set(),
-    "dpdist.data": {"dpdist.errors", "dpdist.vision"},
-    "dpdist.gradients": {"dpdist.errors", "dpdist.privacy"},
-    "dpdist.methods": {
-        "dpdist.errors",
-        "dpdist.fields",
-        "dpdist.recipe_sections",
-        "dpdist.data",
-        "dpdist.privacy",
-        "dpdist.gradients",
-        "dpdist.models",
-    },
-    "dpdist.search_options": {"dpdist.fields", "dpdist.privacy"},
-    "dpdist.recipe_sections": {"dpdist.certification", "dpdist.fields", "dpdist.search_options"},
-    "dpdist.recipe": {
-        "dpdist.errors",
-        "dpdist.fields",
-        "dpdist.methods",
-        "dpdist.recipe_sections",
-    },
-    "dpdist.runfolder": {
-        "dpdist.errors",
-        "dpdist.privacy",
-        "dpdist.recipe",
-        "dpdist.__init__",
+    "data": set(),
+    "gradients": {"randomness"},
+    "models": set(),
+    "privacy": set(),
+    "bulk": {"cluster"},
+    "certification": {"randomness", "cluster", "models", "privacy", "bulk"},
+    "attacks": {"randomness", "cluster", "models", "bulk", "certification"},
+    "sections": {"privacy", "certification"},
+    "methods": {"randomness", "gradients", "data", "models", "privacy", "sections"},
+    "runs": {"cluster", "privacy", "sections", "methods"},
+    "reports": {"randomness", "privacy", "bulk", "certification", "attacks", "runs"},
+    "training": {
+        "randomness",
         "cluster",
-    },
-    "dpdist.released": {"dpdist.errors", "dpdist.privacy", "dpdist.runfolder", "cluster"},
-    "dpdist.exporting": {"dpdist.errors", "dpdist.runfolder", "cluster"},
-    "dpdist.archive": {
-        "dpdist.errors",
-        "dpdist.fields",
-        "dpdist.released",
-        "dpdist.runfolder",
-        "dpdist.exporting",
-        "dpdist.privacy",
-        "dpdist.__init__",
-        "cluster",
-    },
-    "dpdist.certification": {
-        "dpdist.bulk",
-        "dpdist.errors",
-        "dpdist.fields",
-        "dpdist.privacy",
-        "dpdist.models",
-        "cluster",
-    },
-    "dpdist.attacks": {
-        "dpdist.bulk",
-        "dpdist.errors",
-        "dpdist.models",
-        "dpdist.certification",
-        "cluster",
-    },
-    "dpdist.training": {
-        "dpdist.archive",
-        "dpdist.released",
-        "dpdist.errors",
-        "dpdist.recipe",
-        "dpdist.recipe_sections",
-        "dpdist.runfolder",
-        "dpdist.privacy",
-        "dpdist.gradients",
-        "dpdist.methods",
-        "dpdist.models",
-        "dpdist.data",
-        "cluster",
+        "gradients",
+        "data",
+        "models",
+        "privacy",
+        "sections",
+        "methods",
+        "runs",
     },
     "tuning": {
-        "dpdist.errors",
-        "dpdist.recipe",
-        "dpdist.recipe_sections",
-        "dpdist.search_options",
-        "dpdist.released",
-        "dpdist.runfolder",
-        "dpdist.privacy",
-        "dpdist.gradients",
-        "dpdist.methods",
-        "dpdist.models",
-        "dpdist.data",
-        "dpdist.certification",
-        "dpdist.training",
-        "dpdist.__init__",
+        "randomness",
         "cluster",
+        "gradients",
+        "data",
+        "models",
+        "privacy",
+        "certification",
+        "sections",
+        "runs",
+        "training",
     },
-    "dpdist.reports": {
-        "dpdist.attacks",
-        "dpdist.bulk",
-        "dpdist.certification",
-        "dpdist.errors",
-        "dpdist.recipe",
-        "dpdist.released",
-        "dpdist.runfolder",
-        "dpdist.privacy",
-        "dpdist.gradients",
-        "dpdist.methods",
-        "dpdist.__init__",
+    "pipeline": {
         "cluster",
+        "gradients",
+        "models",
+        "bulk",
+        "certification",
+        "runs",
+        "reports",
+        "training",
+        "tuning",
+    },
+    "commands": {
+        "cluster",
+        "data",
+        "models",
+        "privacy",
+        "bulk",
+        "certification",
+        "attacks",
+        "runs",
+        "reports",
+        "training",
+        "tuning",
+        "pipeline",
     },
 }
-NO_TORCH_NO_RAY = (
-    "dpdist.archive", "dpdist.bulk", "dpdist.privacy", "dpdist.recipe", "dpdist.released",
-    "dpdist.reports",
-    "dpdist.runfolder",
-)  # fmt: skip
+NO_TORCH_NO_RAY = ("dpdist.bulk", "dpdist.privacy", "dpdist.reports", "dpdist.runs")
 
 
 def _files():
@@ -141,20 +87,16 @@ def _files():
 
 
 def _module(path: Path) -> str:
+    """The name under which a file is imported."""
     parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+    name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+    return name if parts[0] == "dpdist" else f"dpdist.{name}"
 
 
-def _unit(module: str) -> str | None:
-    """The entry of ALLOWED (or foreign) that a module of ours belongs to."""
-    if module in BASE:
-        return "base"
+def _room(module: str) -> str | None:
+    """None for what is foreign, and for dpdist/__init__.py."""
     parts = module.split(".")
-    if parts[0] == "cluster":
-        return "cluster"
-    if parts[0] == "dpdist":
-        return ".".join(parts[:2]) if len(parts) > 1 else "dpdist.__init__"
-    return "tuning" if parts[0] == "tuning" else None
+    return parts[1] if parts[0] == "dpdist" and len(parts) > 1 and parts[1] in ROOMS else None
 
 
 def _imports(tree: ast.AST):
@@ -169,18 +111,17 @@ def _imports(tree: ast.AST):
 
 
 def violations(path: Path, text: str) -> list[str]:
-    module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-    unit = _unit(module)
+    module = _module(path)
+    room = _room(module)
     found = []
     for name in _imports(ast.parse(text)):
-        target = _unit(name)
-        if target == "dpdist.__version__":
-            target = "dpdist.__init__"
-        ours = target is not None and target not in (unit, "base")
-        if ours and unit in ALLOWED and target not in ALLOWED[unit]:
+        target = _room(name)
+        if room and target not in (None, room, "base") and target not in ROOMS[room]:
             found.append(f"{module} imports {name}")
         if module.startswith(NO_TORCH_NO_RAY) and name.split(".")[0] in ("torch", "ray"):
             found.append(f"{module} imports {name}")
+        if name.split(".")[0] in ("cluster", "tuning"):
+            found.append(f"{module} imports {name} by a second name")
     return found
 
 
@@ -301,13 +242,21 @@ def test_the_rule_can_fail():
     assert violations(path, "import torch")
     assert violations(path, "from dpdist.training import loop")
     assert violations(ROOT / "cluster" / "pool.py", "from dpdist import models")
+    assert violations(ROOT / "tuning" / "search.py", "from cluster import pool")
+
+
+def test_no_circle_among_rooms():
+    rooms = list(ROOMS)
+    assert rooms[0] == "base" and not ROOMS["base"]
+    for number, (room, below) in enumerate(ROOMS.items()):
+        assert below <= set(rooms[:number]), room
 
 
 @pytest.mark.parametrize(
     "module",
     [
-        "dpdist.cli",
-        "dpdist.recipe",
+        "dpdist.commands.cli",
+        "dpdist.runs.recipe",
         "dpdist.methods.catalogue",
         "dpdist.privacy.plan",
         "dpdist.privacy.ledger",

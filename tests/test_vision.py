@@ -11,9 +11,9 @@ import pytest
 @pytest.mark.parametrize(
     "code",
     [
-        "from dpdist.vision import torchvision; torchvision('models').resnet18()",
-        "from dpdist import vision; vision.install(); import torchvision.transforms",
-        "from dpdist import vision; vision.install(); vision.install(); vision.torchvision()",
+        "from dpdist.base.vision import torchvision; torchvision('models').resnet18()",
+        "from dpdist.base import vision; vision.install(); import torchvision.transforms",
+        "from dpdist.base import vision; vision.install(); vision.install(); vision.torchvision()",
     ],
 )
 def test_torchvision_can_be_imported(code):
@@ -24,7 +24,7 @@ def test_torchvision_can_be_imported(code):
 def test_setup_hook_costs_no_import():
     """Every process that Ray starts runs it, its own actors included."""
     code = (
-        "import sys; from dpdist import vision; vision.install(); "
+        "import sys; from dpdist.base import vision; vision.install(); "
         "print({'torch', 'torchvision'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

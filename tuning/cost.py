@@ -21,16 +21,16 @@ from functools import cached_property
 from itertools import chain, product
 from typing import TYPE_CHECKING
 
-from dpdist.errors import UserError
+from dpdist.base.errors import UserError
 from dpdist.privacy.combined import ParallelParts, RepeatAndSelect, WorstOf
 from dpdist.privacy.guarantee import Guarantee
 from dpdist.privacy.phases import Phase, walk
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.privacy.releases import GaussianReleases, GaussianSteps
-from dpdist.recipe import Recipe
-from dpdist.search_options import LawRecipe
+from dpdist.runs.recipe import Recipe
+from dpdist.sections.search import LawRecipe
 from dpdist.training.planning import plan_at
-from tuning.space import Box, cost_boxes, own_box
+from dpdist.tuning.space import Box, cost_boxes, own_box
 
 if TYPE_CHECKING:
     from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
@@ -253,7 +253,8 @@ class SearchCost:
         return Limit(self._plan(self._one_training(self.noise_multiplier)))
 
     def trial_noise(self, trial: Recipe) -> float:
-        """The noise multiplier of one trial's recipe (made by `tuning.space.with_values`)."""
+        """The noise multiplier of one trial's recipe (made by
+        `dpdist.tuning.space.with_values`)."""
         if trial.privacy.noise_multiplier is not None:
             return trial.privacy.noise_multiplier
         if not self.costly:

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster.reading import read_json
-from cluster.storage import private_folder, write_json
-from dpdist.errors import UserError
-from dpdist.gradients.keys import derive_key, words
-from dpdist.runfolder import RunFolder
-from dpdist.search_options import LawRecipe, TuneRecipe
-from tuning.space import Values, draw
+from dpdist.base.errors import UserError
+from dpdist.base.reading import read_json
+from dpdist.base.storage import private_folder, write_json
+from dpdist.randomness.keys import derive_key, words
+from dpdist.runs.folder import RunFolder
+from dpdist.sections.search import LawRecipe, TuneRecipe
+from dpdist.tuning.space import Values, draw
 
 FORMAT = 1
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dpdist.errors import UserError
+from dpdist.base.errors import UserError
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.recipe import Recipe
-from dpdist.search_options import LawRecipe
+from dpdist.runs.recipe import Recipe
+from dpdist.sections.search import LawRecipe
 from dpdist.training.planning import make_plan
-from tuning.cost import SearchCost, Sizes, kept_out
+from dpdist.tuning.cost import SearchCost, Sizes, kept_out
 
 # Training records of data sets that everybody has; --records tells of others.
 KNOWN_SIZES = {

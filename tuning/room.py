@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.errors import ClusterError
-from dpdist.recipe_sections import ResourcesRecipe
+from dpdist.base.errors import ClusterError
+from dpdist.sections.recipe import ResourcesRecipe
 
 # Every Ray cluster has this resource, once, on its head node. A trial whose training has workers of
 # its own holds a sliver of it and no CPU: a trial that held the CPU its workers wait for would wait

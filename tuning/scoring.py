@@ -15,14 +15,14 @@ import numpy as np
 import torch
 
 from dpdist import models
+from dpdist.base.errors import UserError
 from dpdist.certification.cohen import Cohen
-from dpdist.certification.units import UnitSource
 from dpdist.certification.worker import Assignment, Worker, probe
 from dpdist.data import Dataset
-from dpdist.errors import UserError
-from dpdist.gradients.keys import derive_key
 from dpdist.gradients.noise import add_noise
-from dpdist.search_options import ScoreRecipe
+from dpdist.randomness.keys import derive_key
+from dpdist.randomness.units import UnitSource
+from dpdist.sections.search import ScoreRecipe
 
 _PUBLIC_BATCH = 1000
 _CHECK_ROWS = 64

@@ -20,28 +20,28 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from cluster.packages import check_nodes, fingerprint
-from cluster.reading import read_json
-from cluster.session import Session
-from cluster.storage import private_folder, write_atomic, write_json
+from dpdist.base.errors import NoRoom, UserError
+from dpdist.base.reading import read_json
+from dpdist.base.storage import private_folder, write_atomic, write_json
 from dpdist.certification.bounds import clopper_pearson_lower
 from dpdist.certification.radii import gaussian_l2_radius
+from dpdist.cluster.packages import check_nodes, fingerprint
+from dpdist.cluster.session import Session
 from dpdist.data import Dataset
 from dpdist.data.overlap import refuse_common
-from dpdist.errors import NoRoom, UserError
-from dpdist.gradients.keys import derive_key, new_run_key
 from dpdist.privacy.budget import Charge
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.recipe import Recipe
-from dpdist.released import read_released
-from dpdist.runfolder import RunFolder
-from dpdist.search_options import ScoreRecipe, TuneRecipe
+from dpdist.randomness.keys import derive_key, new_run_key
+from dpdist.runs.folder import RunFolder
+from dpdist.runs.recipe import Recipe
+from dpdist.runs.released import read_released
+from dpdist.sections.search import ScoreRecipe, TuneRecipe
 from dpdist.training import charging
 from dpdist.training.job import PACKAGES, check_groups, check_records, check_trainable
 from dpdist.training.planning import make_plan
 from dpdist.training.records import private_data, source_of, training_data
-from tuning.cost import Limit, SearchCost, Sizes, kept_out
-from tuning.manifest import (
+from dpdist.tuning.cost import Limit, SearchCost, Sizes, kept_out
+from dpdist.tuning.manifest import (
     SearchFolder,
     best,
     draw_trials,
@@ -49,9 +49,9 @@ from tuning.manifest import (
     read_settings,
     read_trials,
 )
-from tuning.room import live_nodes, trial_resources, trials_at_once
-from tuning.space import Values, check_space, fields, probes, with_values
-from tuning.trial import run_trial, scores_of, scoring_data, trial_recipe
+from dpdist.tuning.room import live_nodes, trial_resources, trials_at_once
+from dpdist.tuning.space import Values, check_space, fields, probes, with_values
+from dpdist.tuning.trial import run_trial, scores_of, scoring_data, trial_recipe
 
 Progress = Callable[[int, int, float], None]
 
@@ -180,7 +180,7 @@ class Search:
         from ray import tune
         from ray.tune.logger import JsonLoggerCallback
 
-        from tuning.searchers import METRIC, ManifestSearcher
+        from dpdist.tuning.searchers import METRIC, ManifestSearcher
 
         trials = read_trials(self.folder)
         adaptive = self._suggestions() if self.tune.searcher != "random" else None
@@ -222,7 +222,7 @@ class Search:
         tuner.fit()
 
     def _suggestions(self) -> Any:
-        from tuning.searchers import Suggestions
+        from dpdist.tuning.searchers import Suggestions
 
         trials = read_trials(self.folder)
         known = []

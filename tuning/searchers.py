@@ -12,12 +12,12 @@ from typing import Any
 
 from ray.tune.search import Searcher
 
-from cluster.storage import write_json
-from dpdist.errors import UserError
-from dpdist.search_options import Domain, TuneRecipe
-from tuning.manifest import SearchFolder, Trial
-from tuning.space import Values
-from tuning.trial import scores_of
+from dpdist.base.errors import UserError
+from dpdist.base.storage import write_json
+from dpdist.sections.search import Domain, TuneRecipe
+from dpdist.tuning.manifest import SearchFolder, Trial
+from dpdist.tuning.space import Values
+from dpdist.tuning.trial import scores_of
 
 METRIC = "score"
 

@@ -12,10 +12,10 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from dpdist.errors import UserError
+from dpdist.base.errors import UserError
 from dpdist.privacy.releases import GaussianSteps
-from dpdist.recipe import Recipe, parse
-from dpdist.search_options import Domain, TuneRecipe
+from dpdist.runs.recipe import Recipe, parse
+from dpdist.sections.search import Domain, TuneRecipe
 
 Values = dict[str, Any]
 

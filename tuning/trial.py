@@ -15,29 +15,29 @@ from typing import Any
 
 import torch
 
-from cluster.packages import check_same
-from cluster.reading import read_json
-from cluster.storage import write_atomic, write_json
 from dpdist import data
+from dpdist.base.errors import UserError, no_room
+from dpdist.base.reading import read_json
+from dpdist.base.storage import write_atomic, write_json
+from dpdist.cluster.packages import check_same
 from dpdist.data import Dataset
-from dpdist.errors import UserError, no_room
-from dpdist.gradients.keys import derive_key
 from dpdist.privacy.journal import JournalBusy
 from dpdist.privacy.ledger import LedgerError, ReplayConflict
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.recipe import Recipe
-from dpdist.released import read_released
-from dpdist.runfolder import RunFolder
-from dpdist.search_options import PublicData
+from dpdist.randomness.keys import derive_key
+from dpdist.runs.folder import RunFolder
+from dpdist.runs.recipe import Recipe
+from dpdist.runs.released import read_released
+from dpdist.sections.search import PublicData
 from dpdist.training.job import PACKAGES, TrainJob, prepare
 from dpdist.training.loop import run
 from dpdist.training.records import private_part, source_of
 from dpdist.training.reducer import Reducer
 from dpdist.training.trainer import fit
-from tuning.cost import Limit, kept_out
-from tuning.manifest import SearchFolder, Trial, read_settings, read_trials
-from tuning.scoring import score
-from tuning.space import with_values
+from dpdist.tuning.cost import Limit, kept_out
+from dpdist.tuning.manifest import SearchFolder, Trial, read_settings, read_trials
+from dpdist.tuning.scoring import score
+from dpdist.tuning.space import with_values
 
 Report = Callable[[int, float], None]  # rung (from 1), score
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dpdist.attacks.names import NORMS, Norm
-from dpdist.errors import UserError
+from dpdist.base.errors import UserError
 
 PIXELS = (0.0, 1.0)
 

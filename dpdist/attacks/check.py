@@ -25,7 +25,6 @@ import pyarrow as pa
 import torch
 from scipy import stats
 
-from cluster.storage import write_json
 from dpdist import models
 from dpdist.attacks import table as tables
 from dpdist.attacks.balls import distance
@@ -34,6 +33,8 @@ from dpdist.attacks.job import Attacking, Data
 from dpdist.attacks.names import NORMS, Norm
 from dpdist.attacks.reading import VERDICT
 from dpdist.attacks.worker import Assignment, Attacker, Block
+from dpdist.base.errors import UserError
+from dpdist.base.storage import write_json
 from dpdist.bulk import Progress
 from dpdist.bulk.job import Book, Item, Row, run
 from dpdist.certification import reading
@@ -41,7 +42,6 @@ from dpdist.certification.certificate import Certificate
 from dpdist.certification.classifier import ClassifierSpec
 from dpdist.certification.places import Place
 from dpdist.certification.verdict import ABSTAIN
-from dpdist.errors import UserError
 
 if TYPE_CHECKING:
     from dpdist.attacks.settings import AttackSettings

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dpdist.attacks.randomised import InferenceNoise, InputNoise, Randomness
+from dpdist.base.errors import UserError
 from dpdist.certification.classifier import (
     ClassifierSpec,
     ExecutedClassifier,
@@ -17,9 +18,8 @@ from dpdist.certification.classifier import (
 )
 from dpdist.certification.noises import Gaussian
 from dpdist.certification.sampling import Counter, HiddenNoiseSampler, Sampler
-from dpdist.certification.units import CHECK, UnitSource
-from dpdist.errors import UserError
 from dpdist.models import mixing, require_split
+from dpdist.randomness.units import CHECK, UnitSource
 
 _ROWS = 500
 _MAX_NUMBERS = 16 * 2**20

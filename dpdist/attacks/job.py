@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import numpy as np
 import pyarrow as pa
 
-from cluster.pool import run_once
 from dpdist import bulk, models
 from dpdist.attacks import table as tables
 from dpdist.attacks.counting import Counted, fix_form, require_logits
 from dpdist.attacks.randomised import InferenceNoise, InputNoise
 from dpdist.attacks.worker import Assignment, Block, Worker
+from dpdist.base.errors import UserError
 from dpdist.bulk import Progress
 from dpdist.bulk.job import Book, Item, Row, Task, Work, run
 from dpdist.certification import job as certification
 from dpdist.certification.classifier import ClassifierSpec
-from dpdist.certification.units import UnitSource
-from dpdist.errors import UserError
+from dpdist.cluster.pool import run_once
+from dpdist.randomness.units import UnitSource
 
 if TYPE_CHECKING:
     from dpdist.attacks.settings import AttackSettings

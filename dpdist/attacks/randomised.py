@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from dpdist.certification.noises import Gaussian
-from dpdist.certification.units import RandomWords, UnitSource
 from dpdist.models import HiddenNoise
+from dpdist.randomness.units import RandomWords, UnitSource
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from cluster.reading import read_json, shown
 from dpdist.attacks.table import about, read
+from dpdist.base.errors import UserError
+from dpdist.base.reading import read_json, shown
 from dpdist.certification.verdict import ABSTAIN
-from dpdist.errors import UserError
 
 NONE = "none"
 VERDICT = "check.json"

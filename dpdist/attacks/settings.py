@@ -12,8 +12,8 @@ from dpdist.attacks import reading
 from dpdist.attacks.names import ATTACKS, NORMS, AttackName, Norm
 from dpdist.attacks.reading import AttackTable
 from dpdist.attacks.table import TABLE
+from dpdist.base.errors import UserError
 from dpdist.bulk.evaluation import Evaluation, Subject
-from dpdist.errors import UserError
 
 if TYPE_CHECKING:
     from dpdist.attacks.check import Check

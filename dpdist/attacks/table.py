@@ -7,10 +7,10 @@ from typing import Any
 
 import pyarrow as pa
 
-from cluster.reading import check_shape
-from cluster.table_files import Column
 from dpdist import bulk
-from dpdist.errors import UserError
+from dpdist.base.errors import UserError
+from dpdist.base.reading import check_shape
+from dpdist.base.table_files import Column
 
 TABLE = "attacks.parquet"
 CHECK_TABLE = "check.parquet"

@@ -16,7 +16,7 @@ from dpdist.attacks.randomised import RandomisedClassifier, Randomness
 from dpdist.certification.classifier import quiet_threads
 from dpdist.certification.cohen import predict
 from dpdist.certification.sampling import Counter
-from dpdist.certification.units import UnitSource
+from dpdist.randomness.units import UnitSource
 
 if TYPE_CHECKING:
     from dpdist.attacks.settings import AttackSettings

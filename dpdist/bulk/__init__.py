@@ -21,12 +21,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from cluster import table_files
-from cluster.journal import InUse, Journal, OtherHeader
-from cluster.reading import parse_json, read_json
-from cluster.storage import write_json, written_aside
-from cluster.table_files import Column
-from dpdist.errors import UserError
+from dpdist.base import table_files
+from dpdist.base.errors import UserError
+from dpdist.base.reading import parse_json, read_json
+from dpdist.base.storage import write_json, written_aside
+from dpdist.base.table_files import Column
+from dpdist.cluster.journal import InUse, Journal, OtherHeader
 
 FORMAT = 1
 SETTINGS, JOURNAL = "settings.json", "journal.jsonl"
@@ -172,8 +172,8 @@ def write_table(table: pa.Table, path: Path) -> None:
 def read_table(path: Path, columns: Mapping[str, Column], key: bytes) -> pa.Table:
     """A table with these columns, held against the settings that it names.
 
-    Raises as `cluster.table_files.read_table`, and UserError when it is not of the settings in its
-    metadata or in the settings.json beside it.
+    Raises as `dpdist.base.table_files.read_table`, and UserError when it is not of the settings in
+    its metadata or in the settings.json beside it.
     """
     table = table_files.read_table(path, columns)
     own = digest(about_table(table, key, str(path)))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from dpdist.errors import UserError
+from dpdist.base.errors import UserError
 
 if TYPE_CHECKING:
     from dpdist.bulk.job import Work
@@ -21,7 +21,7 @@ FOLDER = "attacks"  # of all evaluations: below the run folder, or below its pri
 
 
 class Folders(Protocol):
-    """What is needed of a run folder: ``dpdist.runfolder.RunFolder`` has it."""
+    """What is needed of a run folder: ``dpdist.runs.folder.RunFolder`` has it."""
 
     @property
     def path(self) -> Path: ...

@@ -5,7 +5,8 @@ of actors that may die, and writes the table last. A kind of work brings two des
 
 * `Work`: what it is. Its words (`kind`), its table (`file`, `key`, `schema`, `columns`), what its
   results depend on (`identity`, with the `seed` that was asked for), and what is fixed once before
-  the first result (`begin`: a seed, an executed classifier found by `cluster.pool.run_once`);
+  the first result (`begin`: a seed, an executed classifier found by
+  `dpdist.cluster.pool.run_once`);
 * `Task`, from `Work.open`: what there is to do, once that is pinned. Named `items`, each with the
   payload that a worker is called with, and the `worker`: called once per actor with `shared`, it
   returns the function from a payload to the item's rows of the table, as JSON.
@@ -45,10 +46,10 @@ from typing import Any, ClassVar
 
 import pyarrow as pa
 
-from cluster.pool import Chunk, PoolSettings, run_chunks
-from cluster.table_files import Column
 from dpdist import bulk
+from dpdist.base.table_files import Column
 from dpdist.bulk import Kind, Progress
+from dpdist.cluster.pool import Chunk, PoolSettings, run_chunks
 
 Item = int | str
 Partial = Any  # JSON: what is known of some units of an item

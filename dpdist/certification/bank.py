@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from dpdist.certification.classifier import ExecutedClassifier
 from dpdist.certification.noises import Noise
-from dpdist.certification.units import RandomWords, UnitSource
 from dpdist.models import split_first
+from dpdist.randomness.units import RandomWords, UnitSource
 
 # Blocks of one piece of work at fixed n: they are kept while all inputs of a chunk pass.
 BLOCKS_PER_PIECE = 8

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BeforeValidator, Discriminator, Tag, TypeAdapter, ValidationError
 
-from cluster.reading import shown
+from dpdist.base.errors import UserError
+from dpdist.base.fields import of_key, rule_of
+from dpdist.base.reading import shown
 from dpdist.certification.certificate import Certificate
 from dpdist.certification.cohen import Cohen
 from dpdist.certification.scores import ExpectedScores
 from dpdist.certification.stopping import Anytime, TargetRadius
-from dpdist.errors import UserError
-from dpdist.fields import of_key, rule_of
 
 if TYPE_CHECKING:
     import pyarrow as pa

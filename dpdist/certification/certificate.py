@@ -15,15 +15,23 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import numpy as np
 from pydantic import BeforeValidator, Field
 
-from dpdist.certification import units
+from dpdist.base.fields import (
+    Count,
+    CountOrZero,
+    PositiveOrZero,
+    Probability,
+    Section,
+    Text,
+    of_key,
+)
 from dpdist.certification.verdict import ABSTAIN
-from dpdist.fields import Count, CountOrZero, PositiveOrZero, Probability, Section, Text, of_key
+from dpdist.randomness import units
 
 if TYPE_CHECKING:
     import pyarrow as pa
     from torch import Tensor, nn
 
-    from cluster.table_files import Column
+    from dpdist.base.table_files import Column
     from dpdist.certification.places import Place
     from dpdist.certification.reading import CertificateTable
     from dpdist.certification.sampling import Counter

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from dpdist.certification.noises import Gaussian
-from dpdist.certification.units import ESTIMATE, RandomWords, UnitSource
 from dpdist.models import hidden_noise, require_split
+from dpdist.randomness.units import ESTIMATE, RandomWords, UnitSource
 
 
 def expected_log_scores(

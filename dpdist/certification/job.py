@@ -12,20 +12,20 @@ from typing import Any, Protocol
 import numpy as np
 import pyarrow as pa
 
-from cluster.pool import run_once
-from cluster.reading import parse_any_json, read_text, reason, shown
-from cluster.storage import write_json
 from dpdist import bulk, models
+from dpdist.base.errors import UserError
+from dpdist.base.reading import parse_any_json, read_text, reason, shown
+from dpdist.base.storage import write_json
 from dpdist.bulk import Progress
 from dpdist.bulk.job import CHUNK_SECONDS, Book, Cut, Item, Partial, Row, Task, Work, run
 from dpdist.bulk.job import Piece as Interval
 from dpdist.certification import table as tables
-from dpdist.certification import units
 from dpdist.certification.bank import BLOCKS_PER_PIECE
 from dpdist.certification.certificate import Certificate, join
 from dpdist.certification.classifier import ClassifierSpec
 from dpdist.certification.worker import Assignment, Piece, Worker, probe
-from dpdist.errors import UserError
+from dpdist.cluster.pool import run_once
+from dpdist.randomness import units
 
 TABLE = tables.TABLE
 _RATE = "rate.json"  # draws per second of the probe; only sizes the chunks

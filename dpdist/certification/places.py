@@ -13,14 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dpdist.certification import operator_norms, units
+from dpdist.base.errors import UserError
+from dpdist.certification import operator_norms
 from dpdist.certification.bank import BankSampler, split_first_layer
 from dpdist.certification.classifier import ClassifierSpec, ExecutedClassifier
 from dpdist.certification.expected_score_bounds import Sensitivity
 from dpdist.certification.noises import Noise
 from dpdist.certification.sampling import Counter, HiddenNoiseSampler, Sampler
-from dpdist.errors import UserError
 from dpdist.models import HiddenNoise, SplitModel, hidden_noise, require_split
+from dpdist.randomness import units
 
 if TYPE_CHECKING:
     from dpdist.certification.worker import Assignment

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from dpdist.certification.certificate import Certificate
-from dpdist.certification.units import UnitSource
 from dpdist.certification.worker import Assignment, Worker, probe
+from dpdist.randomness.units import UnitSource
 
 
 class Predictor:

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from cluster.table_files import read_table
+from dpdist.base.errors import UserError
+from dpdist.base.table_files import read_table
 from dpdist.certification import table as tables
 from dpdist.certification.catalogue import kind_of
 from dpdist.certification.certificate import Certificate, CertifiedSizes
 from dpdist.certification.verdict import ABSTAIN
-from dpdist.errors import UserError
 
 # What one table states once: column, name among its settings.
 _ONCE = {

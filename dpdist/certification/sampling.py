@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from dpdist.certification.classifier import ExecutedClassifier
 from dpdist.certification.expected_score_bounds import SCORE_UNIT
 from dpdist.certification.noises import Gaussian, Laplace, Noise
-from dpdist.certification.units import ESTIMATE, RandomWords, UnitSource
+from dpdist.randomness.units import ESTIMATE, RandomWords, UnitSource
 
 
 class Counter(Protocol):

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
+from dpdist.base.errors import UserError
+from dpdist.base.fields import MOST, Number
 from dpdist.certification import expected_score_bounds as by_scores
 from dpdist.certification.bounds import clopper_pearson_lower
 from dpdist.certification.certificate import (
@@ -32,14 +34,12 @@ from dpdist.certification.certificate import (
 from dpdist.certification.expected_score_bounds import SCORE_UNIT, ScoreBounds, Sensitivity
 from dpdist.certification.radii import gaussian_l2_radius
 from dpdist.certification.verdict import ABSTAIN
-from dpdist.errors import UserError
-from dpdist.fields import MOST, Number
 
 if TYPE_CHECKING:
     import pyarrow as pa
     from torch import Tensor, nn
 
-    from cluster.table_files import Column
+    from dpdist.base.table_files import Column
     from dpdist.certification.places import HiddenPlace
     from dpdist.certification.reading import CertificateTable
     from dpdist.certification.sampling import HiddenNoiseSampler

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 import numpy as np
 from pydantic import Field, model_validator
 
+from dpdist.base.fields import Positive
 from dpdist.certification.certificate import Certificate, CertifiedSizes, require, sample
 from dpdist.certification.noises import NOISES, Gaussian, Noise
 from dpdist.certification.radii import ball_factor
 from dpdist.certification.verdict import ABSTAIN, Verdict
-from dpdist.fields import Positive
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import model_validator
 
+from dpdist.base.errors import UserError
 from dpdist.certification.bounds import clopper_pearson_upper
 from dpdist.certification.certificate import Certificate, Partial, require, sample, select
 from dpdist.certification.cohen import Cohen, predict
 from dpdist.certification.smoothing import Smoothing
 from dpdist.certification.verdict import ABSTAIN, Verdict
-from dpdist.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,8 +10,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from cluster.table_files import Column
 from dpdist import bulk
+from dpdist.base.table_files import Column
 from dpdist.bulk import write_table as write
 from dpdist.certification.radii import format_radius
 

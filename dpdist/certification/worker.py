@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from dpdist.certification import units
+from dpdist.base.errors import UserError
 from dpdist.certification.certificate import Certificate
 from dpdist.certification.classifier import ClassifierSpec, check_digest, choose
 from dpdist.certification.places import Place
-from dpdist.errors import UserError
 from dpdist.models import mixing
+from dpdist.randomness import units
 
 
 @dataclass(frozen=True)

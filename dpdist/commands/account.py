@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dpdist import console, fields
+from dpdist.base import console, fields
+from dpdist.base.errors import UserError
+from dpdist.base.fields import Count, NoiseMultiplier, Positive, Probability, Trials
 from dpdist.commands.options import PICTURE, kind
-from dpdist.errors import UserError
-from dpdist.fields import Count, NoiseMultiplier, Positive, Probability, Trials
 
 if TYPE_CHECKING:
     from dpdist.privacy.guarantee import Neighbours

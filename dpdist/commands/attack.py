@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dpdist.base.errors import UserError
+from dpdist.base.fields import Count, Positive, Probability, Text
 from dpdist.commands.options import (
     RUNS,
     Actors,
@@ -20,12 +22,10 @@ from dpdist.commands.options import (
     kind,
     numbers,
 )
-from dpdist.errors import UserError
-from dpdist.fields import Count, Positive, Probability, Text
 
 if TYPE_CHECKING:
-    from dpdist.recipe import Recipe
-    from dpdist.runfolder import RunFolder
+    from dpdist.runs.folder import RunFolder
+    from dpdist.runs.recipe import Recipe
 
 
 def _option(text: str, check: Any = None) -> Any:
@@ -92,7 +92,7 @@ def command(
     Shows how many inputs stay right, abstain or go wrong, and how many are certified.
     """
     from dpdist import pipeline
-    from dpdist.runfolder import open_run
+    from dpdist.runs.folder import open_run
 
     folder = open_run(run, runs)
     folder.require_trained()
@@ -132,8 +132,9 @@ def _attack(
     output: Path | None,
     actors: int | None,
 ) -> None:
-    from dpdist import console, pipeline
+    from dpdist import pipeline
     from dpdist.attacks.settings import AttackSettings
+    from dpdist.base import console
     from dpdist.reports.attacks import grid
     from dpdist.reports.facts import read_facts
 
@@ -170,9 +171,10 @@ def _check(
     output: Path | None,
     actors: int | None,
 ) -> None:
-    from dpdist import console, pipeline
+    from dpdist import pipeline
     from dpdist.attacks.reading import check_line
     from dpdist.attacks.settings import AttackSettings, CheckSettings
+    from dpdist.base import console
 
     if given["attacks"] is None:
         given["attacks"] = ("pgd",)
@@ -197,8 +199,8 @@ def _check(
 
 
 def _tables(folder: RunFolder, name: str | None) -> list[Path]:
-    from dpdist import console
     from dpdist.attacks.settings import NORMS
+    from dpdist.base import console
     from dpdist.reports.facts import read_facts
 
     if name is None:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dpdist import console
+from dpdist.base import console
+from dpdist.base.errors import UserError
+from dpdist.base.fields import Probability
 from dpdist.commands.options import file_path, kind
-from dpdist.errors import UserError
-from dpdist.fields import Probability
 
 if TYPE_CHECKING:
     from dpdist.privacy.budget import DataBudget

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dpdist.base.errors import UserError
+from dpdist.base.fields import Count, Positive, Probability
 from dpdist.commands.options import (
     RUNS,
     Actors,
@@ -22,13 +24,11 @@ from dpdist.commands.options import (
     kind,
     numbers,
 )
-from dpdist.errors import UserError
-from dpdist.fields import Count, Positive, Probability
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from dpdist.runfolder import RunFolder
+    from dpdist.runs.folder import RunFolder
 
 DEFAULT_RADII = (0.0, 0.25, 0.5, 0.75, 1.0)
 
@@ -90,8 +90,8 @@ def command(
     Settings not given are the recipe's. --rebound and --merge work on stored counts, without the
     model: on the table in --output, or on all tables of the run.
     """
-    from dpdist.archive import open_anywhere
     from dpdist.certification import table as tables
+    from dpdist.runs.archive import open_anywhere
 
     folder = open_anywhere(run, runs)
     if merge:
@@ -218,7 +218,7 @@ def _stored(certificates: Path) -> list[Path]:
 
 
 def _print(path: Path) -> None:
-    from dpdist import console
+    from dpdist.base import console
     from dpdist.certification import reading
 
     table = reading.read(path)

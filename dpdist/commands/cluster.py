@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dpdist.base.fields import Processes, RunName
 from dpdist.commands.options import RUNS, RecipeArgument, file_path, kind
 from dpdist.commands.options import Runs as LocalRuns
-from dpdist.fields import Processes, RunName
 
 if TYPE_CHECKING:
-    from cluster.jobs import Jobs
+    from dpdist.cluster.jobs import Jobs
 
 app = typer.Typer(
     help="Run on a Ray cluster: check its file, submit recipes, follow, fetch.",
@@ -56,11 +56,11 @@ def check(
 
     Every complaint names file, key and what would be right; exit code 2 when there is one.
     """
-    from cluster.clusterfile import check_file
-    from cluster.findings import Needs
     from dpdist import __version__
-    from dpdist.errors import UserError
-    from dpdist.recipe import find, load
+    from dpdist.base.errors import UserError
+    from dpdist.cluster.clusterfile import check_file
+    from dpdist.cluster.findings import Needs
+    from dpdist.runs.recipe import find, load
 
     needs = None
     if recipe is not None:
@@ -79,8 +79,8 @@ def template(
     name: Annotated[str, typer.Argument(help="aws, gcp, local, kuberay or rayjob")],
 ) -> None:
     """Print a cluster file to fill in: dpdist cluster template local > local.yaml"""
-    from cluster.clusterfile import templates
-    from dpdist.errors import UserError
+    from dpdist.base.errors import UserError
+    from dpdist.cluster.clusterfile import templates
 
     known = templates()
     if name not in known:
@@ -111,11 +111,11 @@ def submit(
     Data, runs, private folders, hidden files and keys are never sent. Ctrl-C leaves the job
     running.
     """
-    from cluster.jobs import Jobs
-    from cluster.packing import pack
-    from dpdist import console
-    from dpdist.errors import UserError
-    from dpdist.recipe import find, load
+    from dpdist.base import console
+    from dpdist.base.errors import UserError
+    from dpdist.cluster.jobs import Jobs
+    from dpdist.cluster.packing import pack
+    from dpdist.runs.recipe import find, load
 
     path = find(recipe)
     run = name or load(path).name
@@ -158,8 +158,8 @@ def status(
     ] = False,
 ) -> None:
     """The state of one job and the end of its log, or of all jobs."""
-    from cluster.jobs import Jobs
-    from dpdist.errors import UserError
+    from dpdist.base.errors import UserError
+    from dpdist.cluster.jobs import Jobs
 
     jobs = Jobs(address)
     if job is None:
@@ -183,7 +183,7 @@ def status(
 @app.command("stop")
 def stop(job: JobArgument, address: Address = None) -> None:
     """Stop a job; submitting the same recipe continues its run."""
-    from cluster.jobs import Jobs
+    from dpdist.cluster.jobs import Jobs
 
     stopped = Jobs(address).stop(job)
     typer.echo(f"{job}: {'stopping' if stopped else 'had ended'}")
@@ -200,8 +200,8 @@ def fetch(
 
     RUN may be the address of the run's archive (s3://BUCKET/PREFIX); no cluster is needed then.
     """
-    from cluster.jobs import Jobs
-    from dpdist import archive
+    from dpdist.cluster.jobs import Jobs
+    from dpdist.runs import archive
 
     if archive.is_address(run):
         target, paths = archive.fetch(run, into)
@@ -225,7 +225,7 @@ def restore(
     Takes the archive over: should the old folder still exist somewhere, it cannot go on. Steps
     that the old folder may have released after the archived ledger are charged.
     """
-    from dpdist import archive
+    from dpdist.runs import archive
 
     folder, charged = archive.restore(address, runs, name)
     typer.echo(f"restored {folder.path}")
@@ -238,15 +238,14 @@ def restore(
 @app.command("export", hidden=True)
 def export(run: str, runs: LocalRuns = RUNS) -> None:
     """On the cluster: print a run's publishable files, for `fetch`."""
-    from dpdist.exporting import export as text_of
-    from dpdist.runfolder import open_run
+    from dpdist.runs.exporting import export as text_of
+    from dpdist.runs.folder import open_run
 
     typer.echo(text_of(open_run(run, runs)))
 
 
 def _follow_and_fetch(jobs: Jobs, job: str, into: Path) -> None:
-    from cluster.errors import ClusterError
-    from dpdist.errors import Interrupted
+    from dpdist.base.errors import ClusterError, Interrupted
 
     def write(text: str) -> None:
         sys.stderr.write(text)
@@ -271,11 +270,10 @@ def _follow_and_fetch(jobs: Jobs, job: str, into: Path) -> None:
 
 
 def _fetch(jobs: Jobs, run: str, runs: str | None, into: Path) -> None:
-    from cluster.errors import ClusterError
-    from dpdist import console
-    from dpdist.errors import UserError
-    from dpdist.exporting import unpack
-    from dpdist.fields import check_run_name
+    from dpdist.base import console
+    from dpdist.base.errors import ClusterError, UserError
+    from dpdist.base.fields import check_run_name
+    from dpdist.runs.exporting import unpack
 
     try:
         name = check_run_name(Path(run).name)

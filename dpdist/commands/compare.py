@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
+from dpdist.base.fields import Positive
 from dpdist.commands.options import RUNS, Runs, file_path, numbers
-from dpdist.fields import Positive
 
 
 def command(
@@ -29,7 +29,7 @@ def command(
     """
     from dpdist.reports import compare, differences
     from dpdist.reports.facts import read_facts
-    from dpdist.runfolder import open_run
+    from dpdist.runs.folder import open_run
 
     sizes = {
         "l2": numbers(l2, "--l2", Positive) or (),

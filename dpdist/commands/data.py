@@ -15,8 +15,8 @@ app = typer.Typer(help="List, check and fetch data sets.", no_args_is_help=True)
 @app.command("list")
 def list_data(data_root: DataRoot = None) -> None:
     """List the built-in data sets, those under --data-root, and those that can be fetched."""
+    from dpdist.base.errors import UserError
     from dpdist.data.catalog import BUILT_IN, FETCHABLE
-    from dpdist.errors import UserError
 
     for name in BUILT_IN:
         typer.echo(f"{name}\tbuilt in")
@@ -33,7 +33,7 @@ def list_data(data_root: DataRoot = None) -> None:
 def check(recipe: RecipeArgument, data_root: DataRoot = None) -> None:
     """Read every record a recipe needs; complain with file and row."""
     from dpdist import pipeline
-    from dpdist.recipe import check_against_data
+    from dpdist.runs.recipe import check_against_data
     from dpdist.training.records import evaluation_data, source_of, training_data
 
     resolved = pipeline.resolve(recipe, data_root=data_root)

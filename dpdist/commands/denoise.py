@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
+from dpdist.base.errors import UserError
+from dpdist.base.fields import RunName, Text
 from dpdist.commands.options import RUNS, DataRoot, RunArgument, Runs, file_path, kind
-from dpdist.errors import UserError
-from dpdist.fields import RunName, Text
 
 
 def command(
@@ -38,9 +38,10 @@ def command(
     The new run is certified, attacked and released like any other; its privacy card says which part
     saw which data.
     """
-    from dpdist import console, pipeline
-    from dpdist.denoising import Part, put_together
-    from dpdist.runfolder import RunFolder, open_run
+    from dpdist import pipeline
+    from dpdist.base import console
+    from dpdist.runs.folder import RunFolder, open_run
+    from dpdist.training.denoising import Part, put_together
 
     part: Part = "denoiser" if classifier is None else "classifier"
     other = denoiser if classifier is None else classifier

@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 from pydantic import Field
 
+from dpdist.base.fields import Count, Number
 from dpdist.commands.options import RUNS, DataRoot, RunArgument, Runs, kind
-from dpdist.fields import Count, Number
 
 Iterations = Annotated[int, Number, Field(ge=1, le=10_000)]
 
@@ -26,9 +26,10 @@ def command(
 ) -> None:
     """Sharpness and a filter-normalised loss picture on TEST data (on training data they would be
     private)."""
-    from dpdist import console, pipeline
+    from dpdist import pipeline
+    from dpdist.base import console
     from dpdist.reports.figures import loss_landscape
-    from dpdist.runfolder import open_run
+    from dpdist.runs.folder import open_run
 
     folder = open_run(run, runs)
     recipe = pipeline.resolve(folder.read_recipe(), data_root=data_root)

@@ -10,9 +10,9 @@ from typing import Annotated, Any
 import typer
 from pydantic import TypeAdapter, ValidationError
 
-from cluster.reading import shown, usable_path
-from dpdist.errors import UserError
-from dpdist.fields import Count, CountOrZero, PositiveOrZero, Processes, RunName, rule_of
+from dpdist.base.errors import UserError
+from dpdist.base.fields import Count, CountOrZero, PositiveOrZero, Processes, RunName, rule_of
+from dpdist.base.reading import shown, usable_path
 
 Check = Callable[[typer.CallbackParam, Any], Any]  # of typer: callback
 

@@ -9,11 +9,11 @@ import numpy as np
 import typer
 from pydantic import Field
 
-from cluster.reading import reason, regular_file
-from dpdist import console
+from dpdist.base import console
+from dpdist.base.errors import UserError
+from dpdist.base.fields import Number, Positive, Probability
+from dpdist.base.reading import reason, regular_file
 from dpdist.commands.options import RUNS, RunArgument, Runs, file_path, kind
-from dpdist.errors import UserError
-from dpdist.fields import Number, Positive, Probability
 
 Draws = Annotated[int, Number, Field(ge=1, le=10_000_000)]  # one process makes them
 
@@ -48,7 +48,7 @@ def command(
     from dpdist import models, pipeline
     from dpdist.certification.catalogue import settings_of
     from dpdist.certification.predict import Predictor
-    from dpdist.runfolder import open_run
+    from dpdist.runs.folder import open_run
 
     folder = open_run(run, runs)
     folder.require_trained()

@@ -12,7 +12,8 @@ def command(recipe: RecipeArgument, data_root: DataRoot = None) -> None:
     """
     import typer
 
-    from dpdist import console, pipeline
+    from dpdist import pipeline
+    from dpdist.base import console
     from dpdist.training.pretrain import pretrain
 
     resolved = pipeline.resolve(recipe, data_root=data_root)

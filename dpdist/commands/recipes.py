@@ -15,7 +15,7 @@ def list_recipes(context: typer.Context) -> None:
     """List the recipes that come with dpdist, each with the first line of its comment."""
     if context.invoked_subcommand is not None:
         return
-    from dpdist.recipe import RECIPES
+    from dpdist.runs.recipe import RECIPES
 
     paths = sorted(RECIPES.glob("*.yaml"))
     width = max((len(path.stem) for path in paths), default=0)
@@ -27,6 +27,6 @@ def list_recipes(context: typer.Context) -> None:
 @app.command("show")
 def show(name: str = typer.Argument(help="A recipe's name or file.")) -> None:
     """Print a recipe with every default filled in."""
-    from dpdist.recipe import find, load
+    from dpdist.runs.recipe import find, load
 
     typer.echo(load(find(name)).to_yaml(), nl=False)

@@ -18,8 +18,8 @@ def command(
     ] = False,
 ) -> None:
     """Copy what is safe to publish into release/: the model and its privacy card, nothing else."""
-    from dpdist.releasing import release
-    from dpdist.runfolder import open_run
+    from dpdist.commands.releasing import release
+    from dpdist.runs.folder import open_run
 
     for path in release(open_run(run, runs), not_private=not_private):
         typer.echo(str(path))

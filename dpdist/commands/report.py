@@ -7,8 +7,9 @@ from dpdist.commands.options import RUNS, ArchivedRunArgument, Runs
 
 def command(run: ArchivedRunArgument, runs: Runs = RUNS) -> None:
     """Write report/index.html of a run: one file that opens offline."""
-    from dpdist import console, pipeline
-    from dpdist.archive import open_anywhere
+    from dpdist import pipeline
+    from dpdist.base import console
+    from dpdist.runs.archive import open_anywhere
 
     folder = open_anywhere(run, runs)
     folder.require_trained()

@@ -31,7 +31,8 @@ def command(
     ] = False,
 ) -> None:
     """Train privately, certify and report, as the recipe says. Continues what was interrupted."""
-    from dpdist import console, pipeline
+    from dpdist import pipeline
+    from dpdist.base import console
 
     resolved = pipeline.resolve(
         recipe, name=name, data_root=data_root, workers=workers, archive=archive,

@@ -24,7 +24,8 @@ def command(
     archive_private: ArchivePrivate = False,
 ) -> None:
     """Train privately and evaluate on the test split. Continues an interrupted training."""
-    from dpdist import console, pipeline
+    from dpdist import pipeline
+    from dpdist.base import console
 
     resolved = pipeline.resolve(
         recipe, name=name, data_root=data_root, workers=workers, archive=archive,

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dpdist import console
+from dpdist.base import console
+from dpdist.base.errors import UserError
+from dpdist.base.fields import Count, Trials
 from dpdist.commands.options import (
     PICTURE,
     RUNS,
@@ -19,11 +21,9 @@ from dpdist.commands.options import (
     kind,
     numbers,
 )
-from dpdist.errors import UserError
-from dpdist.fields import Count, Trials
 
 if TYPE_CHECKING:
-    from dpdist.recipe import Recipe
+    from dpdist.runs.recipe import Recipe
 
 
 def command(
@@ -75,9 +75,9 @@ def command(
 def _plan(
     name: str, trials: str | None, records: int | None, as_json: bool, plot: Path | None
 ) -> None:
-    from dpdist.recipe import find, load
-    from tuning import preview
-    from tuning.space import check_space
+    from dpdist.runs.recipe import find, load
+    from dpdist.tuning import preview
+    from dpdist.tuning.space import check_space
 
     recipe = require_tune(load(find(name)), name)
     check_space(recipe, name)

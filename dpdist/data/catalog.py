@@ -15,10 +15,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from cluster.storage import built_aside, private_folder, written_aside
+from dpdist.base.errors import UserError
+from dpdist.base.storage import built_aside, private_folder, written_aside
 from dpdist.data.dataset import Dataset
 from dpdist.data.parquet import Columns, load_parquet, split_files
-from dpdist.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def fetch(name: str, root: Path, progress: Callable[[str], None] = lambda line: 
     """
     if name not in FETCHABLE:
         raise UserError(f"data fetch: unknown {name!r}; one of {', '.join(FETCHABLE)}")
-    from dpdist.vision import torchvision
+    from dpdist.base.vision import torchvision
 
     datasets = torchvision("datasets")
     target = root / name

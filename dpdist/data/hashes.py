@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cluster.storage import written_aside
+from dpdist.base.storage import written_aside
 
 _CHUNK = 2**22  # values turned into floats at once
 

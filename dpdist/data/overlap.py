@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dpdist.base.errors import UserError
 from dpdist.data.dataset import Dataset
-from dpdist.errors import UserError
 
 
 @dataclass(frozen=True)

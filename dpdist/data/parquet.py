@@ -18,10 +18,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
-from cluster.storage import built_aside, private_folder
+from dpdist.base.errors import UserError
+from dpdist.base.storage import built_aside, private_folder
 from dpdist.data.dataset import Dataset
 from dpdist.data.images import Inexact, decode
-from dpdist.errors import UserError
 
 _LAYOUT = 4  # of the cache; a new number re-reads everything
 

@@ -14,7 +14,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from dpdist.gradients.keys import derive_key, words
+from dpdist.randomness.keys import derive_key, words
 
 LARGEST = 1024  # most records of a block; `dpdist.gradients.clipping.sum_slack` rests on it
 # Room above the expected number, in standard deviations: two per cent of the blocks are cut in two.

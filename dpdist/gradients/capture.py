@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from dpdist.errors import UserError
+from dpdist.base.errors import UserError
 from dpdist.gradients.rules import LayerCall, Rule, rule_for
 from dpdist.gradients.rules.fallback import per_example
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dpdist.errors import UserError
+from dpdist.base.errors import UserError
 
 
 def rounding_slack(dtype: torch.dtype) -> float:

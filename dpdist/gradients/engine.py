@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dpdist.errors import UserError
+from dpdist.base.errors import UserError
 from dpdist.gradients.allocator import keep_freed_memory
 from dpdist.gradients.blocks import Blocks, padded
 from dpdist.gradients.capture import Layer, Objective, OnCall, find_layers, run_pass

@@ -12,7 +12,7 @@ import math
 
 import numpy as np
 
-from dpdist.gradients.keys import derive_key, words
+from dpdist.randomness.keys import derive_key, words
 
 _GRID_BITS = 24
 _RARE = np.uint64(2**32)  # a first word below it is continued by another 64 bits

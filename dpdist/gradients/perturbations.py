@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dpdist.errors import UserError
-from dpdist.gradients.keys import KEY_BYTES, derive_key
+from dpdist.base.errors import UserError
+from dpdist.randomness.keys import KEY_BYTES, derive_key
 
 Aggregate = Literal["mean", "sum"]
 

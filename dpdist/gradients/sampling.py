@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dpdist.gradients.keys import words
+from dpdist.randomness.keys import words
 
 
 def share(records: int, rank: int, world_size: int) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from dpdist.errors import UserError
+from dpdist.base.errors import UserError
 from dpdist.gradients.capture import Layer, Objective, OnCall, find_layers, run_pass
 from dpdist.gradients.contributions import PerExampleGradient
 from dpdist.gradients.rules import LayerCall

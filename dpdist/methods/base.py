@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 from pydantic import Field
 
-from dpdist.fields import Number, Section
+from dpdist.base.fields import Number, Section
 from dpdist.privacy.phases import Phase
 from dpdist.privacy.plan import PrivacyPlan, StepPlan
 from dpdist.privacy.releases import GaussianSteps
-from dpdist.recipe_sections import Sections
+from dpdist.sections.recipe import Sections
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

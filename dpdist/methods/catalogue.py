@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Union
 
 from pydantic import BeforeValidator, Discriminator, SerializeAsAny, Tag
 
-from cluster.reading import reason, shown
-from dpdist.fields import validated
+from dpdist.base.fields import validated
+from dpdist.base.reading import reason, shown
 from dpdist.methods.base import Method
 from dpdist.methods.dp_sgd import DPSGD
 from dpdist.methods.dplis import DPlis

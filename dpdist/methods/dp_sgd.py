@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from dpdist.fields import Positive
+from dpdist.base.fields import Positive
 from dpdist.methods.base import Fixed, Method
 from dpdist.privacy.plan import StepPlan
 

@@ -18,8 +18,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Literal
 
-from dpdist.errors import UserError
-from dpdist.fields import Positive, PositiveOrZero
+from dpdist.base.errors import UserError
+from dpdist.base.fields import Positive, PositiveOrZero
 from dpdist.methods.base import DrawCount, Fixed, Method
 from dpdist.privacy.plan import StepPlan
 

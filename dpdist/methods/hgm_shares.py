@@ -16,16 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from dpdist import models
+from dpdist.base.errors import UserError
 from dpdist.data import Dataset
-from dpdist.errors import UserError
-from dpdist.gradients.keys import derive_key
 from dpdist.gradients.noise import add_noise
 from dpdist.gradients.sampling import poisson_sample
 from dpdist.methods.base import Setup
 from dpdist.methods.redistribution import Redistribution
-from dpdist.methods.sensitivity import keep_within
 from dpdist.models import SplitModel
+from dpdist.models.sensitivity import keep_within
 from dpdist.privacy.mechanisms import redistribution
+from dpdist.randomness.keys import derive_key
 
 _BATCH = 256
 

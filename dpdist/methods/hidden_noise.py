@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from dpdist.fields import Number, Positive
+from dpdist.base.fields import Number, Positive
 from dpdist.methods.base import DrawCount, Fixed, Method, PublicRecords, Setup
 from dpdist.methods.redistribution import Redistribution
 from dpdist.privacy.phases import Phase
 from dpdist.privacy.plan import StepPlan
 from dpdist.privacy.releases import GaussianReleases, NonPrivate
-from dpdist.recipe_sections import Sections
+from dpdist.sections.recipe import Sections
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -163,8 +163,8 @@ class HiddenNoiseMethod(Method):
 
     def constraint(self, model: nn.Module) -> Callable[[], None]:
         """The first layer is scaled back into its norm."""
-        from dpdist.methods.sensitivity import keep_within
         from dpdist.models import require_split
+        from dpdist.models.sensitivity import keep_within
 
         split = require_split(model)
         return lambda: keep_within(split, self.sensitivity)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import model_validator
 
-from dpdist.fields import Positive, PositiveOrZero
+from dpdist.base.fields import Positive, PositiveOrZero
 from dpdist.methods.base import DrawCount, Fixed, Method
 from dpdist.privacy.plan import StepPlan
 
@@ -39,8 +39,8 @@ class InputNoise(Method):
         return self.consistency > 0
 
     def task(self) -> Task:
+        from dpdist.gradients.consistency import agreed_targets, weighted_cross_entropy
         from dpdist.gradients.task import Task
-        from dpdist.methods.consistency import agreed_targets, weighted_cross_entropy
 
         if not self.consistency:
             return Task()

@@ -6,7 +6,16 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from dpdist.fields import Count, FilePath, Number, Positive, PositiveNoise, Section, Share, Text
+from dpdist.base.fields import (
+    Count,
+    FilePath,
+    Number,
+    Positive,
+    PositiveNoise,
+    Section,
+    Share,
+    Text,
+)
 
 
 class Redistribution(Section):

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from dpdist.fields import NotNegative, Number, Positive
+from dpdist.base.fields import NotNegative, Number, Positive
 from dpdist.methods.base import DrawCount, Fixed, Method
 from dpdist.privacy.phases import Phase
 from dpdist.privacy.plan import PrivacyPlan, StepPlan
 from dpdist.privacy.releases import NonPrivate
-from dpdist.recipe_sections import Sections
+from dpdist.sections.recipe import Sections
 
 if TYPE_CHECKING:
     from torch import nn

@@ -17,17 +17,17 @@ from torch import Tensor, nn
 
 from dpdist.gradients.clipping import Clipping
 from dpdist.gradients.engine import ClippedSum, GradientEngine
-from dpdist.gradients.keys import derive_key
-from dpdist.gradients.noise import add_noise
-from dpdist.gradients.perturbations import InputDraws
-from dpdist.gradients.task import squared_error
-from dpdist.methods.mixed_jacobian import (
+from dpdist.gradients.mixed_jacobian import (
     MixedJacobian,
     SmallestEigenvalue,
     settled_by_symmetry,
     smallest_eigenvalue,
 )
+from dpdist.gradients.noise import add_noise
+from dpdist.gradients.perturbations import InputDraws
+from dpdist.gradients.task import squared_error
 from dpdist.privacy.mechanisms import mixed_gaussian_added_std
+from dpdist.randomness.keys import derive_key
 
 
 class Options(Protocol):

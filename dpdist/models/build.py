@@ -19,9 +19,9 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor, nn
 
-from cluster.reading import NoSuchFile, check_shape, read_bytes, read_json
-from cluster.storage import write_atomic, write_json
-from dpdist.errors import UserError
+from dpdist.base.errors import UserError
+from dpdist.base.reading import NoSuchFile, check_shape, read_bytes, read_json
+from dpdist.base.storage import write_atomic, write_json
 from dpdist.models.hidden import attach_silence, hidden_noise
 from dpdist.models.normalised import Normalised
 from dpdist.models.zoo import ZOO

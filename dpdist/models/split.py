@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from dpdist.errors import UserError
+from dpdist.base.errors import UserError
 from dpdist.models.normalised import Normalised
 
 _SCALES = (1e-3, 1.0, 1e3)  # of the inputs on which a cut is checked

@@ -21,8 +21,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any, Self
 
-from cluster.reading import not_blocking
-from cluster.storage import sync
+from dpdist.base.reading import not_blocking
+from dpdist.base.storage import sync
 
 _VERSION = 2
 _WITHOUT_ANCHOR = 1  # the version before; still read, and continued with an anchor

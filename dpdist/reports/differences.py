@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dpdist.base.errors import UserError
 from dpdist.certification.paired import ERROR, Comparison, compare, holm
 from dpdist.certification.reading import CertificateTable
-from dpdist.errors import UserError
 from dpdist.reports.compare import NORMS, markdown
 from dpdist.reports.facts import Facts
 

@@ -8,16 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster.reading import check_shape, read_json
 from dpdist import __version__
 from dpdist.attacks import catalogue
 from dpdist.attacks.reading import AttackTable, numbers_of
 from dpdist.attacks.settings import AttackSettings, CheckSettings
+from dpdist.base.errors import UserError
+from dpdist.base.reading import check_shape, read_json
 from dpdist.bulk.evaluation import Evaluation
 from dpdist.certification import reading
 from dpdist.certification.reading import CertificateTable
-from dpdist.errors import UserError
-from dpdist.gradients.keys import key_id
 from dpdist.privacy.budgets import budgets_in
 from dpdist.privacy.card import card
 from dpdist.privacy.claims import Claim
@@ -25,10 +24,11 @@ from dpdist.privacy.group import group_guarantee
 from dpdist.privacy.guarantee import Guarantee, format_epsilon
 from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.recipe import Recipe
-from dpdist.released import read_released
+from dpdist.randomness.keys import key_id
 from dpdist.reports.searches import SearchTerms, read_search, released
-from dpdist.runfolder import RunFolder
+from dpdist.runs.folder import RunFolder
+from dpdist.runs.recipe import Recipe
+from dpdist.runs.released import read_released
 
 _EVALUATION = {"accuracy": float, "inputs": int, "data": str}
 _TABLES = "*/certificates.parquet"

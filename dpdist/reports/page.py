@@ -7,15 +7,15 @@ from importlib.resources import files
 
 import jinja2
 
-from cluster.storage import write_atomic
 from dpdist import __version__
 from dpdist.attacks.reading import check_line
+from dpdist.base.storage import write_atomic
 from dpdist.certification.reading import CertificateTable
 from dpdist.privacy.guarantee import format_epsilon
 from dpdist.reports.attacks import grid
 from dpdist.reports.facts import read_facts
 from dpdist.reports.figures import attacked_accuracy, certified_accuracy, privacy_spent
-from dpdist.runfolder import RunFolder
+from dpdist.runs.folder import RunFolder
 
 
 def write_report(folder: RunFolder) -> None:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from cluster.reading import read_json
-from dpdist.errors import UserError
+from dpdist.base.errors import UserError
+from dpdist.base.reading import read_json
 from dpdist.privacy.catalogue import phase_from_dict
 from dpdist.privacy.guarantee import format_epsilon
 from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.phases import Phase
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.privacy.releases import GaussianSteps
-from dpdist.runfolder import RunFolder, plan_of
+from dpdist.runs.folder import RunFolder, plan_of
 
 _TERMS = {
     "plan": dict, "law": str, "fields": list, "objective": str, "scored_on": str,

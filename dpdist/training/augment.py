@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from dpdist.errors import UserError
-from dpdist.recipe_sections import AugmentRecipe
+from dpdist.base.errors import UserError
+from dpdist.sections.recipe import AugmentRecipe
 
 _LATTICE = 5  # points a side that the elastic displacement is interpolated from
 

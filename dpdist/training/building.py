@@ -9,7 +9,7 @@ from dpdist.gradients.clipping import clipping_for
 from dpdist.gradients.engine import GradientEngine
 from dpdist.models import ModelSpec
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.recipe import Recipe
+from dpdist.runs.recipe import Recipe
 from dpdist.training.finite import check_start, probe
 from dpdist.training.provenance import load_frozen, with_frozen
 from dpdist.training.records import source_of

@@ -7,13 +7,13 @@ from contextlib import contextmanager
 
 import numpy as np
 
+from dpdist.base.errors import UserError
 from dpdist.data import Dataset
-from dpdist.errors import UserError
 from dpdist.privacy import budgets
 from dpdist.privacy.budget import BudgetExceeded, Charge, Terms
 from dpdist.privacy.filter import RenyiFilter
 from dpdist.privacy.journal import JournalError
-from dpdist.recipe import Recipe
+from dpdist.runs.recipe import Recipe
 
 
 def terms_of(recipe: Recipe) -> Terms:

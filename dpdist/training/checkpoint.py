@@ -14,11 +14,11 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
-from cluster.reading import read_bytes, read_json, reason
-from cluster.storage import private_folder, write_atomic
-from dpdist.errors import UserError
+from dpdist.base.errors import UserError
+from dpdist.base.reading import read_bytes, read_json, reason
+from dpdist.base.storage import private_folder, write_atomic
 from dpdist.privacy.journal import Anchor
-from dpdist.runfolder import complete_checkpoints
+from dpdist.runs.folder import complete_checkpoints
 
 KEEP = 2
 

@@ -11,7 +11,7 @@ from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.task import Task
 from dpdist.methods.base import Fixed
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.recipe import Recipe
+from dpdist.runs.recipe import Recipe
 from dpdist.training.building import build_engine, initial_model, model_spec
 from dpdist.training.records import evaluation_data, source_of, training_data
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from dpdist.base.errors import UserError
 from dpdist.data import Dataset
-from dpdist.errors import UserError
 
 _PROBE = 8  # test inputs
 _EVERY = 25  # steps

@@ -13,14 +13,14 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor, nn
 
-from cluster.reading import read_bytes
-from cluster.storage import write_atomic
 from dpdist import data
-from dpdist.errors import UserError
-from dpdist.gradients.keys import new_run_key
+from dpdist.base.errors import UserError
+from dpdist.base.reading import read_bytes
+from dpdist.base.storage import write_atomic
 from dpdist.methods.base import Fixed, Setup
 from dpdist.models import ModelSpec
-from dpdist.runfolder import RunFolder
+from dpdist.randomness.keys import new_run_key
+from dpdist.runs.folder import RunFolder
 from dpdist.training.building import initial_model
 from dpdist.training.job import TrainJob, read_run_key
 from dpdist.training.records import public_data

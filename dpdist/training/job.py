@@ -6,16 +6,16 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.packages import fingerprint
-from cluster.reading import read_json
-from cluster.storage import write_atomic, write_json
 from dpdist import data
+from dpdist.base.errors import UserError
+from dpdist.base.reading import read_json
+from dpdist.base.storage import write_atomic, write_json
+from dpdist.cluster.packages import fingerprint
 from dpdist.data.overlap import refuse_common
-from dpdist.errors import UserError
-from dpdist.gradients.keys import new_run_key
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.recipe import Recipe, field_error
-from dpdist.runfolder import RunFolder
+from dpdist.randomness.keys import new_run_key
+from dpdist.runs.folder import RunFolder
+from dpdist.runs.recipe import Recipe, field_error
 from dpdist.training.building import check_model
 from dpdist.training.planning import make_plan
 from dpdist.training.provenance import AMONG_PUBLIC, check_pretrained
@@ -27,7 +27,7 @@ from dpdist.training.records import (
     training_data,
 )
 
-PACKAGES = ("cluster", "dpdist", "tuning")
+PACKAGES = ("dpdist",)
 CANONICAL_SHARDS = 8  # of `reproducible: true`; the most workers such a run can use
 
 

@@ -19,21 +19,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cluster.errors import ClusterError
-from cluster.packages import check_same, code_digest
-from cluster.storage import write_json
 from dpdist import data, models
-from dpdist.errors import UserError, no_room
+from dpdist.base.errors import ClusterError, UserError, no_room
+from dpdist.base.storage import write_json
+from dpdist.cluster.packages import check_same, code_digest
 from dpdist.gradients.blocks import Blocks
 from dpdist.gradients.engine import GradientEngine
-from dpdist.gradients.keys import derive_key, key_id
 from dpdist.gradients.noise import add_noise
 from dpdist.gradients.sampling import poisson_sample, share
 from dpdist.methods.base import Fixed
 from dpdist.privacy.journal import JournalBusy
 from dpdist.privacy.ledger import Ledger, LedgerError, ReplayConflict
 from dpdist.privacy.plan import StepPlan
-from dpdist.released import check_released
+from dpdist.randomness.keys import derive_key, key_id
+from dpdist.runs.released import check_released
 from dpdist.training import checkpoint
 from dpdist.training.building import build_engine, initial_model, model_spec
 from dpdist.training.finite import Divergence, probe

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from cluster.storage import json_number, write_json
 from dpdist import models
+from dpdist.base.storage import json_number, write_json
 from dpdist.privacy.ledger import Ledger
 from dpdist.training.job import TrainJob
 

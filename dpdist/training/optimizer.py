@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from dpdist.recipe_sections import TrainingRecipe
+from dpdist.sections.recipe import TrainingRecipe
 
 _ADAM_BETA1, _ADAM_BETA2, _ADAM_EPSILON = 0.9, 0.999, 1e-8
 

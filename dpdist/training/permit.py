@@ -1,7 +1,7 @@
 """Leave from the archive: no step is released that a lost run folder could hide.
 
-`dpdist.archive` says why. Worker 0 asks through a file of the run folder; the command that started
-the training copies ledger and request to the archive, and answers through another file.
+`dpdist.runs.archive` says why. Worker 0 asks through a file of the run folder; the command that
+started the training copies ledger and request to the archive, and answers through another file.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 import time
 from dataclasses import asdict
 
-from cluster.errors import ClusterError
-from cluster.reading import read_json
-from cluster.storage import write_json
-from dpdist.archive import Permit, read_permit
-from dpdist.runfolder import RunFolder
+from dpdist.base.errors import ClusterError
+from dpdist.base.reading import read_json
+from dpdist.base.storage import write_json
+from dpdist.runs.archive import Permit, read_permit
+from dpdist.runs.folder import RunFolder
 
 _AHEAD_SECONDS = 60.0
 _AHEAD_STEPS = 50

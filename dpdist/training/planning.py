@@ -5,11 +5,11 @@ Training, searches, dry runs and previews all take the cost of a training from h
 
 from __future__ import annotations
 
-from dpdist.errors import UserError
+from dpdist.base.errors import UserError
 from dpdist.privacy.calibrate import least_noise
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.privacy.releases import GaussianSteps
-from dpdist.recipe import Recipe, check_against_data, field_error, step_count
+from dpdist.runs.recipe import Recipe, check_against_data, field_error, step_count
 
 
 def plan_at(recipe: Recipe, records: int, noise_multiplier: float) -> PrivacyPlan:

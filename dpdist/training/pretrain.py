@@ -17,17 +17,17 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from torch import Tensor, nn
 
-from cluster.reading import read_bytes
-from cluster.storage import built_aside
 from dpdist import data, models
+from dpdist.base.errors import UserError
+from dpdist.base.reading import read_bytes
+from dpdist.base.storage import built_aside
 from dpdist.data.overlap import common, refuse_common
-from dpdist.errors import UserError
 from dpdist.gradients.task import cross_entropy, squared_error
 from dpdist.methods.hgm_shares import resized
 from dpdist.models import ModelSpec
 from dpdist.models.torchvision_zoo import estimating, published_weights
-from dpdist.recipe import Recipe
-from dpdist.recipe_sections import ModelRecipe, PublicRecipe
+from dpdist.runs.recipe import Recipe
+from dpdist.sections.recipe import ModelRecipe, PublicRecipe
 from dpdist.training.augment import deformed
 from dpdist.training.optimizer import FlatOptimizer
 from dpdist.training.provenance import AMONG_PUBLIC, write_provenance

@@ -15,16 +15,16 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from cluster.reading import read_bytes, read_json
-from cluster.storage import write_atomic, write_json
 from dpdist import data, models
+from dpdist.base.errors import UserError
+from dpdist.base.reading import read_bytes, read_json
+from dpdist.base.storage import write_atomic, write_json
 from dpdist.data.overlap import Inputs, refuse_common
-from dpdist.errors import UserError
 from dpdist.models import ModelSpec
 from dpdist.models.zoo import ZOO
-from dpdist.recipe import Recipe
-from dpdist.recipe_sections import PretrainedRecipe
-from dpdist.runfolder import RunFolder
+from dpdist.runs.folder import RunFolder
+from dpdist.runs.recipe import Recipe
+from dpdist.sections.recipe import PretrainedRecipe
 from dpdist.training.records import private_data, source_of, training_data
 
 PROVENANCE, RECORDS = "provenance.json", "records.npy"

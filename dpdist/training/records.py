@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 
 from dpdist import data
+from dpdist.base.errors import UserError
 from dpdist.data.overlap import check_test
-from dpdist.errors import UserError
-from dpdist.recipe import Recipe
-from dpdist.recipe_sections import DataRecipe
+from dpdist.runs.recipe import Recipe
+from dpdist.sections.recipe import DataRecipe
 
 
 def source_of(recipe: Recipe) -> data.Source:

@@ -13,19 +13,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster.errors import ClusterError
-from cluster.packages import check_nodes
-from cluster.session import Session
-from cluster.storage import private_folder, write_atomic
-from cluster.waiting import Room
-from dpdist.archive import Archive
-from dpdist.errors import NoRoom, UserError
-from dpdist.gradients.keys import key_id
+from dpdist.base.errors import ClusterError, NoRoom, UserError
+from dpdist.base.storage import private_folder, write_atomic
+from dpdist.cluster.packages import check_nodes
+from dpdist.cluster.session import Session
+from dpdist.cluster.waiting import Room
 from dpdist.privacy.budget import Charge
 from dpdist.privacy.phases import Phase
-from dpdist.recipe import Recipe
-from dpdist.released import begun, read_released
-from dpdist.runfolder import RunFolder
+from dpdist.randomness.keys import key_id
+from dpdist.runs.archive import Archive
+from dpdist.runs.folder import RunFolder
+from dpdist.runs.recipe import Recipe
+from dpdist.runs.released import begun, read_released
 from dpdist.training import charging
 from dpdist.training.job import PACKAGES, TrainJob, read_run_key
 from dpdist.training.records import training_data

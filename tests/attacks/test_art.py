@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from dpdist.attacks.balls import Ball, distance
 from dpdist.attacks.evasion import attack
 from dpdist.attacks.randomised import RandomisedClassifier, Randomness
-from dpdist.certification.units import UnitSource
+from dpdist.randomness.units import UnitSource
 
 STEPS = 10
 SIZES = {"linf": (0.05, 0.1, 0.2), "l2": (0.3, 0.6, 1.2)}

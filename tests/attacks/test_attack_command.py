@@ -15,14 +15,14 @@ from typer.testing import CliRunner, Result
 import dpdist.data
 from dpdist import models
 from dpdist.attacks.reading import check_line, read_attack
+from dpdist.base.errors import UserError
 from dpdist.certification import table as certificates
 from dpdist.commands import attack, certify
-from dpdist.errors import UserError
 from dpdist.privacy.ledger import Ledger
-from dpdist.recipe import parse
 from dpdist.reports.attacks import ball_factor, grid
 from dpdist.reports.facts import read_facts
-from dpdist.runfolder import RunFolder
+from dpdist.runs.folder import RunFolder
+from dpdist.runs.recipe import parse
 from dpdist.training.job import prepare
 
 app = typer.Typer()
@@ -43,7 +43,7 @@ RECIPE = {
 @pytest.fixture(scope="module")
 def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """One Ray session for all commands, as one command has for all its stages."""
-    from cluster.session import connect
+    from dpdist.cluster.session import connect
 
     with connect(tmp_path_factory.mktemp("ray") / "ray.log", cpus=2):
         yield

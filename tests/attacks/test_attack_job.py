@@ -14,7 +14,7 @@ from dpdist import models
 from dpdist.attacks import job
 from dpdist.attacks.settings import AttackSettings
 from dpdist.attacks.table import TABLE
-from dpdist.errors import UserError
+from dpdist.base.errors import UserError
 
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dpdist.attacks.balls import NORMS, Ball, distance
-from dpdist.errors import UserError
+from dpdist.base.errors import UserError
 
 
 def sizes(*values: float) -> Tensor:

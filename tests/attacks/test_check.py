@@ -15,11 +15,11 @@ from scipy import stats
 from dpdist import models
 from dpdist.attacks.check import check_certificates, plausibility
 from dpdist.attacks.settings import AttackSettings
+from dpdist.base.errors import UserError
 from dpdist.certification import job
 from dpdist.certification import table as certificates
 from dpdist.certification.cohen import Cohen
 from dpdist.certification.scores import ExpectedScores
-from dpdist.errors import UserError
 
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

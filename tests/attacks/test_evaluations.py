@@ -12,18 +12,18 @@ import pytest
 from support.here import without_ray
 from support.training import make, train
 
-from cluster.table_files import read_table
-from dpdist import archive as archives
 from dpdist import bulk, pipeline
-from dpdist.archive import Archive
 from dpdist.attacks import catalogue
+from dpdist.base.errors import UserError
+from dpdist.base.table_files import read_table
 from dpdist.bulk.evaluation import Evaluation, Subject
 from dpdist.bulk.job import Task, Work
-from dpdist.errors import UserError
-from dpdist.exporting import export, unpack
-from dpdist.releasing import release
+from dpdist.commands.releasing import release
 from dpdist.reports.facts import read_facts
-from dpdist.runfolder import RunFolder
+from dpdist.runs import archive as archives
+from dpdist.runs.archive import Archive
+from dpdist.runs.exporting import export, unpack
+from dpdist.runs.folder import RunFolder
 
 SCHEMA = pa.schema([pa.field("index", pa.int64()), pa.field("score", pa.float64())])
 

@@ -16,8 +16,8 @@ from dpdist.attacks.randomised import (
     loss_gradient,
     success_score,
 )
-from dpdist.certification.units import UnitSource
 from dpdist.models import HiddenNoise
+from dpdist.randomness.units import UnitSource
 
 
 def randomness(seed: str = "1") -> Randomness:

@@ -7,10 +7,10 @@ from scipy import stats
 from torch import nn
 
 from dpdist import models
-from dpdist.certification import units
 from dpdist.certification.bank import BankSampler, split_first_layer
 from dpdist.certification.noises import Gaussian
-from dpdist.certification.units import RandomWords, UnitSource
+from dpdist.randomness import units
+from dpdist.randomness.units import RandomWords, UnitSource
 
 SOURCE = UnitSource("test", "seed", "model", "data", "gaussian", 0.5)
 

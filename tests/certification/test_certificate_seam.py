@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from dpdist.base.errors import UserError
 from dpdist.certification.catalogue import BY_MODE, CERTIFICATES, settings_of
 from dpdist.certification.certificate import Certificate
-from dpdist.errors import UserError
-from dpdist.recipe import parse
+from dpdist.runs.recipe import parse
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 OWN = {"cohen", "stopping", "scores", "smoothing", "certificate", "catalogue"}

@@ -12,12 +12,12 @@ from PIL import Image
 from typer.testing import CliRunner, Result
 
 from dpdist import models
+from dpdist.base.errors import UserError
 from dpdist.certification import reading
 from dpdist.certification import table as tables
 from dpdist.commands import certify, predict
-from dpdist.errors import UserError
-from dpdist.recipe import parse
-from dpdist.runfolder import RunFolder
+from dpdist.runs.folder import RunFolder
+from dpdist.runs.recipe import parse
 
 app = typer.Typer()
 app.command("certify")(certify.command)
@@ -37,7 +37,7 @@ RECIPE = {
 @pytest.fixture(scope="module")
 def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """One Ray session for all commands, as one command has for all its stages."""
-    from cluster.session import connect
+    from dpdist.cluster.session import connect
 
     with connect(tmp_path_factory.mktemp("ray") / "ray.log", cpus=2):
         yield

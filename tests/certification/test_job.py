@@ -19,14 +19,14 @@ from scipy import stats
 from support.certificates import changed
 
 from dpdist import models
+from dpdist.base.errors import UserError
 from dpdist.bulk import job as bulk_job
 from dpdist.certification import job, table
 from dpdist.certification.classifier import ClassifierSpec
 from dpdist.certification.cohen import Cohen
 from dpdist.certification.places import InputPlace
-from dpdist.certification.units import UnitSource
 from dpdist.certification.worker import Assignment
-from dpdist.errors import UserError
+from dpdist.randomness.units import UnitSource
 
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -263,7 +263,7 @@ def test_two_certifications_of_one_folder_are_refused(
         from pathlib import Path
         from test_job import FakeData, SETTINGS
         from dpdist.certification import job
-        from dpdist.errors import UserError
+        from dpdist.base.errors import UserError
         try:
             job.certify(Path({str(model_folder)!r}), FakeData(), SETTINGS, Path({str(tmp_path)!r}))
         except UserError as error:

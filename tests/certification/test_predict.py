@@ -10,11 +10,11 @@ from torch import nn
 
 from dpdist import models
 from dpdist.attacks.counting import Counted, require_logits
+from dpdist.base.errors import UserError
 from dpdist.certification import bounds, cohen, predict
 from dpdist.certification.cohen import Cohen
 from dpdist.certification.predict import Predictor, as_input
 from dpdist.certification.scores import ExpectedScores
-from dpdist.errors import UserError
 
 
 class Threshold(nn.Module):

@@ -10,8 +10,8 @@ import typer
 from scipy import stats
 from typer.testing import CliRunner
 
+from dpdist.base.errors import UserError
 from dpdist.commands import radius
-from dpdist.errors import UserError
 
 app = typer.Typer()
 app.command("radius")(radius.command)

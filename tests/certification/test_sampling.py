@@ -6,11 +6,11 @@ import torch
 from scipy import stats
 from torch import nn
 
-from dpdist.certification import units
 from dpdist.certification.classifier import ExecutedClassifier, choose
 from dpdist.certification.noises import NOISES, Noise
 from dpdist.certification.sampling import SCORE_UNIT, HiddenNoiseSampler, Sampler
-from dpdist.certification.units import RandomWords, UnitSource
+from dpdist.randomness import units
+from dpdist.randomness.units import RandomWords, UnitSource
 
 SOURCE = UnitSource("test", "seed", "model", "data", "gaussian", 0.5)
 DISTRIBUTIONS = {

@@ -14,14 +14,14 @@ from PIL import Image
 from typer.testing import CliRunner, Result
 
 from dpdist import pipeline
+from dpdist.base.errors import UserError
 from dpdist.certification import reading
 from dpdist.certification import table as tables
 from dpdist.commands import certify, compare, predict
-from dpdist.errors import UserError
-from dpdist.recipe import parse
-from dpdist.releasing import release
+from dpdist.commands.releasing import release
 from dpdist.reports.facts import read_facts
-from dpdist.runfolder import RunFolder
+from dpdist.runs.folder import RunFolder
+from dpdist.runs.recipe import parse
 from dpdist.training.job import prepare
 from dpdist.training.loop import run
 from dpdist.training.reducer import Reducer
@@ -58,7 +58,7 @@ METHODS = {
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Two trained runs, and one Ray session for all commands."""
-    from cluster.session import connect
+    from dpdist.cluster.session import connect
 
     folder = tmp_path_factory.mktemp("runs")
     before = torch.get_num_threads()

@@ -15,7 +15,8 @@ from support.certificates import changed
 from torch import nn
 
 from dpdist import models
-from dpdist.certification import job, reading, scores, table, units
+from dpdist.base.errors import UserError
+from dpdist.certification import job, reading, scores, table
 from dpdist.certification.catalogue import settings_of
 from dpdist.certification.cohen import Cohen
 from dpdist.certification.expected import expected_log_scores
@@ -25,8 +26,8 @@ from dpdist.certification.predict import Predictor
 from dpdist.certification.rebound import certified_accuracy_band, rebound
 from dpdist.certification.sampling import HiddenNoiseSampler
 from dpdist.certification.scores import ExpectedScores, decide
-from dpdist.errors import UserError
 from dpdist.models import HiddenNoise, ModelSpec
+from dpdist.randomness import units
 
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from dpdist import models
-from dpdist.certification import predict, units
+from dpdist.certification import predict
 from dpdist.certification.catalogue import BY_MODE, settings_of
 from dpdist.certification.certificate import Certificate
 from dpdist.certification.expected_score_bounds import SCORE_UNIT, Sensitivity
@@ -31,6 +31,7 @@ from dpdist.certification.scores import ExpectedScores
 from dpdist.certification.verdict import ABSTAIN
 from dpdist.certification.worker import Assignment, Piece, Worker, probe
 from dpdist.models.normalised import Normalised
+from dpdist.randomness import units
 
 SIGMA = 0.5
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cluster.clusterfile import Needs, check_file, templates
-from cluster.errors import ClusterError, UserError
-from cluster.findings import strings
+from dpdist.base.errors import ClusterError, UserError
+from dpdist.cluster.clusterfile import Needs, check_file, templates
+from dpdist.cluster.findings import strings
 
 VERSION = "0.1.0"
 TEMPLATES = Path(__file__).resolve().parents[2] / "cluster" / "templates"

@@ -10,10 +10,10 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-import cluster.jobs as jobs_module
-from cluster.errors import ClusterError
-from cluster.jobs import Jobs
-from cluster.session import read_environment_again
+import dpdist.cluster.jobs as jobs_module
+from dpdist.base.errors import ClusterError
+from dpdist.cluster.jobs import Jobs
+from dpdist.cluster.session import read_environment_again
 
 TOKEN = "a" * 64
 PARTS = ["training: begins\n", "training: 10 of 20 steps\n", "certified\n"]
@@ -157,8 +157,8 @@ def test_nobody_there_and_nonsense(monkeypatch):
 
 def test_submit_refuses_what_would_fail_there_later(server, tmp_path, monkeypatch):
     """A recipe outside of what is sent, or in a folder that is never sent."""
-    from dpdist.cli import app
-    from dpdist.errors import UserError
+    from dpdist.base.errors import UserError
+    from dpdist.commands.cli import app
 
     recipe = {
         "data": {"name": "digits"},

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.errors import ClusterError
-from cluster.packages import _check_node, check_same, code_digest, fingerprint
-from cluster.session import _check_reachable
+from dpdist.base.errors import ClusterError
+from dpdist.cluster.packages import _check_node, check_same, code_digest, fingerprint
+from dpdist.cluster.session import _check_reachable
 
-PACKAGES = ("cluster", "dpdist", "tuning")
+PACKAGES = ("dpdist",)
 
 
 def test_same_code_passes_wherever_it_lies():
@@ -18,7 +18,7 @@ def test_same_code_passes_wherever_it_lies():
     check_same(moved, PACKAGES, "here")
 
 
-@pytest.mark.parametrize("name", ["cluster", "torch", "python"])
+@pytest.mark.parametrize("name", ["dpdist", "torch", "python"])
 def test_a_difference_is_named(name):
     driver = fingerprint(PACKAGES)
     driver[name] = "/somewhere:0123"
@@ -27,7 +27,7 @@ def test_a_difference_is_named(name):
 
 
 def test_a_shadowing_package_changes_the_digest(tmp_path, monkeypatch):
-    before = code_digest(("cluster",))
+    before = code_digest(("dpdist.cluster",))
     monkeypatch.syspath_prepend(tmp_path)
     folder = tmp_path / "shadowed_package"
     folder.mkdir()
@@ -35,7 +35,7 @@ def test_a_shadowing_package_changes_the_digest(tmp_path, monkeypatch):
     first = code_digest(("shadowed_package",))
     (folder / "__init__.py").write_text("x = 2\n")
     assert code_digest(("shadowed_package",)) != first
-    assert code_digest(("cluster",)) == before
+    assert code_digest(("dpdist.cluster",)) == before
 
 
 def test_a_host_without_the_shared_folder_is_named(tmp_path):

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.errors import ClusterError
-from cluster.packing import pack
+from dpdist.base.errors import ClusterError
+from dpdist.cluster.packing import pack
 
 SENT = ["my.yaml", "nets.py", "sub/more.py", "sub/deep/text.txt"]
 KEPT = [
@@ -46,16 +46,22 @@ def test_too_much_is_refused_with_the_largest_files(tmp_path):
     assert pack(source, tmp_path / "package", limit=4000).size == 3004
 
 
-@pytest.mark.parametrize("name", ["cluster.py", "tuning/x.py", "dpdist/__init__.py"])
+@pytest.mark.parametrize("name", ["dpdist.py", "dpdist/__init__.py"])
 def test_a_file_that_would_hide_a_package_is_refused(name, tmp_path):
     fill(tmp_path / "work", [name])
     with pytest.raises(ClusterError, match="would hide the package"):
         pack(tmp_path / "work", tmp_path / "package")
 
 
+def test_names_of_our_folders_are_the_user_s_to_take(tmp_path):
+    fill(tmp_path / "work", ["cluster.py", "tuning/x.py"])
+    files = pack(tmp_path / "work", tmp_path / "package").files
+    assert [str(path) for path in files] == ["cluster.py", "tuning/x.py"]
+
+
 def test_from_a_checkout_our_packages_stay(tmp_path):
     """The hosts have them installed."""
-    ours = ["dpdist/recipe.py", "cluster/pool.py", "tuning/a.py", "tests/x.py"]
+    ours = ["dpdist/runs/recipe.py", "cluster/pool.py", "tuning/a.py", "tests/x.py"]
     fill(tmp_path / "work", ["recipes/digits.yaml", *ours])
     assert [str(p) for p in pack(tmp_path / "work", tmp_path / "package").files] == [
         "recipes/digits.yaml"

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from cluster.calls import Runner
-from cluster.errors import ClusterError
-from cluster.pool import Chunk, PoolSettings, run_chunks
+from dpdist.base.errors import ClusterError
+from dpdist.cluster.calls import Runner
+from dpdist.cluster.pool import Chunk, PoolSettings, run_chunks
 
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

@@ -10,11 +10,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from cluster.errors import UserError
-from cluster.reading import NoSuchFile, parse_json, read_bytes, read_json, usable_path
-from cluster.storage import write_json
-from cluster.table_files import read_table
-from cluster.yaml_files import read_yaml
+from dpdist.base.errors import UserError
+from dpdist.base.reading import NoSuchFile, parse_json, read_bytes, read_json, usable_path
+from dpdist.base.storage import write_json
+from dpdist.base.table_files import read_table
+from dpdist.base.yaml_files import read_yaml
 
 LAUGHS = "a0: &a0 [x, x]\n" + "".join(
     f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}, *a{i - 1}]\n" for i in range(1, 40)

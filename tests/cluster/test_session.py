@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from cluster.session import _LogFile, connect
+from dpdist.cluster.session import _LogFile, connect
 
 
 @pytest.fixture

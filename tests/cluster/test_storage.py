@@ -9,13 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.storage import (
-    built_aside,
-    private_folder,
-    write_atomic,
-    write_json,
-    written_aside,
-)
+from dpdist.base.storage import built_aside, private_folder, write_atomic, write_json, written_aside
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -103,7 +97,7 @@ def test_a_file_that_a_library_writes_is_whole_as_well(tmp_path, disk):
 def test_nobody_else_moves_files_into_their_places():
     for package in ("cluster", "dpdist", "tuning"):
         for path in sorted((ROOT / package).rglob("*.py")):
-            if path != ROOT / "cluster" / "storage.py":
+            if path != ROOT / "dpdist" / "base" / "storage.py":
                 assert not re.search(r"\bos\.(replace|rename|renames)\b|\.rename\(",
                                      path.read_text()), path  # fmt: skip
 

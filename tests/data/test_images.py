@@ -12,10 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from dpdist.base.errors import UserError
 from dpdist.certification.predict import as_input
 from dpdist.data import Columns, Source, load
 from dpdist.data.images import Inexact, decode
-from dpdist.errors import UserError
 
 GREY = np.random.default_rng(0).integers(0, 256, (5, 4), dtype=np.uint8)
 COLOUR = np.random.default_rng(1).integers(0, 256, (5, 4, 3), dtype=np.uint8)

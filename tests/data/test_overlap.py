@@ -15,19 +15,19 @@ import torch
 from PIL import Image
 
 from dpdist import pipeline
+from dpdist.base.errors import UserError
+from dpdist.commands.releasing import release
 from dpdist.data import Dataset, Source, load
 from dpdist.data.overlap import common
-from dpdist.errors import UserError
-from dpdist.recipe import Recipe, parse
-from dpdist.releasing import release
 from dpdist.reports.facts import read_facts
-from dpdist.runfolder import RunFolder
+from dpdist.runs.folder import RunFolder
+from dpdist.runs.recipe import Recipe, parse
 from dpdist.training import loop
 from dpdist.training.job import prepare
 from dpdist.training.pretrain import pretrain
 from dpdist.training.records import private_data, source_of, training_data
 from dpdist.training.reducer import Reducer
-from tuning.search import prepare as prepare_search
+from dpdist.tuning.search import prepare as prepare_search
 
 
 def pixels(seed: int, count: int, side: int = 4) -> np.ndarray:

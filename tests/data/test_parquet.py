@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from dpdist.base.errors import UserError
 from dpdist.data import Columns, Source, load, split_by_id
-from dpdist.errors import UserError
 
 
 def png(pixels: np.ndarray) -> bytes:

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from dpdist import pipeline
-from dpdist.cli import main
-from dpdist.errors import UserError
+from dpdist.base.errors import UserError
+from dpdist.commands.cli import main
 
 CPU_SECONDS, SECONDS = 20.0, 120.0  # of one case; the slowest takes three on a free machine
 

@@ -27,10 +27,10 @@ from hostile import TEXTS, VALUES, damage, options, put, restored, values
 from support.training import execute, make, prepare
 
 from dpdist import bulk, pipeline
-from dpdist.archive import Archive
 from dpdist.attacks import table as attacks
 from dpdist.certification import table as tables
-from dpdist.recipe import Recipe
+from dpdist.runs.archive import Archive
+from dpdist.runs.recipe import Recipe
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -331,7 +331,7 @@ def test_archives(fuzz, tmp_path, finished):
             path = draw(st.sampled_from(MANIFEST))
             put(body, path, draw(values))
             body.pop("check", None)
-            from dpdist.archive.layout import digest_of
+            from dpdist.runs.archive.layout import digest_of
 
             try:
                 body["check"] = digest_of(body)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpdist.errors import UserError
+from dpdist.base.errors import UserError
 from dpdist.gradients.clipping import AutomaticClipping, FlatClipping, PerLayerClipping
 from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.perturbations import HiddenDraws

@@ -7,9 +7,9 @@ import pytest
 import torch
 from scipy import stats
 
-from dpdist.gradients.keys import derive_key, key_id, new_run_key, words
 from dpdist.gradients.noise import add_noise, standard_normal
 from dpdist.gradients.sampling import poisson_sample, share
+from dpdist.randomness.keys import derive_key, key_id, new_run_key, words
 
 KEY = bytes(range(32))
 

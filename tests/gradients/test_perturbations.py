@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from scipy import stats
 from torch import Tensor, nn
 
-from dpdist.errors import UserError
+from dpdist.base.errors import UserError
 from dpdist.gradients.clipping import FlatClipping
 from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.perturbations import (

@@ -161,8 +161,8 @@ def no_orphans(cluster: Cluster, seconds: float = 90) -> None:
 def train_here(recipe: dict, runs: Path) -> Path:
     """The training of a recipe in this process, without Ray and without a second host; its run
     folder under `runs`."""
-    from dpdist.recipe import parse
-    from dpdist.runfolder import RunFolder
+    from dpdist.runs.folder import RunFolder
+    from dpdist.runs.recipe import parse
     from dpdist.training import loop
     from dpdist.training.job import prepare
     from dpdist.training.reducer import Reducer

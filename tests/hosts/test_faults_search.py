@@ -47,14 +47,14 @@ TRIALS = 3
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     """The same search in this process: one trial after the other, without Ray."""
-    from cluster.packages import fingerprint
-    from dpdist.recipe import parse
-    from dpdist.runfolder import RunFolder
+    from dpdist.cluster.packages import fingerprint
+    from dpdist.runs.folder import RunFolder
+    from dpdist.runs.recipe import parse
     from dpdist.training.job import PACKAGES
-    from tuning.manifest import read_trials
-    from tuning.search import prepare
-    from tuning.searchers import ManifestSearcher
-    from tuning.trial import run_trial
+    from dpdist.tuning.manifest import read_trials
+    from dpdist.tuning.search import prepare
+    from dpdist.tuning.searchers import ManifestSearcher
+    from dpdist.tuning.trial import run_trial
 
     threads = torch.get_num_threads()
     folder = RunFolder(tmp_path_factory.mktemp("undisturbed") / "search")

@@ -15,10 +15,10 @@ import sys
 
 import pytest
 
-from cluster.storage import write_json
-from dpdist import cli
-from dpdist.errors import no_room
-from dpdist.runfolder import RunFolder
+from dpdist.base.errors import no_room
+from dpdist.base.storage import write_json
+from dpdist.commands import cli
+from dpdist.runs.folder import RunFolder
 from dpdist.training.trainer import _word_of
 
 needs_a_small_disk = pytest.mark.skipif(
@@ -36,8 +36,8 @@ import json, os, sys
 from pathlib import Path
 import subprocess
 import torch
-from dpdist.recipe import parse
-from dpdist.runfolder import RunFolder
+from dpdist.runs.recipe import parse
+from dpdist.runs.folder import RunFolder
 from dpdist.training import loop
 from dpdist.training.job import prepare
 from dpdist.training.reducer import Reducer
@@ -87,15 +87,15 @@ print(json.dumps(errors))
 _SEARCH = """
 import json, os, sys, subprocess
 from pathlib import Path
-from cluster.packages import fingerprint
-from dpdist.errors import no_room
-from dpdist.recipe import parse
-from dpdist.runfolder import RunFolder
+from dpdist.cluster.packages import fingerprint
+from dpdist.base.errors import no_room
+from dpdist.runs.recipe import parse
+from dpdist.runs.folder import RunFolder
 from dpdist.training.job import PACKAGES
-from tuning.search import prepare
-from tuning.manifest import read_trials
-from tuning.searchers import ManifestSearcher
-from tuning.trial import run_trial, scores_of
+from dpdist.tuning.search import prepare
+from dpdist.tuning.manifest import read_trials
+from dpdist.tuning.searchers import ManifestSearcher
+from dpdist.tuning.trial import run_trial, scores_of
 
 place = Path(sys.argv[1])
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "disk", str(place)], check=True)

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from dpdist.errors import UserError
+from dpdist.base.errors import UserError
 from dpdist.gradients.clipping import FlatClipping
+from dpdist.gradients.consistency import agreed_targets, weighted_cross_entropy
 from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.perturbations import InputDraws
-from dpdist.methods.consistency import agreed_targets, weighted_cross_entropy
 from dpdist.methods.input_noise import InputNoise
-from dpdist.recipe import parse
+from dpdist.runs.recipe import parse
 
 KEY, DRAWS, WEIGHT = bytes(range(32)), 3, 4.0
 

@@ -7,14 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpdist.errors import UserError
+from dpdist.base.errors import UserError
 from dpdist.gradients.clipping import FlatClipping
 from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.perturbations import Draws
+from dpdist.gradients.sharpness import loss_picture, sharpness
 from dpdist.methods.base import Fixed, Method
 from dpdist.methods.dp_sgd import DPSGD
 from dpdist.methods.dplis import DPlis, dplis_scale
-from dpdist.methods.sharpness import loss_picture, sharpness
 from dpdist.privacy.plan import StepPlan
 
 KEY = bytes(range(32))
@@ -142,7 +142,7 @@ def test_loss_picture_is_filter_normalised():
     assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
     # Doubling a filter and its direction's scale leaves the function's relative picture in place:
     # the direction has the filters' norms and no component on biases.
-    from dpdist.methods.sharpness import _filter_normalised
+    from dpdist.gradients.sharpness import _filter_normalised
 
     weight = model[0].weight.detach()
     direction = _filter_normalised(torch.randn_like(weight), weight)

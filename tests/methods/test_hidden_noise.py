@@ -18,8 +18,8 @@ from dpdist.methods.hgm import HGMPixelDP
 from dpdist.methods.pixeldp import PixelDP
 from dpdist.methods.redistribution import Redistribution
 from dpdist.methods.secure_sgd import SecureSGD
-from dpdist.methods.sensitivity import keep_within, layer_bound
 from dpdist.models import ModelSpec, SplitModel
+from dpdist.models.sensitivity import keep_within, layer_bound
 from dpdist.privacy.releases import GaussianReleases, NonPrivate
 
 SPEC = ModelSpec("hgm-cnn", (1, 6, 6), 3, {"filters": [4], "kernels": [3], "strides": [2]})

@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dpdist.gradients.task import squared_error
-from dpdist.methods.mixed_jacobian import (
+from dpdist.gradients.mixed_jacobian import (
     MixedJacobian,
     lanczos_smallest,
     rescaling_directions,
     settled_by_symmetry,
     smallest_eigenvalue,
 )
+from dpdist.gradients.task import squared_error
 
 
 def denoiser(activation: type[nn.Module] = nn.Tanh, channels: int = 2) -> nn.Module:
@@ -132,7 +132,9 @@ def test_a_direction_with_an_effect_settles_nothing(monkeypatch):
     assert rescaling_directions(model) is None
     assert settled_by_symmetry(model, squared_error, inputs) is None
     wrong = rescaling_directions(denoiser(nn.ReLU))
-    monkeypatch.setattr("dpdist.methods.mixed_jacobian.rescaling_directions", lambda network: wrong)
+    monkeypatch.setattr(
+        "dpdist.gradients.mixed_jacobian.rescaling_directions", lambda network: wrong
+    )
     assert settled_by_symmetry(model, squared_error, inputs) is None
 
 

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dpdist.errors import UserError
+from dpdist.base.errors import UserError
 from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.privacy.releases import GaussianReleases, GaussianSteps
-from dpdist.recipe import parse
+from dpdist.runs.recipe import parse
 
-COMMAND = [sys.executable, "-c", "from dpdist.cli import main; main()"]
+COMMAND = [sys.executable, "-c", "from dpdist.commands.cli import main; main()"]
 
 # A record's gradient is taken at an input that is noised by as much as inputs vary; how much that
 # is, is one noised sum over the private records, which is paid for.
@@ -55,7 +55,7 @@ class Varied(Method):
     def fix(self, setup):
         import torch
 
-        from dpdist.gradients.keys import derive_key
+        from dpdist.randomness.keys import derive_key
         from dpdist.gradients.noise import add_noise
 
         inputs = setup.records.batch(slice(0, len(setup.records)))

@@ -12,21 +12,21 @@ import torch
 from torch import Tensor, nn
 
 from dpdist import data, models
-from dpdist.denoising import put_together
-from dpdist.errors import UserError
+from dpdist.base.errors import UserError
+from dpdist.commands.releasing import release
 from dpdist.gradients.clipping import FlatClipping
 from dpdist.gradients.engine import GradientEngine
+from dpdist.gradients.mixed_jacobian import MixedJacobian
 from dpdist.gradients.perturbations import InputDraws
 from dpdist.gradients.task import squared_error
-from dpdist.methods.mixed_jacobian import MixedJacobian
 from dpdist.methods.transdenoiser import TransDenoiser
 from dpdist.methods.transdenoiser_split import SplitEngine, remainders, split
 from dpdist.models import ModelSpec
 from dpdist.privacy.card import card_markdown
-from dpdist.recipe import parse
-from dpdist.releasing import release
 from dpdist.reports.facts import read_facts
-from dpdist.runfolder import RunFolder
+from dpdist.runs.folder import RunFolder
+from dpdist.runs.recipe import parse
+from dpdist.training.denoising import put_together
 from dpdist.training.job import prepare
 from dpdist.training.loop import run
 from dpdist.training.pretrain import pretrain

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from dpdist import models
+from dpdist.base.errors import UserError
 from dpdist.certification.scores import sensitivity
-from dpdist.errors import UserError
-from dpdist.methods.sensitivity import keep_within, layer_bound
 from dpdist.models import HiddenNoise, ModelSpec, require_split
 from dpdist.models.normalised import Normalised
+from dpdist.models.sensitivity import keep_within, layer_bound
 
 CNN = ModelSpec("hgm-cnn", (2, 8, 8), 3, {"filters": [4], "kernels": [3], "strides": [2]})
 SPECS = [

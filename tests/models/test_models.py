@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from dpdist import models
-from dpdist.errors import UserError
+from dpdist.base.errors import UserError
 from dpdist.models import ModelSpec
 
 

@@ -55,7 +55,7 @@ FAULTS: list[Fault] = [
          "sum(self._rejected)", "a radius is passed although a smaller one failed"),
     ),
     *group(
-        "dpdist/certification/units.py", f"certification/test_sampling {UNITS}",
+        "dpdist/randomness/units.py", f"certification/test_sampling {UNITS}",
         ("            self.model_hash,\n", "", "draws do not depend on the model"),
         ("            self.data_hash,\n", "", "draws do not depend on the data"),
         ("            self.seed,\n", "", "draws do not depend on the seed"),

@@ -9,7 +9,7 @@ CLIP = f"{STEP}::test_every_clip_and_noise gradients/test_engine gradients/test_
 
 FAULTS: list[Fault] = [
     *group(
-        "dpdist/gradients/keys.py", "gradients/test_keys",
+        "dpdist/randomness/keys.py", "gradients/test_keys",
         ("return secrets.token_bytes(KEY_BYTES)", "return bytes(KEY_BYTES)",
          "a fresh run key is a constant"),
         ("for label in (purpose, *labels):", "for label in labels:", "keys ignore their purpose"),
@@ -96,7 +96,7 @@ FAULTS: list[Fault] = [
          "smoothing without the clip norm"),
     ),
     *group(
-        "dpdist/methods/sensitivity.py", f"{STEP}::test_every_method models/test_hidden",
+        "dpdist/models/sensitivity.py", f"{STEP}::test_every_method models/test_hidden",
         ("if bound > limit:", "if bound > 2 * limit:", "layers may be twice too large"),
         ("math.floor(limit / bound * _GRID) / _GRID", "math.ceil(limit / bound * 4) / 4",
          "layers are scaled back on a coarse grid, upwards"),

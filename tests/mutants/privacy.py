@@ -154,17 +154,17 @@ FAULTS: list[Fault] = [
         ("if not described[\"private\"]:", "if False:", "the page hides that a model is not private"),
     ),
     *group(
-        "dpdist/releasing.py", EPSILON,
+        "dpdist/commands/releasing.py", EPSILON,
         ('if not described["private"] and not not_private:', "if False:",
          "a run that is not private is released without a word"),
     ),
     *group(
-        "dpdist/releasing.py", f"{EPSILON} wiring/test_files",
+        "dpdist/commands/releasing.py", f"{EPSILON} wiring/test_files",
         ('("model.safetensors", "model.json")', '("model.safetensors", "model.json", "../run.key")',
          "the run key is released"),
     ),
     *group(
-        "dpdist/exporting.py", "wiring/test_files test_exporting",
+        "dpdist/runs/exporting.py", "wiring/test_files test_exporting",
         ('"audit", "report",', '"audit", "report", "private",', "private files are publishable"),
     ),
     *group(

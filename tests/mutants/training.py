@@ -173,7 +173,7 @@ FAULTS: list[Fault] = [
         ("    if fixed:\n", "    if False:\n", "a fixed key is not marked"),
     ),
     *group(
-        "dpdist/released.py", "training/test_released",
+        "dpdist/runs/released.py", "training/test_released",
         ("complete = ledger.releases.keys() >= set(range(made.steps))", "complete = True",
          "steps that a model was made of may be missing"),
         ("not (made.anchor is None or ledger.reaches(made.anchor))", "False",
@@ -198,7 +198,7 @@ FAULTS: list[Fault] = [
          "a paid sum is sampled by the key that its noise comes from"),
     ),
     *group(
-        "cluster/storage.py", "cluster/test_storage",
+        "dpdist/base/storage.py", "cluster/test_storage",
         ("        sync(aside)\n", "", "no fsync of the bytes"),
         ("        sync(path.parent)\n", "", "no fsync of the name"),
         ("    path.chmod(0o700)\n", "", "private folders are open to all"),

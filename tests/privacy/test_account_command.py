@@ -9,8 +9,8 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
+from dpdist.base.errors import UserError
 from dpdist.commands.account import app
-from dpdist.errors import UserError
 
 RUN = ["--records", "60000", "--batch-size", "256", "--delta", "1e-5"]
 KEYS = {

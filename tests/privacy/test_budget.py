@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from dpdist.base.errors import UserError
 from dpdist.commands.budget import app
-from dpdist.errors import UserError
 from dpdist.privacy import budgets
 from dpdist.privacy.budget import BudgetExceeded, Charge, DataBudget, Terms, composed_guarantee
 from dpdist.privacy.budgets import budgets_in

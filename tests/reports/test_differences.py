@@ -13,14 +13,14 @@ from scipy import stats
 from support.training import make, train
 
 from dpdist import pipeline
+from dpdist.base.errors import UserError
 from dpdist.certification import reading
 from dpdist.certification import table as tables
 from dpdist.certification.catalogue import settings_of
 from dpdist.certification.cohen import Cohen
-from dpdist.errors import UserError
 from dpdist.reports.differences import differences, grid, section
 from dpdist.reports.facts import read_facts
-from dpdist.runfolder import RunFolder
+from dpdist.runs.folder import RunFolder
 from dpdist.training.records import evaluation_data, source_of
 
 SIZES = {"l2": (0.1,), "linf": ()}

@@ -18,6 +18,7 @@ from dpdist import bulk
 from dpdist.attacks import table as attack_tables
 from dpdist.attacks.reading import Shares, read_attack
 from dpdist.attacks.settings import AttackSettings
+from dpdist.base.errors import UserError
 from dpdist.certification import reading
 from dpdist.certification import table as tables
 from dpdist.certification.cohen import Cohen
@@ -25,12 +26,11 @@ from dpdist.certification.expected_score_bounds import SCORE_UNIT, Sensitivity
 from dpdist.certification.places import HiddenPlace
 from dpdist.certification.scores import ExpectedScores, ScoreBound, decide
 from dpdist.commands import certify
-from dpdist.errors import UserError
 from dpdist.reports import compare, page
 from dpdist.reports.attacks import grid, same_classifier
 from dpdist.reports.facts import read_facts
 from dpdist.reports.figures import attacked_accuracy
-from dpdist.runfolder import RunFolder
+from dpdist.runs.folder import RunFolder
 
 N = 1000
 NORMS = Sensitivity(1.0, 2.0, 0.01)

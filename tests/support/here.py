@@ -13,34 +13,38 @@ from typing import Any
 import pytest
 import ray
 
-import cluster.packages
-import cluster.pool
-import cluster.session
-import dpdist.cli
+import dpdist.cluster.packages
+import dpdist.cluster.pool
+import dpdist.cluster.session
+import dpdist.commands.cli
 import dpdist.pipeline
 import dpdist.training.trainer as trainer
-import tuning.room
-import tuning.trial
-from cluster.packages import fingerprint
+import dpdist.tuning.room
+import dpdist.tuning.trial
+from dpdist.cluster.packages import fingerprint
 from dpdist.training.job import PACKAGES, TrainJob
+from dpdist.tuning.manifest import read_trials
+from dpdist.tuning.search import Search
+from dpdist.tuning.searchers import ManifestSearcher
+from dpdist.tuning.trial import run_trial
 from support.keys import replace_everywhere
 from support.training import execute
-from tuning.manifest import read_trials
-from tuning.search import Search
-from tuning.searchers import ManifestSearcher
-from tuning.trial import run_trial
 
-SESSION = cluster.session.Session(None, 8, 0, 1)
+SESSION = dpdist.cluster.session.Session(None, 8, 0, 1)
 
 
 def without_ray(patch: pytest.MonkeyPatch) -> None:
     """From now on nothing starts Ray; ends with the monkeypatch."""
-    replace_everywhere(patch, cluster.session.connect, _connect)
-    replace_everywhere(patch, cluster.packages.check_nodes, lambda *_: None)
-    replace_everywhere(patch, cluster.pool.run_chunks, run_chunks)
+    replace_everywhere(patch, dpdist.cluster.session.connect, _connect)
+    replace_everywhere(patch, dpdist.cluster.packages.check_nodes, lambda *_: None)
+    replace_everywhere(patch, dpdist.cluster.pool.run_chunks, run_chunks)
     replace_everywhere(patch, trainer.fit, _fit)
-    patch.setattr(tuning.trial, "_train_on_ray_train", lambda job, until: _fit(job, until=until))
-    replace_everywhere(patch, tuning.room.live_nodes, lambda: [tuning.room.Node(8.0, 0.0)])
+    patch.setattr(
+        dpdist.tuning.trial, "_train_on_ray_train", lambda job, until: _fit(job, until=until)
+    )
+    replace_everywhere(
+        patch, dpdist.tuning.room.live_nodes, lambda: [dpdist.tuning.room.Node(8.0, 0.0)]
+    )
     patch.setattr(Search, "_round", _round)
     patch.setattr(ray, "remote", lambda function=None, **_: _Remote(function))
     patch.setattr(ray, "get", lambda value, **_: value)
@@ -48,18 +52,18 @@ def without_ray(patch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def _connect(*_: Any, **__: Any) -> Iterator[cluster.session.Session]:
+def _connect(*_: Any, **__: Any) -> Iterator[dpdist.cluster.session.Session]:
     yield SESSION
 
 
 def run_chunks(
     factory: Callable[..., Callable[[Any], Any]],
     shared: Any,
-    chunks: Iterable[cluster.pool.Chunk],
+    chunks: Iterable[dpdist.cluster.pool.Chunk],
     on_result: Callable[[str, Any], None],
     settings: Any = None,
 ) -> None:
-    """As `cluster.pool.run_chunks`, in this process."""
+    """As `dpdist.cluster.pool.run_chunks`, in this process."""
     work = factory(shared)
     for chunk in chunks:
         on_result(chunk.key, work(chunk.payload))
@@ -108,7 +112,7 @@ def command(
         capsys.readouterr()
         code = 0
         try:
-            dpdist.cli.main()
+            dpdist.commands.cli.main()
         except SystemExit as stop:
             code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
         captured = capsys.readouterr()

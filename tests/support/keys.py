@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from dpdist.certification.units import UnitSource
-from dpdist.gradients import keys, perturbations
+from dpdist.gradients import perturbations
+from dpdist.randomness import keys
+from dpdist.randomness.units import UnitSource
 
 
 @dataclass(frozen=True)
@@ -89,8 +90,7 @@ def replace_everywhere(
 
 
 def _ours() -> Iterable[ModuleType]:
-    names = ("dpdist", "tuning", "cluster")
-    return [m for n, m in sys.modules.items() if m is not None and n.split(".")[0] in names]
+    return [m for n, m in sys.modules.items() if m is not None and n.split(".")[0] == "dpdist"]
 
 
 def record(patch: pytest.MonkeyPatch) -> Recorder:

@@ -14,9 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dpdist.gradients import keys, noise, perturbations
+from dpdist.gradients import noise, perturbations
 from dpdist.models import require_split
-from dpdist.recipe import Recipe
+from dpdist.randomness import keys
+from dpdist.runs.recipe import Recipe
 from dpdist.training.building import initial_model, model_spec
 from dpdist.training.fixed import read_fixed
 from dpdist.training.job import TrainJob

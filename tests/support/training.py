@@ -15,8 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dpdist.recipe import Recipe, parse
-from dpdist.runfolder import RunFolder
+from dpdist.runs.folder import RunFolder
+from dpdist.runs.recipe import Recipe, parse
 from dpdist.training import loop
 from dpdist.training.job import TrainJob, prepare
 from dpdist.training.reducer import Reducer

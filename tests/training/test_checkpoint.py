@@ -11,11 +11,11 @@ import torch
 from support.training import execute, make
 
 from dpdist import models
-from dpdist.errors import UserError
-from dpdist.gradients.keys import KEY_BYTES
+from dpdist.base.errors import UserError
 from dpdist.models import ModelSpec
 from dpdist.privacy.journal import Anchor
-from dpdist.runfolder import RunFolder
+from dpdist.randomness.keys import KEY_BYTES
+from dpdist.runs.folder import RunFolder
 from dpdist.training import checkpoint, provenance
 from dpdist.training.checkpoint import TrainState
 from dpdist.training.job import prepare, read_run_key

@@ -27,29 +27,29 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor, nn
 
 from dpdist import data, models
+from dpdist.base.errors import UserError
+from dpdist.base.vision import torchvision
 from dpdist.commands import denoise as denoise_command
-from dpdist.denoising import put_together
-from dpdist.errors import UserError
+from dpdist.commands.releasing import release
 from dpdist.gradients.clipping import FlatClipping
 from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.task import cross_entropy
 from dpdist.methods.base import Setup
-from dpdist.methods.sensitivity import keep_within
+from dpdist.models.sensitivity import keep_within
 from dpdist.privacy.card import card_markdown
-from dpdist.recipe import parse
-from dpdist.releasing import release
 from dpdist.reports.facts import read_facts
-from dpdist.runfolder import RunFolder
+from dpdist.runs.folder import RunFolder
+from dpdist.runs.recipe import parse
 from dpdist.training import loop
 from dpdist.training.building import initial_model, model_spec
+from dpdist.training.denoising import put_together
 from dpdist.training.job import prepare
 from dpdist.training.pretrain import pretrain
 from dpdist.training.provenance import PROVENANCE
 from dpdist.training.records import public_data, source_of, training_data
 from dpdist.training.reducer import Reducer
-from dpdist.vision import torchvision
 
-COMMAND = [sys.executable, "-c", "from dpdist.cli import main; main()"]
+COMMAND = [sys.executable, "-c", "from dpdist.commands.cli import main; main()"]
 CNN = {"name": "small-cnn", "options": {"width": 4}}
 DENOISER = {"name": "conv-autoencoder", "options": {"channels": [4]}}
 QUICK = {"batch_size": 50, "steps": 60, "learning_rate": 0.01, "optimizer": "adam"}

@@ -17,11 +17,13 @@ import pytest
 import torch
 from PIL import Image
 
-from dpdist import cli, models, pipeline, vision
+from dpdist import models, pipeline
+from dpdist.base import vision
+from dpdist.commands import cli
 from dpdist.models.torchvision_zoo import FixedBatchNorm
-from dpdist.recipe import RECIPES, load
 from dpdist.reports.facts import read_facts
-from dpdist.runfolder import RunFolder
+from dpdist.runs.folder import RunFolder
+from dpdist.runs.recipe import RECIPES, load
 from dpdist.training.pretrain import pretrain
 
 pytestmark = pytest.mark.timeout(600)
@@ -31,7 +33,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "transdenoiser.py"
 @pytest.fixture(scope="module")
 def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """One Ray session for all stages of all runs."""
-    from cluster.session import connect
+    from dpdist.cluster.session import connect
 
     log = tmp_path_factory.mktemp("ray") / "ray.log"
     with connect(log, cpus=2, worker_setup=vision.install):

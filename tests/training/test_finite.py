@@ -10,9 +10,9 @@ from support.training import execute, make, prepare
 from torch import nn
 
 from dpdist import pipeline
-from dpdist.errors import UserError
+from dpdist.base.errors import UserError
 from dpdist.privacy.ledger import Ledger
-from dpdist.recipe import check_against_data, parse
+from dpdist.runs.recipe import check_against_data, parse
 
 HERE = __name__
 

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from dpdist.recipe import load
+from dpdist.runs.recipe import load
 
 PATH = Path(__file__).parents[2] / "benchmarks" / "flagship.py"
 

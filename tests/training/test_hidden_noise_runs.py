@@ -14,17 +14,17 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from dpdist import models
-from dpdist.errors import UserError
+from dpdist.base.errors import UserError
 from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.perturbations import HiddenDraws
 from dpdist.methods import hgm_shares as hgm
 from dpdist.methods.secure_sgd import SecureSGD
-from dpdist.methods.sensitivity import keep_within, layer_bound
+from dpdist.models.sensitivity import keep_within, layer_bound
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.privacy.releases import GaussianReleases, GaussianSteps, NonPrivate
-from dpdist.recipe import Recipe, parse
 from dpdist.reports.facts import read_facts
-from dpdist.runfolder import RunFolder
+from dpdist.runs.folder import RunFolder
+from dpdist.runs.recipe import Recipe, parse
 from dpdist.training import loop
 from dpdist.training.building import initial_model, model_spec
 from dpdist.training.fixed import read_fixed

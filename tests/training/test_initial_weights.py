@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from dpdist import models, pipeline
-from dpdist.errors import UserError
-from dpdist.recipe import parse
-from dpdist.recipe_sections import AugmentRecipe
+from dpdist.base.errors import UserError
 from dpdist.reports.facts import read_facts
-from dpdist.runfolder import RunFolder
+from dpdist.runs.folder import RunFolder
+from dpdist.runs.recipe import parse
+from dpdist.sections.recipe import AugmentRecipe
 from dpdist.training import loop
 from dpdist.training.augment import deformed
 from dpdist.training.building import initial_model, model_spec

@@ -18,12 +18,12 @@ import pytest
 import torch
 from support.training import Interrupt, ThreadReducer, interrupted, make, together, train
 
-from dpdist.errors import UserError
+from dpdist.base.errors import UserError
 from dpdist.gradients.blocks import Blocks
 from dpdist.gradients.engine import ClippedSum, GradientEngine
 from dpdist.privacy.ledger import Ledger, LedgerError, ReplayConflict
 from dpdist.reports.facts import read_facts
-from dpdist.runfolder import RunFolder
+from dpdist.runs.folder import RunFolder
 from dpdist.training import checkpoint, loop
 from dpdist.training.job import prepare
 from dpdist.training.reducer import MissingRank

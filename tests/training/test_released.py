@@ -16,20 +16,20 @@ import pytest
 import torch
 from support.training import Interrupt, interrupted, make, train
 
-from dpdist import archive as archives
-from dpdist.archive import Archive
+from dpdist.base.errors import UserError
 from dpdist.commands.budget import show as show_budget
-from dpdist.denoising import put_together
-from dpdist.errors import UserError
+from dpdist.commands.releasing import release
 from dpdist.privacy.budgets import budgets_in
 from dpdist.privacy.journal import Anchor, JournalError
 from dpdist.privacy.ledger import Ledger
-from dpdist.recipe import Recipe
-from dpdist.released import begun, read_released
-from dpdist.releasing import release
 from dpdist.reports.facts import read_facts
 from dpdist.reports.page import write_report
-from dpdist.runfolder import RunFolder, complete_checkpoints
+from dpdist.runs import archive as archives
+from dpdist.runs.archive import Archive
+from dpdist.runs.folder import RunFolder, complete_checkpoints
+from dpdist.runs.recipe import Recipe
+from dpdist.runs.released import begun, read_released
+from dpdist.training.denoising import put_together
 from dpdist.training.job import prepare
 from dpdist.training.trainer import _charged
 

@@ -12,11 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.training import make, train
 
-from dpdist import models, releasing
-from dpdist.errors import UserError
+from dpdist import models
+from dpdist.base.errors import UserError
+from dpdist.commands import releasing
+from dpdist.commands.releasing import release
 from dpdist.models import ModelSpec
-from dpdist.releasing import release
-from dpdist.runfolder import RunFolder
+from dpdist.runs.folder import RunFolder
 
 FILES = {"model.safetensors", "model.json", "privacy_card.json", "privacy_card.md"}
 

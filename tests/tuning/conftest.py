@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from cluster.packages import fingerprint
-from dpdist.recipe import Recipe, parse
-from dpdist.runfolder import RunFolder
+from dpdist.cluster.packages import fingerprint
+from dpdist.runs.folder import RunFolder
+from dpdist.runs.recipe import Recipe, parse
 from dpdist.training.job import PACKAGES
-from tuning.manifest import read_trials
-from tuning.search import Search, prepare
-from tuning.searchers import ManifestSearcher
-from tuning.trial import run_trial
+from dpdist.tuning.manifest import read_trials
+from dpdist.tuning.search import Search, prepare
+from dpdist.tuning.searchers import ManifestSearcher
+from dpdist.tuning.trial import run_trial
 
 
 def _merge(raw: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:

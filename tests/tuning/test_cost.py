@@ -14,8 +14,8 @@ import pytest
 import yaml
 from dp_accounting.pld.privacy_loss_distribution import from_gaussian_mechanism
 
+from dpdist.base.errors import UserError
 from dpdist.commands.tune import _plan as plan_search
-from dpdist.errors import UserError
 from dpdist.methods.catalogue import METHODS
 from dpdist.privacy import accounting
 from dpdist.privacy.combined import ParallelParts, RepeatAndSelect, WorstOf
@@ -23,11 +23,11 @@ from dpdist.privacy.plan import PrivacyPlan
 from dpdist.privacy.releases import GaussianReleases, GaussianSteps
 from dpdist.privacy.searches import search_guarantee
 from dpdist.privacy.selection import SelectionLaw
-from dpdist.search_options import LawRecipe, TuneRecipe
+from dpdist.sections.search import LawRecipe, TuneRecipe
 from dpdist.training.planning import make_plan, plan_at
-from tuning import preview
-from tuning.cost import Limit, SearchCost, Sizes
-from tuning.space import check_space, draw, with_values
+from dpdist.tuning import preview
+from dpdist.tuning.cost import Limit, SearchCost, Sizes
+from dpdist.tuning.space import check_space, draw, with_values
 
 LAWS = [
     {"name": "geometric", "mean": 4.0},
@@ -326,7 +326,7 @@ def test_the_plan_reads_no_data_and_imports_neither_torch_nor_ray(recipe, tmp_pa
     code = (
         f"import sys; sys.argv = ['dpdist', 'tune', {str(write(tmp_path, asked))!r}, '--plan', "
         "'--records', '2000', '--json']\n"
-        "from dpdist.cli import main\n"
+        "from dpdist.commands.cli import main\n"
         "try: main()\nexcept SystemExit: pass\n"
         "print({'torch', 'ray'} & set(sys.modules))"
     )

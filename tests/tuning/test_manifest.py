@@ -7,9 +7,9 @@ import stat
 
 import pytest
 
-from dpdist.errors import UserError
-from dpdist.runfolder import RunFolder
-from tuning.manifest import (
+from dpdist.base.errors import UserError
+from dpdist.runs.folder import RunFolder
+from dpdist.tuning.manifest import (
     SearchFolder,
     Trial,
     best,

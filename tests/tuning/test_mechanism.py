@@ -14,13 +14,13 @@ import pytest
 from scipy import integrate, stats
 
 from dpdist.certification.bounds import clopper_pearson_lower, clopper_pearson_upper
-from dpdist.gradients.keys import derive_key
 from dpdist.gradients.noise import add_noise
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.privacy.releases import GaussianReleases
 from dpdist.privacy.searches import search_guarantee
-from dpdist.search_options import LawRecipe, TuneRecipe
-from tuning.manifest import best, draw_trials, number_of_trials
+from dpdist.randomness.keys import derive_key
+from dpdist.sections.search import LawRecipe, TuneRecipe
+from dpdist.tuning.manifest import best, draw_trials, number_of_trials
 
 DELTA = 1e-3
 NOISE = 2.0  # multiplier: standard deviation of the noise on a count

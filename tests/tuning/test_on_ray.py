@@ -16,11 +16,11 @@ import yaml
 from safetensors.torch import load_file
 
 from dpdist.privacy.ledger import Ledger
-from tuning.manifest import SearchFolder, read_trials
-from tuning.trial import scores_of
+from dpdist.tuning.manifest import SearchFolder, read_trials
+from dpdist.tuning.trial import scores_of
 
 pytestmark = pytest.mark.timeout(1800)
-COMMAND = [sys.executable, "-c", "from dpdist.cli import main; main()"]
+COMMAND = [sys.executable, "-c", "from dpdist.commands.cli import main; main()"]
 
 
 def start(path: Path, *more: str) -> subprocess.Popen:
@@ -88,7 +88,7 @@ def test_a_killed_driver_is_resumed_to_the_same_winner(recipe, begin, run_trials
     )
     path = write(tmp_path / "ray", asked)
     process = start(path)
-    from dpdist.runfolder import RunFolder
+    from dpdist.runs.folder import RunFolder
 
     run = RunFolder(path.parent / "runs" / "small")
     folder = SearchFolder(run)

@@ -8,11 +8,11 @@ import torch
 from scipy import stats
 
 from dpdist import models
+from dpdist.base.errors import UserError
 from dpdist.data.dataset import Dataset
-from dpdist.errors import UserError
 from dpdist.models import ModelSpec
-from dpdist.search_options import ScoreRecipe
-from tuning.scoring import _values, certified_radii, correct, score
+from dpdist.sections.search import ScoreRecipe
+from dpdist.tuning.scoring import _values, certified_radii, correct, score
 
 KEY = bytes(range(32))
 

@@ -11,27 +11,26 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from cluster.errors import ClusterError
-from cluster.session import Session
-from cluster.storage import write_json
 from dpdist import models
-from dpdist.errors import UserError
+from dpdist.base.errors import ClusterError, UserError
+from dpdist.base.storage import write_json
+from dpdist.cluster.session import Session
+from dpdist.commands.releasing import release
 from dpdist.privacy.budgets import budgets_in
 from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.recipe_sections import ResourcesRecipe
-from dpdist.releasing import release
 from dpdist.reports.facts import read_facts
 from dpdist.reports.page import write_report
-from dpdist.search_options import Domain
+from dpdist.sections.recipe import ResourcesRecipe
+from dpdist.sections.search import Domain
 from dpdist.training.planning import plan_at
 from dpdist.training.records import private_part, source_of, training_data
-from tuning import trial as trial_module
-from tuning.cost import Limit
-from tuning.manifest import draw_trials, number_of_trials, read_trials
-from tuning.room import Node, trials_at_once
-from tuning.search import NoModel
-from tuning.trial import rung_steps, scores_of
+from dpdist.tuning import trial as trial_module
+from dpdist.tuning.cost import Limit
+from dpdist.tuning.manifest import draw_trials, number_of_trials, read_trials
+from dpdist.tuning.room import Node, trials_at_once
+from dpdist.tuning.search import NoModel
+from dpdist.tuning.trial import rung_steps, scores_of
 
 SESSION = Session(None, 2, 0, 1)
 POISSON = {"name": "poisson", "mean": 3.0}

@@ -11,25 +11,25 @@ import pytest
 from safetensors.torch import load_file
 from support.keys import NOISE, SAMPLING, Recorder, record
 
-from cluster.session import Session
-from cluster.storage import write_json
 from dpdist import models
-from dpdist.gradients.keys import derive_key
+from dpdist.base.storage import write_json
+from dpdist.cluster.session import Session
+from dpdist.commands.releasing import release
 from dpdist.gradients.noise import standard_normal
 from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.releases import GaussianReleases
-from dpdist.releasing import release
+from dpdist.randomness.keys import derive_key
 from dpdist.reports.facts import read_facts
 from dpdist.reports.page import write_report
-from dpdist.runfolder import RunFolder
+from dpdist.runs.folder import RunFolder
 from dpdist.training.job import prepare as prepare_training
 from dpdist.training.job import read_run_key
 from dpdist.training.records import training_data
-from tuning import manifest, scoring
-from tuning import trial as trial_module
-from tuning.manifest import read_trials
-from tuning.search import prepare
-from tuning.trial import scores_of, scoring_data
+from dpdist.tuning import manifest, scoring
+from dpdist.tuning import trial as trial_module
+from dpdist.tuning.manifest import read_trials
+from dpdist.tuning.search import prepare
+from dpdist.tuning.trial import scores_of, scoring_data
 
 SESSION = Session(None, 2, 0, 1)
 RUNS = 3

@@ -9,9 +9,9 @@ import pytest
 from pydantic import ValidationError
 from scipy import stats
 
-from dpdist.errors import UserError
-from dpdist.search_options import Domain
-from tuning.space import check_space, cost_boxes, domain_value, draw, with_values
+from dpdist.base.errors import UserError
+from dpdist.sections.search import Domain
+from dpdist.tuning.space import check_space, cost_boxes, domain_value, draw, with_values
 
 
 def test_every_kind_of_domain_has_its_distribution():

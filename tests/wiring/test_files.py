@@ -8,9 +8,9 @@ import pytest
 import yaml
 from support.here import command, without_ray
 
-from dpdist.exporting import publishable
-from dpdist.runfolder import RunFolder
-from tuning.manifest import SearchFolder, read_trials
+from dpdist.runs.exporting import publishable
+from dpdist.runs.folder import RunFolder
+from dpdist.tuning.manifest import SearchFolder, read_trials
 
 RECIPE = {
     "name": "small",

@@ -17,12 +17,12 @@ from support.here import without_ray
 from support.keys import Stream, record
 
 from dpdist import models
+from dpdist.base.errors import UserError
 from dpdist.certification import job, table
 from dpdist.certification.cohen import Cohen
 from dpdist.certification.predict import Predictor
 from dpdist.certification.scores import ExpectedScores
-from dpdist.certification.units import RandomWords, UnitSource
-from dpdist.errors import UserError
+from dpdist.randomness.units import RandomWords, UnitSource
 
 N, N0, BATCH, COUNT = 250, 30, 100, 4
 SETTINGS = Cohen(sigma=0.5, n0=N0, n=N, batch=BATCH, seed="5", form="eager")

@@ -19,8 +19,7 @@ import torch
 from support.keys import DRAWS, NOISE, SAMPLING, Recorder, record
 from support.training import Interrupt, execute, interrupted, make
 
-from cluster.errors import ClusterError
-from dpdist.errors import UserError
+from dpdist.base.errors import ClusterError, UserError
 from dpdist.gradients.engine import GradientEngine
 from dpdist.privacy.ledger import Ledger, ReplayConflict
 from dpdist.training import loop, permit

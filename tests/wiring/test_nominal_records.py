@@ -11,15 +11,15 @@ import pyarrow.parquet as pq
 import pytest
 from support.training import execute, make
 
-from dpdist.errors import UserError
+from dpdist.base.errors import UserError
+from dpdist.commands.releasing import release
 from dpdist.privacy.card import card_markdown
 from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.privacy.releases import GaussianSteps
-from dpdist.recipe import Recipe
-from dpdist.releasing import release
 from dpdist.reports.facts import read_facts
-from dpdist.runfolder import RunFolder
+from dpdist.runs.folder import RunFolder
+from dpdist.runs.recipe import Recipe
 from dpdist.training.job import prepare
 
 NAMES = [f"x{i}" for i in range(6)]

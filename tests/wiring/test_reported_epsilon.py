@@ -16,17 +16,17 @@ import yaml
 from dp_accounting.pld import PLDAccountant
 from support.training import execute, interrupted, make
 
-from dpdist.errors import UserError
+from dpdist.base.errors import UserError
+from dpdist.commands.releasing import release
 from dpdist.pipeline import evaluate_stage, load_model
 from dpdist.privacy.budgets import budgets_in
 from dpdist.privacy.guarantee import format_epsilon
 from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.privacy.releases import GaussianSteps
-from dpdist.releasing import release
 from dpdist.reports.facts import read_facts
 from dpdist.reports.page import write_report
-from dpdist.runfolder import RunFolder
+from dpdist.runs.folder import RunFolder
 from dpdist.training.job import TrainJob, prepare
 from dpdist.training.records import evaluation_data
 

@@ -17,9 +17,9 @@ from dpdist import models
 from dpdist.attacks import job as attacking
 from dpdist.attacks import table as attack_tables
 from dpdist.attacks.settings import AttackSettings
+from dpdist.base.errors import UserError
 from dpdist.certification import job, reading
 from dpdist.certification.cohen import Cohen
-from dpdist.errors import UserError
 
 COUNT = 4
 

@@ -21,8 +21,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from cluster.errors import UserError
-from cluster.reading import usable_path
+from dpdist.base.errors import UserError
+from dpdist.base.reading import usable_path
 
 SMALLEST, LARGEST = 1e-9, 1e9  # of a positive number in a recipe or on the command line
 MOST = 1_000_000_000  # of whatever is counted

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cluster.errors import UserError
+from dpdist.base.errors import UserError
 
 MOST_BYTES = 64 * 2**20  # of a JSON file
 _DEPTH = 100  # of nested JSON values

@@ -14,12 +14,12 @@ from typing import Any
 import yaml
 from pydantic import ValidationError, field_validator, model_validator
 
-from cluster.reading import NoSuchFile, is_file, shown, usable_path
-from cluster.yaml_files import read_yaml
-from dpdist.errors import UserError
-from dpdist.fields import MOST_STEPS, each, rule_of
+from dpdist.base.errors import UserError
+from dpdist.base.fields import MOST_STEPS, each, rule_of
+from dpdist.base.reading import NoSuchFile, is_file, shown, usable_path
+from dpdist.base.yaml_files import read_yaml
 from dpdist.methods.catalogue import DEFAULT, AnyMethod
-from dpdist.recipe_sections import Sections
+from dpdist.sections.recipe import Sections
 
 RECIPES = Path(str(files("dpdist"))) / "recipes"
 

@@ -10,12 +10,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from cluster.errors import ClusterError
-from cluster.objectstore import Missing, ObjectStore
-from cluster.reading import read_json, shown
-from cluster.storage import write_json
 from dpdist import __version__
-from dpdist.archive.layout import (
+from dpdist.base.errors import ClusterError, UserError
+from dpdist.base.reading import read_json, shown
+from dpdist.base.storage import write_json
+from dpdist.cluster.objectstore import Missing, ObjectStore
+from dpdist.runs.archive.layout import (
     FORMAT,
     MANIFEST,
     Permit,
@@ -26,9 +26,8 @@ from dpdist.archive.layout import (
     read_permit,
     write_manifest,
 )
-from dpdist.errors import UserError
-from dpdist.exporting import publishable
-from dpdist.runfolder import RunFolder, complete_checkpoints
+from dpdist.runs.exporting import publishable
+from dpdist.runs.folder import RunFolder, complete_checkpoints
 
 _CHECKPOINT = ("done.json", "state.safetensors")
 _RETRY_SECONDS = 600.0  # how long an archive that cannot be written is tried again

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import torch
 
-from cluster.reading import read_bytes
-from cluster.storage import built_aside, write_atomic, write_json
 from dpdist import models
-from dpdist.errors import UserError
-from dpdist.exporting import RELEASED
+from dpdist.base.errors import UserError
+from dpdist.base.reading import read_bytes
+from dpdist.base.storage import built_aside, write_atomic, write_json
 from dpdist.privacy.card import card_markdown
 from dpdist.reports.facts import Facts, read_facts
-from dpdist.runfolder import RunFolder
+from dpdist.runs.exporting import RELEASED
+from dpdist.runs.folder import RunFolder
 
 
 def release(folder: RunFolder, *, not_private: bool = False) -> list[Path]:

@@ -9,8 +9,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from cluster.errors import UserError
-from cluster.reading import reason, regular_file, shown
+from dpdist.base.errors import UserError
+from dpdist.base.reading import reason, regular_file, shown
 
 _KINDS = {
     int: ("whole numbers", pa.types.is_integer),
@@ -25,7 +25,8 @@ def read_table(path: str | Path, columns: Mapping[str, Column]) -> pa.Table:
     """A Parquet table of at least one row. columns: those that must be there, each filled, with the
     kind and the least of its values.
 
-    Raises cluster.reading.NoSuchFile, and UserError naming column and row for what does not fit.
+    Raises dpdist.base.reading.NoSuchFile, and UserError naming column and row for what does not
+    fit.
     """
     path = regular_file(path)
     try:

@@ -8,8 +8,8 @@ import sys
 
 import typer
 
-from cluster.errors import ClusterError
 from dpdist import __version__
+from dpdist.base.errors import ClusterError, Interrupted, UserError, no_room
 from dpdist.commands import (
     account,
     attack,
@@ -30,7 +30,6 @@ from dpdist.commands import (
     train,
     tune,
 )
-from dpdist.errors import Interrupted, UserError, no_room
 from dpdist.privacy.journal import JournalError
 
 app = typer.Typer(

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from dpdist.fields import (
+from dpdist.base.fields import (
     Count,
     FilePath,
     Finite,

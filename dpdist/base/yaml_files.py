@@ -11,8 +11,8 @@ from typing import Any
 
 import yaml
 
-from cluster.errors import UserError
-from cluster.reading import read_text, reason, shown
+from dpdist.base.errors import UserError
+from dpdist.base.reading import read_text, reason, shown
 
 MOST_BYTES = 128 * 2**10
 _DEPTH = 50
@@ -23,8 +23,8 @@ _NODES = 20_000  # with every alias written out
 def read_yaml(path: str | Path) -> list[Any]:
     """The documents of a YAML file, as plain dicts, lists, strings, numbers, booleans and None.
 
-    Raises cluster.reading.NoSuchFile when there is none, UserError for what is refused above, for
-    more than 128 KiB and for what is no YAML.
+    Raises dpdist.base.reading.NoSuchFile when there is none, UserError for what is refused above,
+    for more than 128 KiB and for what is no YAML.
     """
     text = read_text(path, MOST_BYTES)
     loader = None

@@ -14,9 +14,9 @@ import torch
 from scipy.optimize import minimize
 from torch import Tensor, nn
 
-from dpdist.errors import UserError
-from dpdist.gradients.keys import KEY_BYTES
+from dpdist.base.errors import UserError
 from dpdist.gradients.perturbations import standard_normal_shared
+from dpdist.randomness.keys import KEY_BYTES
 
 # theta + alpha * direction for alpha in [-0.8, 0.8], as the DPlis paper plots it.
 _ALPHAS = tuple(np.linspace(-0.8, 0.8, 33).tolist())

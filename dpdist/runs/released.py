@@ -11,12 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.reading import read_json
-from dpdist.errors import UserError
+from dpdist.base.errors import UserError
+from dpdist.base.reading import read_json
 from dpdist.privacy.journal import Anchor, JournalError
 from dpdist.privacy.ledger import Ledger, LedgerError
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.runfolder import RunFolder, complete_checkpoints
+from dpdist.runs.folder import RunFolder, complete_checkpoints
 
 _LOST = "the ledger was replaced or cut, and epsilon cannot be stated"
 

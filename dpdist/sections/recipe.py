@@ -9,8 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from dpdist.certification.catalogue import AnyCertificate
-from dpdist.fields import (
+from dpdist.base.fields import (
     Count,
     CountOrZero,
     FilePath,
@@ -30,7 +29,8 @@ from dpdist.fields import (
     Steps,
     Text,
 )
-from dpdist.search_options import TuneRecipe
+from dpdist.certification.catalogue import AnyCertificate
+from dpdist.sections.search import TuneRecipe
 
 # The name of a split: a file's name without its ending, or a folder's.
 SplitName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]

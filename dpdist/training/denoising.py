@@ -10,13 +10,13 @@ import shutil
 from pathlib import Path
 from typing import Literal
 
-from cluster.reading import usable_path
-from cluster.storage import built_aside, write_json
 from dpdist import models
-from dpdist.errors import UserError
-from dpdist.recipe import parse
-from dpdist.released import read_released
-from dpdist.runfolder import RunFolder
+from dpdist.base.errors import UserError
+from dpdist.base.reading import usable_path
+from dpdist.base.storage import built_aside, write_json
+from dpdist.runs.folder import RunFolder
+from dpdist.runs.recipe import parse
+from dpdist.runs.released import read_released
 from dpdist.training.provenance import check_pretrained, load_frozen, with_frozen
 from dpdist.training.records import private_data, source_of
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from cluster.names import place
+from dpdist.base.names import place
 
 
 def write_atomic(path: Path, data: bytes | str) -> None:
@@ -87,7 +87,7 @@ def moved_in(folder: Path) -> Iterator[Path]:
     """A folder beside `folder` to build files in, which then take their places below it.
 
     A folder that was not there is whole or not there. One that was keeps its other files, and all
-    of them when a place is taken (ValueError, as of `cluster.names.place`).
+    of them when a place is taken (ValueError, as of `dpdist.base.names.place`).
     """
     with _beside(folder) as aside:
         aside.mkdir()

@@ -9,17 +9,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from cluster.objectstore import Missing, ObjectStore
-from cluster.reading import read_json
-from cluster.storage import built_aside, moved_in, private_folder, write_json
-from dpdist.archive.layout import new_claim, newest, number_of, permit_of
-from dpdist.errors import UserError
-from dpdist.exporting import is_publishable
-from dpdist.fields import check_run_name
+from dpdist.base.errors import UserError
+from dpdist.base.fields import check_run_name
+from dpdist.base.reading import read_json
+from dpdist.base.storage import built_aside, moved_in, private_folder, write_json
+from dpdist.cluster.objectstore import Missing, ObjectStore
 from dpdist.privacy.journal import JournalError
 from dpdist.privacy.ledger import Ledger
-from dpdist.released import begun, read_released
-from dpdist.runfolder import RunFolder, open_run
+from dpdist.runs.archive.layout import new_claim, newest, number_of, permit_of
+from dpdist.runs.exporting import is_publishable
+from dpdist.runs.folder import RunFolder, open_run
+from dpdist.runs.released import begun, read_released
 
 
 def is_address(run: str) -> bool:

@@ -14,10 +14,10 @@ import tarfile
 import zlib
 from pathlib import Path
 
-from cluster.names import check_paths
-from cluster.storage import moved_in, write_atomic
-from dpdist.errors import UserError
-from dpdist.runfolder import RunFolder
+from dpdist.base.errors import UserError
+from dpdist.base.names import check_paths
+from dpdist.base.storage import moved_in, write_atomic
+from dpdist.runs.folder import RunFolder
 
 PUBLISHABLE = (
     "recipe.yaml", "evaluation.json", "landscape.json", "release", "certificates", "attacks",
@@ -31,8 +31,8 @@ _LINE = 4096
 
 
 def is_publishable(path: str) -> bool:
-    """Whether a file of this path (as in `cluster.names.check_path`) below a run folder may leave;
-    of release/ only what `dpdist release` writes."""
+    """Whether a file of this path (as in `dpdist.base.names.check_path`) below a run folder may
+    leave; of release/ only what `dpdist release` writes."""
     top, _, below = path.partition("/")
     return top in PUBLISHABLE and (top != "release" or below in RELEASED)
 

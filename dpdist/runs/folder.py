@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster.reading import NoSuchFile, read_json, read_text, reason, usable_path
-from cluster.storage import built_aside, private_folder, write_atomic, write_json
 from dpdist import __version__
-from dpdist.errors import UserError
+from dpdist.base.errors import UserError
+from dpdist.base.reading import NoSuchFile, read_json, read_text, reason, usable_path
+from dpdist.base.storage import built_aside, private_folder, write_atomic, write_json
 from dpdist.privacy.journal import anchor_path
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.recipe import Recipe, load
+from dpdist.runs.recipe import Recipe, load
 
 FORMAT = 1
 

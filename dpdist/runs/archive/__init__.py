@@ -21,9 +21,9 @@ noise is drawn twice. A folder that was not lost after all cannot go on: its nex
 higher claim.
 """
 
-from dpdist.archive.layout import Permit, read_permit
-from dpdist.archive.reading import fetch, is_address, open_anywhere, read_copy, restore
-from dpdist.archive.writing import Archive
+from dpdist.runs.archive.layout import Permit, read_permit
+from dpdist.runs.archive.reading import fetch, is_address, open_anywhere, read_copy, restore
+from dpdist.runs.archive.writing import Archive
 
 __all__ = [
     "Archive",

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster.names import check_path, check_paths
-from cluster.objectstore import Missing, ObjectStore
-from cluster.reading import NoSuchFile, check_shape, parse_json, read_json, shown
-from dpdist.errors import UserError
-from dpdist.fields import check_run_name
+from dpdist.base.errors import UserError
+from dpdist.base.fields import check_run_name
+from dpdist.base.names import check_path, check_paths
+from dpdist.base.reading import NoSuchFile, check_shape, parse_json, read_json, shown
+from dpdist.cluster.objectstore import Missing, ObjectStore
 
 FORMAT = 1
 MANIFEST = "manifest.json"

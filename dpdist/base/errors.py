@@ -2,7 +2,15 @@
 
 import errno
 
-from cluster.errors import UserError as UserError  # of every layer: the door for files raises it
+
+class UserError(Exception):
+    """Something the user can mend. The message says what was wrong, where, and what would be
+    right."""
+
+
+class ClusterError(Exception):
+    """A cluster that cannot do what was asked. The message says what, where, and what would be
+    right."""
 
 
 class Interrupted(Exception):

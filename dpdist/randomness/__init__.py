@@ -1,0 +1,1 @@
+"""Where secret random numbers come from: keys and units."""

@@ -1,0 +1,1 @@
+"""The sections of a recipe, all but the method's: what may be asked for."""
