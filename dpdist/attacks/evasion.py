@@ -1,4 +1,4 @@
-"""The four white-box evasion attacks, untargeted and vectorised, in any ball of ``balls``.
+"""White-box evasion attacks, untargeted and vectorised, in any ball of ``balls``.
 
 Each is a pure function of a gradient, a ball and its settings; ``attack`` runs them on a classifier
 with keyed randomness. Sources: FGSM, Goodfellow et al., ICLR 2015; I-FGSM (BIM), Kurakin et al.,
@@ -26,8 +26,8 @@ from dpdist.attacks.randomised import (
 Gradient = Callable[[Tensor, int], Tensor]
 
 
-def fgsm(gradient: Gradient, ball: Ball) -> Tensor:
-    """One step of the full size along the steepest ascent."""
+def fgsm(gradient: Gradient, ball: Ball, steps: int = 1) -> Tensor:
+    """One step of the full size along the steepest ascent, whatever `steps` says."""
     return i_fgsm(gradient, ball, 1)
 
 
@@ -52,6 +52,14 @@ def mim(gradient: Gradient, ball: Ball, steps: int, decay: float = 1.0) -> Tenso
 def pgd(gradient: Gradient, ball: Ball, start: Tensor, steps: int, step_size: Tensor) -> Tensor:
     """Projected gradient ascent from ``start``, a point of the ball; step_size: (B,)."""
     return _ascend(gradient, ball, start, steps, step_size)
+
+
+# Attacks that begin at the input; pgd begins at random points.
+FROM_THE_CENTRE: dict[str, Callable[[Gradient, Ball, int], Tensor]] = {
+    "fgsm": fgsm,
+    "i-fgsm": i_fgsm,
+    "mim": mim,
+}
 
 
 def _ascend(gradient: Gradient, ball: Ball, start: Tensor, steps: int, step_size: Tensor) -> Tensor:
@@ -97,14 +105,10 @@ def attack(
 
         return gradient
 
-    if name == "fgsm":
-        return fgsm(gradient_of(0), ball)
-    if name == "i-fgsm":
-        return i_fgsm(gradient_of(0), ball, steps)
-    if name == "mim":
-        return mim(gradient_of(0), ball, steps)
-    if name != "pgd":
+    if name not in ATTACKS:
         raise ValueError(f"attack must be one of {', '.join(ATTACKS)}, got {name!r}")
+    if name in FROM_THE_CENTRE:
+        return FROM_THE_CENTRE[name](gradient_of(0), ball, steps)
     starts, step = _starts(ball, indices, randomness, restarts), step_scale * ball.size / steps
     found = (pgd(gradient_of(i), ball, start, steps, step) for i, start in enumerate(starts))
     if restarts == 1:

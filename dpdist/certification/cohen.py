@@ -13,8 +13,8 @@ canonical blocks, so that a block can be counted anywhere and again: see ``dpdis
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar, Literal
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
@@ -53,7 +53,7 @@ class Cohen(Smoothing):
     def verdict(self, partials: Sequence[Partial], place: Place) -> Verdict:
         """The certificate, from the counts of all blocks."""
         counts = totals(partials, "histogram", self.n)
-        return certify(selected_by(partials), counts, self.alpha, self.smoothing)
+        return certify(selected_by(partials), counts, self.alpha, self.smoothing, self.bound)
 
     def label(self, counter: Counter, x: Tensor, index: int, batch: int, place: Place) -> int:
         """PREDICT, from n draws."""
@@ -82,14 +82,20 @@ class Cohen(Smoothing):
         return float(clopper_pearson_lower(hits, draws, alpha))
 
 
-def certify(selected: int, counts: np.ndarray, alpha: float, noise: Noise) -> Verdict:
+def certify(
+    selected: int,
+    counts: np.ndarray,
+    alpha: float,
+    noise: Noise,
+    bound: Callable[[int, int, float], Any] = clopper_pearson_lower,
+) -> Verdict:
     """CERTIFY, given a class chosen by other draws and the counts of n draws: int (classes,).
 
     With probability at least 1 - alpha over the draws: the smoothed classifier says the prediction
     in the ball of the radius around the input, or the verdict abstains.
     """
     k, n = int(counts[selected]), int(counts.sum())
-    p_lower = Cohen.bound(k, n, alpha)
+    p_lower = float(bound(k, n, alpha))
     certified = p_lower > 0.5
     return Verdict(
         prediction=selected if certified else ABSTAIN,

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from support.extending import EXAMPLES
 
 from dpdist.base.errors import UserError
 from dpdist.privacy.ledger import Ledger
@@ -20,59 +21,10 @@ from dpdist.runs.recipe import parse
 
 COMMAND = [sys.executable, "-c", "from dpdist.commands.cli import main; main()"]
 
-# A record's gradient is taken at an input that is noised by as much as inputs vary; how much that
-# is, is one noised sum over the private records, which is paid for.
-TOY = '''
-from typing import Literal
-
-from pydantic import Field
-
-from dpdist.methods.base import Method
-from dpdist.privacy.claims import Claim
-from dpdist.privacy.guarantee import Guarantee
-from dpdist.privacy.releases import GaussianReleases
-
-
-class Varied(Method):
-    """Input noise as large as inputs vary, whatever that is."""
-
-    copies: int = Field(default=2, ge=1)
-    noise: float = 5.0
-
-    def check(self, recipe):
-        super().check(recipe)
-        if recipe.privacy.batch_cap is not None:
-            raise ValueError("method Varied does not go with privacy.batch_cap")
-
-    @property
-    def besides(self):
-        return (GaussianReleases(self.noise),)
-
-    def claim(self, plan, proved):
-        claimed = Guarantee(0.5, plan.delta, "replace-one", "claimed", "Varied, Theorem 0")
-        return Claim("Varied", "", None, claimed, proved, "not sound", "the sum is forgotten")
-
-    def fix(self, setup):
-        import torch
-
-        from dpdist.randomness.keys import derive_key
-        from dpdist.gradients.noise import add_noise
-
-        inputs = setup.records.batch(slice(0, len(setup.records)))
-        total = inputs.flatten(1).std(1).clamp(max=1.0).sum().double()
-        noisy = add_noise(total[None].numpy(), derive_key(setup.key, "varied"), self.noise)
-        return {"std": torch.from_numpy(noisy / 1000).abs()}
-
-    def stand_in(self, model, input_shape):
-        import torch
-
-        return {"std": torch.ones(1)}
-
-    def perturbation(self, step, learning_rate, fixed):
-        from dpdist.gradients.perturbations import InputDraws
-
-        return InputDraws(self.copies, float(fixed.tensors["std"]))
-
+# The example of docs/extending.md, with steps of its own around the usual ones.
+TOY = (
+    EXAMPLES["varied.py"]
+    + """
     def train(self, run):
         (run.job.folder.private / "teachers").write_text("made in bulk, before the workers")
         run.workers()
@@ -80,7 +32,8 @@ class Varied(Method):
     def learn(self, worker):
         worker.steps()
         (worker.job.folder.private / f"learnt-{worker.reducer.rank}").touch()
-'''
+"""
+)
 RECIPE = {
     "name": "toy",
     "data": {"name": "digits"},

@@ -10,7 +10,7 @@ from torch import nn
 
 from dpdist import models
 from dpdist.base.errors import UserError
-from dpdist.certification.scores import sensitivity
+from dpdist.certification.places import sensitivity
 from dpdist.models import HiddenNoise, ModelSpec, require_split
 from dpdist.models.normalised import Normalised
 from dpdist.models.sensitivity import keep_within, layer_bound

@@ -1,0 +1,97 @@
+"""The examples of docs/extending.md: each is a file that works as it is printed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from support.extending import EXAMPLES
+from support.here import command, without_ray
+from support.training import make, train
+
+from dpdist import data
+from dpdist.attacks import evasion, names
+from dpdist.attacks.balls import Ball
+from dpdist.certification import catalogue, reading
+from dpdist.certification.cohen import Cohen
+from dpdist.certification.job import certify
+from dpdist.training.records import source_of
+
+
+@pytest.fixture
+def beside(tmp_path, monkeypatch) -> Path:
+    """A working directory with the examples, in which Python finds them."""
+    for name, text in EXAMPLES.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    for name in EXAMPLES:
+        sys.modules.pop(name.removesuffix(".py"), None)
+
+
+def test_there_is_one_of_each_and_they_are_short():
+    assert sorted(EXAMPLES) == ["hoeffding.py", "mine.py", "settling.py", "varied.py"]
+    assert max(text.count("\n") for text in EXAMPLES.values()) < 60
+
+
+def test_a_method_and_a_model(beside, monkeypatch, capsys):
+    recipe = {
+        "name": "own",
+        "data": {"name": "digits", "max_train": 400},
+        "model": {"name": "mine:patches", "options": {"width": 4}},
+        "method": {"name": "varied:Varied", "copies": 2},
+        "privacy": {"epsilon": 3.0, "delta": 1e-4},
+        "training": {"batch_size": 100, "steps": 3, "learning_rate": 0.5},
+        "certify": {"sigma": 0.25, "n": 50, "n0": 10, "max_inputs": 4},
+    }
+    (beside / "own.yaml").write_text(yaml.safe_dump(recipe))
+    without_ray(monkeypatch)
+    done = command(monkeypatch, capsys, beside, "run", "own.yaml")
+    assert done.code == 0, done.out + done.err
+    plan = json.loads((beside / "runs/own/private/plan.json").read_text())
+    assert [phase["kind"] for phase in plan["phases"]] == ["gaussian-releases", "gaussian-steps"]
+    assert "Varied, Theorem 0" in done.out
+
+
+def test_a_certificate(beside, monkeypatch):
+    from hoeffding import Hoeffding
+
+    recipe, folder = make(beside / "runs", "x", model="linear")
+    train(recipe, folder)
+    without_ray(monkeypatch)
+    test = data.load(source_of(recipe), "test")
+    tables = {}
+    monkeypatch.setitem(catalogue.BY_MODE, "hoeffding", Hoeffding)
+    for kind in (Hoeffding, Cohen):
+        settings = kind(sigma=0.1, n=400, n0=20, max_inputs=30, seed="5a")
+        certify(folder.model, test, settings, beside / kind.__name__)
+        tables[kind] = reading.read(beside / kind.__name__ / "certificates.parquet")
+    mine, exact = (tables[kind].table.to_pandas() for kind in (Hoeffding, Cohen))
+    assert (mine["k"] == exact["k"]).all()
+    assert (mine["p_lower"] < exact["p_lower"]).all()  # the exact bound is the better one
+    assert tables[Hoeffding].mode == "hoeffding" and (mine["radius"] > 0).any()
+
+
+def test_an_attack(beside, monkeypatch, capsys):
+    recipe, folder = make(beside / "runs", "x", model="linear", training__steps=30)
+    train(recipe, folder)
+    monkeypatch.setattr(evasion, "FROM_THE_CENTRE", dict(evasion.FROM_THE_CENTRE))
+    import settling  # noqa: F401
+
+    every = (*names.ATTACKS, "settling")
+    for module in (names, evasion, sys.modules["dpdist.attacks.settings"]):
+        monkeypatch.setattr(module, "ATTACKS", every)
+    without_ray(monkeypatch)
+    asked = ("--attacks", "settling", "--sizes", "0.1", "--max-inputs", "20", "--steps", "4")
+    done = command(monkeypatch, capsys, beside, "attack", "x", *asked)
+    assert done.code == 0, done.out + done.err
+    assert "settling" in done.out
+    centre = torch.full((2, 1, 8, 8), 0.5)
+    ball = Ball(centre, torch.full((2,), 0.1, dtype=torch.float64), "l2")
+    moved = evasion.FROM_THE_CENTRE["settling"](lambda point, step: torch.ones(2, 1, 8, 8), ball, 3)
+    assert torch.allclose((moved - centre).flatten(1).norm(dim=1), ball.size.float(), rtol=0.2)
