@@ -24,8 +24,6 @@ from dpdist.certification.job import TABLE, certify
 from dpdist.certification.table import about
 from dpdist.cluster.packages import check_nodes
 from dpdist.cluster.session import Session, connect
-from dpdist.gradients.sharpness import loss_picture, sharpness
-from dpdist.gradients.task import cross_entropy
 from dpdist.runs.archive import Archive
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe, field_error
@@ -34,8 +32,8 @@ from dpdist.training.job import check as check_training
 from dpdist.training.pretrain import pretrain
 from dpdist.training.records import evaluation_data, source_of, training_data
 from dpdist.training.trainer import train
+from dpdist.tuning.preparing import check as check_search
 from dpdist.tuning.search import Search
-from dpdist.tuning.search import check as check_search
 
 _EVALUATION_BATCH = 1000
 _EVALUATION_DRAWS = 16
@@ -385,27 +383,3 @@ def summary(folder: RunFolder) -> list[tuple[str, str]]:
     from dpdist.reports.facts import read_facts
 
     return read_facts(folder).summary()
-
-
-def landscape(recipe: Recipe, folder: RunFolder, inputs: int, iterations: int) -> dict[str, Any]:
-    """Sharpness (DPlis Table 9) and loss picture on the first test inputs, in landscape.json."""
-    box = 0.0045  # DPlis, PoPETs 2021
-    dataset = evaluation_data(recipe, source_of(recipe)).first(inputs)
-    model = load_model(recipe, folder)
-    batch, targets = dataset.batch(slice(None)), dataset.targets(slice(None))
-    sharp = sharpness(model, cross_entropy, batch, targets, epsilon=box, iterations=iterations)
-    picture = loss_picture(model, cross_entropy, batch, targets, key=bytes(32))
-    measured = {
-        "data": dataset.name,
-        "inputs": len(dataset),
-        "box": box,
-        "sharpness": json_number(sharp.value),
-        "loss": json_number(sharp.loss),
-        "worst_loss": json_number(sharp.worst_loss),
-        "iterations": sharp.iterations,
-        "alphas": list(picture.alphas),
-        "losses": [json_number(value) for value in picture.losses],
-        "accuracies": list(picture.accuracies),
-    }
-    write_json(folder.path / "landscape.json", measured)
-    return measured

@@ -12,7 +12,7 @@ from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe, parse
 from dpdist.training.job import prepare
 from dpdist.training.records import source_of, training_data
-from dpdist.tuning import search as searching
+from dpdist.tuning import preparing
 from dpdist.tuning.manifest import read_trials
 from dpdist.tuning.trial import begin_trial
 
@@ -53,7 +53,7 @@ def executed(recipe: Recipe, runs) -> tuple[PrivacyPlan, int, str]:
         job = prepare(recipe, folder, "r.yaml")
         stated = str(folder.read_plan().guarantee())
     else:
-        search = searching.prepare(recipe, folder, "r.yaml")
+        search = preparing.prepare(recipe, folder, "r.yaml")
         trial = read_trials(search.folder)[0]
         settings = {"values": trial.values, "noise_multiplier": search.noise_of(trial.values)}
         write_json(search.folder.settings(0), settings)

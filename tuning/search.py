@@ -13,34 +13,28 @@ import json
 import os
 import secrets
 import shutil
-import threading
 import time
 from collections.abc import Callable
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 from dpdist.base.errors import NoRoom, UserError
 from dpdist.base.reading import read_json
-from dpdist.base.storage import private_folder, write_atomic, write_json
-from dpdist.certification.bounds import clopper_pearson_lower
-from dpdist.certification.radii import gaussian_l2_radius
-from dpdist.cluster.packages import check_nodes, fingerprint
+from dpdist.base.storage import write_atomic, write_json
+from dpdist.cluster.packages import check_nodes
 from dpdist.cluster.session import Session
 from dpdist.data import Dataset
-from dpdist.data.overlap import refuse_common
 from dpdist.privacy.budget import Charge
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.randomness.keys import derive_key, new_run_key
+from dpdist.randomness.keys import new_run_key
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe
 from dpdist.runs.released import read_released
-from dpdist.sections.search import ScoreRecipe, TuneRecipe
+from dpdist.sections.search import TuneRecipe
 from dpdist.training import charging
-from dpdist.training.job import PACKAGES, check_groups, check_records, check_trainable
+from dpdist.training.job import PACKAGES
 from dpdist.training.planning import make_plan
-from dpdist.training.records import private_data, source_of, training_data
-from dpdist.tuning.cost import Limit, SearchCost, Sizes, kept_out
+from dpdist.training.records import source_of, training_data
+from dpdist.tuning.cost import Limit, SearchCost
 from dpdist.tuning.manifest import (
     SearchFolder,
     best,
@@ -49,9 +43,10 @@ from dpdist.tuning.manifest import (
     read_settings,
     read_trials,
 )
-from dpdist.tuning.room import live_nodes, trial_resources, trials_at_once
-from dpdist.tuning.space import Values, check_space, fields, probes, with_values
-from dpdist.tuning.trial import run_trial, scores_of, scoring_data, trial_recipe
+from dpdist.tuning.room import live_nodes, trials_at_once
+from dpdist.tuning.rounds import in_background, one_pass
+from dpdist.tuning.space import Values, fields, probes, with_values
+from dpdist.tuning.trial import scores_of, scoring_data, trial_recipe
 
 Progress = Callable[[int, int, float], None]
 
@@ -87,7 +82,7 @@ class Search:
             self._charge()
             concurrent = trials_at_once(self.recipe.resources, self.tune.concurrent, live_nodes())
             check_nodes(PACKAGES, self.folder.path)
-            _in_background(lambda: self._trials(concurrent), lambda: self._show(progress))
+            in_background(lambda: self._trials(concurrent), lambda: self._show(progress))
             self._decide()
         self._check_trials()
         winner = read_json(self.folder.outcome)["winner"]
@@ -173,66 +168,7 @@ class Search:
         return [t.number for t in trials if not scores_of(self.folder, t.number)["done"]]
 
     def _round(self, concurrent: int) -> None:
-        """One pass of Ray Tune over all K trials; finished ones only report again."""
-        # Ray must not print trial tables, and writes them to the private folder only.
-        os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")
-        os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")
-        from ray import tune
-        from ray.tune.logger import JsonLoggerCallback
-
-        from dpdist.tuning.searchers import METRIC, ManifestSearcher
-
-        trials = read_trials(self.folder)
-        adaptive = self._suggestions() if self.tune.searcher != "random" else None
-        searcher = ManifestSearcher(
-            self.folder, trials, self.noise_of, adaptive, stops_early=self.tune.asha is not None
-        )
-        scheduler, factor = None, 1
-        if self.tune.asha is not None:
-            from ray.tune.schedulers import ASHAScheduler
-
-            factor = self.tune.asha.reduction_factor
-            scheduler = ASHAScheduler(
-                time_attr="reached",
-                metric=METRIC,
-                mode="max",
-                grace_period=1,
-                reduction_factor=factor,
-                max_t=factor ** (self.tune.rungs - 1),
-            )
-        tuner = tune.Tuner(
-            tune.with_resources(
-                _trainable(self.folder.run.path, factor), trial_resources(self.recipe.resources)
-            ),
-            tune_config=tune.TuneConfig(
-                num_samples=len(trials),
-                search_alg=searcher,
-                scheduler=scheduler,
-                max_concurrent_trials=concurrent,
-                reuse_actors=scheduler is None,
-            ),
-            run_config=tune.RunConfig(
-                name=f"search-{time.time_ns()}",
-                storage_path=str(private_folder(self.folder.ray)),
-                failure_config=tune.FailureConfig(max_failures=0, fail_fast=False),
-                callbacks=[JsonLoggerCallback()],
-                verbose=0,
-            ),
-        )
-        tuner.fit()
-
-    def _suggestions(self) -> Any:
-        from dpdist.tuning.searchers import Suggestions
-
-        trials = read_trials(self.folder)
-        known = []
-        for trial in trials:
-            state = scores_of(self.folder, trial.number)
-            if state["done"] and state["scores"]:
-                values = read_settings(self.folder, trial.number)["values"]
-                known.append((values, state["scores"][-1]))
-        seed = int.from_bytes(derive_key(trials[0].key, "optuna")[:4], "little")
-        return Suggestions(self.tune, seed, known)
+        one_pass(self.folder, self.recipe, concurrent, self.noise_of)
 
     def planned(self, values: Values) -> tuple[Recipe, PrivacyPlan]:
         """The recipe of a trial and the plan that it executes.
@@ -368,7 +304,7 @@ class Search:
         if self.recipe.privacy.budget is None:
             return
         plan, where = self.cost.plan, str(self.run_folder.recipe_file)
-        records = _records(self.recipe, 0.0, 1.0)  # some to train, the others to score
+        records = records_of(self.recipe, 0.0, 1.0)  # some to train, the others to score
         charge = Charge.of(self._charge_id(), self.recipe.name, plan, plan.phases)
         if settle:
             charging.settle(self.recipe, records, charge, where)
@@ -376,138 +312,7 @@ class Search:
             charging.reserve(self.recipe, records, charge, where, enforce=True)
 
 
-def prepare(recipe: Recipe, folder: RunFolder, where: str, *, only_resume: bool = False) -> Search:
-    """Check as `check` does, then draw the search, or read it back. Raises UserError, and then
-    nothing was written."""
-    return check(recipe, folder, where, only_resume=only_resume).begin()
-
-
-def check(recipe: Recipe, folder: RunFolder, where: str, *, only_resume: bool = False) -> Search:
-    """Check all that can be checked, account the search, and write nothing.
-
-    only_resume: refuse to begin. Raises UserError.
-    """
-    assert recipe.tune is not None
-    continued = _check_same_search(recipe, folder)
-    if only_resume and not continued:
-        raise UserError(f"{folder.path}: no search to resume; without --resume one is begun")
-    check_space(recipe, where)
-    hold_out = kept_out(recipe)
-    dataset = _records(recipe, hold_out, recipe.data.fraction)
-    check_records(recipe, source_of(recipe), where)
-    check_groups(recipe, dataset, where)
-    _check_scoring(recipe, dataset, where)
-
-    @cache
-    def counted(fraction: float) -> int:
-        return len(_records(recipe, hold_out, fraction))
-
-    sizes = Sizes(len(_records(recipe, 0.0, 1.0)), hold_out, counted)
-    cost = SearchCost(recipe, sizes, recipe.tune.law, where)
-    everything = private_data(recipe, source_of(recipe))  # what is scored on is among it
-    search = Search(recipe, folder, cost, everything.fingerprint)
-    if not (continued and search.folder.terms.exists()):
-        parts = [check_trainable(search.planned(v)[0], where)[1] for v in probes(recipe.tune)]
-        search.assumed = sorted({part["assumed"] for part in parts if part and part["assumed"]})
-        cost.plan  # noqa: B018  (refused here, if no theorem covers it)
-    search.check_begun()
-    return search
-
-
-def _check_same_search(recipe: Recipe, folder: RunFolder) -> bool:
-    """Whether this search was begun before. Raises UserError when the folder holds another run."""
-    if not folder.asked.exists():
-        # Between the two files of a beginning there is nothing else.
-        if folder.check_same_recipe(recipe) and folder.plan.exists():
-            raise UserError(f"{folder.path}: holds a run without a search; choose another --name")
-        return False
-    folder.check_format()
-    different = folder.read_asked().same_experiment(recipe)
-    if different:
-        raise UserError(
-            f"{folder.path}: a search of that name exists with a different recipe "
-            f"({', '.join(different)} differ); choose another --name, or repeat the recipe to "
-            "continue it"
-        )
-    return True
-
-
-def _records(recipe: Recipe, hold_out: float, fraction: float) -> Dataset:
+def records_of(recipe: Recipe, hold_out: float, fraction: float) -> Dataset:
+    """The training records of the recipe with these shares."""
     section = recipe.data.model_copy(update={"hold_out": hold_out, "fraction": fraction})
     return training_data(recipe.model_copy(update={"data": section}), source_of(recipe))
-
-
-def _check_scoring(recipe: Recipe, dataset: Dataset, where: str) -> None:
-    """Raise UserError when the records or the objective of the scores cannot be used."""
-    assert recipe.tune is not None
-    score = recipe.tune.score
-    records = scoring_data(recipe)
-    if not len(records):
-        raise UserError(f"{where}: tune.score: there are no records to score on")
-    if score.public is not None:
-        if records.input_shape != dataset.input_shape:
-            raise UserError(
-                f"{where}: tune.score.public: inputs of shape {records.input_shape}, the training "
-                f"records have {dataset.input_shape}"
-            )
-        why = (
-            f"are in {records.name}, and scores on them would be used as if they were public; "
-            "leave public out to score on a held-out part, with noise"
-        )
-        private = private_data(recipe, source_of(recipe))
-        refuse_common(private, records, f"{where}: tune.score.public", why)
-    if not score.certifies:
-        return
-    for values in probes(recipe.tune):
-        _check_certified(with_values(recipe, values, where), score, where)
-
-
-def _check_certified(trial: Recipe, score: ScoreRecipe, where: str) -> None:
-    """Raise UserError when a trial cannot be scored by what is certified."""
-    certify = trial.certify
-    if certify is None or certify.sigma is None or certify.noise != "gaussian":
-        raise UserError(
-            f"{where}: tune.score.objectives: certified objectives need certify.sigma and Gaussian "
-            "noise in the recipe"
-        )
-    p_lower = clopper_pearson_lower(score.draws, score.draws, score.alpha)
-    reach = float(gaussian_l2_radius(p_lower, certify.sigma))
-    if score.radius is not None and score.radius > reach:
-        raise UserError(
-            f"{where}: tune.score.radius: {score.draws} draws at alpha {score.alpha:g} never "
-            f"certify more than {reach:.3g} with certify.sigma {certify.sigma:g}: give more draws "
-            "or a larger sigma"
-        )
-
-
-def _trainable(path: Path, factor: int) -> Callable[[dict[str, Any]], None]:
-    packages = fingerprint(PACKAGES)
-
-    def trial(config: dict[str, Any]) -> None:
-        from ray import tune
-
-        def report(rung: int, value: float) -> None:
-            tune.report({"score": value, "reached": factor ** (rung - 1)})
-
-        run_trial(path, packages, config["trial"], report)
-
-    return trial
-
-
-def _in_background(work: Callable[[], None], show: Callable[[], None]) -> None:
-    """Work in a thread and show progress meanwhile: Ray would take Ctrl-C from the main thread."""
-    errors: list[BaseException] = []
-
-    def keep_errors() -> None:
-        try:
-            work()
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=keep_errors, daemon=True)
-    thread.start()
-    while thread.is_alive():
-        thread.join(0.5)
-        show()
-    if errors:
-        raise errors[0]

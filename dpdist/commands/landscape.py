@@ -30,10 +30,11 @@ def command(
     from dpdist.base import console
     from dpdist.reports.figures import loss_landscape
     from dpdist.runs.folder import open_run
+    from dpdist.training.landscape import landscape
 
     folder = open_run(run, runs)
     recipe = pipeline.resolve(folder.read_recipe(), data_root=data_root)
-    measured = pipeline.landscape(recipe, folder, inputs, iterations)
+    measured = landscape(recipe, folder, pipeline.load_model(recipe, folder), inputs, iterations)
     picture = folder.path / "report" / "landscape.png"
     picture.parent.mkdir(exist_ok=True)
     picture.write_bytes(loss_landscape(measured["alphas"], measured["losses"]))

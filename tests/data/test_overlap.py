@@ -27,7 +27,7 @@ from dpdist.training.job import prepare
 from dpdist.training.pretrain import pretrain
 from dpdist.training.records import private_data, source_of, training_data
 from dpdist.training.reducer import Reducer
-from dpdist.tuning.search import prepare as prepare_search
+from dpdist.tuning.preparing import prepare as prepare_search
 
 
 def pixels(seed: int, count: int, side: int = 4) -> np.ndarray:

@@ -52,7 +52,7 @@ def undisturbed(tmp_path_factory):
     from dpdist.runs.recipe import parse
     from dpdist.training.job import PACKAGES
     from dpdist.tuning.manifest import read_trials
-    from dpdist.tuning.search import prepare
+    from dpdist.tuning.preparing import prepare
     from dpdist.tuning.searchers import ManifestSearcher
     from dpdist.tuning.trial import run_trial
 

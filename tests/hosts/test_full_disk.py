@@ -92,7 +92,7 @@ from dpdist.base.errors import no_room
 from dpdist.runs.recipe import parse
 from dpdist.runs.folder import RunFolder
 from dpdist.training.job import PACKAGES
-from dpdist.tuning.search import prepare
+from dpdist.tuning.preparing import prepare
 from dpdist.tuning.manifest import read_trials
 from dpdist.tuning.searchers import ManifestSearcher
 from dpdist.tuning.trial import run_trial, scores_of

@@ -11,7 +11,8 @@ from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe, parse
 from dpdist.training.job import PACKAGES
 from dpdist.tuning.manifest import read_trials
-from dpdist.tuning.search import Search, prepare
+from dpdist.tuning.preparing import prepare
+from dpdist.tuning.search import Search
 from dpdist.tuning.searchers import ManifestSearcher
 from dpdist.tuning.trial import run_trial
 

@@ -28,7 +28,7 @@ from dpdist.training.records import training_data
 from dpdist.tuning import manifest, scoring
 from dpdist.tuning import trial as trial_module
 from dpdist.tuning.manifest import read_trials
-from dpdist.tuning.search import prepare
+from dpdist.tuning.preparing import prepare
 from dpdist.tuning.trial import scores_of, scoring_data
 
 SESSION = Session(None, 2, 0, 1)
