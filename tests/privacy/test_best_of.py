@@ -323,3 +323,14 @@ def test_a_floor_is_paid_and_covers_what_lies_below():
     # More steps at more noise: a little above in the tail alone, below the floor.
     other = sampled(1.22, 512 / 10800, 165)
     assert exceeds(other, steps) and not exceeds(other, floored)
+
+
+@pytest.mark.parametrize("shape", [GEOMETRIC, POISSON, -6.0])
+def test_any_number_of_points_is_sound(monkeypatch, shape):
+    """Between two points the bound takes the worse end of each term: fewer points, a larger one."""
+    loss, law = library.from_gaussian_mechanism(1.0), SelectionLaw(4.5, shape)
+    fine = best_of(loss, law)
+    monkeypatch.setattr("dpdist.privacy.best_of._POINTS", 12)
+    rough = best_of(loss, law)
+    for epsilon in (0.5, 2.0, 4.0):
+        assert rough.get_delta_for_epsilon(epsilon) > fine.get_delta_for_epsilon(epsilon)
