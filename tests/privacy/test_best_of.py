@@ -314,6 +314,19 @@ def test_the_maximum_covers_curves_that_cross():
         assert both.get_delta_for_epsilon(epsilon) == pytest.approx(larger, rel=1e-5)
 
 
+def test_an_addition_counts_as_a_removal_does():
+    """Larger batches at more noise: below for a removal, above for an addition."""
+    base, larger = sampled(0.9945, 200 / 9000, 100), sampled(2.0, 400 / 9000, 100)
+    at = np.arange(0.0, 1.6, 0.05)
+    below = [
+        np.maximum(side(base).get_delta_for_epsilon(at), 1e-9)
+        - side(larger).get_delta_for_epsilon(at)
+        for side in (lambda loss: loss._pmf_remove, lambda loss: loss._pmf_add)
+    ]
+    assert below[0].min() > 0 > below[1].min()
+    assert exceeds(larger, maximum([base], 1e-9))
+
+
 def test_a_floor_is_paid_and_covers_what_lies_below():
     steps = sampled(1.152, 512 / 10800, 150)
     floored = maximum([steps], 1e-7)
