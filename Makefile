@@ -41,10 +41,10 @@ lint: install
 	@$(BIN)/mypy
 
 test: lint
-	@$(BIN)/python -m pytest -m "not long" $(PYTEST_ARGS)
+	@$(BIN)/python tests/both.py -m "not long" $(PYTEST_ARGS)
 
 test-all: lint
-	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+	@$(BIN)/python tests/both.py $(PYTEST_ARGS)
 
 mutants: install
 	@$(BIN)/python tests/mutants/run.py

@@ -53,7 +53,7 @@ def test_known_noise_for_epsilon_one_with_a_poisson_search():
         return PrivacyPlan(60_000, (RepeatAndSelect((steps,), 10, math.inf),), 1e-5)
 
     noise = calibrate_noise(plan_with, 1.0)
-    assert noise == pytest.approx(2.402, abs=3e-3)
+    assert noise == pytest.approx(1.931, abs=3e-3)  # by Renyi DP alone 2.402
     assert_met(plan_with(noise).guarantee().epsilon, 1.0)
 
 
