@@ -85,7 +85,7 @@ def test_what_is_printed_is_what_runs(case, tmp_path):
         ({"tune": TUNE | {"score": {"public": DATA | {"split": "train"}}}}, "as if they were"),
         ({"tune": TUNE | {"space": {"privacy.delta": {"choice": [1e-5]}}}}, "cannot be searched"),
         ({"tune": TUNE | {"law": {"name": "geometric", "mean": 3}},
-          "privacy": BASE["privacy"] | {"batch_cap": 300}}, "tune.law: "),
+          "privacy": BASE["privacy"] | {"neighbours": "replace-one"}}, "tune.score: "),
         ({"training": BASE["training"] | {"reproducible": True},
           "resources": {"workers": 9}}, "resources.workers: must be <= 8"),
         ({"certify": {"sigma": 0.5, "start": 5000}}, "certify.start"),

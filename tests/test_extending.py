@@ -27,6 +27,7 @@ def beside(tmp_path, monkeypatch) -> Path:
     """A working directory with the examples, in which Python finds them."""
     for name, text in EXAMPLES.items():
         (tmp_path / name).write_text(text)
+        monkeypatch.delitem(sys.modules, name.removesuffix(".py"), raising=False)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.chdir(tmp_path)
     yield tmp_path

@@ -33,7 +33,7 @@ from dpdist.training.planning import plan_at
 from dpdist.tuning.space import Box, cost_boxes, own_box
 
 if TYPE_CHECKING:
-    from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
+    from dpdist.privacy.losses import Loss
 
 # Settings whose sampling rates differ by less than this factor are covered by one.
 _NEAR = 1.05
@@ -316,10 +316,11 @@ class Limit:
     def _covers(self, trial: PrivacyPlan, coarser: int) -> bool:
         """Path by path: a record takes as many through the trial as through the base.
 
-        The price is computed on this grid or a coarser one, on which the base costs more still.
+        The price is computed on this grid or a coarser one, on which the base costs more still. It
+        charges the rounding of the base: what a trial's own is larger by must be below as well.
         """
         from dpdist.privacy.accounting import Unsupported
-        from dpdist.privacy.losses import compose_pld
+        from dpdist.privacy.losses import loss_of
         from dpdist.privacy.profiles import exceeds
 
         paths = trial.alternatives(trial.phases)
@@ -328,28 +329,31 @@ class Limit:
             if len(ceilings) != len(paths):
                 return False
             for (grid, ceiling), path in zip(ceilings, paths, strict=True):
-                own = compose_pld(path, trial.neighbours, grid)
-                if ceiling is not None and (own is None or exceeds(own, ceiling)):
+                if ceiling.pld is None:
+                    continue
+                own = loss_of(path, trial.neighbours, grid)
+                margin = max(0.0, own.rounding - ceiling.rounding)
+                if own.pld is None or exceeds(own.pld, ceiling.pld, margin):
                     return False
         except Unsupported:
             return False
         return True
 
-    def _ceilings(self, coarser: int) -> list[tuple[float, PrivacyLossDistribution | None]]:
+    def _ceilings(self, coarser: int) -> list[tuple[float, Loss]]:
         """For each path its grid, and on it the loss that the price is computed from."""
         from dpdist.privacy.accounting import grid_for
-        from dpdist.privacy.losses import compose_pld
+        from dpdist.privacy.losses import loss_of
 
         if coarser not in self._known:
             found = []
             for path in self.base.alternatives(self.base.phases):
                 grid = coarser * grid_for(path, self.base.neighbours)
-                found.append((grid, compose_pld(path, self.base.neighbours, grid)))
+                found.append((grid, loss_of(path, self.base.neighbours, grid)))
             self._known[coarser] = found
         return self._known[coarser]
 
     @cached_property
-    def _known(self) -> dict[int, list[tuple[float, PrivacyLossDistribution | None]]]:
+    def _known(self) -> dict[int, list[tuple[float, Loss]]]:
         return {}
 
 

@@ -37,7 +37,7 @@ _FIXED = {
     "privacy.epsilon": "it is the target of training and search together",
     "privacy.delta": "the guarantee is stated at one delta",
     "privacy.neighbours": "the guarantee is stated for one neighbouring relation",
-    "privacy.batch_cap": "no bound on searches covers capped batches",
+    "privacy.batch_cap": "a trial with another cap would need a price of its own",
     "privacy.group_size": "the guarantee is stated for one size of group",
     "privacy.budget": "the whole search is charged once",
     "privacy.budget_ceiling": "the whole search is charged once",

@@ -80,9 +80,15 @@ def _losses(pmf: pld_pmf.DensePLDPmf) -> Losses:
     # Rounding in Fourier transforms leaves a mass a little above 1. What is too much is taken from
     # the lowest losses: the profile stays where it was above them and becomes the chord to (0, 1)
     # below, which no convex profile exceeds.
-    mass, infinite = np.cumsum(np.maximum(pmf._probs, 0.0)), max(0.0, pmf._infinity_mass)
-    excess = max(0.0, mass[-1] + infinite - 1.0)
-    kept = np.diff(np.maximum(mass - excess, 0.0), prepend=0.0)
+    kept, infinite = np.maximum(pmf._probs, 0.0), max(0.0, pmf._infinity_mass)
+    excess = kept[::-1].sum() + infinite - 1.0
+    if excess > 0:
+        # Only the lowest change, the others stay to the last bit: differences of cumulative sums
+        # would lose every probability below 1e-16, all of them in the tail that counts.
+        mass = np.cumsum(kept)
+        last = min(int(np.searchsorted(mass, excess)), len(kept) - 1)
+        kept[:last] = 0.0
+        kept[last] = max(mass[last] - excess, 0.0)
     return Losses(pmf._discretization, pmf._lower_loss, kept, infinite)
 
 
@@ -144,8 +150,10 @@ def maximum(
     return from_profiles(grid, steps, highest)
 
 
-def exceeds(loss: PrivacyLossDistribution, limit: PrivacyLossDistribution) -> bool:
-    """Whether a profile rises above that of `limit` anywhere, in a direction.
+def exceeds(
+    loss: PrivacyLossDistribution, limit: PrivacyLossDistribution, margin: float = 0.0
+) -> bool:
+    """Whether a profile rises above that of `limit`, less a margin, anywhere in a direction.
 
     False proves that `limit` dominates whatever has this loss: both profiles are linear in
     e^epsilon between the points of their one grid, so they are compared at these points; below
@@ -154,7 +162,7 @@ def exceeds(loss: PrivacyLossDistribution, limit: PrivacyLossDistribution) -> bo
     sides = [_both(loss), _both(limit)]
     steps = _common_steps(sides)
     own, bound = sides
-    return any((own[way].at(steps) > bound[way].at(steps)).any() for way in (0, 1))
+    return any((own[way].at(steps) + margin > bound[way].at(steps)).any() for way in (0, 1))
 
 
 def _both(loss: PrivacyLossDistribution) -> tuple[Losses, Losses]:

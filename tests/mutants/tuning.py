@@ -96,7 +96,7 @@ FAULTS: list[Fault] = [
         "tuning/cost.py", "tuning/test_cost::test_a_plain_base_covers_only_what_can_be_made_from_it",
         ("all(one.priced_by_profile for one in base.phases) and ", "",
          "profiles cover where Renyi's bound may be the price"),
-        ("(own is None or exceeds(own, ceiling))", "(own is None)",
+        ("own.pld is None or exceeds(own.pld, ceiling.pld, margin)", "own.pld is None",
          "every trial is covered where a profile is the price"),
     ),
     *group(

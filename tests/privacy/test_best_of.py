@@ -12,6 +12,7 @@ from dp_accounting.pld import privacy_loss_distribution as library
 from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from scipy.optimize import brentq
 from scipy.stats import norm
 
 from dpdist.privacy import losses as events
@@ -347,3 +348,23 @@ def test_any_number_of_points_is_sound(monkeypatch, shape):
     rough = best_of(loss, law)
     for epsilon in (0.5, 2.0, 4.0):
         assert rough.get_delta_for_epsilon(epsilon) > fine.get_delta_for_epsilon(epsilon)
+
+
+@pytest.mark.parametrize(("sigma", "delta"), [(0.17, 1e-12), (0.17, 1e-13), (0.5, 1e-12)])
+def test_no_small_probability_is_lost(sigma, delta):
+    """Against the exact Gaussian profile, far out in its tail: one run, and a maximum of one."""
+    exact = gaussian_epsilon(sigma, delta)
+    loss = sampled(sigma, 1.0, 1)
+    for found in (best_of(loss, SelectionLaw(1, GEOMETRIC)), maximum([loss])):
+        assert exact <= found.get_epsilon_for_delta(delta) < 1.01 * exact
+
+
+def gaussian_epsilon(sigma: float, delta: float) -> float:
+    """Balle and Wang 2018, Theorem 8, by bisection in logarithms."""
+
+    def excess(epsilon: float) -> float:
+        near, far = 0.5 / sigma - epsilon * sigma, -0.5 / sigma - epsilon * sigma
+        lost = math.exp(epsilon + norm.logcdf(far) - norm.logcdf(near))
+        return norm.logcdf(near) + math.log1p(-lost) - math.log(delta)
+
+    return brentq(excess, 1e-3, 500.0)
