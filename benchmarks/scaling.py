@@ -409,6 +409,7 @@ def scheduling(
     hand the chunks over as a list, for comparison. pace: seconds that an actor says it took for a
     chunk; from 0.1 on, each chunk is a call of its own.
     """
+    from dpdist.cluster import calls as answers
     from dpdist.cluster import pool
 
     real, done, grew = pool.ray, 0, 0
@@ -419,14 +420,14 @@ def scheduling(
         if done == chunks * 9 // 10:
             grew = resident() - before
 
-    pool.ray = fake = _Instant(actors, pace)
+    pool.ray = answers.ray = fake = _Instant(actors, pace)
     before, begun = resident(), time.process_time()
     try:
         stream = (pool.Chunk(f"inputs {i}..", i, float(i)) for i in range(chunks))
         given = list(stream) if stored else stream
         pool.run_chunks(None, None, given, on_result, pool.PoolSettings(actors=actors))
     finally:
-        pool.ray = real
+        pool.ray = answers.ray = real
     used = time.process_time() - begun
     calls = fake.made - actors
     return {
