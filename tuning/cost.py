@@ -319,16 +319,19 @@ class Limit:
         The price is computed on this grid or a coarser one, on which the base costs more still. It
         charges the rounding of the base: what a trial's own is larger by must be below as well.
         """
-        from dpdist.privacy.accounting import Unsupported
+        from dpdist.privacy.accounting import Unsupported, losses_of
         from dpdist.privacy.losses import loss_of
         from dpdist.privacy.profiles import exceeds
 
-        paths = trial.alternatives(trial.phases)
+        paths, base = trial.alternatives(trial.phases), self.base
         try:
-            ceilings = self._ceilings(coarser)
+            if coarser not in self._known:
+                own_paths = base.alternatives(base.phases)
+                self._known[coarser] = losses_of(own_paths, base.neighbours, coarser)
+            grids, ceilings = self._known[coarser]
             if len(ceilings) != len(paths):
                 return False
-            for (grid, ceiling), path in zip(ceilings, paths, strict=True):
+            for grid, ceiling, path in zip(grids, ceilings, paths, strict=True):
                 if ceiling.pld is None:
                     continue
                 own = loss_of(path, trial.neighbours, grid)
@@ -339,21 +342,9 @@ class Limit:
             return False
         return True
 
-    def _ceilings(self, coarser: int) -> list[tuple[float, Loss]]:
-        """For each path its grid, and on it the loss that the price is computed from."""
-        from dpdist.privacy.accounting import grid_for
-        from dpdist.privacy.losses import loss_of
-
-        if coarser not in self._known:
-            found = []
-            for path in self.base.alternatives(self.base.phases):
-                grid = coarser * grid_for(path, self.base.neighbours)
-                found.append((grid, loss_of(path, self.base.neighbours, grid)))
-            self._known[coarser] = found
-        return self._known[coarser]
-
     @cached_property
-    def _known(self) -> dict[int, list[tuple[float, Loss]]]:
+    def _known(self) -> dict[int, tuple[list[float], list[Loss]]]:
+        """Grids and losses of the base's paths, by how much coarser."""
         return {}
 
 
@@ -368,14 +359,10 @@ def _start(plan_with: Callable[[float], PrivacyPlan], target: float) -> float:
 
     def quick(noise: float) -> float:
         plan = plan_with(noise)
+        paths = plan.alternatives(plan.phases)
         try:
-            return max(
-                float(
-                    accounting.compose_rdp(
-                        path, plan.neighbours, accounting.QUICK_ORDERS
-                    ).get_epsilon(plan.delta)
-                )
-                for path in plan.alternatives(plan.phases)
+            return accounting.rdp_epsilon(
+                paths, plan.delta, plan.neighbours, accounting.QUICK_ORDERS
             )
         except accounting.Unsupported:
             return 0.0

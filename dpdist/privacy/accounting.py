@@ -190,7 +190,7 @@ def epsilon(
     is charged for, or a search is priced. Raises Unsupported when neither covers them.
     """
     try:
-        grids, losses = _losses(alternatives, neighbours)
+        grids, losses = losses_of(alternatives, neighbours)
     except Unsupported as no_pld:
         try:
             return rdp_epsilon(alternatives, delta, neighbours), rdp_name()
@@ -201,12 +201,12 @@ def epsilon(
     value, grid = _worst([loss.epsilon(delta) for loss in losses]), max(grids, default=FINEST_GRID)
     resolved = all(loss.resolves(delta) for loss in losses)
     search = any(map(_selects, alternatives))
-    if resolved and math.isfinite(value) and grid <= FINEST_GRID and not search:
+    good = resolved and math.isfinite(value) and grid <= FINEST_GRID
+    if good and not search:
         return value, pld_name(grid)
     try:
         # Beside a search's own distribution, orders that are quick to compute are enough.
-        quick = search and resolved and math.isfinite(value) and grid <= FINEST_GRID
-        orders = QUICK_ORDERS if quick else None
+        orders = QUICK_ORDERS if good else None
         by_rdp = rdp_epsilon(alternatives, delta, neighbours, orders)
         if by_rdp < value:
             return by_rdp, rdp_name()
@@ -216,10 +216,13 @@ def epsilon(
     return value, pld_name(grid, search)
 
 
-def _losses(
+def losses_of(
     alternatives: Sequence[dpa.DpEvent], neighbours: Neighbours, coarser: int = 1
 ) -> tuple[list[float], list[Loss]]:
-    """Grids and losses, one per alternative. Raises Unsupported."""
+    """Grids and losses, one per alternative: what its price is computed from. Raises Unsupported.
+
+    coarser: how many times the price's grid.
+    """
     grids = [coarser * grid_for(event, neighbours) for event in alternatives]
     found = [loss_of(e, neighbours, grid) for e, grid in zip(alternatives, grids, strict=True)]
     return grids, found
@@ -243,7 +246,7 @@ def coarse_epsilon(
 
     Raises Unsupported where there is no PLD or it does not resolve `delta`.
     """
-    _, losses = _losses(alternatives, neighbours, coarser=10)
+    _, losses = losses_of(alternatives, neighbours, coarser=10)
     if not all(loss.resolves(delta) for loss in losses):
         raise Unsupported(f"PLD does not resolve delta {delta:g}")
     return _worst([loss.epsilon(delta) for loss in losses])
@@ -262,7 +265,7 @@ def delta_profile(
         return _worst([float(accountant.get_delta(at)) for accountant in accountants()])
 
     try:
-        _, losses = _losses(alternatives, neighbours)
+        _, losses = losses_of(alternatives, neighbours)
     except Unsupported:
         accountants()
         return by_rdp

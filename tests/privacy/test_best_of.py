@@ -309,7 +309,7 @@ def test_the_maximum_covers_curves_that_cross():
     assert full.get_delta_for_epsilon(0.0) > 1.04 * steps.get_delta_for_epsilon(0.0)
     assert exceeds(full, steps) and exceeds(steps, full)
     both = maximum([steps, full])
-    assert not exceeds(full, full)
+    assert not exceeds(full, full) and exceeds(full, full, 1e-12)
     for epsilon in (0.0, 0.5, 1.0, 3.0):
         larger = max(steps.get_delta_for_epsilon(epsilon), full.get_delta_for_epsilon(epsilon))
         assert both.get_delta_for_epsilon(epsilon) == pytest.approx(larger, rel=1e-5)
