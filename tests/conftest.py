@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+# Ray runs its workers at nice 15: beside a second process of tests they would hardly run at all.
+os.environ.setdefault("RAY_worker_niceness", "0")
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory):
