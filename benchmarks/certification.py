@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from dpdist import models
-from dpdist.certification.bounds import clopper_pearson_lower, clopper_pearson_upper
+from dpdist.base.binomial import clopper_pearson_lower, clopper_pearson_upper
 from dpdist.certification.classifier import ExecutedClassifier, choose
 from dpdist.certification.noises import Gaussian
 from dpdist.certification.sampling import Sampler

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from functools import cache
 
+from dpdist.base.binomial import clopper_pearson_lower
 from dpdist.base.errors import UserError
-from dpdist.certification.bounds import clopper_pearson_lower
 from dpdist.certification.radii import gaussian_l2_radius
 from dpdist.data import Dataset
 from dpdist.data.overlap import refuse_common

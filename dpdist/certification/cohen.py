@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
-from dpdist.certification.bounds import clopper_pearson_lower, two_sided_p_value
+from dpdist.base.binomial import clopper_pearson_lower, two_sided_p_value
 from dpdist.certification.certificate import Partial, sample, select, selected_by, totals
 from dpdist.certification.noises import Noise
 from dpdist.certification.smoothing import Smoothing

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dpdist.base.binomial import clopper_pearson_interval
 from dpdist.certification.bounds import (
     Bound,
-    clopper_pearson_interval,
     empirical_bernstein_interval,
     hoeffding_interval,
 )

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import special
 
-from dpdist.certification.bounds import clopper_pearson_interval, two_sided_p_value
+from dpdist.base.binomial import clopper_pearson_interval, two_sided_p_value
 
 ERROR = 0.05
 # Of the interval's error; the rest goes to the split of the discordant inputs, which decides.

@@ -11,11 +11,11 @@ import numpy as np
 import pyarrow as pa
 from scipy import stats
 
+from dpdist.base.binomial import clopper_pearson_lower, clopper_pearson_upper
 from dpdist.base.errors import UserError
 from dpdist.base.reading import check_shape
 from dpdist.certification import radii, reading
 from dpdist.certification import table as tables
-from dpdist.certification.bounds import clopper_pearson_lower, clopper_pearson_upper
 from dpdist.certification.catalogue import kind_of
 from dpdist.certification.noises import NOISES, Noise
 

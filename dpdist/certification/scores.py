@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
+from dpdist.base.binomial import clopper_pearson_lower
 from dpdist.base.errors import UserError
 from dpdist.base.fields import MOST, Number
 from dpdist.certification import expected_score_bounds as by_scores
-from dpdist.certification.bounds import clopper_pearson_lower
 from dpdist.certification.certificate import (
     Certificate,
     CertifiedSizes,

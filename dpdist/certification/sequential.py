@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy import special, stats
 
-from dpdist.certification.bounds import check_alpha, clopper_pearson_upper
+from dpdist.base.binomial import check_alpha, clopper_pearson_upper
 
 # Probability below which a tail is not carried along; it is charged as an error all the same.
 _NEGLIGIBLE = 1e-25

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import model_validator
 
+from dpdist.base.binomial import clopper_pearson_upper
 from dpdist.base.errors import UserError
-from dpdist.certification.bounds import clopper_pearson_upper
 from dpdist.certification.certificate import Certificate, Partial, require, sample, select
 from dpdist.certification.cohen import Cohen, predict
 from dpdist.certification.smoothing import Smoothing

@@ -7,9 +7,9 @@ from typing import Annotated
 import typer
 
 from dpdist.base import console
+from dpdist.base.binomial import clopper_pearson_lower
 from dpdist.base.errors import UserError
 from dpdist.base.fields import Count, CountOrZero, Positive, Probability
-from dpdist.certification.bounds import clopper_pearson_lower
 from dpdist.certification.radii import format_radius, gaussian_l2_radius, linf_from_l2
 from dpdist.commands.options import kind
 

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from dpdist.base import binomial
 from dpdist.certification import bounds
 
 
@@ -44,7 +45,7 @@ COUNTS = [
 
 @pytest.mark.parametrize(("hits", "draws", "alpha"), COUNTS)
 def test_lower_bound_is_exact_and_rounded_down(hits: int, draws: int, alpha: float) -> None:
-    p = bounds.clopper_pearson_lower(hits, draws, alpha)
+    p = binomial.clopper_pearson_lower(hits, draws, alpha)
     tail = exact_upper_tail(hits, draws, p)
     assert tail <= alpha
     assert tail == pytest.approx(alpha, rel=1e-6)
@@ -52,8 +53,8 @@ def test_lower_bound_is_exact_and_rounded_down(hits: int, draws: int, alpha: flo
 
 @pytest.mark.parametrize(("hits", "draws", "alpha"), COUNTS)
 def test_upper_bound_mirrors_the_lower_one(hits: int, draws: int, alpha: float) -> None:
-    upper = bounds.clopper_pearson_upper(draws - hits, draws, alpha)
-    lower = bounds.clopper_pearson_lower(hits, draws, alpha)
+    upper = binomial.clopper_pearson_upper(draws - hits, draws, alpha)
+    lower = binomial.clopper_pearson_lower(hits, draws, alpha)
     assert upper >= 1 - lower - 3e-16
     assert upper == pytest.approx(1 - lower, rel=1e-6)
 
@@ -61,24 +62,24 @@ def test_upper_bound_mirrors_the_lower_one(hits: int, draws: int, alpha: float) 
 @pytest.mark.parametrize("draws", [1, 10, 10**5, 10**9])
 def test_edges_have_their_closed_forms(draws: int) -> None:
     mp.mp.dps = 40
-    assert bounds.clopper_pearson_lower(0, draws, 1e-3) == 0.0
-    assert bounds.clopper_pearson_upper(draws, draws, 1e-3) == 1.0
+    assert binomial.clopper_pearson_lower(0, draws, 1e-3) == 0.0
+    assert binomial.clopper_pearson_upper(draws, draws, 1e-3) == 1.0
     all_hits = mp.mpf(1e-3) ** (mp.mpf(1) / draws)
-    p = bounds.clopper_pearson_lower(draws, draws, 1e-3)
+    p = binomial.clopper_pearson_lower(draws, draws, 1e-3)
     assert p <= all_hits
     assert 1 - p == pytest.approx(float(1 - all_hits), rel=1e-7)
-    assert bounds.clopper_pearson_upper(0, draws, 1e-3) == pytest.approx(
+    assert binomial.clopper_pearson_upper(0, draws, 1e-3) == pytest.approx(
         float(1 - all_hits), rel=1e-12
     )
 
 
 def test_vectorised_equals_scalar_and_scipy() -> None:
     hits = np.array([0, 1, 50, 99, 100])
-    got = bounds.clopper_pearson_lower(hits, 100, 0.001)
+    got = binomial.clopper_pearson_lower(hits, 100, 0.001)
     expected = [0.0, *stats.beta.ppf(0.001, hits[1:], 100 - hits[1:] + 1)]
     assert got == pytest.approx(expected, rel=1e-12)
-    assert [bounds.clopper_pearson_lower(int(k), 100, 0.001) for k in hits] == list(got)
-    low, high = bounds.clopper_pearson_interval(50, 100, 0.05)
+    assert [binomial.clopper_pearson_lower(int(k), 100, 0.001) for k in hits] == list(got)
+    low, high = binomial.clopper_pearson_interval(50, 100, 0.05)
     reference = stats.binomtest(50, 100).proportion_ci(0.95, method="exact")
     assert (low, high) == pytest.approx((reference.low, reference.high), rel=1e-9)
 
@@ -87,7 +88,7 @@ def test_coverage_is_computed_exactly() -> None:
     # Error at the true p, by exact enumeration: at most alpha, and not by orders less.
     alpha, n = 0.01, 200
     k = np.arange(n + 1)
-    lower = bounds.clopper_pearson_lower(k, n, alpha)
+    lower = binomial.clopper_pearson_lower(k, n, alpha)
     errors = [stats.binom.pmf(k[lower > p], n, p).sum() for p in np.linspace(0.05, 0.95, 37)]
     assert max(errors) <= alpha
     assert max(errors) > alpha / 3
@@ -99,7 +100,7 @@ def test_coverage_is_computed_exactly() -> None:
 )
 def test_wrong_counts_are_refused(hits: float, draws: int, alpha: float) -> None:
     with pytest.raises(ValueError):
-        bounds.clopper_pearson_lower(hits, draws, alpha)
+        binomial.clopper_pearson_lower(hits, draws, alpha)
 
 
 def test_hoeffding_pays_for_both_sides_of_all_classes() -> None:

@@ -10,8 +10,9 @@ from torch import nn
 
 from dpdist import models
 from dpdist.attacks.counting import Counted, require_logits
+from dpdist.base import binomial
 from dpdist.base.errors import UserError
-from dpdist.certification import bounds, cohen, predict
+from dpdist.certification import cohen, predict
 from dpdist.certification.cohen import Cohen
 from dpdist.certification.predict import Predictor, as_input
 from dpdist.certification.scores import ExpectedScores
@@ -83,7 +84,7 @@ def test_labels_and_abstention() -> None:
 @pytest.mark.parametrize(("hits", "draws"), [(0, 0), (5, 10), (9, 10), (1, 10), (560, 1000)])
 def test_two_sided_test_is_the_binomial_one(hits: int, draws: int) -> None:
     expected = stats.binomtest(hits, draws, 0.5).pvalue if draws else 1.0
-    assert bounds.two_sided_p_value(hits, draws) == pytest.approx(expected, rel=1e-9)
+    assert binomial.two_sided_p_value(hits, draws) == pytest.approx(expected, rel=1e-9)
 
 
 def test_label_uses_the_two_largest_counts() -> None:

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from dpdist.certification import bounds, radii
+from dpdist.base import binomial
+from dpdist.certification import radii
 
 
 def exact_gaussian_radius(p: float, sigma: float) -> mp.mpf:
@@ -40,7 +41,7 @@ def test_bad_input_is_refused(bad: tuple[float, float]) -> None:
     [(0.25, 0.001, 0.953), (0.5, 0.001, 1.906), (1.0, 0.001, 3.811), (0.12, 0.001, 0.457)],
 )
 def test_largest_published_radii(sigma: float, alpha: float, printed: float) -> None:
-    p = bounds.clopper_pearson_lower(100_000, 100_000, alpha)
+    p = binomial.clopper_pearson_lower(100_000, 100_000, alpha)
     assert float(radii.gaussian_l2_radius(p, sigma)) == pytest.approx(printed, abs=5.1e-4)
 
 
@@ -103,7 +104,7 @@ def test_published_radii_are_those_of_whole_counts(sigma: float, alpha: float) -
     draws = 100_000
 
     def of_counts(level: float) -> set[str]:
-        values = radii.gaussian_l2_radius(bounds.clopper_pearson_lower(hits, draws, level), sigma)
+        values = radii.gaussian_l2_radius(binomial.clopper_pearson_lower(hits, draws, level), sigma)
         return {f"{value:.3}" for value in np.asarray(values)}
 
     assert set(printed) <= of_counts(alpha)

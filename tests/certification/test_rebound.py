@@ -7,11 +7,11 @@ import pyarrow as pa
 import pytest
 from scipy import stats
 
+from dpdist.base.binomial import clopper_pearson_lower
 from dpdist.base.errors import UserError
 from dpdist.certification import reading
 from dpdist.certification import rebound as module
 from dpdist.certification import table as tables
-from dpdist.certification.bounds import clopper_pearson_lower
 from dpdist.certification.catalogue import settings_of
 from dpdist.certification.radii import gaussian_l2_radius
 from dpdist.certification.rebound import certified_accuracy_band, merge, rebound, shares

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from dpdist.base.binomial import clopper_pearson_lower
 from dpdist.certification import sequential
-from dpdist.certification.bounds import clopper_pearson_lower
 from dpdist.certification.sequential import TargetTest, planned_looks, thresholds
 
 ALPHA = 0.01

@@ -8,17 +8,20 @@ UNITS = "wiring/test_keys_of_a_certification"
 
 FAULTS: list[Fault] = [
     *group(
-        "dpdist/certification/bounds.py", "certification/test_bounds",
+        "dpdist/base/binomial.py", "certification/test_bounds",
         ("/ 2\n    return clopper_pearson_lower(hits, draws, half)",
          "\n    return clopper_pearson_lower(hits, draws, half)",
          "a two-sided interval spends its error twice"),
         ("p = special.betaincinv(positive, n - positive + 1, a)",
          "p = special.betaincinv(positive, n - positive + 1, 2 * a)", "twice the error"),
         ("_lower(n - k, n, a)[1]", "_lower(k, n, a)[1]", "the upper bound is the lower one's"),
+        ("np.nextafter(1 - q, 0)", "np.nextafter(1 - q, 2)", "bounds near one are rounded up"),
+    ),
+    *group(
+        "dpdist/certification/bounds.py", "certification/test_bounds",
         ("np.sqrt(log_term / (2 * n))", "np.sqrt(log_term / (4 * n))", "Hoeffding's width is too small"),
         ("np.log(2 * classes)", "np.log(classes)", "one side of the scores is not paid for"),
         ("span * 7 * log_two / (3 * (n - 1))", "0.0", "Bernstein's second term is missing"),
-        ("np.nextafter(1 - q, 0)", "np.nextafter(1 - q, 2)", "bounds near one are rounded up"),
     ),
     *group(
         "dpdist/certification/radii.py", "certification/test_radii certification/test_rebound",
@@ -196,7 +199,7 @@ FAULTS: list[Fault] = [
         ("if stated != values[0]:", "if False:", "rows and settings may state two things"),
     ),
     *group(
-        "dpdist/certification/bounds.py", "certification/test_paired",
+        "dpdist/base/binomial.py", "certification/test_paired",
         ("float(min(1.0, 2 * special.betainc(", "float(min(1.0, special.betainc(",
          "a two-sided p value is one-sided"),
     ),

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from scipy import integrate, stats
 
-from dpdist.certification.bounds import clopper_pearson_lower, clopper_pearson_upper
+from dpdist.base.binomial import clopper_pearson_lower, clopper_pearson_upper
 from dpdist.gradients.noise import add_noise
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.privacy.releases import GaussianReleases
