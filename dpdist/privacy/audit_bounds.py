@@ -1,0 +1,310 @@
+"""Lower bounds of epsilon from what an adversary was seen to do: pure functions of counts.
+
+An audit tests the hypothesis that a mechanism satisfies a guarantee; a rejection is wrong with
+probability at most alpha. Two experiments, which must not be mixed:
+
+* `ManyRuns`: the mechanism runs anew for every trial, with the canary or without. Trials are
+  independent, so counts give Clopper-Pearson bounds (Jagielski, Ullman and Oprea 2020).
+* `OneRun`: many canaries in one run, each in or out by its own fair coin, and guesses of coins.
+  Guesses in one run depend on each other: counts of them are no binomials, and only
+  theorems about one run hold (Steinke, Nasr and Jagielski 2023; Mahloujifar, Melis and Chaudhuri
+  2025).
+
+Hypotheses: (epsilon, delta)-DP needs no assumption about the mechanism. mu-Gaussian DP, or another
+family of trade-off curves, gives much more, but its epsilon is the mechanism's only if the
+mechanism is in that family; without that, a rejected curve refutes that curve and no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import ArrayLike
+from scipy.special import bdtrc, expit, ndtri
+from scipy.stats import binom
+
+from dpdist.base.binomial import check_alpha, clopper_pearson_lower, clopper_pearson_upper
+from dpdist.privacy.group import lemma_delta
+from dpdist.privacy.mechanisms import gaussian_epsilon
+from dpdist.privacy.trade_off import Array, Curve, approximate, gaussian, of_group
+
+_MOST = 64.0  # no count refutes a larger epsilon or mu
+
+
+def shared_alpha(alpha: float, audits: int) -> float:
+    """The error of each of several audits of one run, so that all together err with probability
+    alpha (Bonferroni). An audit beyond those counted beforehand is exploratory: no statement."""
+    if audits < 1:
+        raise ValueError(f"at least one audit is made, got {audits}")
+    return float(check_alpha(alpha)) / audits
+
+
+# --- many runs --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Trials:
+    """One score a run. runs (n,): the runs' ids, all different; present (n,): whether the canary
+    was in; scores (n,): larger where it seems to be in.
+
+    Raises ValueError for scores of one run: its canaries share noise and model, so pooling them
+    into binomial bounds accuses correct code far more often than alpha.
+    """
+
+    runs: np.ndarray
+    present: np.ndarray
+    scores: np.ndarray
+
+    def __post_init__(self) -> None:
+        shapes = {np.shape(self.runs), np.shape(self.present), np.shape(self.scores)}
+        if len(shapes) != 1 or np.ndim(self.scores) != 1:
+            raise ValueError(f"runs, present and scores are vectors of one length, got {shapes}")
+        if len(np.unique(self.runs)) != len(self.runs):
+            raise ValueError(
+                "several scores of one run: canaries of one run are not independent trials; "
+                "audit them by the one-run bounds"
+            )
+        if not np.isfinite(self.scores).all():
+            raise ValueError("scores must be finite")
+        if min(np.sum(self.present), np.sum(~np.asarray(self.present, bool))) < 2:
+            raise ValueError("at least two runs with and two without the canary are needed")
+
+    @classmethod
+    def of(cls, inside: ArrayLike, outside: ArrayLike) -> Trials:
+        """Of runs that each made one score: with the canary, and without."""
+        scores = np.concatenate([np.asarray(inside, float), np.asarray(outside, float)])
+        present = np.arange(len(scores)) < np.size(inside)
+        return cls(np.arange(len(scores)), present, scores)
+
+
+@dataclass(frozen=True)
+class ManyRuns:
+    """Counts beyond a threshold that other runs had fixed.
+
+    hits of `inside` runs with the canary, false of `outside` runs without. Exact for independent
+    runs; the true rates are outside of the bounds with probability at most alpha in all.
+    """
+
+    hits: int
+    inside: int
+    false: int
+    outside: int
+    alpha: float = 0.05
+    threshold: float | None = None
+
+    @classmethod
+    def of(
+        cls, trials: Trials, alpha: float = 0.05, delta: float | None = None, fix: float = 0.5
+    ) -> ManyRuns:
+        """The threshold is fixed by the first `fix` of the runs of either kind, the others count.
+
+        delta: choose the threshold that promises the largest epsilon at delta; None: the largest
+        mu. The order of the runs decides, which must not depend on their scores.
+        """
+        present = np.asarray(trials.present, bool)
+        first_in, inside = _split(trials.scores[present], fix)
+        first_out, outside = _split(trials.scores[~present], fix)
+        threshold = _threshold(first_in, first_out, alpha, delta)
+        hits, false = int((inside > threshold).sum()), int((outside > threshold).sum())
+        return cls(hits, len(inside), false, len(outside), alpha, threshold)
+
+    @cached_property
+    def rates(self) -> tuple[float, float]:
+        """A lower bound of the true positive rate and an upper one of the false positive rate."""
+        half = self.alpha / 2
+        return (
+            float(clopper_pearson_lower(self.hits, self.inside, half)),
+            float(clopper_pearson_upper(self.false, self.outside, half)),
+        )
+
+    def rejects(self, curve: Curve) -> bool:
+        """Whether the rates are impossible for a mechanism with this trade-off curve."""
+        low, high = self.rates
+        return bool(curve(np.asarray(low)) > high)
+
+    def epsilon(self, delta: float = 0.0, size: int = 1) -> float:
+        """The largest epsilon that is rejected with this delta; size: copies of the canary.
+
+        For one copy max(ln((TPR - delta) / FPR), ln((1 - FPR - delta) / (1 - TPR))).
+        """
+        rejects = lambda x: self.rejects(of_group(approximate(x, delta), size))  # noqa: E731
+        return float(_largest(rejects, 0.0, _MOST))
+
+    def mu(self, size: int = 1) -> float:
+        """The largest rejected mu of Gaussian DP: (Phi^-1(TPR) - Phi^-1(FPR)) / size."""
+        low, high = self.rates
+        return max(0.0, float(ndtri(low) - ndtri(high)) / size) if low > 0 and high < 1 else 0.0
+
+    def gaussian_epsilon(self, delta: float, size: int = 1) -> float:
+        """epsilon at delta of the largest rejected mu: a bound if the mechanism is Gaussian."""
+        return epsilon_of_mu(self.mu(size), delta)
+
+
+def _split(scores: Array, fix: float) -> tuple[Array, Array]:
+    first = min(max(1, round(fix * len(scores))), len(scores) - 1)
+    return scores[:first], scores[first:]
+
+
+def _threshold(inside: Array, outside: Array, alpha: float, delta: float | None) -> float:
+    pooled = np.concatenate([inside, outside])
+    candidates = np.unique(np.quantile(pooled, np.linspace(0, 1, 257), method="lower"))
+    hits = [len(s) - np.searchsorted(np.sort(s), candidates, "right") for s in (inside, outside)]
+    low = clopper_pearson_lower(hits[0], len(inside), alpha / 2)
+    high = clopper_pearson_upper(hits[1], len(outside), alpha / 2)
+    if delta is None:
+        promised = ndtri(low) - ndtri(high)
+    else:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            above = np.log(np.maximum(low - delta, 0) / high)
+            below = np.log(np.maximum(1 - high - delta, 0) / (1 - low))
+        promised = np.fmax(above, below)
+    return float(candidates[int(np.argmax(np.nan_to_num(promised, nan=-np.inf)))])
+
+
+# --- one run ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class OneRun:
+    """Guesses in one run. canaries m, each in or out by its own fair coin (or, of each of m pairs,
+    one by its own fair coin); guesses r <= m, made without the coins; right: how many were.
+
+    The number of guesses is fixed before anything is seen. Under add-or-remove a coin says in or
+    out; under replace-one which of a pair.
+    """
+
+    canaries: int
+    guesses: int
+    right: int
+    alpha: float = 0.05
+
+    def __post_init__(self) -> None:
+        check_alpha(self.alpha)
+        if not 0 <= self.right <= self.guesses <= self.canaries or self.guesses < 1:
+            raise ValueError(
+                f"0 <= right <= guesses <= canaries is needed, got {self.right}, {self.guesses} "
+                f"and {self.canaries}"
+            )
+
+    @classmethod
+    def of(cls, scores: ArrayLike, present: ArrayLike, guesses: int, alpha: float = 0.05) -> OneRun:
+        """Guesses "in" for the guesses // 2 highest scores and "out" for as many of the lowest.
+
+        scores, present (m,). Ties are broken by position, which must not depend on the coins.
+        """
+        scores, present = np.asarray(scores, float), np.asarray(present, bool)
+        if scores.shape != present.shape or scores.ndim != 1 or not np.isfinite(scores).all():
+            raise ValueError("scores and coins are vectors of one length, scores finite")
+        each = guesses // 2
+        if not 1 <= each <= len(scores) // 2:
+            raise ValueError(f"guesses must be 2 to {len(scores)}, got {guesses}")
+        order = np.argsort(scores, kind="stable")
+        right = int((~present[order[:each]]).sum() + present[order[-each:]].sum())
+        return cls(len(scores), 2 * each, right, alpha)
+
+    def epsilon(self, delta: float = 0.0, size: int = 1) -> float:
+        """The largest epsilon below which all are rejected by counting (Steinke et al. 2023,
+        Theorem 5.2): no assumption about the mechanism. size: copies of each canary."""
+        low, step = 0.0, 0.05  # the p value need not rise everywhere: walk, then refine
+        while low < _MOST:
+            grid = low + step * np.arange(33)
+            kept = np.flatnonzero(self.p_values(grid, delta, size) > self.alpha)
+            if len(kept):
+                break
+            low = float(grid[-1])
+        first = float(grid[kept[0]]) if len(kept) else _MOST
+        rejects = lambda x: self.p_values(x, delta, size)[0] <= self.alpha  # noqa: E731
+        return float(_largest(rejects, max(first - step, 0.0), first))
+
+    def p_values(self, epsilon: ArrayLike, delta: float = 0.0, size: int = 1) -> Array:
+        """The largest probability of so many right guesses under (epsilon, delta)-DP, for each
+        epsilon (n,): Pr[X >= v] + 2 m delta max_i Pr[v - i <= X < v] / i, X ~ Bin(r, e^epsilon /
+        (1 + e^epsilon))."""
+        each, v = np.ravel(epsilon), self.right
+        right = expit(size * each)
+        values = bdtrc(v - 1, self.guesses, right) if v else np.ones(len(each))
+        if delta and v:
+            i = np.arange(1, v + 1)
+            between = np.cumsum(binom.pmf(v - i, self.guesses, right[:, None]), axis=1)
+            lost = np.array([lemma_delta(one, delta, size) for one in each])
+            values = values + 2 * self.canaries * lost * np.max(between / i, axis=1)
+        return np.minimum(1.0, values)
+
+    def rejects(self, curve: Curve) -> bool:
+        """Whether so many right guesses are impossible at confidence 1 - alpha for a mechanism with
+        this trade-off curve (Mahloujifar et al. 2025, Algorithm 3). Convex curves only: all of
+        ``dpdist.privacy.trade_off``."""
+        return bool(improbable(self.canaries, self.guesses, self.right, self.alpha, curve))
+
+    def mu(self, size: int = 1) -> float:
+        """The largest rejected mu of Gaussian DP."""
+        return float(one_run_mu(self.canaries, self.guesses, self.right, self.alpha)) / size
+
+    def gaussian_epsilon(self, delta: float, size: int = 1) -> float:
+        """epsilon at delta of the largest rejected mu: a bound if the mechanism is Gaussian."""
+        return epsilon_of_mu(self.mu(size), delta)
+
+
+def one_run_mu(canaries: int, guesses: int, right: ArrayLike, alpha: float = 0.05) -> Array:
+    """`OneRun.mu` of many runs at once: right (n,) to (n,)."""
+    right = np.asarray(right)
+    rejects = lambda mu: improbable(canaries, guesses, right, alpha, gaussian(mu))  # noqa: E731
+    return _largest(rejects, np.zeros(right.shape), np.full(right.shape, _MOST))
+
+
+def improbable(
+    canaries: int, guesses: int, right: ArrayLike, alpha: ArrayLike, curve: Curve
+) -> np.ndarray:
+    """Whether `right` or more of the guesses are right with probability below alpha, for every
+    mechanism with this curve: bool, element by element of `right` (the curve's own parameters
+    broadcast with it).
+
+    From above: r is the share of canaries guessed right, h of those guessed wrong, in runs with at
+    least i right ones, if alpha is the probability of `right` or more. The curve bounds h from
+    below by B(r), and counts bound how r grows with h; it is impossible when both exceed 1.
+    """
+    right = np.asarray(right)
+    a = np.asarray(alpha, float)
+    r, h = a * right / canaries, a * (guesses - right) / canaries
+    for i in range(int(np.max(right)) - 1, -1, -1):
+        most = np.where(i < right, np.maximum(h, curve(r)), h)
+        if i < np.min(right) and np.array_equal(most, h):
+            break  # nor do the next ones change anything
+        r, h = r + i / (guesses - i) * (most - h), most
+    return r + h > guesses / canaries
+
+
+# --- from hypotheses to epsilon ---------------------------------------------------------------
+
+
+def epsilon_of_mu(mu: float, delta: float) -> float:
+    """epsilon at delta of mu-Gaussian DP; 0 for mu 0."""
+    return float(gaussian_epsilon(delta, 1.0, mu)) if mu > 0 else 0.0
+
+
+def largest_rejected(
+    audit: ManyRuns | OneRun, family: Iterable[tuple[float, Curve]], size: int = 1
+) -> float:
+    """Of a family (epsilon, curve), epsilons ascending and curves falling, the epsilon below which
+    all are rejected; 0 when the first is not. A bound if the mechanism is in the family."""
+    found = 0.0
+    for epsilon, curve in family:
+        if not audit.rejects(of_group(curve, size)):
+            break
+        found = epsilon
+    return found
+
+
+def _largest(rejects: Callable[[Array], ArrayLike], low: ArrayLike, high: ArrayLike) -> Array:
+    """By bisection, element by element, the largest rejected value where all below it are rejected
+    as well; 0 where `low` is not."""
+    low, high = np.asarray(low, float), np.asarray(high, float)
+    none = ~np.asarray(rejects(low))
+    for _ in range(40):
+        middle = (low + high) / 2
+        hit = np.asarray(rejects(middle))
+        low, high = np.where(hit, middle, low), np.where(hit, high, middle)
+    return np.where(none, 0.0, low)

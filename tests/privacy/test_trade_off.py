@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from scipy.stats import norm
+
+from dpdist.privacy import trade_off
+from dpdist.privacy.group import lemma_delta
+from dpdist.privacy.plan import PrivacyPlan
+
+GRID = np.linspace(0, 1, 2001)
+
+
+def plan(noise: float, rate: float, steps: int = 1, neighbours="add-or-remove-one"):
+    return PrivacyPlan.dp_sgd(
+        records=1000,
+        batch_size=round(1000 * rate),
+        noise_multiplier=noise,
+        steps=steps,
+        delta=1e-5,
+        neighbours=neighbours,
+    )
+
+
+@pytest.mark.parametrize(
+    "curve",
+    [
+        trade_off.gaussian(1.3),
+        trade_off.approximate(1.0, 0.01),
+        trade_off.of_plan(plan(0.8, 0.1, 20)),
+        trade_off.of_group(trade_off.approximate(0.5, 1e-3), 3),
+    ],
+)
+def test_curves_are_convex_non_decreasing_and_below_the_diagonal(curve):
+    values = curve(GRID)
+    assert (values >= 0).all() and (values <= GRID + 1e-12).all()
+    assert (np.diff(values) >= -1e-12).all() and (np.diff(values, 2) >= -1e-9).all()
+
+
+@pytest.mark.parametrize(("neighbours", "mu"), [("add-or-remove-one", 1.25), ("replace-one", 2.5)])
+def test_a_full_batch_plan_has_the_gaussian_curve(neighbours, mu):
+    got = trade_off.of_plan(plan(0.8, 1.0, neighbours=neighbours))(GRID)
+    exact = trade_off.gaussian(mu)(GRID)
+    assert (got <= exact + 1e-12).all()
+    np.testing.assert_allclose(got[:-1], exact[:-1], atol=2e-6)
+
+
+def test_a_subsampled_curve_is_the_hull_of_what_thresholds_reach_in_both_directions():
+    sigma, q = 0.7, 0.3
+    curve = trade_off.of_plan(plan(sigma, q))
+    cuts = np.linspace(-5, 6, 4001)
+    without = norm.sf(cuts / sigma)
+    with_ = (1 - q) * without + q * norm.sf((cuts - 1) / sigma)
+    removal, addition = curve(with_) - without, curve(1 - without) - (1 - with_)
+    assert removal.max() < 1e-12 and addition.max() < 1e-12  # no test does better
+    assert (removal > -1e-6).any() and (addition > -1e-6).any()
+    reached = np.concatenate([removal, addition])
+    assert (reached > -1e-6).mean() > 0.4  # and a direction reaches the curve nearly everywhere
+
+
+def test_no_noise_has_no_curve():
+    assert trade_off.of_plan(plan(0.0, 0.1)) is None
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_a_group_is_the_lemma(size):
+    epsilon, delta = 0.4, 1e-3
+    x = np.array([0.05, 0.2])  # the lower branch
+    expected = np.exp(-size * epsilon) * (x - lemma_delta(epsilon, delta, size))
+    grouped = trade_off.of_group(trade_off.approximate(epsilon, delta), size)(x)
+    np.testing.assert_allclose(grouped, np.maximum(expected, 0), atol=1e-12)
+    gaussian = trade_off.of_group(trade_off.gaussian(0.5), size)(x)
+    np.testing.assert_allclose(gaussian, trade_off.gaussian(0.5 * size)(x), rtol=1e-9)
+    with pytest.raises(ValueError, match="at least one record"):
+        trade_off.of_group(trade_off.gaussian(1), 0)
+
+
+def test_the_ceiling_of_a_roc():
+    rates = np.array([1e-3, 0.1, 0.5])
+    np.testing.assert_allclose(
+        trade_off.ceiling(trade_off.gaussian(1.0), rates), norm.cdf(norm.ppf(rates) + 1), rtol=1e-9
+    )
+    pure = trade_off.ceiling(trade_off.approximate(1.0), rates)
+    np.testing.assert_allclose(pure[:2], np.e * rates[:2], rtol=1e-9)
