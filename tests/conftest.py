@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,16 @@ def _own_cache(tmp_path_factory):
         del os.environ["DPDIST_CACHE"]
     else:
         os.environ["DPDIST_CACHE"] = before
+
+
+@pytest.fixture(scope="module")
+def here() -> Iterator[None]:
+    """Jobs and commands of the whole module run in this process, without Ray."""
+    from support.here import without_ray
+
+    with pytest.MonkeyPatch.context() as patch:
+        without_ray(patch)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -41,15 +40,6 @@ RECIPE = {
 
 
 @pytest.fixture(scope="module")
-def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """One Ray session for all commands, as one command has for all its stages."""
-    from dpdist.cluster.session import connect
-
-    with connect(tmp_path_factory.mktemp("ray") / "ray.log", cpus=2):
-        yield
-
-
-@pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that finished training: the nearest mean as a linear model (digits are easy)."""
     base = tmp_path_factory.mktemp("runs")
@@ -84,7 +74,7 @@ def good(*arguments: object) -> str:
 
 
 @pytest.fixture(scope="module")
-def attacked(session: None, runs: Path) -> tuple[Path, str]:
+def attacked(here: None, runs: Path) -> tuple[Path, str]:
     good("certify", "small", "--runs", runs)
     output = good(
         "attack", "small", "--runs", runs, "--norm", "l2", "--sizes", "0.2,1.0", "--steps", 4,
@@ -183,7 +173,7 @@ def test_certificates_are_checked_and_false_ones_fail(attacked, runs: Path) -> N
     ],
 )
 def test_what_cannot_be_attacked_is_refused(
-    session: None, runs: Path, arguments: list[str], message: str
+    here: None, runs: Path, arguments: list[str], message: str
 ) -> None:
     result = call("attack", "small", "--runs", runs, *arguments)
     assert isinstance(result.exception, UserError) and message in str(result.exception)

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,9 +13,6 @@ from dpdist.attacks import job
 from dpdist.attacks.settings import AttackSettings
 from dpdist.attacks.table import TABLE
 from dpdist.base.errors import UserError
-
-os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 
 @dataclass(frozen=True)
@@ -35,17 +30,6 @@ class FakeData:
         rng = np.random.default_rng(0)
         images = rng.random((self.count, 1, 6, 6), dtype=np.float32)
         return torch.from_numpy(images[indices])
-
-
-@pytest.fixture(scope="module")
-def ray_session() -> Iterator[None]:
-    import ray
-
-    ray.init(
-        "local", num_cpus=4, include_dashboard=False, configure_logging=False, log_to_driver=False
-    )
-    yield
-    ray.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +57,7 @@ def rows(output: Path) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def references(
-    ray_session: None, model_folder: Path, tmp_path_factory: pytest.TempPathFactory
+    here: None, model_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Path]:
     outputs = {kind: tmp_path_factory.mktemp(kind) for kind in KINDS}
     for kind, output in outputs.items():
@@ -201,7 +185,7 @@ def test_without_its_settings_an_attack_is_not_continued(
     assert raw(output) == before
 
 
-def test_a_model_with_hidden_noise_is_attacked_with_it(ray_session: None, tmp_path: Path) -> None:
+def test_a_model_with_hidden_noise_is_attacked_with_it(here: None, tmp_path: Path) -> None:
     spec = models.ModelSpec("small-cnn", (1, 6, 6), 3, {"width": 4}, hidden_noise=True)
     model = models.initialise(spec, 3)
     shape = models.require_split(model).hidden_shape((1, 6, 6))
@@ -217,7 +201,7 @@ def test_a_model_with_hidden_noise_is_attacked_with_it(ray_session: None, tmp_pa
 
 
 def test_predicted_labels_are_those_of_the_clean_input(
-    ray_session: None, model_folder: Path, tmp_path: Path
+    here: None, model_folder: Path, tmp_path: Path
 ) -> None:
     settings = replace(SETTINGS, labels="predicted", attacks=("pgd",), sizes=(1.0,))
     job.attack_model(model_folder, FakeData(), settings, tmp_path, actors=1)
@@ -229,7 +213,7 @@ def test_predicted_labels_are_those_of_the_clean_input(
 
 @pytest.mark.parametrize(("weight", "message"), [(float("nan"), "not finite"), (1.0, r"\(12, 4\)")])
 def test_models_without_usable_logits_are_refused(
-    ray_session: None, tmp_path: Path, weight: float, message: str
+    here: None, tmp_path: Path, weight: float, message: str
 ) -> None:
     # The argmax of NaN is a constant: no attack would ever succeed.
     spec = models.ModelSpec("linear", (1, 6, 6), 3)

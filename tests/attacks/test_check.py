@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,9 +18,6 @@ from dpdist.certification import job
 from dpdist.certification import table as certificates
 from dpdist.certification.cohen import Cohen
 from dpdist.certification.scores import ExpectedScores
-
-os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 CERTIFY = Cohen(sigma=0.25, n0=50, n=1000, batch=200, seed="1")
 ATTACK = AttackSettings(attacks=("pgd",), steps=5, draws=4, seed="2", batch=20)
@@ -49,17 +44,6 @@ class Points:
 
 
 @pytest.fixture(scope="module")
-def ray_session() -> Iterator[None]:
-    import ray
-
-    ray.init(
-        "local", num_cpus=2, include_dashboard=False, configure_logging=False, log_to_driver=False
-    )
-    yield
-    ray.shutdown()
-
-
-@pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A plane: the true certified radius is the distance to it."""
     folder = tmp_path_factory.mktemp("model")
@@ -75,9 +59,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def certified(
-    ray_session: None, model_folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+def certified(here: None, model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("certificates")
     job.certify(model_folder, Points(), CERTIFY, output, actors=1)
     return output / job.TABLE
@@ -158,7 +140,7 @@ def of_hidden_noise(tmp_path: Path, norm: str) -> pa.Table:
 
 @pytest.mark.parametrize(("norm", "factor"), [("l2", 1.0), ("linf", 10.0)])
 def test_certificates_of_expected_scores_are_checked_too(
-    ray_session: None, tmp_path: Path, norm: str, factor: float
+    here: None, tmp_path: Path, norm: str, factor: float
 ) -> None:
     # Bounds of expected scores are loose: three times the radius may still be true, ten is not.
     table = of_hidden_noise(tmp_path, norm)
@@ -173,9 +155,7 @@ def test_certificates_of_expected_scores_are_checked_too(
     assert (verdict.contradictions == 0) == (factor == 1.0)
 
 
-def test_a_claimed_column_is_attacked_in_place_of_the_radius(
-    ray_session: None, tmp_path: Path
-) -> None:
+def test_a_claimed_column_is_attacked_in_place_of_the_radius(here: None, tmp_path: Path) -> None:
     table = of_hidden_noise(tmp_path, "l2")
     # A column ten times too large beside a radius that holds.
     rows = [{**row, "as_printed_linf": 10 * row["exact_linf"]} for row in table.to_pylist()]

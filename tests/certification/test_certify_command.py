@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -32,15 +31,6 @@ RECIPE = {
     "certify": {"sigma": 0.3, "n": 1000, "n0": 50, "max_inputs": 8, "radii": [0.1, 0.2]},
     "resources": {"certify_actors": 2},
 }
-
-
-@pytest.fixture(scope="module")
-def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """One Ray session for all commands, as one command has for all its stages."""
-    from dpdist.cluster.session import connect
-
-    with connect(tmp_path_factory.mktemp("ray") / "ray.log", cpus=2):
-        yield
 
 
 @pytest.fixture
@@ -76,7 +66,7 @@ def good(*arguments: object) -> str:
     return result.output
 
 
-def test_certify_export_rebound(session: None, runs: Path) -> None:
+def test_certify_export_rebound(here: None, runs: Path) -> None:
     output = good("certify", "small", "--runs", runs, "--tsv", runs / "c.tsv")
     path = runs / "small/certificates/sigma-0.3-fixed-n-1000/certificates.parquet"
     assert "certified at L2 radius 0.2" in output and str(path) in output
@@ -97,7 +87,7 @@ def test_certify_export_rebound(session: None, runs: Path) -> None:
         assert isinstance(result.exception, UserError)
 
 
-def test_shares_are_merged(session: None, runs: Path) -> None:
+def test_shares_are_merged(here: None, runs: Path) -> None:
     for start in (0, 1):
         good("certify", "small", "--runs", runs, "--start", start, "--every", 2, "--max-inputs", 3)
     output = good("certify", "small", "--runs", runs, "--merge", "--csv", runs / "all.csv")
@@ -107,7 +97,7 @@ def test_shares_are_merged(session: None, runs: Path) -> None:
     assert len((runs / "all.csv").read_text().splitlines()) == 7
 
 
-def test_merging_knows_which_tables_are_shares(session: None, runs: Path) -> None:
+def test_merging_knows_which_tables_are_shares(here: None, runs: Path) -> None:
     shares = ("--every", 2, "--max-inputs", 3)
     for start in (0, 1):
         good("certify", "small", "--runs", runs, "--start", start, *shares)
@@ -131,7 +121,7 @@ def test_merging_knows_which_tables_are_shares(session: None, runs: Path) -> Non
     assert sigmas == {0.2, 0.3}
 
 
-def test_results_of_another_model_are_never_taken_over(session: None, runs: Path) -> None:
+def test_results_of_another_model_are_never_taken_over(here: None, runs: Path) -> None:
     good("certify", "small", "--runs", runs)
     folder = runs / "small/certificates/sigma-0.3-fixed-n-1000"
     model = runs / "small/private/model"
@@ -150,7 +140,7 @@ def test_results_of_another_model_are_never_taken_over(session: None, runs: Path
     assert about["model"] == models.model_hash(model)
 
 
-def test_what_cannot_be_certified_is_refused(session: None, runs: Path) -> None:
+def test_what_cannot_be_certified_is_refused(here: None, runs: Path) -> None:
     result = call("certify", "small", "--runs", runs, "--mode", "target", "--radii", "0.2,0.1")
     assert isinstance(result.exception, UserError) and "ascending" in str(result.exception)
     result = call("certify", "small", "--runs", runs, "--radii", "x")
@@ -163,7 +153,7 @@ def test_what_cannot_be_certified_is_refused(session: None, runs: Path) -> None:
     assert not (runs / "small/certificates").exists()
 
 
-def test_early_stopping_by_command(session: None, runs: Path) -> None:
+def test_early_stopping_by_command(here: None, runs: Path) -> None:
     good("certify", "small", "--runs", runs, "--mode", "target", "--n", 20000)
     table = tables.read(
         runs / "small/certificates/sigma-0.3-target-r-0.1-0.2-n-20000/certificates.parquet"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -56,10 +55,8 @@ METHODS = {
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Two trained runs, and one Ray session for all commands."""
-    from dpdist.cluster.session import connect
-
+def runs(here: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two trained runs."""
     folder = tmp_path_factory.mktemp("runs")
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -69,8 +66,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         run(prepare(recipe, at, "recipe"), Reducer(0, 1, torch.device("cpu")))
         pipeline.evaluate_stage(recipe, at)
     torch.set_num_threads(before)
-    with connect(tmp_path_factory.mktemp("ray") / "ray.log", cpus=2):
-        yield folder
+    return folder
 
 
 def call(*arguments: object) -> Result:

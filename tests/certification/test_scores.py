@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -28,9 +26,6 @@ from dpdist.certification.sampling import HiddenNoiseSampler
 from dpdist.certification.scores import ExpectedScores, decide
 from dpdist.models import HiddenNoise, ModelSpec
 from dpdist.randomness import units
-
-os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 SPEC = ModelSpec(
     "hgm-cnn",
@@ -77,20 +72,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ray_session() -> Iterator[None]:
-    import ray
-
-    ray.init(
-        "local", num_cpus=3, include_dashboard=False, configure_logging=False, log_to_driver=False
-    )
-    yield
-    ray.shutdown()
-
-
-@pytest.fixture(scope="module")
-def reference(
-    ray_session: None, model_folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+def reference(here: None, model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("reference")
     job.certify(model_folder, FakeData(), SETTINGS, output, actors=1)
     return output

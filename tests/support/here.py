@@ -4,15 +4,20 @@ another. Everything else is what the command does."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
+from ray import cloudpickle
 
+import dpdist.attacks.job
+import dpdist.bulk.job
+import dpdist.certification.job
 import dpdist.cluster.packages
 import dpdist.cluster.pool
 import dpdist.cluster.session
@@ -21,7 +26,9 @@ import dpdist.pipeline
 import dpdist.training.trainer as trainer
 import dpdist.tuning.room
 import dpdist.tuning.trial
+from dpdist.base.errors import UserError
 from dpdist.cluster.packages import fingerprint
+from dpdist.cluster.pool import Chunk, PoolSettings
 from dpdist.training.job import PACKAGES, TrainJob
 from dpdist.tuning.manifest import read_trials
 from dpdist.tuning.search import Search
@@ -38,6 +45,7 @@ def without_ray(patch: pytest.MonkeyPatch) -> None:
     replace_everywhere(patch, dpdist.cluster.session.connect, _connect)
     replace_everywhere(patch, dpdist.cluster.packages.check_nodes, lambda *_: None)
     replace_everywhere(patch, dpdist.cluster.pool.run_chunks, run_chunks)
+    replace_everywhere(patch, dpdist.cluster.pool.run_once, run_once)
     replace_everywhere(patch, trainer.fit, _fit)
     patch.setattr(
         dpdist.tuning.trial, "_train_on_ray_train", lambda job, until: _fit(job, until=until)
@@ -59,14 +67,38 @@ def _connect(*_: Any, **__: Any) -> Iterator[dpdist.cluster.session.Session]:
 def run_chunks(
     factory: Callable[..., Callable[[Any], Any]],
     shared: Any,
-    chunks: Iterable[dpdist.cluster.pool.Chunk],
+    chunks: Iterable[Chunk],
     on_result: Callable[[str, Any], None],
-    settings: Any = None,
+    settings: PoolSettings | None = None,
 ) -> None:
-    """As `dpdist.cluster.pool.run_chunks`, in this process."""
-    work = factory(shared)
-    for chunk in chunks:
-        on_result(chunk.key, work(chunk.payload))
+    """As `dpdist.cluster.pool.run_chunks`, in this process: as many workers as there would be
+    actors, each with its own copy of what an actor is sent; the last one asked answers first."""
+    packed = cloudpickle.dumps((factory, shared))
+    workers: list[Callable[[Any], Any]] = []
+    ordered = sorted(chunks, key=lambda c: c.priority) if isinstance(chunks, Sequence) else chunks
+    waiting = iter(ordered)
+    while asked := list(islice(waiting, settings.actors or 1 if settings else 1)):
+        while len(workers) < len(asked):
+            build, given = cloudpickle.loads(packed)
+            workers.append(build(given))
+        answers = [
+            (chunk.key, _sent(worker(_sent(chunk.payload))))
+            for worker, chunk in zip(workers, asked, strict=False)
+        ]
+        for key, answer in reversed(answers):
+            on_result(key, answer)
+
+
+def _sent(value: Any) -> Any:
+    return cloudpickle.loads(cloudpickle.dumps(value))
+
+
+def run_once(function: Callable[[Any], Any], argument: Any, failed: str) -> Any:
+    """As `dpdist.cluster.pool.run_once`, in this process."""
+    try:
+        return _sent(function(_sent(argument)))
+    except Exception as error:
+        raise UserError(f"{failed}: {error}") from error
 
 
 def _fit(job: TrainJob, *, until: int | None = None, **_: Any) -> None:

@@ -1,0 +1,120 @@
+"""Jobs on Ray itself, once each. All other tests of jobs and commands run in one process
+(`support/here.py`): here both give the same rows, and a killed driver loses nothing."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.here import without_ray
+
+from dpdist import models, pipeline
+from dpdist.attacks import job as attacking
+from dpdist.attacks.settings import AttackSettings
+from dpdist.certification import job
+from dpdist.certification.cohen import Cohen
+from dpdist.runs.folder import RunFolder
+
+PATHS = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+SETTINGS = Cohen(sigma=0.25, n0=10, n=60, batch=10, seed="5")
+ATTACK = AttackSettings(
+    norm="l2", sizes=(0.2, 1.0), attacks=("pgd",), steps=2, batch=4, seed="5", n=100, draws=2,
+    sigma=0.25,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Images:
+    count: int = 4
+    classes: int = 3
+    fingerprint: str = "fake"
+    name: str = "fake/test"
+
+    @property
+    def labels(self) -> np.ndarray:
+        return np.arange(self.count) % self.classes
+
+    def batch(self, indices: np.ndarray | slice) -> torch.Tensor:
+        images = np.random.default_rng(0).random((self.count, 3, 32, 32), dtype=np.float32)
+        return torch.from_numpy(images[indices])
+
+
+@pytest.fixture(scope="module")
+def ray_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """As a command starts it."""
+    folder = RunFolder(tmp_path_factory.mktemp("run"))
+    with pipeline.session(folder):
+        yield
+    assert folder.log.exists()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of torchvision: only what mends torchvision in every worker lets an actor take it."""
+    folder = tmp_path_factory.mktemp("model")
+    spec = models.ModelSpec("torchvision", (3, 32, 32), 3, {"architecture": "squeezenet1_1"})
+    models.save(models.initialise(spec, 0), spec, folder)
+    return folder
+
+
+@contextmanager
+def here() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        without_ray(patch)
+        yield
+
+
+def test_a_killed_driver_loses_nothing(ray_session: None, model: Path, tmp_path: Path) -> None:
+    """Certificates by a driver that is killed, and the rest by another, with two actors."""
+    script = textwrap.dedent(
+        f"""
+        import sys; sys.path[:0] = {PATHS!r}
+        import time
+        from pathlib import Path
+        from test_jobs_on_ray import Images, SETTINGS
+        from dpdist import pipeline
+        from dpdist.certification import job
+        from dpdist.runs.folder import RunFolder
+        with pipeline.session(RunFolder(Path({str(tmp_path / "run")!r}))):
+            job.certify(
+                Path({str(model)!r}), Images(), SETTINGS, Path({str(tmp_path)!r}),
+                actors=1, chunk_seconds=1e-3, progress=lambda *_: time.sleep(0.05),
+            )
+        """
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    journal = tmp_path / "journal.jsonl"
+    deadline = time.monotonic() + 240  # of 300; starting Ray takes a minute on a busy machine
+    while not (journal.exists() and journal.read_bytes().count(b"\n") >= 6):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    lines = journal.read_bytes().count(b"\n")
+    assert not (tmp_path / job.TABLE).exists()
+    found = job.certify(model, Images(), SETTINGS, tmp_path, actors=2, chunk_seconds=1e-3)
+    assert lines < journal.read_bytes().count(b"\n") <= 1 + 4 * 7  # one says whose they are
+    with here():
+        reference = job.certify(model, Images(), SETTINGS, tmp_path / "here")
+    assert found.to_pylist() == reference.to_pylist() and found.num_rows == 4
+
+
+def test_an_attack_on_ray_finds_what_one_process_finds(ray_session: None, tmp_path: Path) -> None:
+    model, spec = tmp_path / "model", models.ModelSpec("linear", (3, 32, 32), 3)
+    models.save(models.initialise(spec, 0), spec, model)
+    found = attacking.attack_model(model, Images(), ATTACK, tmp_path / "ray", actors=1)
+    with here():
+        reference = attacking.attack_model(model, Images(), ATTACK, tmp_path / "here")
+    assert found.to_pylist() == reference.to_pylist() and found.num_rows == 4 * 3
