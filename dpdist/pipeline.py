@@ -358,16 +358,21 @@ def evaluation_stage(
     output: its folder; by default one in the run folder, private for private results. Raises
     UserError for another one in which they would not stay so.
     """
-    shared = _shared(recipe, folder, actors)
+    if evaluation.of_trained:
+        folder.require_trained()
+    check_nodes(PACKAGES, folder.private.resolve())
     output, source = evaluation.place(folder, output), source_of(recipe)
     subject = Subject(
         folder.model,
         evaluation_data(recipe, source),
         lambda: training_data(recipe, source),
-        shared["trusted_factory"],
+        recipe.model.name,
+        recipe,
     )
-    with console.progress(f"{evaluation.name}, {evaluation.folder_name}", "inputs") as show:
-        run_job(evaluation.work(subject), output, actors=shared["actors"], progress=show)
+    title = f"{evaluation.name}, {evaluation.folder_name}"
+    actors = actors or recipe.resources.certify_actors
+    with console.progress(title, evaluation.unit) as show:
+        run_job(evaluation.work(subject), output, actors=actors, progress=show)
     return output / evaluation.file
 
 

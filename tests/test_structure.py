@@ -40,6 +40,17 @@ ROOMS: dict[str, set[str]] = {
         "methods",
         "runs",
     },
+    "audits": {
+        "randomness",
+        "data",
+        "models",
+        "privacy",
+        "bulk",
+        "certification",
+        "methods",
+        "runs",
+        "training",
+    },
     "tuning": {
         "randomness",
         "cluster",
@@ -74,6 +85,7 @@ ROOMS: dict[str, set[str]] = {
         "runs",
         "reports",
         "training",
+        "audits",
         "tuning",
         "pipeline",
     },
@@ -263,6 +275,7 @@ def test_no_circle_among_rooms():
         "dpdist.certification.catalogue",
         "dpdist.certification.reading",
         "dpdist.attacks.catalogue",
+        "dpdist.audits.findings",
     ],
 )
 def test_light_modules_import_neither_torch_nor_ray(module):

@@ -154,8 +154,12 @@ def build_table(
     rows: list[dict[str, Any]], schema: pa.Schema, about: Mapping[str, Any], key: bytes
 ) -> pa.Table:
     """The rows as they are ordered, with `about` and its digest in the metadata."""
-    metadata = {key: _canonical(about), _DIGEST: digest(about).encode()}
-    return pa.Table.from_pylist(rows, schema=schema.with_metadata(metadata))
+    return pa.Table.from_pylist(rows, schema=schema.with_metadata(metadata(about, key)))
+
+
+def metadata(about: Mapping[str, Any], key: bytes) -> dict[bytes, bytes]:
+    """What a table says about itself: what was executed, and its digest."""
+    return {key: _canonical(about), _DIGEST: digest(about).encode()}
 
 
 def about_table(table: pa.Table, key: bytes, where: str = "the table") -> dict[str, Any]:

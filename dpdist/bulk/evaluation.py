@@ -32,12 +32,14 @@ class Folders(Protocol):
 
 @dataclass(frozen=True)
 class Subject:
-    """What is evaluated. test: the named test data; training: reads the private records."""
+    """What is evaluated. test: the named test data; training: reads the private records; recipe:
+    the one of the model, for what trains others like it."""
 
     model: Path
     test: Any
     training: Callable[[], Any]
     trusted_factory: str | None = None
+    recipe: Any = None
 
 
 class Evaluation:
@@ -45,12 +47,15 @@ class Evaluation:
 
     file: what `read` reads, in a folder of its own. private: whether results say something of
     single training records. They then lie in private/: no release, no report, no archive without
-    private state and no `cluster fetch` takes anything from there.
+    private state and no `cluster fetch` takes anything from there. of_trained: whether it needs the
+    run's own model. unit: what its progress counts.
     """
 
     name: ClassVar[str]
     file: ClassVar[str]
     private: ClassVar[bool]
+    of_trained: ClassVar[bool] = True
+    unit: ClassVar[str] = "inputs"
 
     @property
     def folder_name(self) -> str:

@@ -20,6 +20,7 @@ from dpdist.commands import (
     data,
     denoise,
     landscape,
+    membership,
     predict,
     pretrain,
     radius,
@@ -53,6 +54,7 @@ app.command("report")(report.command)
 app.command("compare")(compare.command)
 app.command("release")(release.command)
 app.command("landscape")(landscape.command)
+app.command("membership")(membership.command)
 app.add_typer(account.app, name="account")
 app.add_typer(budget.app, name="budget")
 app.command("radius")(radius.command)

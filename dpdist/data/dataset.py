@@ -23,7 +23,8 @@ class Dataset:
     name: "mnist/train". inputs: (N, C, H, W) uint8 images, or float32 of any one shape.
     labels: (N,) int64 in 0..classes-1. stored: hex digest of all records in the folder, in order.
     limit: use the first records only; share: of these, the records whose position by hash lies in
-    [low, high); without: leave out the records whose inputs are stored in that folder.
+    [low, high); without: leave out the records whose inputs are stored in that folder; kept: of
+    what is left, by place, in packed bits.
     largest_group: most records of one group, when a group column is named.
     """
 
@@ -35,6 +36,7 @@ class Dataset:
     largest_group: int | None = None
     share: tuple[float, float] | None = None
     without: Path | None = None
+    kept: bytes | None = None
 
     @staticmethod
     def open(folder: Path) -> Dataset:
@@ -73,6 +75,12 @@ class Dataset:
             raise ValueError("only a whole split can be left out")
         return replace(self, without=other.folder)
 
+    def only(self, kept: np.ndarray) -> Dataset:
+        """The records where `kept` (N,) is true."""
+        if self.kept is not None or len(kept) != len(self):
+            raise ValueError("one bit for each record of a part that was not chosen so")
+        return replace(self, kept=np.packbits(kept).tobytes())
+
     @cached_property
     def fingerprint(self) -> str:
         """Hex digest of these records, in order, and of nothing else: that of a public part says
@@ -91,7 +99,7 @@ class Dataset:
     @cached_property
     def _rows(self) -> np.ndarray | None:
         """Positions of this part's records among those stored; None for all of them."""
-        if self.share is None and self.without is None:
+        if self.share is None and self.without is None and self.kept is None:
             return None
         hashes = stored_hashes(self.folder)[: self.limit]
         kept = np.ones(len(hashes), dtype=bool)
@@ -100,7 +108,10 @@ class Dataset:
             kept &= (places >= self.share[0]) & (places < self.share[1])
         if self.without is not None:
             kept &= ~np.isin(hashes, stored_hashes(self.without))
-        return np.flatnonzero(kept)
+        rows = np.flatnonzero(kept)
+        if self.kept is None:
+            return rows
+        return rows[np.unpackbits(np.frombuffer(self.kept, np.uint8), count=len(rows)) == 1]
 
     @property
     def inputs(self) -> np.ndarray:

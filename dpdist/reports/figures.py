@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 
 import matplotlib
 import numpy as np
@@ -18,6 +19,8 @@ matplotlib.use("Agg")
 from matplotlib.figure import Figure
 
 _COLOURS = ("#0b5cad", "#c1440e", "#3a7d44", "#7b4fa3", "#8a6d00")
+
+Curves = Mapping[str, tuple[np.ndarray, np.ndarray]]
 
 _NORMS = {"l1": "L1", "l2": "L2", "linf": "L-infinity"}
 
@@ -122,6 +125,22 @@ def noise_scales(delta: float, sensitivity: float, form: str) -> bytes:
     axes.set(xscale="log", yscale="log", xlabel="epsilon", ylabel="noise standard deviation")
     axes.set_title(f"Noise for one release, delta {delta:g}")
     axes.legend()
+    return png(figure, form)
+
+
+def roc_curves(panels: Sequence[tuple[str, Curves, Curves]], form: str = "png") -> bytes:
+    """ROC curves of membership attacks on logarithmic axes, a panel for each bank: its title, the
+    curves and the ceilings (dashed) by name, as false and true positive rates."""
+    figure, found = axes_of(len(panels))
+    for axes, (title, curves, ceilings) in zip(found, panels, strict=True):
+        for (name, (false, true)), colour in zip(curves.items(), itertools.cycle(_COLOURS)):
+            axes.step(false, true, where="post", color=colour, linewidth=1.2, label=name)
+        for name, (false, true) in ceilings.items():
+            axes.plot(false, true, "--", color="#777777", linewidth=1, label=name)
+        axes.plot([1e-4, 1], [1e-4, 1], color="#cccccc", linewidth=1)
+        axes.set(xscale="log", yscale="log", xlim=(1e-4, 1), ylim=(1e-4, 1.05), title=title)
+        axes.set(xlabel="false positive rate", ylabel="true positive rate")
+        axes.legend(frameon=False, fontsize=7, loc="upper left")
     return png(figure, form)
 
 

@@ -6,6 +6,8 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from dpdist import data
 from dpdist.base.errors import UserError
 from dpdist.base.reading import read_json
@@ -33,13 +35,22 @@ CANONICAL_SHARDS = 8  # of `reproducible: true`; the most workers such a run can
 
 @dataclass(frozen=True)
 class TrainJob:
-    """Handed to every worker. The run key is not in it: workers read it from the private folder."""
+    """Handed to every worker. The run key is not in it: workers read it from the private folder.
+
+    members: bool (N,), of the training records those to train on; None: all of them.
+    """
 
     recipe: Recipe
     plan: PrivacyPlan
     folder: RunFolder
     source: data.Source
     packages: dict[str, str]
+    members: np.ndarray | None = None
+
+    def records(self) -> data.Dataset:
+        """The records to train on."""
+        dataset = training_data(self.recipe, self.source)
+        return dataset if self.members is None else dataset.only(self.members)
 
 
 def check_records(recipe: Recipe, source: data.Source, where: str) -> dict[str, Any] | None:

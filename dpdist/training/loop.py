@@ -41,7 +41,6 @@ from dpdist.training.job import CANONICAL_SHARDS, PACKAGES, TrainJob, read_run_k
 from dpdist.training.monitor import Monitor, Seen
 from dpdist.training.optimizer import FlatOptimizer
 from dpdist.training.permit import PermitGate
-from dpdist.training.records import training_data
 from dpdist.training.reducer import MissingRank, Reducer
 
 
@@ -101,7 +100,7 @@ class Loop:
     ) -> None:
         recipe, plan, folder = job.recipe, job.plan, job.folder
         self.job, self.reducer, self.method = job, reducer, recipe.method
-        self.dataset = training_data(recipe, job.source)
+        self.dataset = job.records()
         if len(self.dataset) != plan.records and not plan.nominal:
             raise UserError(
                 f"{self.dataset.name} has {len(self.dataset)} records, the plan says {plan.records}"

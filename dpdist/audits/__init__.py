@@ -1,0 +1,1 @@
+"""What leaks, measured: lower bounds of epsilon, and membership inference."""

@@ -1,0 +1,205 @@
+"""What membership attacks found in a bank: numbers with intervals, beside what guarantees allow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dpdist.audits.bank import Scores
+from dpdist.audits.ceilings import Ceiling, claimed, in_words, proved
+from dpdist.audits.games import Game
+from dpdist.audits.inference import Inference
+from dpdist.audits.membership import Membership
+from dpdist.audits.roc import ALPHA, Estimate, Roc
+from dpdist.base.storage import json_number, write_json
+from dpdist.privacy.audit_bounds import OneRun, shared_alpha
+from dpdist.privacy.guarantee import Guarantee, format_epsilon
+from dpdist.runs.recipe import Recipe
+
+FILE = "membership.json"
+RATES = (0.01, 0.001)  # false positive rates at which a true positive rate is told
+_GUESSED = 0.02  # of the records, in the one-run test: fixed before anything is seen
+_PICTURE = np.geomspace(1e-4, 1.0, 400)
+
+Points = tuple[NDArray[np.float64], NDArray[np.float64]]
+
+
+@dataclass(frozen=True, eq=False)
+class Finding:
+    """One attack. roc: of the bank's first target, whom all intervals but those over models
+    describe. aucs: of each target. test: the one-run test of that first target, where membership is
+    a secret fair coin."""
+
+    attack: Inference
+    passes: int
+    roc: Roc
+    aucs: tuple[float, ...]
+    test: OneRun | None
+
+    @property
+    def title(self) -> str:
+        return self.attack.name + (f", mean of {self.passes} passes" if self.passes > 1 else "")
+
+    def bound(self, delta: float) -> float | None:
+        """The epsilon below which the one-run test rejects all; None without a test."""
+        return None if self.test is None else self.test.epsilon(delta)
+
+    @property
+    def thresholds(self) -> list[tuple[float, Estimate, Estimate]]:
+        """(threshold, precision, recall) at the attack's own and at the median score."""
+        chosen = (*self.attack.thresholds, self.roc.median)
+        return [(at, *self.roc.precision_recall(at)) for at in chosen]
+
+    def rows(self, ceilings: Sequence[Ceiling], delta: float) -> list[tuple[str, str]]:
+        """Name and value of every number, for the terminal."""
+        area = self.roc.auc
+        rows = [("AUC", f"{area}, |AUC - 1/2| {abs(area.value - 0.5):.3f}")]
+        if len(self.aucs) > 1:
+            over = f"{Estimate.mean(self.aucs)} of {len(self.aucs)} models"
+            rows.append(("AUC, mean over models", over))
+        for rate in RATES:
+            true, false = self.roc.at(rate)
+            rows.append((f"TPR at {100 * rate:g} % FPR", f"{true}, realised FPR {false}"))
+        rows.append(("advantage", f"{self.roc.advantage:.3f}"))
+        for threshold, precision, recall in self.thresholds:
+            rows.append((f"above {threshold:.4g}", f"precision {precision}, recall {recall}"))
+        for one in ceilings:
+            above = ", ".join(f"{100 * rate:g} %" for rate in one.above(self.roc))
+            said = f"; this ROC lies above the ceiling at {above} FPR" if above else ""
+            rows.append((f"ceiling, {one.words}", f"AUC at most {one.auc:.3f}{said}"))
+        if self.test is not None:
+            least = format_epsilon(self.test.epsilon(delta), lower_bound=True)
+            rows.append(
+                (
+                    "one-run test",
+                    f"epsilon at least {least} at delta {delta:g}, confidence "
+                    f"{100 * (1 - self.test.alpha):.4g} % ({self.test.right:,} of "
+                    f"{self.test.guesses:,} guesses right)",
+                )
+            )
+        return rows
+
+    def to_dict(self, ceilings: Sequence[Ceiling], delta: float) -> dict[str, Any]:
+        return {
+            "attack": self.attack.name,
+            "passes": self.passes,
+            "members": len(self.roc.members),
+            "others": len(self.roc.others),
+            "auc": _plain(self.roc.auc),
+            "aucs": list(self.aucs),
+            "tpr_at": {f"{rate:g}": _plain(self.roc.at(rate)[0]) for rate in RATES},
+            "advantage": self.roc.advantage,
+            "thresholds": [
+                {"threshold": json_number(at), "precision": _plain(p), "recall": _plain(r)}
+                for at, p, r in self.thresholds
+            ],
+            "ceilings": [
+                {"of": one.words, "auc": one.auc, "above_at": one.above(self.roc)}
+                for one in ceilings
+            ],
+            "one_run_epsilon": self.bound(delta),
+        }
+
+
+@dataclass(frozen=True)
+class Findings:
+    """All attacks on one bank. proved: of each of its models; ceilings: empty where no guarantee
+    bounds the game."""
+
+    game: Game
+    proved: Guarantee
+    ceilings: tuple[Ceiling, ...]
+    attacks: tuple[Finding, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def held(self) -> bool:
+        """Whether no one-run test exceeds what is proved."""
+        bounds = [one.bound(self.proved.delta) or 0.0 for one in self.attacks]
+        return max(bounds, default=0.0) <= self.proved.epsilon
+
+    def tables(self) -> list[tuple[str, list[tuple[str, str]]]]:
+        """Title and rows of what each attack found."""
+        return [
+            (
+                f"{one.title}: {len(one.roc.members):,} members, {len(one.roc.others):,} others",
+                one.rows(self.ceilings, self.proved.delta),
+            )
+            for one in self.attacks
+        ]
+
+    @property
+    def panel(self) -> tuple[str, dict[str, Points], dict[str, Points]]:
+        """Title, curves and ceilings for a picture."""
+        return (
+            self.game.name,
+            {one.title: one.roc.curve for one in self.attacks},
+            {one.words: (_PICTURE, one.at(_PICTURE)) for one in self.ceilings},
+        )
+
+    def write(self, folder: Path) -> None:
+        """As JSON, beside the bank they are of: private as it is."""
+        delta = self.proved.delta
+        found = [one.to_dict(self.ceilings, delta) for one in self.attacks]
+        written = {"game": self.game.name, "proved": self.proved.to_dict(), "attacks": found}
+        write_json(folder / FILE, written)
+
+
+def examine(
+    settings: Membership, recipe: Recipe, path: Path, attacks: Sequence[Inference]
+) -> Findings:
+    """Every attack on every target of the bank in `path`, at every number of passes; written beside
+    it. Raises UserError for too few models."""
+    about, banks = settings.read(path)
+    game, key = settings.rules, bytes.fromhex(about["seed"])
+    _, plan = settings.shadows(recipe, next(iter(banks.values())).member.shape[1])[0]
+    guarantee = plan.guarantee()
+    ceilings: tuple[Ceiling, ...] = ()
+    notes = [f"{game.name}: {game.words}; intervals describe the first model attacked"]
+    if settings.seed is None:
+        claim = recipe.method.claim(plan, guarantee)
+        both = (proved(plan, game.relation, in_words(guarantee)), claimed(claim, game.relation))
+        ceilings = tuple(one for one in both if one is not None)
+        notes.append(
+            f"each model's training is proved {guarantee}; a ROC above a ceiling refutes nothing "
+            "by itself: the one-run test does, or many models"
+        )
+    else:
+        notes.append("no ceiling: who is in a model follows from the seed that was given")
+    tests = shared_alpha(ALPHA, len(attacks) * len(banks))
+    coins = settings.seed is None and game.nominal
+    found = tuple(
+        _attacked(attack, game, key, bank, passes, tests if coins else None)
+        for attack in attacks
+        for passes, bank in sorted(banks.items())
+    )
+    findings = Findings(game, guarantee, ceilings, found, tuple(notes))
+    findings.write(path.parent)
+    return findings
+
+
+def _attacked(
+    attack: Inference, game: Game, key: bytes, bank: Scores, passes: int, alpha: float | None
+) -> Finding:
+    """alpha: of a one-run test of the first target; None: no test holds."""
+    attack.check(game)
+    records = bank.member.shape[1]
+    learnt = game.judged(key, game.models - 1, records)
+    rocs, test = [], None
+    for target in game.targets:
+        scored = attack.score(bank, target, learnt, int.from_bytes(key[:4], "little"))
+        judged = game.judged(key, target, records)
+        rocs.append(Roc.of(scored[judged], bank.member[target][judged]))
+        if alpha is not None and target == game.targets[0]:
+            guesses = 2 * max(1, round(_GUESSED * records / 2))
+            test = OneRun.of(scored, bank.member[target], guesses, alpha)
+    return Finding(attack, passes, rocs[0], tuple(roc.auc.value for roc in rocs), test)
+
+
+def _plain(estimate: Estimate) -> list[float | None]:
+    return [json_number(value) for value in (estimate.value, estimate.low, estimate.high)]

@@ -1,0 +1,144 @@
+"""Membership inference against the models of a recipe: the bank, and who attacks it.
+
+Whose record was trained on is private, so all of it lies in private/: no release, report, public
+archive or fetch takes anything from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from dpdist.audits.bank import TABLE, Scores, read_scores
+from dpdist.audits.games import GAMES, Game
+from dpdist.base.errors import UserError
+from dpdist.bulk.evaluation import Evaluation, Subject
+from dpdist.methods.catalogue import DEFAULT
+from dpdist.privacy.plan import PrivacyPlan
+from dpdist.runs.recipe import Recipe, parse
+
+if TYPE_CHECKING:
+    from dpdist.audits.bank_job import Bank
+    from dpdist.audits.shadow import Shared
+
+_NOT_IN_A_MODEL = {"name", "resources", "certify", "tune"}  # sections on which no shadow depends
+
+
+@dataclass(frozen=True)
+class Membership(Evaluation):
+    """A bank of shadow models of a recipe.
+
+    game: who is in which model. models: how many. passes: of a model with noise of its own, over
+    which the mean is taken; one pass is scored as well. population: test records, scored beside
+    the training records. seed: of coins, trainings and noise (64 hex digits); None draws a secret
+    one. With a given seed the split is nobody's secret, and no guarantee bounds an attack.
+    """
+
+    game: str = "coins"
+    models: int = 16
+    passes: int = 100
+    population: int = 5000
+    seed: str | None = None
+
+    name: ClassVar[str] = "membership"
+    file: ClassVar[str] = TABLE
+    private: ClassVar[bool] = True
+    of_trained: ClassVar[bool] = False
+    unit: ClassVar[str] = "models"
+
+    def __post_init__(self) -> None:
+        if self.game not in GAMES:
+            raise UserError(f"membership.game: must be one of {', '.join(GAMES)}, got {self.game}")
+        if self.models < 1 or self.passes < 1 or self.population < 1:
+            raise UserError("membership: models, passes and population must be at least 1")
+        if self.seed is not None and not _is_key(self.seed):
+            raise UserError("membership.seed: must be 64 lower-case hex digits")
+
+    @property
+    def folder_name(self) -> str:
+        return f"{self.name}-{self.game}-{self.models}"
+
+    @property
+    def rules(self) -> Game:
+        """Of the game."""
+        return GAMES[self.game](self.models)
+
+    def work(self, subject: Subject) -> Bank:
+        """Raises UserError for a recipe whose shadows cannot be trained."""
+        from dpdist.audits.bank_job import Bank
+
+        recipe, records = subject.recipe, subject.training()
+        shadow = self.shadows(recipe, len(records))
+        wanted = {
+            "data": records.fingerprint,
+            "population": subject.test.fingerprint,
+            "settings": {
+                "game": self.game,
+                "models": self.models,
+                "passes": self.passes,
+                "outside": self.population,
+                **_flat(recipe.model_dump(mode="json", exclude=_NOT_IN_A_MODEL)),
+            },
+        }
+
+        def share(seed: str) -> Shared:
+            from dpdist.audits.shadow import Shared
+
+            passes = (1, self.passes) if self.passes > 1 else (1,)
+            recipes, plans = zip(*shadow, strict=True)
+            return Shared(self.rules, bytes.fromhex(seed), recipes, plans, passes, self.population)
+
+        return Bank(wanted, self.seed, share)
+
+    def shadows(self, recipe: Recipe, records: int) -> list[tuple[Recipe, PrivacyPlan]]:
+        """Recipe and plan of the recipe's own models, then of plain ones. Raises UserError.
+
+        A shadow is trained as the recipe says on fewer records. With coins their number is drawn:
+        rate, divisor and steps follow from the expected one, as with privacy.nominal_records.
+        """
+        from dpdist.training.planning import make_plan
+
+        if recipe.tune is not None:
+            raise UserError(
+                f"{recipe.name}: a private search is no single training; give the recipe.yaml "
+                "that a run of it wrote"
+            )
+        raw = recipe.model_dump(mode="json") | {"certify": None, "tune": None}
+        plain = raw | {"method": DEFAULT.model_dump(mode="json")}
+        plain["privacy"] = raw["privacy"] | {
+            "epsilon": None, "noise_multiplier": 0.0, "clipping": "none", "batch_cap": None
+        }  # fmt: skip
+        size, found = self.rules.size(records), []
+        for one in (raw, plain):
+            own = parse(one, recipe.name)
+            planned = own
+            if self.rules.nominal:
+                privacy = own.privacy.model_copy(update={"nominal_records": size})
+                planned = own.model_copy(update={"privacy": privacy})
+            where = f"{recipe.name}, a shadow with {size:,} of {records:,} records"
+            found.append((own, make_plan(planned, size, where)))
+        return found
+
+    @classmethod
+    def read(cls, path: Path) -> tuple[dict[str, Any], dict[int, Scores]]:
+        return read_scores(path)
+
+    @classmethod
+    def lines(cls, found: Sequence[Any]) -> list[tuple[str, str]]:
+        """Nothing for a report: it is private."""
+        return []
+
+
+def _is_key(seed: str) -> bool:
+    return len(seed) == 64 and all(digit in "0123456789abcdef" for digit in seed)
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Dotted keys, so that a complaint names what differs."""
+    if not isinstance(value, dict) or not value:
+        return {prefix.rstrip("."): value}
+    return {
+        k: v for key, inner in value.items() for k, v in _flat(inner, f"{prefix}{key}.").items()
+    }

@@ -1,0 +1,125 @@
+"""The worker of a bank: trains a shadow model by the recipe's own loop, and scores every record."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from safetensors.numpy import save
+from torch import nn
+
+from dpdist import data, models
+from dpdist.audits.scores import log_odds, top_probabilities
+from dpdist.certification.classifier import quiet_threads
+from dpdist.certification.expected import expected_log_scores
+from dpdist.privacy.plan import PrivacyPlan
+from dpdist.randomness.keys import derive_key
+from dpdist.runs.folder import RunFolder
+from dpdist.runs.recipe import Recipe
+from dpdist.training.job import CheckedTraining, TrainJob
+from dpdist.training.loop import run
+from dpdist.training.records import evaluation_data, source_of, training_data
+from dpdist.training.reducer import Reducer
+
+if TYPE_CHECKING:
+    from dpdist.audits.games import Game
+
+_BATCH = 1000
+
+
+@dataclass(frozen=True)
+class Shared:
+    """All that the trainings of a bank have in common. Each is a function of this and its number.
+
+    recipes, plans: of the recipe's own models and of plain ones. passes: of a model with noise of
+    its own, over which probabilities are averaged; each is a scoring of its own. population: test
+    records that are scored beside.
+    """
+
+    game: Game
+    key: bytes
+    recipes: tuple[Recipe, Recipe]
+    plans: tuple[PrivacyPlan, PrivacyPlan]
+    passes: tuple[int, ...]
+    population: int
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A training in the hands of this process (`dpdist.methods.base.Run`)."""
+
+    job: TrainJob
+
+    def workers(self) -> None:
+        run(self.job, Reducer(0, 1, torch.device("cpu")))
+
+
+class ShadowTrainer:
+    """Called with a model's number; returns its files, by name."""
+
+    def __init__(self, shared: Shared) -> None:
+        quiet_threads()
+        self._shared, recipe = shared, shared.recipes[0]
+        source = source_of(recipe)
+        self._records = training_data(recipe, source)
+        self._test = evaluation_data(recipe, source)
+
+    def __call__(self, number: int) -> dict[str, bytes]:
+        shared, plain = self._shared, self._shared.game.plain(number)
+        key = derive_key(shared.key, "shadow", number)
+        with tempfile.TemporaryDirectory(prefix="dpdist-shadow-") as place:
+            job = self._job(number, RunFolder(Path(place) / "run"), key)
+            job.recipe.method.train(_Run(job))
+            folder = job.folder.model
+            model = models.load(folder, trusted_factory=shared.recipes[plain].model.name)
+            files = {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+        seed = derive_key(key, "scores").hex()
+        return files | {"scores.safetensors": save(self._scores(model, number, seed))}
+
+    def _job(self, number: int, folder: RunFolder, key: bytes) -> TrainJob:
+        shared, plain = self._shared, self._shared.game.plain(number)
+        privacy = shared.recipes[plain].privacy.model_copy(update={"run_key": key.hex()})
+        recipe = shared.recipes[plain].model_copy(update={"privacy": privacy})
+        members = shared.game.members(shared.key, number, len(self._records))
+        checked = CheckedTraining(
+            recipe, folder, shared.plans[plain], self._records.only(members), None
+        )
+        return replace(checked.begin(), members=members)
+
+    def _scores(self, model: nn.Module, number: int, seed: str) -> dict[str, np.ndarray]:
+        """member (N,) uint8; for each number of passes the log-odds (N + Z,) and the largest
+        probabilities (N + Z, 3), the Z population points last."""
+        shared, records = self._shared, len(self._records)
+        members = shared.game.members(shared.key, number, records)
+        found: dict[str, np.ndarray] = {"member": members.astype(np.uint8)}
+        noisy = models.hidden_noise(model) is not None
+        for passes in shared.passes:
+            parts = [
+                part
+                for dataset in (self._records, self._test.first(shared.population))
+                for part in _passes(model, dataset, passes if noisy else None, seed)
+            ]
+            found[f"phi/{passes}"] = np.concatenate([phi for phi, _ in parts])
+            found[f"top/{passes}"] = np.concatenate([top for _, top in parts])
+            if not noisy:
+                break
+        return found
+
+
+def _passes(model: nn.Module, dataset: data.Dataset, passes: int | None, seed: str) -> Any:
+    """Log-odds and largest probabilities, batch after batch. passes: None without noise."""
+    for start in range(0, len(dataset), _BATCH):
+        rows = slice(start, start + _BATCH)
+        inputs = dataset.batch(rows)
+        with torch.inference_mode():
+            if passes is None:
+                logits = model(inputs)
+            else:
+                one = f"{seed}/{dataset.name}/{passes}/{start}"
+                logits = expected_log_scores(model, inputs, passes, one)
+        values = logits.double().numpy()
+        yield log_odds(values, np.asarray(dataset.labels[rows])), top_probabilities(values)

@@ -1,0 +1,132 @@
+"""dpdist membership: who can tell which records the models of a recipe were trained with?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dpdist.base.errors import UserError
+from dpdist.base.fields import Count
+from dpdist.commands.options import (
+    PICTURE,
+    RUNS,
+    Actors,
+    DataRoot,
+    Name,
+    Output,
+    RecipeArgument,
+    Runs,
+    kind,
+)
+
+if TYPE_CHECKING:
+    from dpdist.audits.findings import Findings
+    from dpdist.audits.inference import Inference
+    from dpdist.audits.membership import Membership
+    from dpdist.runs.folder import RunFolder
+    from dpdist.runs.recipe import Recipe
+
+
+def command(
+    recipe: RecipeArgument,
+    models: Annotated[
+        int, typer.Option(callback=kind(Count), help="Shadow models in the bank.")
+    ] = 16,
+    attack: Annotated[
+        str, typer.Option(help="Out of shadow,lira,lira-offline,rmia,rmia-offline.")
+    ] = "shadow,lira,rmia",
+    game: Annotated[
+        str, typer.Option(help="Who is in a model: coins, or halves (shadow has its own).")
+    ] = "coins",
+    passes: Annotated[
+        int, typer.Option(callback=kind(Count), help="Averaged, of a model with noise of its own.")
+    ] = 100,
+    seed: Annotated[
+        str | None, typer.Option(help="64 hex digits (default: secret, stored in private/).")
+    ] = None,
+    picture: Annotated[
+        Path | None, typer.Option(callback=PICTURE, help="The ROC curves with their ceilings.")
+    ] = None,
+    name: Name = None,
+    runs: Runs = RUNS,
+    data_root: DataRoot = None,
+    actors: Actors = None,
+    output: Output = None,
+) -> None:
+    """Membership inference: trains a bank of shadow models, resumable, and attacks all of them.
+
+    Private: results stay in the run's private/ folder. Exit code 1 when the one-run test exceeds
+    the proved epsilon.
+    """
+    from dpdist import pipeline
+    from dpdist.audits.membership import Membership
+    from dpdist.runs.folder import RunFolder
+    from dpdist.training.job import check
+    from dpdist.training.records import source_of, training_data
+
+    resolved = pipeline.resolve(recipe, name=name, data_root=data_root)
+    folder = RunFolder(runs / resolved.name)
+    chosen = _attacks(attack)
+    quarters = [one for one in chosen if one.quarters]
+    others = [one for one in chosen if not one.quarters]
+    banks = [(Membership("quarters", 2, passes, seed=seed), quarters)] if quarters else []
+    banks += [(Membership(game, models, passes, seed=seed), others)] if others else []
+    if output is not None and len(banks) > 1:
+        raise UserError("--output: holds one bank; give shadow and the other attacks apart")
+    for bank, attacks in banks:
+        for one in attacks:
+            one.check(bank.rules)
+        bank.place(folder, output)
+        if picture is not None:
+            bank.place(folder, picture)
+    check(resolved, folder, recipe)
+    records = len(training_data(resolved, source_of(resolved)))
+    for bank, _ in banks:
+        bank.shadows(resolved, records)
+    folder.begin(resolved)
+    found = []
+    with pipeline.session(folder):
+        for bank, attacks in banks:
+            found.append(_examined(resolved, folder, bank, attacks, output, actors))
+    if picture is not None:
+        from dpdist.reports.figures import roc_curves
+
+        picture.write_bytes(roc_curves([one.panel for one in found], picture.suffix[1:]))
+        typer.echo(f"picture: {picture}")
+    if not all(one.held for one in found):
+        raise typer.Exit(1)
+
+
+def _attacks(names: str) -> list[Inference]:
+    from dpdist.audits.inference import ATTACKS
+
+    unknown = [name for name in names.split(",") if name not in ATTACKS]
+    if unknown:
+        raise UserError(f"--attack: must be out of {', '.join(ATTACKS)}, got {unknown[0]!r}")
+    return [ATTACKS[name]() for name in dict.fromkeys(names.split(","))]
+
+
+def _examined(
+    recipe: Recipe,
+    folder: RunFolder,
+    settings: Membership,
+    attacks: Sequence[Inference],
+    output: Path | None,
+    actors: int | None,
+) -> Findings:
+    """Train what is missing of a bank, attack it, print what was found."""
+    from dpdist import pipeline
+    from dpdist.audits.findings import examine
+    from dpdist.base import console
+
+    path = pipeline.evaluation_stage(recipe, folder, settings, output, actors)
+    found = examine(settings, recipe, path, attacks)
+    for title, rows in found.tables():
+        typer.echo(console.table(rows, title=title))
+    for note in found.notes:
+        typer.echo(note)
+    typer.echo(f"scores, models and numbers, all private: {path.parent}")
+    return found

@@ -1,0 +1,222 @@
+"""`dpdist membership`: the bank, its numbers, and that none of it leaves private/."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.here import Done, command, without_ray
+from support.training import make, parameters, train
+
+from dpdist import pipeline
+from dpdist.audits.membership import Membership
+from dpdist.audits.shadow import ShadowTrainer
+from dpdist.base.errors import UserError
+from dpdist.commands.releasing import release
+from dpdist.randomness.keys import derive_key
+from dpdist.reports.facts import read_facts
+from dpdist.runs import archive as archives
+from dpdist.runs.archive import Archive
+from dpdist.runs.exporting import export, unpack
+from dpdist.runs.folder import RunFolder
+from dpdist.runs.recipe import Recipe
+from dpdist.training import job, records
+
+SEED = "5b" * 32
+HOME = "runs/x/private/attacks"
+
+
+def recipe_of(tmp_path: Path, **more: Any) -> Recipe:
+    """Full batches of a linear model: cheap, and its loss has a closed form."""
+    values: dict[str, Any] = {
+        "data__max_train": 120, "training__batch_size": 20, "training__steps": 3,
+        "model": "linear", "privacy__run_key": None, "privacy__noise_multiplier": 3.0,
+    }  # fmt: skip
+    recipe, _ = make(tmp_path, **(values | more))
+    (tmp_path / "x.yaml").write_text(recipe.to_yaml())
+    return recipe
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    without_ray(monkeypatch)
+
+    def dpdist(*arguments: object) -> Done:
+        return command(monkeypatch, capsys, tmp_path, *arguments)
+
+    return dpdist
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def test_a_bank_is_attacked_and_stays_private(run: Any, tmp_path: Path) -> None:
+    recipe_of(tmp_path)
+    asked = ("membership", "x.yaml", "--models", 4, "--attack", "lira,rmia")
+    done = run(*asked, "--picture", "roc.svg")
+    assert done.code == 0, done.err
+    for said in ("AUC", "TPR at 0.1 % FPR", "precision", "AUC, mean over models", "one-run test"):
+        assert said in done.out
+    assert "add-or-remove-one)  AUC at most" in done.out  # what bounds coins
+    assert (tmp_path / "roc.svg").stat().st_size > 1000
+    found = json.loads((tmp_path / HOME / "membership-coins-4/membership.json").read_text())
+    assert [one["attack"] for one in found["attacks"]] == ["lira", "rmia"]
+    assert found["proved"]["size_public"] is False  # the number of members is drawn as well
+    assert found["attacks"][0]["one_run_epsilon"] <= found["proved"]["epsilon"]
+    outside = [name for name in files(tmp_path / "runs") if not name.startswith("x/private/")]
+    assert sorted(outside) == ["x/recipe.yaml", "x/run.json"]
+    # The same command attacks again, and trains nothing.
+    before = files(tmp_path / HOME)
+    again = run(*asked)
+    assert again.out == done.out.replace("picture: roc.svg\n", "") and again.err == ""
+    assert files(tmp_path / HOME) == before
+
+
+def test_the_papers_protocol_attacks_any_target_through_a_plain_shadow(
+    run: Any, tmp_path: Path
+) -> None:
+    recipe = recipe_of(tmp_path, privacy__noise_multiplier=0.0, privacy__clip_norm=0.01)
+    done = run("membership", "x.yaml", "--attack", "shadow")
+    assert done.code == 0 and "above 0.55" in done.out, done.err
+    assert "ceiling" not in done.out.split("a ROC above")[0]  # nothing is proved without noise
+    settings = Membership("quarters", 2, seed=SEED)
+    (own, plan), (plain, free) = settings.shadows(recipe, 108)
+    assert own.method == recipe.method and plan.clip_norm == 0.01
+    assert plain.privacy.clipping == "none" and free.clip_norm == math.inf
+    assert plan.records == free.records == 27 and not plan.nominal
+
+
+def test_a_shadow_is_the_recipes_own_training(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its parameters are those of a run of the recipe on its members, with its key."""
+    recipe = recipe_of(tmp_path)
+    settings = Membership("halves", 2, seed=SEED)
+    path = pipeline.evaluation_stage(recipe, _begun(recipe, tmp_path), settings)
+    about, banks = settings.read(path)
+    half = banks[1].member.shape[1] // 2
+    assert about["seed"] == SEED and banks[1].member.sum(1).tolist() == [half, half]
+    key = derive_key(bytes.fromhex(SEED), "shadow", 1).hex()
+    privacy = recipe.privacy.model_copy(update={"run_key": key})
+    kept, real = banks[1].member[1], records.training_data
+    monkeypatch.setattr(job, "training_data", lambda *given: real(*given).only(kept))
+    alone = RunFolder(tmp_path / "alone")
+    train(recipe.model_copy(update={"privacy": privacy}), alone)
+    tensors = load_file(path.parent / "models/0001/model.safetensors")
+    found = torch.cat([tensors[name].flatten() for name in sorted(tensors)])
+    assert torch.equal(found, parameters(alone))
+
+
+def _begun(recipe: Recipe, tmp_path: Path) -> RunFolder:
+    folder = RunFolder(tmp_path / "runs" / recipe.name)
+    folder.begin(recipe)
+    return folder
+
+
+def test_an_interrupted_bank_continues_to_the_same_bytes(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = recipe_of(tmp_path)
+    folder = _begun(recipe, tmp_path)
+    whole = pipeline.evaluation_stage(recipe, folder, Membership(models=3, seed=SEED))
+    broken = folder.private / "attacks" / "broken"
+    settings = Membership(models=3, seed=SEED)
+    real = ShadowTrainer.__call__
+
+    def dies(self: ShadowTrainer, number: int) -> Any:
+        if number == 1:
+            raise KeyboardInterrupt
+        return real(self, number)
+
+    with monkeypatch.context() as inner, pytest.raises(KeyboardInterrupt):
+        inner.setattr(ShadowTrainer, "__call__", dies)
+        pipeline.evaluation_stage(recipe, folder, settings, broken)
+    assert (broken / "models/0000").is_dir() and not (broken / "scores.parquet").exists()
+    again = pipeline.evaluation_stage(recipe, folder, settings, broken)
+    for name in ("scores.parquet", "models/0002/model.safetensors"):
+        assert (again.parent / name).read_bytes() == (whole.parent / name).read_bytes()
+    # Another recipe's bank, and one whose files were changed.
+    other = recipe_of(tmp_path, training__learning_rate=0.3)
+    with pytest.raises(UserError, match=r"another bank of shadow models .training.learning_rate"):
+        pipeline.evaluation_stage(other, folder, settings, broken)
+    (broken / "scores.parquet").unlink()
+    (broken / "models/0000/scores.safetensors").write_bytes(b"x")
+    with pytest.raises(UserError, match="not the model that the journal knows"):
+        pipeline.evaluation_stage(recipe, folder, settings, broken)
+
+
+def test_nothing_of_it_leaves_by_any_door(run: Any, tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path)
+    folder = _begun(recipe, tmp_path)
+    train(recipe, folder)
+    pipeline.evaluate_stage(recipe, folder)
+    pipeline.evaluation_stage(recipe, folder, Membership(models=2, seed=SEED))
+    pipeline.report_stage(folder)
+    assert "membership" not in folder.report.read_text()
+    assert all("membership" not in name for name, _ in read_facts(folder).summary())
+    assert release(folder) and "membership" not in "".join(files(folder.release))
+    unpack(export(folder), tmp_path / "fetched")
+    assert "membership" not in "".join(files(tmp_path / "fetched"))
+    archive = Archive.begin(folder, f"file://{tmp_path}/archive", False)
+    assert archive is not None
+    archive.update()
+    archives.fetch(f"file://{tmp_path}/archive", tmp_path / "archived")
+    assert "membership" not in "".join(files(tmp_path / "archived"))
+    assert not any(b"membership" in content for content in files(tmp_path / "archive").values())
+
+
+def test_noise_of_its_own_is_scored_by_one_pass_and_by_many(run: Any, tmp_path: Path) -> None:
+    method = {"name": "pixeldp", "sigma": 0.5}
+    recipe = recipe_of(tmp_path, model="small-cnn", method=method, privacy__noise_multiplier=0.0)
+    settings = Membership(models=2, passes=7, population=10, seed=SEED)
+    _, banks = settings.read(pipeline.evaluation_stage(recipe, _begun(recipe, tmp_path), settings))
+    assert sorted(banks) == [1, 7] and banks[1].population.shape == (2, 10)
+    assert (banks[1].phi != banks[7].phi).all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--models", 3, "--attack", "lira"], "lira needs at least 4 models, got 3"),
+        (["--attack", "mira"], "--attack: must be out of shadow, lira,"),
+        (["--game", "dice"], "membership.game: must be one of coins, halves, quarters"),
+        (["--seed", "12"], "membership.seed: must be 64 lower-case hex digits"),
+        (["--models", 4, "--attack", "rmia", "--output", "runs/x/attacks/m"], "training records"),
+        (["--models", 4, "--attack", "rmia", "--output", "runs/x/release"], "training records"),
+        (["--output", "here"], "--output: holds one bank"),
+    ],
+)
+def test_bad_input_is_one_line_and_writes_nothing(
+    run: Any, tmp_path: Path, arguments: list[object], said: str
+) -> None:
+    recipe_of(tmp_path)
+    done = run("membership", "x.yaml", *arguments)
+    assert done.code == 2 and len(done.err.splitlines()) == 1 and said in done.err, done.err
+    assert list(files(tmp_path)) == ["x.yaml"]
+
+
+def test_a_picture_is_not_drawn_where_it_may_be_published(run: Any, tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path)
+    folder = _begun(recipe, tmp_path)
+    (folder.path / "report").mkdir()
+    before = files(tmp_path)
+    done = run("membership", "x.yaml", "--attack", "rmia", "--picture", "runs/x/report/roc.png")
+    assert done.code == 2 and "training records" in done.err
+    assert files(tmp_path) == before
+
+
+def test_shares_too_small_for_the_batch_are_told(run: Any, tmp_path: Path) -> None:
+    recipe_of(tmp_path, training__batch_size=50)
+    done = run("membership", "x.yaml", "--attack", "shadow")
+    assert done.code == 2 and "a shadow with 27 of 108 records: training.batch_size" in done.err
+    assert list(files(tmp_path)) == ["x.yaml"]

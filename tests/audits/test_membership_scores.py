@@ -1,0 +1,171 @@
+"""LiRA, RMIA and the shadow attack: against direct formulas, and on models that remember."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from scipy.stats import norm
+
+from dpdist.audits import scores
+from dpdist.audits.bank import Scores
+from dpdist.audits.games import GAMES, Coins, Halves, Quarters
+from dpdist.audits.inference import ATTACKS, Lira, Shadow
+from dpdist.audits.roc import Roc
+from dpdist.base.errors import UserError
+
+KEY = bytes(range(32))
+
+
+def test_log_odds_are_exact_where_probabilities_round_to_one() -> None:
+    logits = np.array([[800.0, 0.0, 1.0], [0.0, 2.0, -1.0], [-900.0, 0.0, 0.0]])
+    found = scores.log_odds(logits, [0, 1, 0])
+    p = math.exp(2) / (1 + math.exp(2) + math.exp(-1))
+    expected = [800 - math.log(1 + math.e), math.log(p / (1 - p)), -900 - math.log(2)]
+    assert found == pytest.approx(expected, rel=1e-12)
+    assert scores.top_probabilities(logits[1:2])[0] == pytest.approx(
+        sorted(np.exp(logits[1]) / np.exp(logits[1]).sum(), reverse=True)
+    )
+    assert scores.top_probabilities(np.zeros((1, 2)))[0].tolist() == [0.5, 0.5, 0.0]
+
+
+@pytest.fixture
+def bank() -> Scores:
+    """Log-odds that are 1 larger where the record is in: LiRA's own assumption."""
+    rng = np.random.default_rng(1)
+    member = rng.random((12, 300)) < 0.5
+    phi = rng.normal(0, 1, (12, 300)) + rng.normal(0, 2, 300) + 1.5 * member
+    return Scores(member, phi, np.zeros((12, 300, 3)), rng.normal(0, 2, (12, 50)))
+
+
+def test_lira_is_the_likelihood_ratio(bank: Scores) -> None:
+    found = scores.lira_online(bank.phi, bank.member, 3)
+    offline = scores.lira_offline(bank.phi, bank.member, 3)
+    others = np.arange(12) != 3
+    sides = []
+    for inside in (True, False):
+        chosen = (bank.member == inside) & others[:, None]
+        means = np.array([bank.phi[chosen[:, i], i].mean() for i in range(300)])
+        residuals = [bank.phi[chosen[:, i], i] - means[i] for i in range(300)]
+        freedom = sum(len(r) - 1 for r in residuals)
+        sides.append((means, math.sqrt(sum((r**2).sum() for r in residuals) / freedom)))
+    ratio = norm.logpdf(bank.phi[3], *sides[0]) - norm.logpdf(bank.phi[3], *sides[1])
+    assert found == pytest.approx(ratio)
+    assert offline == pytest.approx(norm.cdf(bank.phi[3], *sides[1]))
+    # With known means the AUC would be Phi(1.5 / sqrt 2) = .856; they are estimated from 5 or 6.
+    assert 0.75 < Roc.of(found, bank.member[3]).auc.value < 0.856
+
+
+def test_rmia_counts_the_population(bank: Scores) -> None:
+    found = scores.rmia(bank.phi, bank.member, 0, bank.population)
+    p, z = 1 / (1 + np.exp(-bank.phi)), 1 / (1 + np.exp(-bank.population))
+    ratio, ratio_z = p[0] / p[1:].mean(0), z[0] / z[1:].mean(0)
+    assert found == pytest.approx((ratio[:, None] >= 2 * ratio_z).mean(1), abs=1e-12)
+    offline = scores.rmia(bank.phi, bank.member, 0, bank.population, online=False)
+    out = np.array([p[1:][~bank.member[1:, i], i].mean() for i in range(300)])
+    ratio, ratio_z = p[0] / (0.65 * out + 0.35), z[0] / (0.65 * z[1:].mean(0) + 0.35)
+    assert offline == pytest.approx((ratio[:, None] >= 2 * ratio_z).mean(1), abs=1e-12)
+
+
+def test_no_attack_looks_at_the_targets_members(bank: Scores) -> None:
+    flipped = bank.member.copy()
+    flipped[0] = ~flipped[0]
+    for attack in ATTACKS.values():
+        if not attack.quarters:
+            for one in (bank.member, flipped):
+                copy = Scores(one, bank.phi, bank.top, bank.population)
+                scored = attack().score(copy, 0, np.ones(300, bool), 1)
+                first = scored if one is bank.member else first  # noqa: F821
+            assert np.array_equal(first, scored), attack.name
+
+
+# --- models that remember: random labels, fewer records than dimensions
+
+
+def trained(x: np.ndarray, y: np.ndarray, member: np.ndarray) -> np.ndarray:
+    """Weights (models, d) of logistic regressions, each trained on its members of (x, y)."""
+    weights = np.zeros((len(member), x.shape[1]))
+    for _ in range(60):
+        pull = member * y / (1 + np.exp(np.clip(weights @ x.T * y, -50, 50)))
+        weights += 0.5 * pull @ x
+    return weights
+
+
+def remembered(models: int = 24) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Log-odds (models, 200) in 200 dimensions under random labels, of models trained on about 100
+    of the records, and who was in which; log-odds of models that were trained on others."""
+    rng = np.random.default_rng(7)
+    x = rng.normal(size=(400, 200)) / math.sqrt(200)
+    y = rng.choice([-1.0, 1.0], 400)
+    member = np.stack([Coins(models).members(KEY, m, 200) for m in range(models)])
+    odds = [
+        trained(x[part], y[part], member) @ x[:200].T * y[:200]
+        for part in (slice(0, 200), slice(200, 400))
+    ]
+    return odds[0], member, odds[1]
+
+
+def test_lira_finds_what_was_remembered_and_nothing_else() -> None:
+    phi, member, _ = remembered()
+    aucs = [Roc.of(scores.lira_online(phi, member, t), member[t]).auc.value for t in range(24)]
+    assert min(aucs) >= 0.9
+    # Shuffled membership, and bits of others than the models' own: nothing to find.
+    rng = np.random.default_rng(3)
+    shuffled = np.stack([rng.permutation(row) for row in member])
+    never = rng.random(member.shape) < 0.5
+    for bits in (shuffled, never):
+        aucs = [Roc.of(scores.lira_online(phi, bits, t), bits[t]).auc.value for t in range(24)]
+        # 4,800 pairs of record and model: a standard deviation of about .008.
+        assert np.mean(aucs) == pytest.approx(0.5, abs=0.03)
+
+
+def test_a_model_that_saw_neither_half_tells_nothing() -> None:
+    phi, member, strangers = remembered()
+    found = []
+    for stranger, coin in zip(strangers, np.random.default_rng(5).random(phi.shape) < 0.5,
+                              strict=True):  # fmt: skip
+        both, bits = np.vstack([stranger, phi]), np.vstack([coin, member])
+        found.append(Roc.of(scores.lira_online(both, bits, 0), coin).auc.value)
+    assert np.mean(found) == pytest.approx(0.5, abs=0.02)  # 2.4 standard deviations
+
+
+def test_the_shadow_network_learns_from_the_shadow_alone() -> None:
+    rng = np.random.default_rng(2)
+    game = Quarters()
+    member = np.stack([game.members(KEY, m, 400) for m in range(2)])
+    top = rng.dirichlet([4, 2, 1], (2, 400))
+    top[member] = rng.dirichlet([30, 1, 1], int(member.sum()))
+    bank = Scores(member, np.zeros((2, 400)), -np.sort(-top, axis=2), np.zeros((2, 5)))
+    judged = game.judged(KEY, 0, 400)
+    found = Shadow().score(bank, 0, game.judged(KEY, 1, 400), 1)
+    assert Roc.of(found[judged], member[0][judged]).auc.value > 0.9
+    assert np.array_equal(found, Shadow().score(bank, 0, game.judged(KEY, 1, 400), 1))
+
+
+# --- games
+
+
+def test_games_are_what_they_say() -> None:
+    coins = np.stack([Coins(8).members(KEY, m, 4000) for m in range(8)])
+    assert abs(coins.mean() - 0.5) < 4 * 0.5 / math.sqrt(32000)
+    assert np.abs(np.corrcoef(coins)[np.triu_indices(8, 1)]).max() < 4.5 / math.sqrt(4000)
+    halves = [Halves(3).members(KEY, m, 101) for m in range(3)]
+    assert [int(half.sum()) for half in halves] == [50] * 3
+    assert not np.array_equal(halves[0], halves[1])
+    quarters = Quarters()
+    target, shadow = (quarters.members(KEY, m, 395) for m in range(2))
+    assert target.sum() == shadow.sum() == quarters.size(395) == 98
+    d_target, d_shadow = (quarters.judged(KEY, m, 395) for m in range(2))
+    assert d_target.sum() == d_shadow.sum() == 196 and not (d_target & d_shadow).any()
+    assert (target <= d_target).all() and (shadow <= d_shadow).all()
+    assert quarters.plain(1) and not quarters.plain(0) and list(quarters.targets) == [0]
+    for name, game in GAMES.items():
+        assert name == game.name and game.relation in ("add-or-remove-one", "replace-one")
+
+
+def test_too_few_models_are_refused() -> None:
+    with pytest.raises(UserError, match="lira needs at least 4 models, got 3"):
+        Lira().check(Coins(3))
+    with pytest.raises(UserError, match="a target and a shadow"):
+        Quarters(3)

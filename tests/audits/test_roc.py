@@ -1,0 +1,146 @@
+"""ROC numbers against independent oracles: pair counts, closed forms of normal scores."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from scipy.stats import binomtest, norm
+
+from dpdist.audits.ceilings import Ceiling, claimed, plan_curve, proved
+from dpdist.audits.roc import Estimate, Roc
+from dpdist.privacy.claims import Claim
+from dpdist.privacy.guarantee import Guarantee
+from dpdist.privacy.mechanisms import gaussian_epsilon
+from dpdist.privacy.plan import PrivacyPlan
+from dpdist.privacy.trade_off import approximate, gaussian
+
+
+def normal(mu: float, members: int, others: int, seed: int = 0) -> Roc:
+    rng = np.random.default_rng(seed)
+    scores = np.concatenate([rng.normal(mu, 1, members), rng.normal(0, 1, others)])
+    return Roc.of(scores, np.arange(members + others) < members)
+
+
+@pytest.mark.parametrize("decimals", [8, 0])
+def test_auc_counts_pairs_and_ties_by_half(decimals: int) -> None:
+    roc = normal(0.7, 60, 90)
+    roc = Roc(roc.members.round(decimals), roc.others.round(decimals))
+    difference = roc.members[:, None] - roc.others[None]
+    pairs = ((difference > 0) + (difference == 0) / 2).mean()
+    assert roc.auc.value == pytest.approx(pairs, abs=1e-12)
+    false, true = roc.curve
+    assert np.trapezoid(true, false) == pytest.approx(pairs, abs=1e-12)
+    kernel = (difference > 0) + (difference == 0) / 2
+    variance = kernel.mean(1).var(ddof=1) / 60 + kernel.mean(0).var(ddof=1) / 90
+    assert roc.auc.high - roc.auc.low == pytest.approx(2 * 1.959964 * math.sqrt(variance))
+
+
+def test_auc_interval_covers_the_closed_form() -> None:
+    # 400 at 95 %: below 366 or above 394 with probability 1e-3 in all (binomial), and DeLong is
+    # asymptotic: one more for either side.
+    truth = norm.cdf(1 / math.sqrt(2))
+    aucs = [normal(1.0, 80, 80, seed).auc for seed in range(400)]
+    assert 365 <= sum(auc.low <= truth <= auc.high for auc in aucs) <= 395
+
+
+def test_scores_that_do_not_overlap_are_not_certain() -> None:
+    perfect = Roc.of(np.arange(40.0), np.arange(40) >= 20).auc
+    assert perfect.value == 1 and perfect.high == 1 and 0.8 < perfect.low < 0.87
+    assert Roc.of([0.0, 0.0], [True, False]).auc.value == 0.5
+
+
+def test_rates_are_those_of_normal_scores() -> None:
+    roc = normal(1.0, 4000, 4000)
+    for rate in (0.01, 0.001):
+        true, false = roc.at(rate)
+        assert false.value <= rate and false.low <= rate
+        truth = norm.sf(norm.isf(false.value) - 1)
+        assert true.low - 0.01 <= truth <= true.high + 0.01
+    assert roc.advantage == pytest.approx(2 * norm.cdf(0.5) - 1, abs=0.03)
+    precision, recall = roc.precision_recall(0.5)
+    hits = binomtest(round(recall.value * 4000), 4000).proportion_ci(0.95, "exact")
+    assert (recall.low, recall.high) == pytest.approx((hits.low, hits.high))
+    assert precision.value == pytest.approx(norm.cdf(0.5), abs=0.02)  # .69 / (.69 + .31)
+    assert roc.precision_recall(math.inf)[0] == pytest.approx(Estimate(math.nan, 0, 1), nan_ok=True)
+
+
+def test_mean_over_models_is_students() -> None:
+    found = Estimate.mean([0.5, 0.6, 0.7])
+    assert (found.value, found.high) == pytest.approx((0.6, 0.6 + 4.302653 * 0.1 / math.sqrt(3)))
+    assert Estimate.mean([0.5]).high == math.inf
+
+
+def test_one_kind_alone_has_no_roc() -> None:
+    with pytest.raises(ValueError, match="members and others"):
+        Roc.of([1.0, 2.0], [True, True])
+
+
+# --- ceilings
+
+
+@pytest.mark.parametrize(
+    ("epsilon", "by_gaussian", "pure"),
+    [(0.2, 0.517, 0.550), (1, 0.575, 0.731), (2, 0.639, 0.881), (3, 0.694, 0.953), (8, 0.881, 1)],
+)
+def test_auc_ceilings(epsilon: float, by_gaussian: float, pure: float) -> None:
+    low, high = 0.0, 10.0  # mu of this epsilon at delta 1e-5
+    for _ in range(50):
+        mu = (low + high) / 2
+        low, high = (mu, high) if gaussian_epsilon(1e-5, 1.0, mu) < epsilon else (low, mu)
+    ceiling = Ceiling("", gaussian(mu))
+    assert ceiling.auc == pytest.approx(norm.cdf(mu / math.sqrt(2)), abs=2e-4)
+    assert ceiling.auc >= norm.cdf(mu / math.sqrt(2))
+    assert ceiling.auc == pytest.approx(by_gaussian, abs=6e-4)
+    assert Ceiling("", approximate(epsilon)).auc == pytest.approx(
+        (1 + math.tanh(epsilon / 2)) / 2, abs=1e-3
+    )
+    assert (1 + math.tanh(epsilon / 2)) / 2 == pytest.approx(pure, abs=6e-4)
+
+
+def plan(noise: float = 2.0, **more: float) -> PrivacyPlan:
+    one = {"records": 100, "batch_size": 100, "steps": 1, "delta": 1e-5}
+    return PrivacyPlan.dp_sgd(noise_multiplier=noise, **(one | more))  # type: ignore[arg-type]
+
+
+def test_the_ceiling_of_a_plan_is_its_best_test() -> None:
+    rates = np.array([1e-4, 0.01, 0.3, 0.9])
+    ceiling = proved(plan(), "add-or-remove-one", "")
+    assert ceiling is not None
+    best = norm.cdf(norm.ppf(rates) + 0.5)
+    assert np.all(ceiling.at(rates) >= best - 1e-12)
+    assert ceiling.at(rates) == pytest.approx(best, abs=1e-3)
+    # Replacing a record moves the sum twice as far.
+    twice = proved(plan(), "replace-one", "")
+    assert twice is not None
+    assert twice.at(rates) == pytest.approx(norm.cdf(norm.ppf(rates) + 1), abs=1e-3)
+    sampled = plan(1.0, batch_size=10, steps=5)
+    direct = plan_curve(sampled, "replace-one")
+    assert direct is not None and float(direct(np.asarray(0.9))) < 0.9
+
+
+def test_a_roc_above_the_ceiling_is_told_and_one_below_is_not() -> None:
+    ceiling = Ceiling("", gaussian(0.5))
+    assert ceiling.above(normal(1.0, 3000, 3000)) != []
+    assert [ceiling.above(normal(0.5, 1000, 1000, seed)) for seed in range(20)] == [[]] * 20
+
+
+def test_what_bounds_nothing_has_no_ceiling() -> None:
+    assert proved(plan(0.0), "add-or-remove-one", "") is None
+    assert claimed(None, "replace-one") is None
+
+
+def test_a_claim_is_a_ceiling_under_its_own_relation() -> None:
+    guarantee = Guarantee(1.0, 1e-5, "replace-one", "claimed", "a paper")
+    infinite = Guarantee(math.inf, 1e-5, "replace-one", "proved", "nothing")
+    claim = Claim("x", "as run", None, guarantee, infinite, "not sound", "labels")
+    ceiling = claimed(claim, "replace-one")
+    assert ceiling is not None and "not sound" in ceiling.words
+    assert ceiling.at(0.1) == pytest.approx(0.1 * math.e + 1e-5)
+    assert claimed(claim, "add-or-remove-one") is None
+    one = replace(claim, claimed=replace(guarantee, neighbours="add-or-remove-one"))
+    both = claimed(one, "replace-one")
+    assert both is not None
+    assert both.at(0.05) == pytest.approx(0.05 * math.e**2 + 1e-5 * (1 + math.e))
