@@ -226,7 +226,7 @@ class SearchCost:
     def _calibrated(
         self, phases_with: Callable[[float], Sequence[Phase]], epsilon: float | None = None
     ) -> float:
-        from dpdist.privacy.calibrate import calibrate_noise
+        from dpdist.privacy.calibrate import least_noise
 
         target = self.recipe.privacy.epsilon if epsilon is None else epsilon
         assert target is not None
@@ -235,7 +235,7 @@ class SearchCost:
             return self._plan(phases_with(noise))
 
         try:
-            return calibrate_noise(plan_with, target, _start(plan_with, target))
+            return least_noise(plan_with, target)
         except ValueError as error:
             raise UserError(f"{self.where}: privacy.epsilon: {error}, got {target}") from error
 
@@ -351,24 +351,3 @@ class Limit:
 def _post_processing(own: Sequence[Phase], other: Sequence[Phase]) -> bool:
     """Whether a sequence of phases costs no more than another, phase by phase."""
     return len(own) == len(other) and all(a.at_most(b) for a, b in zip(own, other, strict=True))
-
-
-def _start(plan_with: Callable[[float], PrivacyPlan], target: float) -> float:
-    """A noise near the answer, from whole Renyi orders only, which are fast."""
-    from dpdist.privacy import accounting
-
-    def quick(noise: float) -> float:
-        plan = plan_with(noise)
-        paths = plan.alternatives(plan.phases)
-        try:
-            return accounting.rdp_epsilon(
-                paths, plan.delta, plan.neighbours, accounting.QUICK_ORDERS
-            )
-        except accounting.Unsupported:
-            return 0.0
-
-    low, high = 0.1, 1e4
-    for _ in range(14):
-        middle = math.sqrt(low * high)
-        low, high = (middle, high) if quick(middle) > target else (low, middle)
-    return high if high < 1e4 else 1.0

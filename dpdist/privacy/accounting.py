@@ -144,7 +144,8 @@ def grid_for(event: dpa.DpEvent, neighbours: Neighbours) -> float:
 
 
 def _untruncated(event: dpa.DpEvent) -> dpa.DpEvent:
-    """The event without caps on the batch: no bound, only the order of magnitude of its losses."""
+    """An event near it that has Renyi curves, without caps on the batch: no bound, only the order
+    of magnitude of its losses."""
     if isinstance(event, dpa.TruncatedSubsampledGaussianDpEvent):
         inner = dpa.GaussianDpEvent(event.noise_multiplier)
         return dpa.PoissonSampledDpEvent(event.sampling_probability, inner)
@@ -237,6 +238,18 @@ def rdp_epsilon(
     """Epsilon by RDP at these orders (None: all of the library's). Raises Unsupported."""
     accountants = [compose_rdp(event, neighbours, orders) for event in alternatives]
     return _worst([accountant.get_epsilon(delta) for accountant in accountants])
+
+
+def near_epsilon(
+    alternatives: Sequence[dpa.DpEvent], delta: float, neighbours: Neighbours
+) -> float:
+    """About epsilon, by Renyi orders that are quick to compute, to start a search from: no bound
+    where they bound only something near (`_untruncated`); infinity where they do not apply."""
+    near = [_untruncated(event) for event in alternatives]
+    try:
+        return rdp_epsilon(near, delta, neighbours, QUICK_ORDERS)
+    except Unsupported:
+        return math.inf
 
 
 def coarse_epsilon(

@@ -17,24 +17,31 @@ docs/privacy.md. Other bounds of the same price, by other ways: Koskela, Redberg
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 
-from dpdist.privacy.profiles import Losses, directions, from_profiles
+from dpdist.privacy.profiles import Losses, directions, from_profiles, upper_hull
 from dpdist.privacy.selection import SelectionLaw
 
 _POINTS = 10_000  # at which the maximum over t is bounded, for each term; any number is sound
+_LOSSES = 10_000  # of one run that are told apart, about; any number is sound
 _SUPPORT = 1_024  # losses of the result on each side of zero
+_SLACK = 1e-13  # relative, for what rounding may take from the highest lines
 _NEGLIGIBLE = 1e-15  # deltas below the accuracy of a composed distribution
 
 
 def best_of(loss: PrivacyLossDistribution, law: SelectionLaw) -> PrivacyLossDistribution:
     """The loss of releasing the best of K runs, each with this loss; an upper bound."""
-    prices = [_Price(losses, law) for losses in directions(loss)]
+    sides = directions(loss)
+    times = math.ceil(max(len(side.probabilities) for side in sides) / _LOSSES)
+    prices = [_Price(side.coarser(times), law) for side in sides]
     top = max(price.top() for price in prices)
     apart = max(1, -(-top // _SUPPORT))
     steps = apart * np.arange(0, top // apart + 2)
-    return from_profiles(prices[0].grid, steps, [price.deltas(steps) for price in prices])
+    deltas = [price.deltas(steps) for price in prices]
+    return from_profiles(sides[0].grid, times * steps, deltas)
 
 
 class _Price:
@@ -62,17 +69,13 @@ class _Price:
     def top(self) -> int:
         """Steps of an epsilon beyond which delta hardly falls."""
         floor = self.losses.infinite * self.law.mean * (1 + 1e-9) + _NEGLIGIBLE
-        high = 1
-        while self.deltas(np.array([high]))[0] > floor and high * self.grid < 300:
-            high *= 2
-        low = high // 2
-        while high - low > max(1, high // 20):
-            middle = (low + high) // 2
-            if self.deltas(np.array([middle]))[0] > floor:
-                low = middle
-            else:
-                high = middle
-        return high
+        last = self.losses.first + len(self.losses.probabilities)
+        with np.errstate(divide="ignore"):
+            spread = np.log((self._heights / self._slopes).max())  # beyond it H is zero
+        end = max(self.grid, last * self.grid + spread)
+        steps = np.unique(np.geomspace(1, min(end, 300.0) / self.grid, 160).astype(int))
+        low = self.deltas(steps) <= floor
+        return int(steps[np.argmax(low)] if low.any() else steps[-1])
 
 
 def _envelope(losses: Losses, law: SelectionLaw) -> tuple[np.ndarray, np.ndarray]:
@@ -90,23 +93,13 @@ def _envelope(losses: Losses, law: SelectionLaw) -> tuple[np.ndarray, np.ndarray
     fine = _evenly_tilted(law)
     t = np.unique(np.concatenate([fine, np.interp(fine, power, size)]))
     g = np.interp(t, size, power)
-    a, b = law.tilt(t[:-1]), law.tilt(g[1:])
-    heights: list[float] = []
-    slopes: list[float] = []
-    for height, slope in zip(a[::-1].tolist(), b[::-1].tolist(), strict=True):
-        if slopes and slope <= slopes[-1]:
-            if height <= heights[-1]:
-                continue
-            slopes.pop()
-            heights.pop()
-        while len(slopes) > 1 and (heights[-1] - heights[-2]) * (slope - slopes[-2]) <= (
-            height - heights[-2]
-        ) * (slopes[-1] - slopes[-2]):
-            slopes.pop()
-            heights.pop()
-        slopes.append(slope)
-        heights.append(height)
-    return np.array(heights), np.array(slopes)
+    # In ascending order, also where rounding says otherwise (heights too large, slopes too small).
+    heights = np.maximum.accumulate(law.tilt(t[:-1])[::-1])
+    slopes = np.minimum.accumulate(law.tilt(g[1:]))[::-1]
+    last = np.append(np.diff(slopes) > 0, True)  # of equal slopes the highest
+    heights, slopes = heights[last], slopes[last]
+    kept = upper_hull(slopes, heights)
+    return heights[kept] * (1 + _SLACK), slopes[kept]
 
 
 def _evenly_tilted(law: SelectionLaw) -> np.ndarray:

@@ -150,32 +150,23 @@ def calibrate_noise(
     return 1 / inverse
 
 
-def _renyi_epsilon(plan: PrivacyPlan) -> float:
-    """A quick upper bound, to start from; infinity where RDP does not apply."""
+def _near_epsilon(plan: PrivacyPlan) -> float:
     from dpdist.privacy import accounting
 
-    try:
-        loss = accounting.compose_rdp(plan.event(), plan.neighbours, accounting.QUICK_ORDERS)
-        return float(loss.get_epsilon(plan.delta))
-    except accounting.Unsupported:
-        return math.inf
+    paths = plan.alternatives(plan.phases)
+    return accounting.near_epsilon(paths, plan.delta, plan.neighbours)
 
 
-def least_noise(
-    plan_with: Callable[[float], PrivacyPlan],
-    epsilon: float,
-    near: Callable[[float], PrivacyPlan] | None = None,
-) -> float:
+def least_noise(plan_with: Callable[[float], PrivacyPlan], epsilon: float) -> float:
     """The smallest noise multiplier s at which plan_with(s) costs at most `epsilon`.
 
-    near: plans of about the same cost that are faster to account, for where to begin. Raises
-    Unreachable, or what plan_with raises.
+    Raises Unreachable, or what plan_with raises.
     """
     _check_target(epsilon)
     low, high = 0.1, 1e4
     for _ in range(9):  # to within 5 % in noise: the start only has to be near
         middle = math.sqrt(low * high)
-        if _renyi_epsilon((near or plan_with)(middle)) > epsilon:
+        if _near_epsilon(plan_with(middle)) > epsilon:
             low = middle
         else:
             high = middle
@@ -198,7 +189,7 @@ def noise_multiplier_for(
     Raises Unreachable, or ValueError for arguments `PrivacyPlan.dp_sgd` refuses.
     """
 
-    def plan_with(noise_multiplier: float, cap: int | None = batch_cap) -> PrivacyPlan:
+    def plan_with(noise_multiplier: float) -> PrivacyPlan:
         return PrivacyPlan.dp_sgd(
             records=records,
             batch_size=batch_size,
@@ -206,10 +197,10 @@ def noise_multiplier_for(
             steps=steps,
             delta=delta,
             neighbours=neighbours,
-            batch_cap=cap,
+            batch_cap=batch_cap,
         )
 
-    return least_noise(plan_with, epsilon, lambda noise: plan_with(noise, None))
+    return least_noise(plan_with, epsilon)
 
 
 def steps_for(
@@ -229,7 +220,7 @@ def steps_for(
     """
     _check_target(epsilon)
 
-    def plan_with(steps: float, cap: int | None = batch_cap) -> PrivacyPlan:
+    def plan_with(steps: float) -> PrivacyPlan:
         return PrivacyPlan.dp_sgd(
             records=records,
             batch_size=batch_size,
@@ -237,11 +228,11 @@ def steps_for(
             steps=int(steps),
             delta=delta,
             neighbours=neighbours,
-            batch_cap=cap,
+            batch_cap=batch_cap,
         )
 
     start = 1.0
-    while start < most and _renyi_epsilon(plan_with(2 * start, None)) <= epsilon:
+    while start < most and _near_epsilon(plan_with(2 * start)) <= epsilon:
         start *= 2
     answer = _two_grids(plan_with, epsilon, start, (1, most), whole=True)
     if answer is None:
@@ -276,7 +267,7 @@ def batch_size_for(
         )
 
     start = 1.0
-    while 2 * start <= records and _renyi_epsilon(plan_with(2 * start)) <= epsilon:
+    while 2 * start <= records and _near_epsilon(plan_with(2 * start)) <= epsilon:
         start *= 2
     answer = _two_grids(plan_with, epsilon, start, (1, records), whole=True)
     if answer is None:

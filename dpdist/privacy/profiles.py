@@ -21,6 +21,7 @@ from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 _LARGEST = (
     700.0  # epsilon up to which e^epsilon is a float64; profiles made here are constant beyond
 )
+_FEW = 5_000  # losses that are listed; more are an array
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,20 @@ class Losses:
         """Probabilities of the same losses under Q': float64 (n,). They may add up to less than 1:
         the deficit lies where Q has nothing."""
         return self.probabilities * np.exp(-np.clip(self.steps * self.grid, -700, 700))
+
+    def coarser(self, times: int) -> Losses:
+        """The losses on a grid so many times as wide, of a pair that dominates this one.
+
+        Each probability goes to the two nearest losses so that Q and Q' keep their mass: the
+        profile stays where it is there, and between them becomes the chord in e^epsilon.
+        """
+        before = self.first % times
+        after = -(before + len(self.probabilities)) % times
+        # One more cell, empty, for what the last one sends upwards.
+        cells = np.pad(self.probabilities, (before, after + times)).reshape(-1, times)
+        up = np.expm1(-self.grid * np.arange(times)) / math.expm1(-self.grid * times)
+        kept = cells @ (1 - up) + np.append(0.0, (cells @ up)[:-1])
+        return Losses(self.grid * times, self.first // times, kept, self.infinite)
 
     def profile(self) -> np.ndarray:
         """The profile at every one of the losses: float64 (n,)."""
@@ -108,28 +123,48 @@ def from_profiles(
     for own, other in zip(sides, sides[::-1], strict=True):
         below = 1 - x[: len(steps) - 1] * (1 - np.minimum(other, 1.0)[:0:-1])
         falling = np.minimum.accumulate(np.minimum(np.concatenate([below, own]), 1.0))
-        kept = _lower_hull(x, falling)
-        pmf = pld_pmf.create_pmf_pessimistic_connect_dots(grid, mirrored[kept], falling[kept])
-        made.append(pmf)
+        kept = upper_hull(np.append(0.0, x), np.append(-1.0, -falling))[1:] - 1
+        made.append(_connected(grid, mirrored[kept], falling[kept]))
     return PrivacyLossDistribution(*made)
 
 
-def _lower_hull(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Indices of the vertices of the greatest convex, non-increasing function below the points
-    (0, 1), (x, y): x ascending, y not."""
-    hull: list[int] = []
-    xs, ys = [0.0], [1.0]
-    for index, (right, low) in enumerate(zip(x.tolist(), y.tolist(), strict=True)):
-        while len(xs) > 1 and (
-            (ys[-1] - ys[-2]) * (right - xs[-1]) >= (low - ys[-1]) * (xs[-1] - xs[-2])
-        ):
-            xs.pop()
-            ys.pop()
-            hull.pop()
-        xs.append(right)
-        ys.append(low)
-        hull.append(index)
-    return np.array(hull)
+def _connected(grid: float, steps: np.ndarray, values: np.ndarray) -> pld_pmf.PLDPmf:
+    """The distribution of which these values at steps * grid, in e^epsilon on their chords between,
+    are the profile (Doroshenko et al. 2022, Algorithm 1)."""
+    falls, gaps = -np.diff(values), np.diff(steps) * grid
+    arrived = np.append(1 - values[0], falls / -np.expm1(-gaps))
+    p = np.maximum(arrived - np.append(falls / np.expm1(gaps), 0.0), 0.0)
+    last = float(values[-1])
+    if len(steps) <= _FEW:
+        known = dict(zip(steps.tolist(), p.tolist(), strict=True))
+        return pld_pmf.SparsePLDPmf(known, grid, last, True)
+    dense = np.zeros(steps[-1] - steps[0] + 1)
+    dense[steps - steps[0]] = p
+    return pld_pmf.DensePLDPmf(grid, int(steps[0]), dense, last, True)
+
+
+def upper_hull(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Indices of the vertices of the least concave function above the points, x strictly ascending.
+
+    What lies on or below a chord of two others is no vertex: all that are found so are left out at
+    once, then what lies around them is tried again, by chords of several lengths.
+    """
+    kept, longest = np.arange(len(x)), 1
+    tried = np.arange(1, len(x) - 1)
+    while len(tried):
+        below = np.zeros(len(tried), dtype=bool)
+        for reach in 2 ** np.arange(longest.bit_length()):
+            found = np.flatnonzero((tried >= reach) & (tried < len(kept) - reach))
+            left, middle, right = (kept[tried[found] + k] for k in (-reach, 0, reach))
+            rise, run = y[middle] - y[left], x[middle] - x[left]
+            below[found] |= rise * (x[right] - x[middle]) <= (y[right] - y[middle]) * run
+        gone = tried[below]
+        kept = np.delete(kept, gone)
+        follows = gone - np.arange(len(gone))  # where what followed each is now
+        tried = np.unique(follows[:, None] + np.arange(-longest, longest))
+        tried = tried[(tried > 0) & (tried < len(kept) - 1)]
+        longest = min(2 * longest, 16)
+    return kept
 
 
 def maximum(

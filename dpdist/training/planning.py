@@ -15,15 +15,12 @@ from dpdist.runs.recipe import Recipe, check_against_data, field_error, step_cou
 def plan_at(recipe: Recipe, records: int, noise_multiplier: float) -> PrivacyPlan:
     """What one training of the recipe executes with this noise, whatever its privacy section says
     about noise. Raises ValueError for what no plan allows."""
-    return _plan(recipe, records, noise_multiplier, recipe.privacy.batch_cap)
-
-
-def _plan(recipe: Recipe, records: int, noise: float, cap: int | None) -> PrivacyPlan:
     privacy, batch_size = recipe.privacy, recipe.training.batch_size
     records = privacy.nominal_records or records
     if batch_size > records:
         raise ValueError(f"batch_size {batch_size} is larger than the {records} records")
-    steps = GaussianSteps(step_count(recipe, records), noise, batch_size / records, cap)
+    rate, cap = batch_size / records, privacy.batch_cap
+    steps = GaussianSteps(step_count(recipe, records), noise_multiplier, rate, cap)
     return PrivacyPlan(
         records,
         recipe.method.cost(steps),
@@ -49,11 +46,8 @@ def make_plan(recipe: Recipe, records: int, where: str) -> PrivacyPlan:
         def plan_with(noise: float) -> PrivacyPlan:
             return plan_at(recipe, records, noise)
 
-        def uncapped(noise: float) -> PrivacyPlan:
-            return _plan(recipe, records, noise, None)
-
         try:
-            noise = least_noise(plan_with, privacy.epsilon, uncapped)
+            noise = least_noise(plan_with, privacy.epsilon)
         except ValueError as error:
             raise field_error(where, "privacy.epsilon", str(error), privacy.epsilon) from error
     try:

@@ -20,10 +20,11 @@ from dpdist.privacy.best_of import best_of
 from dpdist.privacy.combined import RepeatAndSelect
 from dpdist.privacy.losses import compose_pld
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.privacy.profiles import directions, exceeds, from_profiles, maximum
+from dpdist.privacy.profiles import directions, exceeds, from_profiles, maximum, upper_hull
 from dpdist.privacy.releases import GaussianSteps, NonPrivate
 from dpdist.privacy.searches import search_guarantee
 from dpdist.privacy.selection import SelectionLaw
+from dpdist.privacy.subsampled import sampled_gaussian_pld
 
 GEOMETRIC, LOGARITHMIC, POISSON, HALF = 1.0, 0.0, math.inf, -0.5
 
@@ -232,6 +233,10 @@ def test_the_dearer_direction_counts():
 
 def test_no_run_at_all_is_an_outcome_too():
     """With a law that seldom runs at all, the search's losses are mostly zero."""
+    t = np.linspace(0, 1, 20_001)
+    for mean, shape in ((1, POISSON), (1.5, -3.0), (3, LOGARITHMIC), (1.5, GEOMETRIC), (2, HALF)):
+        tried = SelectionLaw(mean, shape)
+        assert np.trapezoid(tried.tilt(t), t) == pytest.approx(1 - tried.none, abs=1e-6)
     law = SelectionLaw(1, POISSON)
     found = best_of(library.from_gaussian_mechanism(1.0), law)
     for losses in directions(found):
@@ -257,6 +262,50 @@ def test_a_profile_is_the_library_s():
     steps = np.arange(side.first - 500, side.first + len(side.probabilities) + 500, 97)
     expected = [loss.get_delta_for_epsilon(step * side.grid) for step in steps]
     np.testing.assert_allclose(side.at(steps), expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("count", [1, 7, 400])
+def test_a_composed_loss_is_the_library_s_to_the_last_bit(count):
+    one = sampled_gaussian_pld(1.1, 0.02, "add-or-remove-one", 1e-3)
+    own, theirs = events.self_compose(one, count), one.self_compose(count)
+    for a, b in ((own._pmf_remove, theirs._pmf_remove), (own._pmf_add, theirs._pmf_add)):
+        assert a._lower_loss == b._lower_loss and a._infinity_mass == b._infinity_mass
+        np.testing.assert_array_equal(a._probs, b._probs)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.integers(0, 2**32), st.integers(2, 400), st.sampled_from([1, 3, 10]))
+def test_the_hull_is_the_slow_one(seed, points, power):
+    random = np.random.default_rng(seed)
+    x = np.cumsum(random.random(points) ** power + 1e-9)
+    y = np.cumsum(random.normal(size=points)) if seed % 2 else -((x - x.mean()) ** 2)
+    y += 1e-3 * random.integers(0, 3, points)
+    kept: list[int] = []
+    for i in range(points):  # Andrew 1979
+        while len(kept) > 1:
+            a, b = kept[-2], kept[-1]
+            if (y[b] - y[a]) * (x[i] - x[b]) > (y[i] - y[b]) * (x[b] - x[a]):
+                break
+            kept.pop()
+        kept.append(i)
+    found = upper_hull(x, y)
+    slow = np.interp(x, x[kept], y[kept])
+    np.testing.assert_allclose(np.interp(x, x[found], y[found]), slow, rtol=1e-12, atol=1e-12)
+    assert (np.diff(np.diff(y[found]) / np.diff(x[found])) < 0).all()
+
+
+def test_a_coarser_grid_says_more_between_its_points_only():
+    for side in directions(sampled(0.9, 0.02, 40)):
+        coarse = side.coarser(37)
+        assert coarse.grid == 37 * side.grid and len(coarse.probabilities) < 10_000
+        both = (side, coarse)
+        masses = [(one.probabilities.sum(), one.other.sum(), one.infinite) for one in both]
+        np.testing.assert_allclose(*masses, rtol=1e-12)
+        np.testing.assert_allclose(coarse.profile(), side.at(37 * coarse.steps), rtol=1e-9)
+        fine = np.arange(0, 20_000, 7)
+        x = np.exp(fine * side.grid)
+        own = np.interp(x, np.exp(coarse.steps * coarse.grid), coarse.profile())
+        assert (own >= side.at(fine) * (1 - 1e-12)).all()
 
 
 def test_mass_above_one_is_taken_from_the_lowest_losses():

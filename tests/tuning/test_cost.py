@@ -294,6 +294,15 @@ def test_a_plain_base_covers_only_what_can_be_made_from_it():
         maximum.check(replace(base, phases=(GaussianSteps(200, 2.0, 0.1),)), "trial 3")
 
 
+def test_the_rounding_of_a_trial_s_own_loss_counts():
+    """5,000 steps may be off by 5e-12: too much below a floor of 1e-12, on which only the base's
+    own rounding is charged, though the profile as computed lies below everywhere."""
+    base = PrivacyPlan(10_000, (WorstOf(((GaussianSteps(1, 1.0, 1.0),),), 1e-12),), 1e-5)
+    for steps, covered in ((500, True), (5000, False)):
+        trial = replace(base, phases=(GaussianSteps(steps, 50.0, 1e-3),))
+        assert Limit(base).allows(trial) is covered
+
+
 @pytest.mark.parametrize(
     "law",
     [
