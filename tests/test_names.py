@@ -33,8 +33,7 @@ KEPT = {
     "neyman_pearson_radius": "the exact radius that bounds are held against",
     "certified_accuracy_ceiling": "what no table of certificates can exceed",
     "ceiling": "of every ROC, for membership inference", "largest_rejected": "for audits of a plan",
-    "shared_alpha": "for several audits of one run", "of_plan": "the curve audits hold a run to",
-    "ManyRuns": "for audits", "Trials": "for audits",
+    "one_run_mu": "one-run audits of many runs at once",
 }  # fmt: skip
 
 # Names that several modules define, and why each may.

@@ -2,7 +2,7 @@
 
 A kind of evaluation is one class without torch: its settings, whether its results are private, the
 only reader of its results and what a report prints of them. `work` describes the job that computes
-them (`dpdist.bulk.job`); torch comes in there. `dpdist.attacks.catalogue` lists the classes.
+them (`dpdist.bulk.job`); torch comes in there. `dpdist.audits.catalogue` lists the classes.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from dpdist.base.errors import ClusterError, Interrupted, UserError, no_room
 from dpdist.commands import (
     account,
     attack,
+    audit,
     budget,
     certify,
     cluster,
@@ -49,6 +50,7 @@ app.command("pretrain")(pretrain.command)
 app.command("denoise")(denoise.command)
 app.command("certify")(certify.command)
 app.command("attack")(attack.command)
+app.command("audit")(audit.command)
 app.command("predict")(predict.command)
 app.command("report")(report.command)
 app.command("compare")(compare.command)

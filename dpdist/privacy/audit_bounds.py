@@ -280,6 +280,19 @@ def improbable(
 # --- from hypotheses to epsilon ---------------------------------------------------------------
 
 
+def log_likelihood_ratio(sums: ArrayLike, sigma: float, rate: float) -> Array:
+    """How much noisy sums speak for the canary: ln(1 - q + q e^((x - 1/2) / sigma^2)), to be added
+    up over releases.
+
+    sums: in units of the clip along the canary. For q < 1 adding up the sums themselves would keep
+    only a part of mu (0.43 to 0.76 at usual settings).
+    """
+    exponent = (np.asarray(sums, float) - 0.5) / sigma**2
+    if rate == 1:
+        return exponent
+    return np.logaddexp(np.log1p(-rate), np.log(rate) + exponent)
+
+
 def epsilon_of_mu(mu: float, delta: float) -> float:
     """epsilon at delta of mu-Gaussian DP; 0 for mu 0."""
     return float(gaussian_epsilon(delta, 1.0, mu)) if mu > 0 else 0.0

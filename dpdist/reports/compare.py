@@ -53,8 +53,10 @@ def curves(facts: Facts) -> list[Curve]:
 
 
 def privacy_grid(runs: Sequence[Facts]) -> list[list[str]]:
-    """Header and one row for each run: clean accuracy, epsilon claimed and proved, verdict."""
-    rows = [["run", "clean, %", "claimed epsilon", "proved epsilon", "verdict"]]
+    """Header and one row for each run: clean accuracy, epsilon claimed, proved and audited (the
+    largest lower bound), verdict."""
+    header = ["run", "clean, %", "claimed epsilon", "proved epsilon", "audited epsilon", "verdict"]
+    rows = [header]
     for facts in runs:
         clean = "" if facts.evaluation is None else f"{100 * facts.evaluation['accuracy']:.2f}"
         claim = facts.claim
@@ -65,7 +67,10 @@ def privacy_grid(runs: Sequence[Facts]) -> list[list[str]]:
         elif math.isfinite(facts.guarantee.epsilon):
             verdict = "proved"
         proved = format_epsilon(facts.guarantee.epsilon)
-        rows.append([facts.folder.name, clean, claimed, proved, verdict])
+        audits = [audited for audited in facts.audits if not audited.exploratory]
+        strongest = max(audits, key=lambda audited: audited.epsilon, default=None)
+        audited = "none" if strongest is None else strongest.short
+        rows.append([facts.folder.name, clean, claimed, proved, audited, verdict])
     return rows
 
 

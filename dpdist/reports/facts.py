@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from dpdist import __version__
-from dpdist.attacks import catalogue
 from dpdist.attacks.reading import AttackTable, numbers_of
 from dpdist.attacks.settings import AttackSettings, CheckSettings
+from dpdist.audits import catalogue
+from dpdist.audits.result import AuditResult
 from dpdist.base.errors import UserError
 from dpdist.base.reading import check_shape, read_json
 from dpdist.bulk.evaluation import Evaluation
 from dpdist.certification import reading
 from dpdist.certification.reading import CertificateTable
+from dpdist.privacy.audited import Audited
 from dpdist.privacy.budgets import budgets_in
 from dpdist.privacy.card import card
 from dpdist.privacy.claims import Claim
@@ -58,6 +60,10 @@ class Facts:
     @property
     def checks(self) -> list[dict[str, Any]]:
         return self.evaluations[CheckSettings]
+
+    @property
+    def audits(self) -> list[Audited]:
+        return self.evaluations[AuditResult]
 
     @property
     def input_shape(self) -> tuple[int, ...]:
@@ -142,6 +148,7 @@ class Facts:
             notes.append(f"Custom model: treats examples independently ({how}).")
         if self.claim is not None:
             notes.append(f"Claimed by the paper, not the guarantee: {self.claim.line}.")
+        notes += [f"Audited ({audited.kind}): {audited.line}." for audited in self.audits]
         return card(
             plan,
             self.ledger if self.search is None else None,

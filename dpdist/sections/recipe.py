@@ -30,6 +30,7 @@ from dpdist.base.fields import (
     Text,
 )
 from dpdist.certification.catalogue import AnyCertificate
+from dpdist.sections.audit import AnyAudit
 from dpdist.sections.search import TuneRecipe
 
 # The name of a split: a file's name without its ending, or a folder's.
@@ -340,6 +341,7 @@ class Sections(Section):
     training: TrainingRecipe
     public: PublicRecipe | None = None
     certify: AnyCertificate | None = None
+    audit: AnyAudit | None = None
     tune: TuneRecipe | None = None
     resources: ResourcesRecipe = ResourcesRecipe()
 

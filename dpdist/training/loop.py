@@ -27,6 +27,7 @@ from dpdist.gradients.blocks import Blocks
 from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.noise import add_noise
 from dpdist.gradients.sampling import poisson_sample, share
+from dpdist.gradients.task import Task
 from dpdist.methods.base import Fixed
 from dpdist.privacy.journal import JournalBusy
 from dpdist.privacy.ledger import Ledger, LedgerError, ReplayConflict
@@ -89,7 +90,73 @@ def run(job: TrainJob, reducer: Reducer, until: int | None = None) -> None:
         loop.finish()
 
 
-class Loop:
+class Mechanism:
+    """What a step releases: sampling, clipped sums, one reduction, noise, division.
+
+    Of a training (`Loop`), and of audits, which drive the same code on records of their own.
+    ledger: worker 0's; every release is announced there first.
+    """
+
+    engine: GradientEngine
+    task: Task
+    dataset: Any
+    reducer: Reducer
+    shards: Shards
+    key: bytes
+    attempt: str
+    ledger: Ledger | None = None
+    permit: PermitGate | None = None
+
+    def gradient(
+        self, step: int, todo: StepPlan, flag: bool = False
+    ) -> tuple[np.ndarray, Seen, bool]:
+        """The step's noisy gradient, float64 (size,); what it is made of, PRIVATE; and whether any
+        worker's flag was up."""
+        rows, seen = self._clipped_sums(step, todo)
+        noisy, flagged = self.release(step, rows, todo.noise_std, flag)
+        return noisy / todo.expected_batch, seen, flagged
+
+    def _clipped_sums(self, step: int, todo: StepPlan) -> tuple[Tensor, Seen]:
+        """This worker's part of the step: float64 (rows, size), PRIVATE, and what it is made of."""
+        engine, dataset, device = self.engine, self.dataset, self.reducer.device
+        engine.blocks = Blocks.for_batches(self.shards.largest, todo.sample_rate, todo.batch_cap)
+        sample_key = derive_key(self.key, "sample", self.attempt, step)
+        draw_key = derive_key(self.key, "draw", self.attempt, step)
+        rows = torch.zeros(self.shards.rows, engine.size, dtype=torch.float64, device=device)
+        seen = Seen()
+        for row, begin, end in self.shards.mine:
+            members = poisson_sample(
+                sample_key, begin, end, todo.sample_rate,
+                batch_cap=todo.batch_cap, records=len(dataset),
+            )  # fmt: skip
+            inputs = dataset.batch(members).to(device)
+            labels = dataset.targets(members).to(device)
+            ids = torch.from_numpy(members)
+            targets = self.task.targets(engine, inputs, labels, draw_key, ids)
+            clipped = engine.clipped_sum(inputs, targets, draw_key=draw_key, record_ids=ids)
+            rows[row] = clipped.flat
+            seen.examples += clipped.examples
+            seen.nonfinite += clipped.nonfinite
+            seen.loss_sum += clipped.loss_sum
+            seen.details = clipped.details
+        return rows, seen
+
+    def release(
+        self, step: int, rows: Tensor, noise_std: float, flag: bool = False
+    ) -> tuple[np.ndarray, bool]:
+        """The sum of all workers' rows with Gaussian noise, the ledger's entry durable before it;
+        and whether any worker's flag was up. rows: float64 (rows, size), bounded as the plan says.
+        """
+        total, flagged = self.reducer.sum(rows, flag)
+        summed = total.cpu().numpy()
+        if self.ledger is not None and self.permit is not None:
+            self.permit.wait(step)
+            _announce(self.ledger, step, self.key, self.attempt, summed)
+        noise_key = derive_key(self.key, "noise", self.attempt, step)
+        return add_noise(summed, noise_key, noise_std), flagged
+
+
+class Loop(Mechanism):
     """A training in the hands of one worker (`dpdist.methods.base.Worker`).
 
     Made, it holds model and parameters as they are after `start` steps. ledger: worker 0's.
@@ -121,16 +188,14 @@ class Loop:
         self.constrain = self.method.constraint(self.model)
         self.constrain()
         self.optimizer = FlatOptimizer(recipe.training, plan.steps, self.flat)
-        self.ledger: Ledger | None = None
         self.attempt = self._begin_attempt(stack)
         self.start = self._newest_checkpoint()
         self.last = plan.steps if until is None else min(until, plan.steps)
         self.monitor: Monitor | None = None
-        self.permit: PermitGate | None = None
         if self.ledger is not None:
             self.monitor = Monitor(job, plan.steps, self.start)
             self.permit = PermitGate(folder, self.ledger.epoch, self.start, plan.steps)
-        self.shards = _shards(
+        self.shards = shards_of(
             len(self.dataset), plan.records, reducer, recipe.training.reproducible
         )
         inputs, _ = probe(data.load(job.source, "test"))
@@ -179,10 +244,9 @@ class Loop:
             self._step(step, todo)
 
     def _step(self, step: int, todo: StepPlan) -> None:
-        rows, seen = self._clipped_sums(step, todo)
         due = time.monotonic() - self.saved > self.job.recipe.resources.checkpoint_seconds
-        noisy, save_now = self.release(step, rows, todo.noise_std, self.reducer.rank == 0 and due)
-        gradient = torch.from_numpy(noisy / todo.expected_batch).to(self.flat)
+        noisy, seen, save_now = self.gradient(step, todo, self.reducer.rank == 0 and due)
+        gradient = torch.from_numpy(noisy).to(self.flat)
         self.optimizer.update(self.flat, gradient, step)
         self.constrain()
         self.divergence.check(self.flat, step, step + 1 == self.last)
@@ -190,45 +254,6 @@ class Loop:
             self.monitor.step(step, seen)
         if save_now or step + 1 == self.last:
             self.save(step + 1)
-
-    def _clipped_sums(self, step: int, todo: StepPlan) -> tuple[Tensor, Seen]:
-        """This worker's part of the step: float64 (rows, size), PRIVATE, and what it is made of."""
-        engine, dataset, device = self.engine, self.dataset, self.reducer.device
-        engine.blocks = Blocks.for_batches(self.shards.largest, todo.sample_rate, todo.batch_cap)
-        sample_key = derive_key(self.key, "sample", self.attempt, step)
-        draw_key = derive_key(self.key, "draw", self.attempt, step)
-        rows = torch.zeros(self.shards.rows, engine.size, dtype=torch.float64, device=device)
-        seen = Seen()
-        for row, begin, end in self.shards.mine:
-            members = poisson_sample(
-                sample_key, begin, end, todo.sample_rate,
-                batch_cap=todo.batch_cap, records=len(dataset),
-            )  # fmt: skip
-            inputs = dataset.batch(members).to(device)
-            labels = dataset.targets(members).to(device)
-            ids = torch.from_numpy(members)
-            targets = self.task.targets(engine, inputs, labels, draw_key, ids)
-            clipped = engine.clipped_sum(inputs, targets, draw_key=draw_key, record_ids=ids)
-            rows[row] = clipped.flat
-            seen.examples += clipped.examples
-            seen.nonfinite += clipped.nonfinite
-            seen.loss_sum += clipped.loss_sum
-            seen.details = clipped.details
-        return rows, seen
-
-    def release(
-        self, step: int, rows: Tensor, noise_std: float, flag: bool = False
-    ) -> tuple[np.ndarray, bool]:
-        """The sum of all workers' rows with Gaussian noise, the ledger's entry durable before it;
-        and whether any worker's flag was up. rows: float64 (rows, size), bounded as the plan says.
-        """
-        total, flagged = self.reducer.sum(rows, flag)
-        summed = total.cpu().numpy()
-        if self.ledger is not None and self.permit is not None:
-            self.permit.wait(step)
-            _announce(self.ledger, step, self.key, self.attempt, summed)
-        noise_key = derive_key(self.key, "noise", self.attempt, step)
-        return add_noise(summed, noise_key, noise_std), flagged
 
     def save(self, done: int) -> None:
         """A checkpoint after `done` steps, unless the workers' parameters differ."""
@@ -260,7 +285,7 @@ def _point_into(engine: GradientEngine, flat: Tensor) -> None:
 
 
 @dataclass(frozen=True)
-class _Shards:
+class Shards:
     """rows: length of the reduced stack. largest: records planned for any shard. mine: (row, first
     record, end) of this worker's shards."""
 
@@ -269,7 +294,7 @@ class _Shards:
     mine: list[tuple[int, int, int]]
 
 
-def _shards(records: int, planned: int, reducer: Reducer, reproducible: bool) -> _Shards:
+def shards_of(records: int, planned: int, reducer: Reducer, reproducible: bool) -> Shards:
     """Cut at the plan's number of records, which is another than theirs when it was declared: the
     last shard takes what is beyond it, and nothing else changes with their number."""
     count = CANONICAL_SHARDS if reproducible else reducer.world_size
@@ -280,9 +305,9 @@ def _shards(records: int, planned: int, reducer: Reducer, reproducible: bool) ->
 
     largest = -(-planned // count)
     if not reproducible:
-        return _Shards(1, largest, [(0, *bounds(reducer.rank))])
+        return Shards(1, largest, [(0, *bounds(reducer.rank))])
     first, last = share(CANONICAL_SHARDS, reducer.rank, reducer.world_size)
-    return _Shards(count, largest, [(row, *bounds(row)) for row in range(first, last)])
+    return Shards(count, largest, [(row, *bounds(row)) for row in range(first, last)])
 
 
 def _identity(job: TrainJob, reducer: Reducer) -> dict[str, str]:

@@ -13,7 +13,7 @@ from support.here import without_ray
 from support.training import make, train
 
 from dpdist import bulk, pipeline
-from dpdist.attacks import catalogue
+from dpdist.audits import catalogue
 from dpdist.base.errors import UserError
 from dpdist.base.table_files import read_table
 from dpdist.bulk.evaluation import Evaluation, Subject

@@ -1,0 +1,105 @@
+"""The real pieces of a training step on records that an audit made up.
+
+`Driven` is the loop's own mechanism: keyed sampling, clipped sums by the engine, the reducer,
+noise, rounding and division. What is replaced is the model, by the cheapest that has two tensors;
+the records; and the network between the workers, who take their turns in one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dpdist.gradients.clipping import Clipping
+from dpdist.gradients.engine import GradientEngine
+from dpdist.gradients.task import Task
+from dpdist.privacy.plan import StepPlan
+from dpdist.training.loop import Mechanism, Shards, shards_of
+from dpdist.training.reducer import Reducer
+
+WIDTH = 64  # coordinates: one record's gradient each
+_GAIN = 100.0  # in units of the clip; the clip cuts every gradient down
+
+
+class Taps(nn.Module):
+    """Two tensors of WIDTH weights. The record e_j has one gradient for weight j of both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, 1, bias=False)
+        self.second = nn.Linear(WIDTH, 1, bias=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.first(inputs) + self.second(inputs)
+
+
+@dataclass(frozen=True)
+class Records:
+    """Coordinates of the records, in order of their positions."""
+
+    coordinates: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.coordinates)
+
+    def batch(self, members: np.ndarray) -> Tensor:
+        return torch.eye(WIDTH)[self.coordinates[members]]
+
+    def targets(self, members: np.ndarray) -> Tensor:
+        return torch.zeros(len(members), dtype=torch.int64)
+
+
+class InTurn(Reducer):
+    """Worker 0 of several whose parts are asked for where the network would add them up."""
+
+    def __init__(self, workers: int, others: Callable[[], Sequence[Tensor]]) -> None:
+        super().__init__(0, workers, torch.device("cpu"))
+        self._others = others
+
+    def all_sum(self, buffer: Tensor) -> None:
+        for rows in self._others():
+            buffer += torch.cat([rows.reshape(-1), torch.tensor([1.0, 0.0], dtype=torch.float64)])
+
+
+class Driven(Mechanism):
+    """One worker's mechanism. todo: the step that is done again and again, each time under the next
+    step's keys."""
+
+    attempt = "audit"
+
+    def __init__(self, todo: StepPlan, clipping: Clipping, workers: int, key: bytes) -> None:
+        def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+            return gain * outputs[:, 0]
+
+        gain = _GAIN * todo.clip_norm
+        self.todo, self.key, self.workers = todo, key, workers
+        self.task = Task()
+        self.engine = GradientEngine(Taps(), loss, clipping=clipping, micro_batch=2 * WIDTH)
+        self.dataset = Records(np.arange(0))
+        self.reducer = InTurn(workers, self.others)
+        self.now = 0
+
+    def seen(self, coordinates: np.ndarray, step: int) -> np.ndarray | None:
+        """What a step on these records releases: (2, WIDTH) in units of the clip, the division
+        undone. None where nothing is released."""
+        self.dataset, self.now = Records(coordinates), step
+        self.shards = self.shard(0)
+        noisy, *_ = self.gradient(step, self.todo)
+        return noisy.reshape(2, WIDTH) * (self.todo.expected_batch / self.todo.clip_norm)
+
+    def shard(self, rank: int) -> Shards:
+        planned = round(self.todo.expected_batch / self.todo.sample_rate)
+        place = Reducer(rank, self.workers, torch.device("cpu"))
+        return shards_of(len(self.dataset), planned, place, False)
+
+    def others(self) -> list[Tensor]:
+        """What the other workers add."""
+        parts = []
+        for rank in range(1, self.workers):
+            self.shards = self.shard(rank)
+            parts.append(self._clipped_sums(self.now, self.todo)[0])
+        return parts

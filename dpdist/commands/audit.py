@@ -1,0 +1,81 @@
+"""dpdist audit: a lower bound of epsilon, measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dpdist.base.errors import UserError
+from dpdist.commands.options import RUNS, DataRoot, Output, Runs
+
+if TYPE_CHECKING:
+    from dpdist.audits.target import Target
+
+_Name = Annotated[
+    str, typer.Argument(metavar="RECIPE|RUN", help="A recipe, or a trained run (by name or path).")
+]
+_Kind = Annotated[
+    str | None, typer.Option(help="mechanism (default), or that of the recipe's audit section.")
+]
+_Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="NAME=VALUE", help="An option of the audit: releases=2000."),
+]
+
+
+def command(
+    name: _Name,
+    kind: _Kind = None,
+    options: _Set = None,
+    runs: Runs = RUNS,
+    data_root: DataRoot = None,
+    output: Output = None,
+) -> None:
+    """Measure how much leaks at least: an empirical lower bound of epsilon, beside what is proved.
+
+    Exit code 1 when it exceeds what is proved: then code or proof is wrong.
+    """
+    from dpdist import pipeline
+    from dpdist.audits import catalogue
+    from dpdist.audits.result import AuditResult
+    from dpdist.base import console
+
+    target = _target(name, runs, data_root)
+    asked = catalogue.asked_for(target.recipe, kind, options or [])
+    if target.folder is not None:
+        output = AuditResult(asked).place(target.folder, output)
+    output = output or runs / f"{target.recipe.name}.audit" / asked.folder_name
+    with console.progress(f"audit, {asked.folder_name}", "trials", "trials") as show:
+        found = catalogue.make_audit(
+            asked, target, output, lambda done, total: show(done, total, 0.0)
+        )
+    rows = [("epsilon", found.three), ("audited", found.line)]
+    rows += [("it rests on", line) for line in found.assumptions]
+    rows += [(key.replace("_", " "), str(value)) for key, value in found.details.items()]
+    typer.echo(console.table(rows, title=f"audit of {name}"))
+    typer.echo(f"result: {output / AuditResult.file}")
+    if target.folder is not None:
+        pipeline.report_stage(target.folder)
+    if found.bug:
+        raise typer.Exit(1)
+
+
+def _target(name: str, runs: Path, data_root: Path | None) -> Target:
+    """A run of that name, or a recipe."""
+    from dpdist import pipeline
+    from dpdist.audits import target
+    from dpdist.runs.folder import open_run
+
+    try:
+        folder = open_run(name, runs)
+    except UserError as no_run:
+        try:
+            recipe = pipeline.resolve(name, data_root=data_root)
+        except UserError as no_recipe:
+            if "no such recipe" in str(no_recipe):
+                raise UserError(f"{no_run}; {no_recipe}") from None
+            raise
+        return target.of_recipe(recipe, name)
+    return target.of_run(folder)

@@ -1,0 +1,89 @@
+"""dpdist audit: of a recipe and of a run, its result in report, card and comparison."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.here import command
+from support.training import make, train
+
+from dpdist.audits import driving
+from dpdist.privacy.audited import Audited
+from dpdist.reports import compare
+from dpdist.reports.facts import read_facts
+
+FEW = ("--set", "releases=400", "--set", "workers=1")
+
+
+@pytest.fixture
+def dpdist(monkeypatch, capsys, tmp_path):
+    return lambda *words: command(monkeypatch, capsys, tmp_path, *words)
+
+
+@pytest.fixture
+def run(tmp_path: Path):
+    recipe, folder = make(
+        tmp_path / "runs", "x", model="linear", data__max_train=60, training__batch_size=60,
+        training__steps=1, privacy__run_key=None,
+    )  # fmt: skip
+    train(recipe, folder)
+    return folder
+
+
+def test_of_a_run(run, dpdist, monkeypatch):
+    done = dpdist("audit", "x", "--runs", run.path.parent, *FEW)
+    assert done.code == 0, done.err
+    assert "claimed nothing, proved" in done.out and "consistent" in done.out
+    facts = read_facts(run)
+    (audited,) = facts.audits
+    assert audited.path == run.path / "audit" / "mechanism" / "audit.json"
+    assert 0 < audited.epsilon < audited.proved == facts.guarantee.epsilon
+    assert ("audited, mechanism", audited.line) in facts.summary()
+    assert any(audited.line in note for note in facts.card()["notes"])
+    header, row = compare.privacy_grid([facts])
+    assert row[header.index("audited epsilon")] == audited.short
+    assert audited.line.split("(")[0] in run.report.read_text().replace("&gt;", ">")
+
+    # A fault in the code that trains: the exit code says so.
+    real = driving.Driven.release
+    monkeypatch.setattr(
+        driving.Driven, "release", lambda self, step, rows, std, flag=False:
+        real(self, step, rows, std / 3, flag),
+    )  # fmt: skip
+    done = dpdist("audit", "x", "--runs", run.path.parent, *FEW, "--set", "seed=1")
+    assert done.code == 1 and "exceeds proved: a bug" in done.out
+
+
+def test_of_a_recipe(dpdist, tmp_path):
+    done = dpdist("audit", "digits", "--runs", tmp_path, *FEW)
+    assert done.code == 0, done.err
+    (path,) = tmp_path.rglob("audit.json")
+    assert path.parent == tmp_path / "digits.audit" / "mechanism"
+    assert Audited.read(path).model is None
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("nothing-here",), "no such recipe"),
+        (("digits", "--kind", "magic"), "audit.kind: must be one of mechanism"),
+        (("digits", "--set", "releases=1"), "audit.releases: must be"),
+        (("digits", "--set", "alpha=2"), "audit.alpha: must be"),
+        (("digits", "--set", "what=1"), "audit.what: "),
+        (("digits", "--set", "releases"), "--set: give NAME=VALUE"),
+    ],
+)
+def test_bad_input(dpdist, tmp_path, options, words):
+    done = dpdist("audit", *options, "--runs", tmp_path)
+    assert done.code == 2 and words in done.err, done.err
+    assert len(done.err.strip().splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_nothing_to_audit_against(dpdist, tmp_path):
+    recipe, _ = make(tmp_path, privacy={"noise_multiplier": 0, "delta": 1e-3}, model="linear")
+    path = tmp_path / "r.yaml"
+    path.write_text(recipe.to_yaml())
+    done = dpdist("audit", path, "--runs", tmp_path / "runs")
+    assert done.code == 2 and "nothing to audit against" in done.err

@@ -1,0 +1,67 @@
+"""The result of an audit: its words, its verdict, its file."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+
+import pytest
+
+from dpdist.base.errors import UserError
+from dpdist.privacy.audited import BUG, CONSISTENT, REFUTED, Audited
+
+FOUND = Audited(
+    kind="mechanism", method="by a theorem", epsilon=1.23456, delta=1e-5, alpha=0.05,
+    view="single releases", neighbours="add-or-remove-one", trials=2000, rule="above 1",
+    proved=2.0, assumptions=("it is Gaussian",), details={"sigma": 1.0},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "verdict"),
+    [
+        ({}, CONSISTENT),
+        ({"epsilon": 2.1}, BUG),
+        ({"curve_rejected": True}, BUG),
+        ({"claimed": 1.0}, REFUTED),
+        ({"claimed": 1.0, "epsilon": 2.1}, BUG),
+        ({"claimed": 1.0, "proved": math.inf}, REFUTED),
+        ({"exploratory": True, "epsilon": 9.0, "curve_rejected": True, "claimed": 1}, CONSISTENT),
+    ],
+)
+def test_the_verdict(tmp_path, changes, verdict):
+    audited = dataclasses.replace(FOUND, **changes)
+    assert audited.verdict == verdict and audited.bug == (verdict == BUG)
+    assert verdict in audited.line or audited.exploratory
+    audited.write(tmp_path / "a" / "audit.json")
+    back = Audited.read(tmp_path / "a" / "audit.json")
+    assert dataclasses.replace(back, path=None) == audited
+
+
+def test_a_lower_bound_is_rounded_down():
+    assert "epsilon >= 1.234 at delta = 1e-05, confidence 95 %" in FOUND.line
+    assert FOUND.three == "claimed nothing, proved 2, audited >= 1.234 at delta = 1e-05"
+    assert FOUND.short == ">= 1.234 (mechanism)"
+    assert "no statement" in dataclasses.replace(FOUND, exploratory=True).line
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"epsilon": 2.5}, "says 'consistent' where its numbers say 'exceeds proved: a bug'"),
+        ({"epsilon": "1"}, "epsilon must be float"),
+        ({"alpha": 0.0}, "alpha lies between"),
+        ({"proved": "none"}, "could not convert"),
+        ({"delta": 2.0}, "delta"),
+        ({"more": 1}, "unexpected keyword"),
+        ({"model": 3}, "model must be text"),
+    ],
+)
+def test_a_damaged_file_is_refused(tmp_path, changes, words):
+    path = tmp_path / "audit.json"
+    FOUND.write(path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(UserError, match=words) as caught:
+        Audited.read(path)
+    assert str(path) in str(caught.value)
