@@ -26,7 +26,9 @@ import dpdist.data
 from dpdist import models
 from dpdist.attacks.balls import Ball, distance
 from dpdist.attacks.evasion import ATTACKS, attack
-from dpdist.attacks.randomised import InputNoise, RandomisedClassifier, Randomness
+from dpdist.attacks.randomised import RandomisedClassifier
+from dpdist.certification.sampling import Randomness
+from dpdist.randomness.places import OnInput
 from dpdist.randomness.units import UnitSource
 
 BLOCK = 100
@@ -137,7 +139,7 @@ def side_by_side(model: nn.Module, x: Tensor, y: Tensor, steps: int, rounds: int
 def expectation(model: nn.Module, x: Tensor, y: Tensor, steps: int) -> None:
     """What EOT costs: PGD on the smoothed classifier, by draws per gradient."""
     randomness = Randomness(UnitSource("benchmark", "1", "", "", "", 0.0))
-    classifier = RandomisedClassifier(model, InputNoise(0.25))
+    classifier = RandomisedClassifier(model, OnInput(0.25))
     ball = Ball(x, torch.full((len(x),), SIZES["l2"], dtype=torch.float64), "l2")
     print(f"\nPGD in L2 on the smoothed classifier, sigma 0.25, {len(x)} images, {steps} steps")
     for draws in (1, 4, 16, 64):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +25,7 @@ from dpdist.certification.job import TABLE, certify
 from dpdist.certification.table import about
 from dpdist.cluster.packages import check_nodes
 from dpdist.cluster.session import Session, connect
+from dpdist.randomness.places import place_of
 from dpdist.runs.archive import Archive
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe, field_error
@@ -278,7 +280,7 @@ def evaluate_stage(recipe: Recipe, folder: RunFolder) -> None:
         return
     dataset = evaluation_data(recipe, source_of(recipe))
     model = load_model(recipe, folder)
-    noisy = models.hidden_noise(model) is not None
+    noisy, seed = place_of(model).random, secrets.token_hex(16)
     wrong: list[int] = []
     loss = 0.0
     with torch.inference_mode():
@@ -286,7 +288,7 @@ def evaluate_stage(recipe: Recipe, folder: RunFolder) -> None:
             rows = slice(start, start + _EVALUATION_BATCH)
             inputs, targets = dataset.batch(rows), dataset.targets(rows)
             if noisy:
-                outputs = expected_log_scores(model, inputs, _EVALUATION_DRAWS)
+                outputs = expected_log_scores(model, inputs, _EVALUATION_DRAWS, seed, start)
             else:
                 outputs = model(inputs)
             missed = torch.nonzero(outputs.argmax(1) != targets).flatten() + start

@@ -19,6 +19,7 @@ CALLED_FROM_OUTSIDE = {
 
 # Not called by us yet, or only from Python by users, and why it is here.
 KEPT = {
+    "BlockDraws": "the training side of noise in several places (residual perturbation)",
     "record_event": "the write-ahead entry of a release that is no training step",
     "laplace_epsilon": "inverse of laplace_scale; the oracle of the Laplace accounting's tests",
     "heterogeneous_std": "HGM's noise by component, for one release that is no training step",
@@ -61,7 +62,6 @@ SEVERAL = {
     "Data": "the data of each kind of bulk job", "Inputs": "of a certification, and of overlap",
     "certify": "of a command, of a data set and, Cohen's, of one input's counts",
     "Piece": "of a bulk job and of a certificate", "Task": "of a bulk job and of a method",
-    "InputNoise": "the attacker's view and the method's options",
     "prepare": "of a training and of a search", "public_data": "of a training and of a trial",
 }  # fmt: skip
 

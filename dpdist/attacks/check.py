@@ -40,7 +40,7 @@ from dpdist.bulk.job import Book, Item, Row, run
 from dpdist.certification import reading
 from dpdist.certification.certificate import Certificate
 from dpdist.certification.classifier import ClassifierSpec
-from dpdist.certification.places import Place
+from dpdist.certification.places import SampledPlace
 from dpdist.certification.verdict import ABSTAIN
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class _Shared:
 
     assignment: Assignment
     again: Certificate
-    place: Place
+    place: SampledPlace
 
 
 class Checker:

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dpdist.attacks.randomised import InferenceNoise, InputNoise, Randomness
 from dpdist.base.errors import UserError
 from dpdist.certification.classifier import (
     ClassifierSpec,
@@ -16,9 +15,9 @@ from dpdist.certification.classifier import (
     check_digest,
     choose,
 )
-from dpdist.certification.noises import Gaussian
-from dpdist.certification.sampling import Counter, HiddenNoiseSampler, Sampler
-from dpdist.models import mixing, require_split
+from dpdist.certification.sampling import Counter, Randomness, counter
+from dpdist.models import mixing
+from dpdist.randomness.places import NoiseCut, Place
 from dpdist.randomness.units import CHECK, UnitSource
 
 _ROWS = 500
@@ -27,7 +26,7 @@ _MAX_NUMBERS = 16 * 2**20
 
 @dataclass(frozen=True)
 class Counted:
-    """The classifier whose answers are counted, and its noise.
+    """The classifier whose answers are counted, and where it is random.
 
     inputs: float32 (N, ...), some inputs on which every worker must answer alike. spec: the
     executed form, fixed before counting, of the network behind the noise when that is hidden; until
@@ -35,16 +34,20 @@ class Counted:
     """
 
     model: nn.Module
-    noise: InferenceNoise
+    place: Place
     classes: int
     inputs: np.ndarray
     spec: ClassifierSpec | None = None
+
+    @property
+    def cut(self) -> NoiseCut:
+        return self.place.cut(self.model, self.inputs.shape[1:])
 
 
 def fix_form(counted: Counted, source: UnitSource) -> ClassifierSpec:
     """The executed classifier, chosen by a short probe, or of the form and batch that it has."""
     like = counted.spec
-    network, batch = _executed(counted, source, like.batch if like else None)
+    network, batch = _executed(counted, counted.cut, source, like.batch if like else None)
     spec, _ = choose(network, batch, (like.form,) if like else ())
     return replace(spec, form=like.form) if like else spec
 
@@ -78,10 +81,11 @@ class Counters:
     """
 
     def __init__(self, counted: Counted, source: UnitSource, blocks: tuple[int, ...] = ()) -> None:
-        if counted.noise is None or counted.spec is None:
+        if not counted.place.random or counted.spec is None:
             raise ValueError("nothing is random, or the executed form is not fixed")
         self._counted, self._source, spec = counted, source, counted.spec
-        network, batch = _executed(counted, source, spec.batch)
+        self._cut = counted.cut
+        network, batch = _executed(counted, self._cut, source, spec.batch)
         shapes = [(rows, *batch.shape[1:]) for rows in dict.fromkeys((spec.batch, *blocks))]
         self._executed = ExecutedClassifier(network, spec.form, shapes)
         if check_digest(self._executed(batch)) != spec.check:
@@ -93,41 +97,35 @@ class Counters:
         self.batch = spec.batch
 
     def named(self, purpose: str) -> Counter:
-        """The counter whose noise belongs to ``purpose``; HiddenNoiseSampler if that is hidden."""
-        counted, noise = self._counted, self._counted.noise
+        """The counter whose noise belongs to ``purpose``."""
+        counted = self._counted
         source = replace(self._source, purpose=f"{self._source.purpose}/{purpose}")
-        if isinstance(noise, InputNoise):
-            shape = tuple(counted.inputs.shape[1:])
-            return Sampler(self._executed, Gaussian(noise.sigma), source, counted.classes, shape)
-        assert noise is not None
-        first = require_split(counted.model).first
-        return HiddenNoiseSampler(first, self._executed.logits, noise.std, source)
+        shape = tuple(counted.inputs.shape[1:])
+        return counter(self._cut, self._executed, source, counted.classes, shape)
 
 
 def count(
-    counter: Counter, x: Tensor, index: int, stage: str, draws: int, batch: int
+    answers: Counter, x: Tensor, index: int, stage: str, draws: int, batch: int
 ) -> np.ndarray:
     """Classes of ``draws`` fresh answers at one input (float32, no batch dimension)."""
     return np.sum(
         [
-            counter.histogram(x, index, stage, block, batch, min(batch, draws - block * batch))
+            answers.histogram(x, index, stage, block, batch, min(batch, draws - block * batch))
             for block in range(-(-draws // batch))
         ],
         axis=0,
     )
 
 
-def _executed(counted: Counted, source: UnitSource, rows: int | None) -> tuple[nn.Module, Tensor]:
+def _executed(
+    counted: Counted, cut: NoiseCut, source: UnitSource, rows: int | None
+) -> tuple[nn.Module, Tensor]:
     """The executed network and a check batch for it, under a random unit used for nothing else."""
-    network, at, std = counted.model, torch.from_numpy(counted.inputs), torch.tensor(0.0)
-    if isinstance(counted.noise, InputNoise):
-        std = torch.tensor(counted.noise.sigma)
-    elif counted.noise is not None:
-        split = require_split(counted.model)
+    at = torch.from_numpy(counted.inputs)
+    if cut.first is not None:
         with torch.inference_mode():
-            at = split.first.eval()(at)
-        network, std = split.rest, counted.noise.std
+            at = cut.first.eval()(at)
     shape = tuple(at.shape[1:])
     rows = rows or max(1, min(_ROWS, _MAX_NUMBERS // int(np.prod(shape))))
     normals = Randomness(source).normals((0,), CHECK, 0, rows, shape)
-    return network, at[torch.arange(rows) % len(at)] + std * normals
+    return cut.rest, at[torch.arange(rows) % len(at)] + torch.as_tensor(cut.std) * normals

@@ -15,12 +15,8 @@ from torch import Tensor
 
 from dpdist.attacks.balls import Ball
 from dpdist.attacks.names import ATTACKS, AttackName
-from dpdist.attacks.randomised import (
-    RandomisedClassifier,
-    Randomness,
-    loss_gradient,
-    success_score,
-)
+from dpdist.attacks.randomised import RandomisedClassifier, loss_gradient, success_score
+from dpdist.certification.sampling import Randomness
 
 # (points float32 (B, ...), step) -> gradient of the loss (B, ...), up to a factor per input
 Gradient = Callable[[Tensor, int], Tensor]

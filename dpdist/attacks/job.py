@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import secrets
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,6 @@ import pyarrow as pa
 from dpdist import bulk, models
 from dpdist.attacks import table as tables
 from dpdist.attacks.counting import Counted, fix_form, require_logits
-from dpdist.attacks.randomised import InferenceNoise, InputNoise
 from dpdist.attacks.worker import Assignment, Block, Worker
 from dpdist.base.errors import UserError
 from dpdist.bulk import Progress
@@ -22,6 +20,7 @@ from dpdist.bulk.job import Book, Item, Row, Task, Work, run
 from dpdist.certification import job as certification
 from dpdist.certification.classifier import ClassifierSpec
 from dpdist.cluster.pool import run_once
+from dpdist.randomness.places import place_of
 from dpdist.randomness.units import UnitSource
 
 if TYPE_CHECKING:
@@ -80,18 +79,18 @@ class Attacking(Work):
         like: ClassifierSpec | None = None,
     ) -> None:
         model = models.load(model_folder, trusted_factory=trusted_factory)
-        noise: InferenceNoise = models.hidden_noise(model)
+        place = place_of(model)
         if settings.sigma is not None:
-            noise = InputNoise(settings.sigma)
+            place = place.smoothed(settings.sigma)
         inputs = np.ascontiguousarray(dataset.batch(indices).numpy())
-        counted = Counted(model, noise, dataset.classes, inputs[:64], like)
+        counted = Counted(model, place, dataset.classes, inputs[:64], like)
         require_logits(counted)
         source = UnitSource(
             self.purpose,
             settings.seed or secrets.token_hex(16),
             models.model_hash(model_folder),
             dataset.fingerprint,
-            str(describe(noise)),
+            str(place.describe()),
             settings.sigma or 0.0,
         )
         self.seed, self._data = settings.seed, dataset.name
@@ -107,13 +106,13 @@ class Attacking(Work):
             "dataset": self._data,
             "classes": it.counted.classes,
             "input_shape": list(it.inputs.shape[1:]),
-            "noise": describe(it.counted.noise),
+            "noise": it.counted.place.describe(),
             "settings": it.settings.identity,
         }
 
     def begin(self, output: Path) -> dict[str, Any]:
         form = None
-        if self.assignment.counted.noise is not None:
+        if self.assignment.counted.place.random:
             form = run_once(_form, self.assignment, "the model cannot be attacked").pinned
         return {"seed": self.assignment.source.seed, "classifier": form}
 
@@ -127,7 +126,7 @@ class Attacking(Work):
         size = it.settings.block(it.inputs[0].size)
         blocks = self.blocks([slice(i, i + size) for i in range(0, len(it.indices), size)])
         # Ten times the longest honest block.
-        draws = 1 if it.counted.noise is None else it.settings.draws
+        draws = it.settings.draws if it.counted.place.random else 1
         passes = 3 * it.settings.steps * it.settings.restarts * draws + self.answers
         return Task(
             blocks,
@@ -181,17 +180,6 @@ class Attack(Attacking):
             by_pair.setdefault(str(key).rsplit(" rows ", 1)[0], []).append(rows)
         whole = [some for some in by_pair.values() if len(some) == self._each]
         return [row for some in whole for rows in some for row in rows]
-
-
-def describe(noise: InferenceNoise) -> dict[str, Any]:
-    """The noise as JSON; a tensor of deviations by its scale and digest."""
-    if noise is None:
-        return {"kind": "none"}
-    if isinstance(noise, InputNoise):
-        return {"kind": "input", "sigma": noise.sigma}
-    raw = noise.std.detach().float().contiguous().numpy().tobytes()
-    digest = hashlib.blake2b(raw, digest_size=8).hexdigest()
-    return {"kind": "hidden", "module": noise.module, "std": noise.scale, "digest": digest}
 
 
 def _form(assignment: Assignment) -> ClassifierSpec:

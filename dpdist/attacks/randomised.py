@@ -1,4 +1,4 @@
-"""The attacked classifier: a network, and where it is noisy at inference (input, hidden, nowhere).
+"""The attacked classifier: a network, and the place where it is random at inference.
 
 A randomised classifier answers with the most likely class over its noise. Attacks differentiate
 that classifier itself by expectation over the noise (EOT, Athalye et al., ICML 2018): the gradient
@@ -8,70 +8,27 @@ is the mean of the gradients under independent draws.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dpdist.certification.noises import Gaussian
-from dpdist.models import HiddenNoise
-from dpdist.randomness.units import RandomWords, UnitSource
-
-
-@dataclass(frozen=True)
-class InputNoise:
-    """N(0, sigma^2) on every number of the input (randomised smoothing). sigma in input units."""
-
-    sigma: float
-
-
-# HiddenNoise: N(0, std^2) on the output of one module (PixelDP, HGM-PixelDP, Secure-SGD).
-InferenceNoise = InputNoise | HiddenNoise | None
+from dpdist.randomness.places import Nowhere, Place
 
 
 class RandomisedClassifier:
     """Logits of a network under given standard normal draws; without noise it is deterministic."""
 
-    def __init__(self, model: nn.Module, noise: InferenceNoise = None) -> None:
+    def __init__(self, model: nn.Module, place: Place | None = None) -> None:
         self.model = model.eval().requires_grad_(False)
-        self.noise = noise
-        if isinstance(noise, HiddenNoise):
-            self._module = model.get_submodule(noise.module)
+        self.place = place or Nowhere()
 
     def noise_shape(self, input_shape: Sequence[int]) -> tuple[int, ...] | None:
         """Shape of the normals of one draw for one example; None when nothing is random."""
-        if self.noise is None:
-            return None
-        if isinstance(self.noise, InputNoise):
-            return tuple(input_shape)
-        shapes: list[tuple[int, ...]] = []
-        hook = self._module.register_forward_hook(
-            lambda module, inputs, output: shapes.append(tuple(output.shape[1:]))
-        )
-        try:
-            with torch.inference_mode():
-                self.model(torch.zeros(1, *input_shape))
-        finally:
-            hook.remove()
-        if len(shapes) != 1:
-            raise ValueError(f"the module ran {len(shapes)} times in a forward pass, must be once")
-        return shapes[0]
+        return self.place.normals_shape(self.model, tuple(input_shape))
 
     def logits(self, x: Tensor, normals: Tensor | None) -> Tensor:
         """(B, classes) for float32 inputs (B, ...) and normals (B, *noise_shape), or none."""
-        if self.noise is None or normals is None:
-            return self.model(x)
-        if isinstance(self.noise, InputNoise):
-            return self.model(x + self.noise.sigma * normals)
-        std = self.noise.std
-        hook = self._module.register_forward_hook(
-            lambda module, inputs, output: output + std * normals
-        )
-        try:
-            return self.model(x)
-        finally:
-            hook.remove()
+        return self.place.logits(self.model, x, normals)
 
 
 def loss_gradient(
@@ -118,34 +75,3 @@ def success_score(
         wrong = (logits.argmax(1) != repeated).double()
     loss = loss.view(len(x), draws).mean(1)
     return wrong.view(len(x), draws).sum(1) + loss / (1 + loss)
-
-
-class Randomness:
-    """Random numbers for attacks: a pure function of the source, the input and what they are for.
-
-    So an input is attacked alike whoever attacks it, in whatever order, beside whatever sizes.
-    """
-
-    def __init__(self, source: UnitSource) -> None:
-        self._source = source
-        self._words: dict[int, RandomWords] = {}
-
-    def normals(
-        self, indices: Sequence[int], stage: str, block: int, draws: int, shape: tuple[int, ...]
-    ) -> Tensor:
-        """Standard normals, float32 (len(indices) * draws, *shape); row by row of one input."""
-        out = np.empty((len(indices), draws * int(np.prod(shape))), dtype=np.float32)
-        noise = Gaussian(1.0)
-        for row, index in zip(out, indices, strict=True):
-            noise.draw(self._fill(index, stage, block, row.size), row)
-        return torch.from_numpy(out).view(-1, *shape)
-
-    def uniforms(self, indices: Sequence[int], stage: str, block: int, count: int) -> Tensor:
-        """Uniform on (0, 1), float64 (len(indices), count)."""
-        rows = [self._fill(index, stage, block, count)[:count] + 0.5 for index in indices]
-        return torch.from_numpy(np.stack(rows) * 2.0**-32 + 0.5)
-
-    def _fill(self, index: int, stage: str, block: int, count: int) -> np.ndarray:
-        size = count + count % 2  # Box-Muller takes words in pairs
-        words = self._words.setdefault(size, RandomWords(size))
-        return words.fill(self._source.key(index, stage, block))

@@ -11,8 +11,9 @@ import numpy as np
 
 from dpdist.attacks.table import about, read
 from dpdist.base.errors import UserError
-from dpdist.base.reading import read_json, shown
+from dpdist.base.reading import check_shape, read_json, shown
 from dpdist.certification.verdict import ABSTAIN
+from dpdist.randomness.places import PLACES, Place
 
 NONE = "none"
 VERDICT = "check.json"
@@ -43,8 +44,8 @@ class Shares:
 class AttackTable:
     """One evaluation under attack. Arrays of equal length, one entry per attack, size and input.
 
-    noise: "none", "input" or "hidden", where the attacked classifier is random; sigma: of its
-    input noise, or None. numbers: coordinates of one input. model, data: what names both.
+    noise: the kind of the place where the attacked classifier is random; sigma: of its input noise,
+    or None. numbers: coordinates of one input. model, data: what names both.
     """
 
     path: Path
@@ -106,23 +107,32 @@ class AttackTable:
     @property
     def classifier(self) -> str:
         """What was attacked, in words."""
-        if self.noise == "input":
-            return f"smoothed, sigma {self.sigma:g}: {self.n:,} draws per answer"
-        if self.noise == "hidden":
-            return f"noise in the first hidden layer: {self.n:,} draws per answer"
-        return "the network itself"
+        words = self.place.words(self.sigma)
+        return f"{words}: {self.n:,} draws per answer" if self.place.random else words
+
+    @property
+    def place(self) -> type[Place]:
+        return PLACES[self.noise]
+
+    @property
+    def certified_as(self) -> tuple[str, float | None]:
+        """What a certificate of the same classifier says of its noise."""
+        return self.place.certified_as, self.sigma
 
 
 def read_attack(path: Path) -> AttackTable:
     """One attacks.parquet. Raises UserError when it is none, or not of its settings."""
     columns = read(path)
     said = about(columns)
-    settings = said["settings"]
+    settings, noise = said["settings"], {"sigma": None, **said["noise"]}
+    check_shape(noise, str(path), {"sigma": float | None})
+    if noise["kind"] not in PLACES:
+        raise UserError(f"{path}: damaged: no such place of noise: {shown(noise['kind'])}")
     table = AttackTable(
         path=path,
         norm=settings["norm"],
-        noise=said["noise"]["kind"],
-        sigma=settings["sigma"],
+        noise=noise["kind"],
+        sigma=noise["sigma"],
         steps=settings["steps"],
         restarts=settings["restarts"],
         draws=settings["draws"],
@@ -160,7 +170,7 @@ def attack_line(table: AttackTable) -> str:
 
 def _worst_line(table: AttackTable, size: float) -> str:
     right, abstained, wrong = table.worst(size).percent()
-    undecided = "" if table.noise == "none" else f", {abstained} % abstained"
+    undecided = f", {abstained} % abstained" if table.place.random else ""
     return f"{right} % right{undecided}, {wrong} % wrong"
 
 

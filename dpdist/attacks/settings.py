@@ -36,7 +36,7 @@ class AttackSettings(Evaluation):
     of "fgsm", "i-fgsm", "mim", "pgd". steps: of the last three. restarts, step_scale: of PGD
     (``evasion.attack``).
     sigma: attack the network smoothed by N(0, sigma^2) input noise; None: the model as it is,
-    with the noise of its hidden layer if it has one. draws: of the noise for each gradient (EOT).
+    with noise of its own if it has some. draws: of the noise for each gradient (EOT).
     n, alpha: draws of each answer of a randomised classifier and the error of its two-sided test;
     ABSTAIN where it does not decide.
     labels: what the attack leads away from: the "true" label, or the class "predicted" without an

@@ -12,10 +12,10 @@ from torch import Tensor
 from dpdist.attacks.balls import PIXELS, Ball, distance
 from dpdist.attacks.counting import Counted, Counters, count
 from dpdist.attacks.evasion import attack
-from dpdist.attacks.randomised import RandomisedClassifier, Randomness
+from dpdist.attacks.randomised import RandomisedClassifier
 from dpdist.certification.classifier import quiet_threads
 from dpdist.certification.cohen import predict
-from dpdist.certification.sampling import Counter
+from dpdist.certification.sampling import Counter, Randomness
 from dpdist.randomness.units import UnitSource
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Attacker:
         self._assignment = assignment
         self._randomness = Randomness(assignment.source)
         counted = assignment.counted
-        self.classifier = RandomisedClassifier(counted.model, counted.noise)
+        self.classifier = RandomisedClassifier(counted.model, counted.place)
 
     def centres(self, block: Block) -> Tensor:
         """float32 (B, ...): the block's inputs."""
@@ -106,7 +106,7 @@ class Worker:
         self._attacker = Attacker(assignment)
         self._assignment, self._settings = assignment, assignment.settings
         self._counts: Counter | None = None
-        if assignment.counted.noise is not None:
+        if assignment.counted.place.random:
             counters = Counters(assignment.counted, assignment.source)
             self._counts, self._batch = counters.named("answers"), counters.batch
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from dpdist.base.table_files import Column
-    from dpdist.certification.places import Place
+    from dpdist.certification.places import SampledPlace
     from dpdist.certification.reading import CertificateTable
     from dpdist.certification.sampling import Counter
 
@@ -124,7 +124,7 @@ class Certificate(Section):
 
     # ---- where the randomness is, and what is drawn
 
-    def place(self, model: nn.Module, input_shape: tuple[int, ...]) -> Place:
+    def place(self, model: nn.Module, input_shape: tuple[int, ...]) -> SampledPlace:
         """Where the model is random when certified so. Raises UserError where it is not."""
         raise NotImplementedError
 
@@ -144,13 +144,13 @@ class Certificate(Section):
         """The input's row of the table."""
         raise NotImplementedError
 
-    def label(self, counter: Any, x: Tensor, index: int, batch: int, place: Place) -> int:
+    def label(self, counter: Any, x: Tensor, index: int, batch: int, place: SampledPlace) -> int:
         """The class alone, -1 where it is undecided; as sure as a certificate."""
         whole = self.work(counter, x, index, 0, self.units(batch), batch)
         return self.verdict([whole], place).prediction
 
     def certify_other(
-        self, counter: Any, x: Tensor, index: int, than: int, batch: int, place: Place
+        self, counter: Any, x: Tensor, index: int, than: int, batch: int, place: SampledPlace
     ) -> Any:
         """A verdict that may stop where no class but ``than`` can be certified."""
         whole = self.work(counter, x, index, 0, self.units(batch), batch)
@@ -205,7 +205,9 @@ class Certificate(Section):
         raise NotImplementedError
 
     @classmethod
-    def again(cls, found: CertificateTable, norm: str, batch: int) -> tuple[Certificate, Place]:
+    def again(
+        cls, found: CertificateTable, norm: str, batch: int
+    ) -> tuple[Certificate, SampledPlace]:
         """How an attacked point is certified as those of the table were, and where it is random."""
         raise NotImplementedError
 

@@ -27,7 +27,7 @@ from dpdist.certification.verdict import ABSTAIN, Verdict
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from dpdist.certification.places import Place
+    from dpdist.certification.places import SampledPlace
     from dpdist.certification.reading import CertificateTable
     from dpdist.certification.sampling import Counter
 
@@ -50,17 +50,19 @@ class Cohen(Smoothing):
         blocks = [sample(counter, x, index, block, batch, self.n) for block in range(low, high)]
         return partial | {"histogram": np.sum(blocks, axis=0).tolist()}
 
-    def verdict(self, partials: Sequence[Partial], place: Place) -> Verdict:
+    def verdict(self, partials: Sequence[Partial], place: SampledPlace) -> Verdict:
         """The certificate, from the counts of all blocks."""
         counts = totals(partials, "histogram", self.n)
         return certify(selected_by(partials), counts, self.alpha, self.smoothing, self.bound)
 
-    def label(self, counter: Counter, x: Tensor, index: int, batch: int, place: Place) -> int:
+    def label(
+        self, counter: Counter, x: Tensor, index: int, batch: int, place: SampledPlace
+    ) -> int:
         """PREDICT, from n draws."""
         return predict(self.counts(counter, x, index, batch), self.alpha)
 
     def certify_other(
-        self, counter: Counter, x: Tensor, index: int, than: int, batch: int, place: Place
+        self, counter: Counter, x: Tensor, index: int, than: int, batch: int, place: SampledPlace
     ) -> Verdict:
         """Only the selected class can be certified: where it is ``than``, no other is."""
         selected = select(counter, self.n0, x, index)
@@ -69,7 +71,7 @@ class Cohen(Smoothing):
         return super().certify_other(counter, x, index, than, batch, place)
 
     @classmethod
-    def again(cls, found: CertificateTable, norm: str, batch: int) -> tuple[Cohen, Place]:
+    def again(cls, found: CertificateTable, norm: str, batch: int) -> tuple[Cohen, SampledPlace]:
         settings = cls.model_validate(
             {"sigma": found.sigma, "n0": found.n0, "n": found.n, "alpha": found.alpha}
             | {"batch": batch, "noise": found.noise}

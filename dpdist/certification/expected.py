@@ -1,4 +1,4 @@
-"""Mean scores of a model with hidden noise over a few fresh draws: how it answers, unbounded."""
+"""Mean scores of a model with its own noise over a few fresh draws: how it answers, unbounded."""
 
 from __future__ import annotations
 
@@ -7,32 +7,28 @@ import secrets
 import torch
 from torch import Tensor, nn
 
-from dpdist.certification.noises import Gaussian
-from dpdist.models import hidden_noise, require_split
-from dpdist.randomness.units import ESTIMATE, RandomWords, UnitSource
+from dpdist.certification.sampling import Randomness
+from dpdist.randomness.places import place_of
+from dpdist.randomness.units import ESTIMATE, UnitSource
 
 
 def expected_log_scores(
-    model: nn.Module, inputs: Tensor, draws: int, seed: str | None = None
+    model: nn.Module, inputs: Tensor, draws: int, seed: str | None = None, first: int = 0
 ) -> Tensor:
     """log of the mean softmax over ``draws`` noises, each fresh for every input: (B, classes).
 
-    seed: None draws a secret one. Raises ValueError for a model without noise of its own.
+    The noise of input b is keyed by its name first + b, wherever it stands in a batch. seed: None
+    draws a secret one. Raises ValueError for a model without noise of its own.
     """
-    noise = hidden_noise(model)
-    if noise is None:
+    place = place_of(model)
+    shape = place.normals_shape(model, tuple(inputs.shape[1:]))
+    if shape is None:
         raise ValueError("the model has no noise of its own")
-    split = require_split(model)
+    names = range(first, first + len(inputs))
     source = UnitSource("evaluate", seed or secrets.token_hex(16), "", "", "gaussian", 1.0)
+    randomness, total = Randomness(source), torch.zeros(())
     with torch.inference_mode():
-        hidden = split.first(inputs)
-        normals = torch.empty_like(hidden)
-        words = RandomWords(normals.numel() + normals.numel() % 2)
-        total: Tensor | None = None
         for draw in range(draws):
-            raw = words.fill(source.key(0, ESTIMATE, draw))
-            Gaussian(1.0).draw(raw, normals.numpy().reshape(-1))
-            p = torch.softmax(split.rest(hidden + normals * noise.std).double(), 1)
-            total = p if total is None else total + p
-        assert total is not None
+            normals = randomness.normals(names, ESTIMATE, draw, 1, shape)
+            total = total + torch.softmax(place.logits(model, inputs, normals).double(), 1)
         return (total / draws).log()

@@ -1,12 +1,12 @@
-"""Where a certified model is random: on its input, or behind its first layer by its own noise.
+"""The place of a model's noise as a certificate samples it: by votes, or by sums of scores.
 
-A place knows the network that is executed there, a batch on which every worker must answer alike,
-and the sampler that counts under its noise.
+It knows the network that is executed behind the noise, a batch on which every worker must answer
+alike, and the sampler that counts under the noise.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
@@ -20,14 +20,15 @@ from dpdist.certification.classifier import ClassifierSpec, ExecutedClassifier
 from dpdist.certification.expected_score_bounds import Sensitivity
 from dpdist.certification.noises import Noise
 from dpdist.certification.sampling import Counter, HiddenNoiseSampler, Sampler
-from dpdist.models import HiddenNoise, SplitModel, hidden_noise, require_split
+from dpdist.models import SplitModel, require_split
 from dpdist.randomness import units
+from dpdist.randomness.places import BehindLayer, NoiseCut, Nowhere, Place, place_of
 
 if TYPE_CHECKING:
     from dpdist.certification.worker import Assignment
 
 
-class Place(Protocol):
+class SampledPlace(Protocol):
     """sigma: of the noise, which names it in the keys of random units."""
 
     @property
@@ -38,7 +39,7 @@ class Place(Protocol):
         """What results depend on beside settings and model, as JSON."""
         ...
 
-    def pinned(self, about: dict[str, Any]) -> Place:
+    def pinned(self, about: dict[str, Any]) -> SampledPlace:
         """With what was pinned when the certification began."""
         ...
 
@@ -52,13 +53,15 @@ class Place(Protocol):
 
 
 @dataclass(frozen=True)
-class InputPlace:
-    """Noise on the input. bank: the same stream for all inputs, behind a dense first layer once;
-    keeps_blocks: the first blocks of it stay."""
+class SmoothedPlace:
+    """Votes under noise on the input, and under what noise the model has behind it. bank: the same
+    stream for all inputs, behind a dense first layer once; keeps_blocks: the first blocks of it
+    stay. where: the place, beside the law that ``noise`` has on the input."""
 
     noise: Noise
     bank: bool = False
     keeps_blocks: bool = True
+    where: Place = field(default_factory=Nowhere)
 
     @property
     def sigma(self) -> float:
@@ -68,22 +71,28 @@ class InputPlace:
     def identity(self) -> dict[str, Any]:
         return {}
 
-    def pinned(self, about: dict[str, Any]) -> InputPlace:
+    def pinned(self, about: dict[str, Any]) -> SmoothedPlace:
         return self
 
     def check_batch(self, assignment: Assignment) -> tuple[nn.Module, Tensor]:
+        cut = self.where.cut(assignment.model, assignment.input_shape)
+        if cut.first is not None:
+            return _check_behind(cut, assignment)
         noise, inputs = self._check_parts(assignment)
-        return assignment.model, noise + inputs
+        return cut.rest, noise + inputs
 
     def sampler(self, assignment: Assignment, spec: ClassifierSpec) -> tuple[Counter, Tensor]:
+        cut = self.where.cut(assignment.model, assignment.input_shape)
+        if cut.first is not None:
+            return _sampler_behind(cut, assignment, spec)
         source, classes = assignment.source, assignment.classes
         shapes = [(rows, *assignment.input_shape) for rows in (spec.batch, assignment.settings.n0)]
-        if self.bank and (parts := split_first_layer(assignment.model)) is not None:
+        if self.bank and (parts := split_first_layer(cut.rest)) is not None:
             bank = BankSampler(
                 *parts, spec.form, self.noise, source, classes, shapes, evict=not self.keeps_blocks
             )
             return bank, bank.classes_of(*self._check_parts(assignment))
-        classify = ExecutedClassifier(assignment.model, spec.form, shapes)
+        classify = ExecutedClassifier(cut.rest, spec.form, shapes)
         sampler = Sampler(
             classify, self.noise, source, classes, assignment.input_shape, bank=self.bank
         )
@@ -101,56 +110,63 @@ class InputPlace:
 
 
 @dataclass(frozen=True)
-class HiddenPlace:
-    """The model's own noise behind its first layer. sigma: sigma_r; norms: of that layer."""
+class ScoredPlace:
+    """Sums of scores under the model's own noise behind its first layer. sigma: sigma_r; norms: of
+    that layer."""
 
     sigma: float
     norms: Sensitivity
 
     @classmethod
     def of(cls, model: nn.Module, input_shape: tuple[int, ...]) -> Self:
-        """Of a model with noise of its own. Raises UserError for another."""
-        noise = hidden_noise(model)
-        if noise is None:
-            raise UserError("the model has no noise of its own; give the sigma of input noise")
+        """Of a model with such noise. Raises UserError for another."""
+        noise = place_of(model).behind_first()
         return cls(noise.scale, sensitivity(require_split(model), noise, input_shape))
 
     @property
     def identity(self) -> dict[str, Any]:
         return {"sensitivity": asdict(self.norms)}
 
-    def pinned(self, about: dict[str, Any]) -> HiddenPlace:
+    def pinned(self, about: dict[str, Any]) -> ScoredPlace:
         """Norms may differ in their last bits elsewhere: those stored at the beginning are used."""
         return replace(self, norms=Sensitivity(**about["sensitivity"]))
 
     def check_batch(self, assignment: Assignment) -> tuple[nn.Module, Tensor]:
-        split = require_split(assignment.model)
-        hidden = split.hidden_shape(assignment.input_shape)
-        rows = assignment.settings.executed_batch(int(np.prod(hidden)))
-        inputs = torch.from_numpy(assignment.check_inputs)
-        sampler = self._sampler(assignment, None)
-        with torch.inference_mode():
-            quiet = split.first(inputs[torch.arange(rows) % len(inputs)])
-            noise = sampler.noisy(torch.zeros_like(inputs[0]), None, units.CHECK, 0, rows)
-            at_zero = split.first(torch.zeros_like(inputs[:1]))
-            return split.rest, quiet + (noise - at_zero)
+        return _check_behind(self._cut(assignment), assignment)
 
     def sampler(self, assignment: Assignment, spec: ClassifierSpec) -> tuple[Counter, Tensor]:
-        network, batch = self.check_batch(assignment)
-        shapes = [(rows, *batch.shape[1:]) for rows in (spec.batch, assignment.settings.n0)]
-        executed = ExecutedClassifier(network, spec.form, shapes)
-        return self._sampler(assignment, executed), executed(batch)
+        return _sampler_behind(self._cut(assignment), assignment, spec)
 
-    def _sampler(
-        self, assignment: Assignment, executed: ExecutedClassifier | None
-    ) -> HiddenNoiseSampler:
-        split, noise = require_split(assignment.model), hidden_noise(assignment.model)
-        assert noise is not None
-        logits = split.rest if executed is None else executed.logits
-        return HiddenNoiseSampler(split.first, logits, noise.std, assignment.source)
+    def _cut(self, assignment: Assignment) -> NoiseCut:
+        return place_of(assignment.model).cut(assignment.model, assignment.input_shape)
 
 
-def sensitivity(split: SplitModel, noise: HiddenNoise, input_shape: tuple[int, ...]) -> Sensitivity:
+def _check_behind(cut: NoiseCut, assignment: Assignment) -> tuple[nn.Module, Tensor]:
+    """`check_batch` of a place with a network before its noise."""
+    assert cut.first is not None
+    inputs = torch.from_numpy(assignment.check_inputs)
+    sampler = HiddenNoiseSampler(cut.first, cut.rest, cut.std, assignment.source)
+    with torch.inference_mode():
+        at_zero = cut.first(torch.zeros_like(inputs[:1]))
+        rows = assignment.settings.executed_batch(at_zero.numel())
+        quiet = cut.first(inputs[torch.arange(rows) % len(inputs)])
+        noise = sampler.noisy(torch.zeros_like(inputs[0]), None, units.CHECK, 0, rows)
+        return cut.rest, quiet + (noise - at_zero)
+
+
+def _sampler_behind(
+    cut: NoiseCut, assignment: Assignment, spec: ClassifierSpec
+) -> tuple[Counter, Tensor]:
+    """`sampler` of a place with a network before its noise."""
+    assert cut.first is not None
+    network, batch = _check_behind(cut, assignment)
+    shapes = [(rows, *batch.shape[1:]) for rows in (spec.batch, assignment.settings.n0)]
+    executed = ExecutedClassifier(network, spec.form, shapes)
+    sampler = HiddenNoiseSampler(cut.first, executed.logits, cut.std, assignment.source)
+    return sampler, executed(batch)
+
+
+def sensitivity(split: SplitModel, noise: BehindLayer, input_shape: tuple[int, ...]) -> Sensitivity:
     """Of the actual first layer, normalisation included. Raises UserError without noise."""
     if not bool((noise.std > 0).all()) or not bool(noise.std.isfinite().all()):
         raise UserError("every hidden component needs noise: some deviations are not positive")

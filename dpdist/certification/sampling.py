@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from dpdist.certification.classifier import ExecutedClassifier
 from dpdist.certification.expected_score_bounds import SCORE_UNIT
 from dpdist.certification.noises import Gaussian, Laplace, Noise
+from dpdist.randomness.places import NoiseCut
 from dpdist.randomness.units import ESTIMATE, RandomWords, UnitSource
 
 
@@ -90,7 +91,7 @@ class HiddenNoiseSampler:
 
     first: the network before the noise. rest: what executes the network behind it. scale: standard
     deviation (Gaussian) or b (Laplace) of every component, a number or a tensor of the hidden shape
-    (heterogeneous noise). Blocks are canonical, as in ``Sampler``.
+    (heterogeneous noise; 0 where there is none). Blocks are canonical, as in ``Sampler``.
     """
 
     def __init__(
@@ -104,8 +105,8 @@ class HiddenNoiseSampler:
     ) -> None:
         self._first, self._rest = first.eval(), rest
         self._scale = torch.as_tensor(scale, dtype=torch.float32)
-        if not bool((self._scale > 0).all()):
-            raise ValueError("every hidden component needs noise: scales must be positive")
+        if not bool((self._scale >= 0).all()) or not bool((self._scale > 0).any()):
+            raise ValueError("scales must be >= 0, and one of them positive")
         self._noise: Noise = Laplace(math.sqrt(2)) if laplace else Gaussian(1.0)
         self._units = units
         self._hidden: tuple[Tensor, Tensor] | None = None
@@ -150,3 +151,47 @@ class HiddenNoiseSampler:
             with torch.inference_mode():
                 self._hidden = (x, self._first(x[None])[0])
         return self._hidden[1]
+
+
+def counter(
+    cut: NoiseCut,
+    executed: ExecutedClassifier,
+    units: UnitSource,
+    classes: int,
+    input_shape: tuple[int, ...],
+) -> Counter:
+    """Of a place's answers under Gaussian noise. executed: the network behind the noise."""
+    if cut.first is None:
+        return Sampler(executed, Gaussian(float(cut.std)), units, classes, input_shape)
+    return HiddenNoiseSampler(cut.first, executed.logits, cut.std, units)
+
+
+class Randomness:
+    """Random numbers that are a pure function of the source, the input and what they are for.
+
+    So an input is attacked or evaluated alike whoever does it, in whatever order and company.
+    """
+
+    def __init__(self, source: UnitSource) -> None:
+        self._source = source
+        self._words: dict[int, RandomWords] = {}
+
+    def normals(
+        self, indices: Sequence[int], stage: str, block: int, draws: int, shape: tuple[int, ...]
+    ) -> Tensor:
+        """Standard normals, float32 (len(indices) * draws, *shape); row by row of one input."""
+        out = np.empty((len(indices), draws * int(np.prod(shape))), dtype=np.float32)
+        noise = Gaussian(1.0)
+        for row, index in zip(out, indices, strict=True):
+            noise.draw(self._fill(index, stage, block, row.size), row)
+        return torch.from_numpy(out).view(-1, *shape)
+
+    def uniforms(self, indices: Sequence[int], stage: str, block: int, count: int) -> Tensor:
+        """Uniform on (0, 1), float64 (len(indices), count)."""
+        rows = [self._fill(index, stage, block, count)[:count] + 0.5 for index in indices]
+        return torch.from_numpy(np.stack(rows) * 2.0**-32 + 0.5)
+
+    def _fill(self, index: int, stage: str, block: int, count: int) -> np.ndarray:
+        size = count + count % 2  # Box-Muller takes words in pairs
+        words = self._words.setdefault(size, RandomWords(size))
+        return words.fill(self._source.key(index, stage, block))

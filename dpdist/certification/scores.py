@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from dpdist.base.table_files import Column
-    from dpdist.certification.places import HiddenPlace
+    from dpdist.certification.places import ScoredPlace
     from dpdist.certification.reading import CertificateTable
     from dpdist.certification.sampling import HiddenNoiseSampler
 
@@ -84,10 +84,10 @@ class ExpectedScores(Certificate):
     def fits(cls, section: Mapping[str, Any]) -> bool:
         return section.get("sigma") is None
 
-    def place(self, model: nn.Module, input_shape: tuple[int, ...]) -> HiddenPlace:
-        from dpdist.certification.places import HiddenPlace
+    def place(self, model: nn.Module, input_shape: tuple[int, ...]) -> ScoredPlace:
+        from dpdist.certification.places import ScoredPlace
 
-        return HiddenPlace.of(model, input_shape)
+        return ScoredPlace.of(model, input_shape)
 
     def work(
         self, counter: HiddenNoiseSampler, x: Tensor, index: int, low: int, high: int, batch: int
@@ -104,13 +104,13 @@ class ExpectedScores(Certificate):
             partial[name] = np.sum([getattr(block, name) for block in blocks], axis=0).tolist()
         return partial
 
-    def verdict(self, partials: Sequence[Partial], place: HiddenPlace) -> ScoreVerdict:
+    def verdict(self, partials: Sequence[Partial], place: ScoredPlace) -> ScoreVerdict:
         sums, squares = totals(partials, "sums"), totals(partials, "squares")
         histogram, selected = totals(partials, "histogram", self.n), selected_by(partials)
         return decide(sums, squares, histogram, selected, self, place.sigma, place.norms)
 
     def row(
-        self, index: int, label: int, verdict: ScoreVerdict, place: HiddenPlace
+        self, index: int, label: int, verdict: ScoreVerdict, place: ScoredPlace
     ) -> dict[str, Any]:
         return row(index, label, verdict, self, place.sigma)
 
@@ -184,15 +184,15 @@ class ExpectedScores(Certificate):
     @classmethod
     def again(
         cls, found: CertificateTable, norm: str, batch: int
-    ) -> tuple[ExpectedScores, HiddenPlace]:
-        from dpdist.certification.places import HiddenPlace
+    ) -> tuple[ExpectedScores, ScoredPlace]:
+        from dpdist.certification.places import ScoredPlace
 
         (bound,) = found.table["bound"].unique().to_pylist()
         settings = cls.model_validate(
             {"n": found.n, "n0": found.n0, "alpha": found.alpha, "bound": bound}
             | {"norm": norm, "batch": batch}
         )
-        return settings, HiddenPlace(found.sigma, Sensitivity(**found.about["sensitivity"]))
+        return settings, ScoredPlace(found.sigma, Sensitivity(**found.about["sensitivity"]))
 
     def name_parts(self) -> list[str]:
         return [self.mode, self.bound, self.norm, f"n-{self.n}", f"eta-{1 - self.alpha:g}"]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 import numpy as np
 from pydantic import Field, model_validator
 
+from dpdist.base.errors import UserError
 from dpdist.base.fields import Positive
 from dpdist.certification.certificate import Certificate, CertifiedSizes, require, sample
 from dpdist.certification.noises import NOISES, Gaussian, Noise
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from torch import Tensor, nn
 
-    from dpdist.certification.places import Place
+    from dpdist.certification.places import SampledPlace
     from dpdist.certification.reading import CertificateTable
     from dpdist.certification.sampling import Counter
 
@@ -59,10 +60,18 @@ class Smoothing(Certificate):
         """The noise."""
         return NOISES[self.noise](self.sigma)
 
-    def place(self, model: nn.Module, input_shape: tuple[int, ...]) -> Place:
-        from dpdist.certification.places import InputPlace
+    def place(self, model: nn.Module, input_shape: tuple[int, ...]) -> SampledPlace:
+        """Noise that the model has further inside is drawn too: it is post-processing."""
+        from dpdist.certification.places import SmoothedPlace
+        from dpdist.randomness.places import place_of
 
-        return InputPlace(self.smoothing, self.noise_bank, keeps_blocks=self.keeps_blocks)
+        where = place_of(model).smoothed(self.sigma)
+        if where.deeper and (self.noise != Gaussian.name or self.noise_bank):
+            raise UserError(
+                "the model has noise of its own behind its input: certify with noise gaussian and "
+                "without noise bank"
+            )
+        return SmoothedPlace(self.smoothing, self.noise_bank, self.keeps_blocks, where)
 
     @property
     def hypotheses(self) -> tuple[float, ...]:
@@ -75,7 +84,7 @@ class Smoothing(Certificate):
         blocks = range(-(-self.n // batch))
         return np.sum([sample(counter, x, index, b, batch, self.n) for b in blocks], axis=0)
 
-    def row(self, index: int, label: int, verdict: Verdict, place: Place) -> dict[str, Any]:
+    def row(self, index: int, label: int, verdict: Verdict, place: SampledPlace) -> dict[str, Any]:
         return {
             "index": index,
             "label": label,

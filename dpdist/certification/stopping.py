@@ -20,7 +20,7 @@ from dpdist.certification.verdict import ABSTAIN, Verdict
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from dpdist.certification.places import Place
+    from dpdist.certification.places import SampledPlace
     from dpdist.certification.reading import CertificateTable
     from dpdist.certification.sampling import Counter
 
@@ -34,11 +34,15 @@ class _Sequential(Smoothing):
     def units(self, batch: int) -> int:
         return 1
 
-    def label(self, counter: Counter, x: Tensor, index: int, batch: int, place: Place) -> int:
+    def label(
+        self, counter: Counter, x: Tensor, index: int, batch: int, place: SampledPlace
+    ) -> int:
         return predict(self.counts(counter, x, index, batch), self.alpha)
 
     @classmethod
-    def again(cls, found: CertificateTable, norm: str, batch: int) -> tuple[Certificate, Place]:
+    def again(
+        cls, found: CertificateTable, norm: str, batch: int
+    ) -> tuple[Certificate, SampledPlace]:
         """By Cohen's procedure at the cap, whatever stopped the table's own."""
         return Cohen.again(found, norm, batch)
 
@@ -77,7 +81,7 @@ class TargetRadius(_Sequential):
             "passed": test.passed(),
         }
 
-    def verdict(self, partials: Sequence[Partial], place: Place) -> Verdict:
+    def verdict(self, partials: Sequence[Partial], place: SampledPlace) -> Verdict:
         (partial,) = partials
         passed = partial["passed"]
         last = max(passed - 1, 0)
@@ -134,7 +138,7 @@ class Anytime(_Sequential):
                 break
         return {"selected": selected, "k": hits, "n": draws, "looks": block}
 
-    def verdict(self, partials: Sequence[Partial], place: Place) -> Verdict:
+    def verdict(self, partials: Sequence[Partial], place: SampledPlace) -> Verdict:
         (partial,) = partials
         p_lower = self.bound(partial["k"], partial["n"], self.alpha)
         return Verdict(

@@ -13,7 +13,7 @@ from torch import nn
 from dpdist.base.errors import UserError
 from dpdist.certification.certificate import Certificate
 from dpdist.certification.classifier import ClassifierSpec, check_digest, choose
-from dpdist.certification.places import Place
+from dpdist.certification.places import SampledPlace
 from dpdist.models import mixing
 from dpdist.randomness import units
 
@@ -34,7 +34,7 @@ class Assignment:
 
     model: nn.Module
     settings: Certificate
-    place: Place
+    place: SampledPlace
     source: units.UnitSource
     classes: int
     input_shape: tuple[int, ...]

@@ -23,6 +23,7 @@ from dpdist.commands.options import (
     file_path,
     kind,
     numbers,
+    smoothing,
 )
 
 if TYPE_CHECKING:
@@ -85,7 +86,9 @@ def command(
     """Certify the test split on all CPUs; continues what was interrupted.
 
     A model with noise in its first hidden layer is certified under that noise, by expected scores;
-    with --sigma, the network without it is smoothed at its inputs, like any other.
+    with --sigma, the network without it is smoothed at its inputs, like any other. A model with
+    noise on its input is smoothed by that noise unless --sigma says otherwise, and noise that it
+    has further inside is drawn with it.
 
     Settings not given are the recipe's. --rebound and --merge work on stored counts, without the
     model: on the table in --output, or on all tables of the run.
@@ -130,7 +133,7 @@ def _certified(
     data_root: Path | None,
     actors: int | None,
 ) -> tuple[pa.Table, Path]:
-    from dpdist import models, pipeline
+    from dpdist import pipeline
     from dpdist.certification import table as tables
     from dpdist.certification.catalogue import settings_of
 
@@ -140,9 +143,8 @@ def _certified(
     if recipe.certify is not None:
         settings = recipe.certify.model_dump()
     settings |= {key: value for key, value in given.items() if value is not None}
-    own_noise = models.read_spec(folder.model).hidden_noise
-    if settings.get("sigma") is None and not own_noise:
-        raise UserError(f"{folder.path}: the recipe has no certify section; give --sigma")
+    model = pipeline.load_model(recipe, folder)
+    settings["sigma"] = smoothing(model, settings.get("sigma"), folder)
     chosen = settings_of(settings)
     with pipeline.session(folder):
         path = pipeline.certify_stage(recipe, folder, chosen, output, actors)

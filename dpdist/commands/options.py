@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from pydantic import TypeAdapter, ValidationError
@@ -13,6 +13,11 @@ from pydantic import TypeAdapter, ValidationError
 from dpdist.base.errors import UserError
 from dpdist.base.fields import Count, CountOrZero, PositiveOrZero, Processes, RunName, rule_of
 from dpdist.base.reading import shown, usable_path
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from dpdist.runs.folder import RunFolder
 
 Check = Callable[[typer.CallbackParam, Any], Any]  # of typer: callback
 
@@ -156,3 +161,14 @@ Output = Annotated[
 
 PICTURE = file_path(".png", ".pdf", ".svg")
 RUNS = Path("runs")
+
+
+def smoothing(model: nn.Module, sigma: float | None, folder: RunFolder) -> float | None:
+    """The input noise to smooth with: what is asked for, or the model's own; None for a model that
+    is random elsewhere. Raises UserError when there is no noise at all."""
+    from dpdist.randomness.places import place_of
+
+    place = place_of(model)
+    if sigma is None and not place.random:
+        raise UserError(f"{folder.path}: the recipe has no certify section; give --sigma")
+    return place.smoothing if sigma is None else sigma

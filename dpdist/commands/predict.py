@@ -13,7 +13,7 @@ from dpdist.base import console
 from dpdist.base.errors import UserError
 from dpdist.base.fields import Number, Positive, Probability
 from dpdist.base.reading import reason, regular_file
-from dpdist.commands.options import RUNS, RunArgument, Runs, file_path, kind
+from dpdist.commands.options import RUNS, RunArgument, Runs, file_path, kind, smoothing
 
 Draws = Annotated[int, Number, Field(ge=1, le=10_000_000)]  # one process makes them
 
@@ -58,8 +58,7 @@ def command(
     model = pipeline.load_model(recipe, folder)
     if sigma is None and recipe.certify is not None:
         sigma = recipe.certify.sigma
-    if sigma is None and models.hidden_noise(model) is None:
-        raise UserError(f"{folder.path}: the recipe has no certify section; give --sigma")
+    sigma = smoothing(model, sigma, folder)
     settings = settings_of({"sigma": sigma, "n": n, "alpha": alpha})
     try:
         predictor = Predictor(model, settings, spec.classes, spec.input_shape)

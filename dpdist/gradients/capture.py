@@ -170,7 +170,8 @@ def _hooked(layers: list[Layer], current: _Pass) -> Iterator[None]:
     try:
         for layer in layers:
             hook = _forward_hook(layer, current)
-            handles.append(layer.module.register_forward_hook(hook, with_kwargs=True))
+            # Before all others: noise that somebody puts on the output is none of the layer's.
+            handles.append(layer.module.register_forward_hook(hook, with_kwargs=True, prepend=True))
         yield
     finally:
         for handle in handles:

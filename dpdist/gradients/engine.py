@@ -7,8 +7,7 @@ per-example norms and the clipped sum follow from the two in closed form, by a r
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +24,7 @@ from dpdist.gradients.contributions import Dense, PerExampleGradient
 from dpdist.gradients.perturbations import Draws, ParameterDraws
 from dpdist.gradients.rules import LayerCall
 from dpdist.gradients.screening import refuse_mixing_layers, self_check
+from dpdist.randomness.inside import changed
 
 # Working set of one physical micro-batch, in bytes. Constant, so that a replayed step runs with the
 # same micro-batches and gives the same bits whatever else the machine is doing.
@@ -125,8 +125,13 @@ class GradientEngine:
     @draws.setter
     def draws(self, draws: Draws) -> None:
         draws.check(self.model, list(self._named))
-        if self.isolate and draws.hidden_module is not None:
+        if self.isolate and draws.hidden_modules:
             raise UserError("model.isolate: noise in a hidden layer needs the batch in one pass")
+        for name in self.fallback_layers:
+            # torch.func runs such a layer again for each record, and its noise with it.
+            within = f"{name}." if name else ""
+            if inside := [m for m in draws.hidden_modules if f"{m}.".startswith(within)]:
+                raise UserError(f"noise on the output of {inside[0]}: layer {name} has no rule")
         self._draws = draws
 
     @property
@@ -269,7 +274,7 @@ class GradientEngine:
                     values = draws.parameters(self._trainable(), draw_key, draw)
                     if draws.count * self.size * 4 <= _PERTURBED_CACHE_BYTES:
                         perturbed[draw] = values
-                with self._hidden_noise(record_ids, draw_key, draw):
+                with changed(self.model, self._hidden_noise(record_ids, draw_key, draw)):
                     losses = run_pass(
                         self.model, self._layers, self.objective, seen, targets, values,
                         _collector(gradients),
@@ -277,24 +282,15 @@ class GradientEngine:
             total += losses.double()
         return gradients, total / draws.count
 
-    @contextmanager
     def _hidden_noise(
         self, record_ids: Tensor | None, draw_key: bytes, draw: int
-    ) -> Iterator[None]:
-        if self.draws.hidden_module is None:
-            yield
-            return
+    ) -> dict[str, Callable[[Tensor], Tensor]]:
+        """What the draw does to the outputs of modules, by their names."""
 
-        def add(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
-            return self.draws.hidden(output, record_ids, draw_key, draw)
+        def noise(place: int) -> Callable[[Tensor], Tensor]:
+            return lambda output: self.draws.hidden(output, record_ids, draw_key, draw, place)
 
-        handle = self.model.get_submodule(self.draws.hidden_module).register_forward_hook(
-            add, prepend=True
-        )
-        try:
-            yield
-        finally:
-            handle.remove()
+        return {name: noise(place) for place, name in enumerate(self.draws.hidden_modules)}
 
     def _isolated_pass(
         self,

@@ -1,4 +1,4 @@
-"""Where randomness enters before the clip: parameters, inputs or a hidden layer, K draws each.
+"""Where randomness enters before the clip: parameters, inputs or hidden layers, K draws each.
 
 The gradient that is clipped is weight * sum over the draws of the example's gradient under that
 draw; weight = 1/K gives the mean. Draws are independent of the private data (their scales must
@@ -21,7 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from dpdist.base.errors import UserError
+from dpdist.randomness.inside import perturbed, require_modules
 from dpdist.randomness.keys import KEY_BYTES, derive_key
+from dpdist.randomness.places import Several
 
 Aggregate = Literal["mean", "sum"]
 
@@ -69,7 +71,7 @@ class Draws:
     """
 
     per_example = False
-    hidden_module: str | None = None
+    hidden_modules: tuple[str, ...] = ()
 
     def __init__(
         self, count: int = 1, *, aggregate: Aggregate = "mean", gradient_scale: float = 1.0
@@ -86,9 +88,7 @@ class Draws:
 
     def check(self, model: nn.Module, trainable: Sequence[str]) -> None:
         """Raise UserError if these draws do not fit the model (names of trained parameters)."""
-        names = {name for name, _ in model.named_modules()}
-        if self.hidden_module is not None and self.hidden_module not in names:
-            raise UserError(f"HiddenDraws: the model has no module named {self.hidden_module!r}")
+        require_modules(model, self.hidden_modules)
 
     def parameters(
         self, parameters: Mapping[str, Tensor], draw_key: bytes, draw: int
@@ -103,9 +103,15 @@ class Draws:
         return inputs
 
     def hidden(
-        self, output: Tensor, record_ids: Tensor | None, draw_key: bytes, draw: int
+        self,
+        output: Tensor,
+        record_ids: Tensor | None,
+        draw_key: bytes,
+        draw: int,
+        module: int = 0,
     ) -> Tensor:
-        """Output (B, ...) of `hidden_module` in this draw."""
+        """Output (B, ...) of `hidden_modules[module]` in this draw. Row b depends on row b, the
+        key, the draw and record_ids[b] only."""
         return output
 
 
@@ -222,14 +228,60 @@ class HiddenDraws(Draws):
         self, count: int, module: str, std: float | Tensor, *, aggregate: Aggregate = "mean"
     ) -> None:
         super().__init__(count, aggregate=aggregate)
-        self.hidden_module = module
+        self.hidden_modules = (module,)
         self.std = std if isinstance(std, Tensor) else _scale("std", std)
 
     def hidden(
-        self, output: Tensor, record_ids: Tensor | None, draw_key: bytes, draw: int
+        self,
+        output: Tensor,
+        record_ids: Tensor | None,
+        draw_key: bytes,
+        draw: int,
+        module: int = 0,
     ) -> Tensor:
         std = self.std.to(output) if isinstance(self.std, Tensor) else self.std
         return output + std * _per_record_noise(output, record_ids, draw_key, "draws/hidden", draw)
+
+
+class BlockDraws(Draws):
+    """Noise on the outputs of several modules and on the input, fresh for every record and draw:
+    what `dpdist.randomness.places.Several` draws at prediction (residual perturbation).
+
+    stds, mode, input_std: as there. The noise of module i is keyed by the purpose draws/block/i.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        stds: Mapping[str, float],
+        *,
+        mode: str = "additive",
+        input_std: float = 0.0,
+        aggregate: Aggregate = "mean",
+    ) -> None:
+        super().__init__(count, aggregate=aggregate)
+        self.place = Several(dict(stds), mode, input_std)
+        self.hidden_modules = tuple(stds)
+
+    def inputs(
+        self, inputs: Tensor, record_ids: Tensor | None, draw_key: bytes, draw: int
+    ) -> Tensor:
+        std = self.place.input_std
+        if std == 0:
+            return inputs
+        return inputs + std * _per_record_noise(inputs, record_ids, draw_key, "draws/inputs", draw)
+
+    def hidden(
+        self,
+        output: Tensor,
+        record_ids: Tensor | None,
+        draw_key: bytes,
+        draw: int,
+        module: int = 0,
+    ) -> Tensor:
+        normals = _per_record_noise(output, record_ids, draw_key, f"draws/block/{module}", draw)
+        std = self.place.stds[self.hidden_modules[module]]
+        return perturbed(output, normals, std, self.place.mode)
 
 
 class OneHiddenDraw(Draws):
@@ -240,11 +292,16 @@ class OneHiddenDraw(Draws):
 
     def __init__(self, module: str, std: Tensor, run_key: bytes) -> None:
         super().__init__()
-        self.hidden_module = module
+        self.hidden_modules = (module,)
         normals = standard_normal_shared(run_key, "draws/one-hidden", 0, std.numel())
         self.noise = std * normals.view_as(std)
 
     def hidden(
-        self, output: Tensor, record_ids: Tensor | None, draw_key: bytes, draw: int
+        self,
+        output: Tensor,
+        record_ids: Tensor | None,
+        draw_key: bytes,
+        draw: int,
+        module: int = 0,
     ) -> Tensor:
         return output + self.noise.to(output)

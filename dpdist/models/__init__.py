@@ -15,20 +15,20 @@ from dpdist.models.build import (
     save,
 )
 from dpdist.models.company import mixing
-from dpdist.models.hidden import HiddenNoise, attach_noise, hidden_noise
+from dpdist.models.hidden import BlockNoise, attach_block_noise, attach_noise
 from dpdist.models.split import SplitModel, require_split, split_first
 
 __all__ = [
     "CLASSIFIER",
     "DENOISER",
-    "HiddenNoise",
+    "BlockNoise",
     "ModelSpec",
     "SplitModel",
+    "attach_block_noise",
     "attach_noise",
     "build",
     "check_denoiser",
     "check_outputs",
-    "hidden_noise",
     "initialise",
     "load",
     "load_weights",

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from dpdist.base.errors import UserError
 from dpdist.base.reading import NoSuchFile, check_shape, read_bytes, read_json
 from dpdist.base.storage import write_atomic, write_json
-from dpdist.models.hidden import attach_silence, hidden_noise
+from dpdist.models.hidden import BlockNoise, attach_block_noise, attach_silence, drop_noise
 from dpdist.models.normalised import Normalised
 from dpdist.models.zoo import ZOO
 
@@ -38,9 +38,10 @@ class ModelSpec:
     name: a key of the zoo, or "package.module:factory" called as factory(input_shape, classes,
     **options). mean, std: public normalisation constants per channel (or one for all), never
     computed from private data. hidden_noise: the model has noise of its own in its first hidden
-    layer; its deviations are among the saved tensors (`dpdist.models.hidden`). classifier: a frozen
-    network behind this one, which then is a denoiser: images to images of the same shape. denoiser:
-    a frozen one before this one, which then is a classifier.
+    layer; block_noise: on its input and in these modules; the deviations are among the saved
+    tensors (`dpdist.models.hidden`). classifier: a frozen network behind this one, which then is a
+    denoiser: images to images of the same shape. denoiser: a frozen one before this one, which then
+    is a classifier.
     """
 
     name: str
@@ -52,6 +53,12 @@ class ModelSpec:
     hidden_noise: bool = False
     classifier: ModelSpec | None = None
     denoiser: ModelSpec | None = None
+    block_noise: BlockNoise | None = None
+
+    @property
+    def noisy(self) -> bool:
+        """Whether the model carries noise of its own."""
+        return self.hidden_noise or self.block_noise is not None
 
     @property
     def factories(self) -> tuple[str, ...]:
@@ -81,6 +88,8 @@ def build(spec: ModelSpec) -> nn.Module:
         network = _network(spec)
     if spec.hidden_noise:
         attach_silence(network, tuple(spec.input_shape))
+    if spec.block_noise is not None:
+        attach_block_noise(network, spec.block_noise, [0.0] * len(spec.block_noise.modules), 0.0)
     return network
 
 
@@ -202,8 +211,7 @@ def load_weights(module: nn.Module, folder: Path, part: str | None = None) -> No
     path = Path(folder) / "model.safetensors"
     try:
         tensors = load_tensors(read_bytes(path))
-        if hidden_noise(module) is None:  # a model with noise may give its weights to one without
-            tensors.pop("hidden_std", None)
+        drop_noise(tensors, module)
         if part is not None:
             begin = f"{part}."
             tensors = {n.removeprefix(begin): v for n, v in tensors.items() if n.startswith(begin)}
@@ -247,9 +255,15 @@ def save(module: nn.Module, spec: ModelSpec, folder: Path) -> None:
         name: value.detach().cpu().clone(memory_format=torch.contiguous_format)
         for name, value in module.state_dict().items()
     }
-    description = {"format": FORMAT, **asdict(spec)}
+    description = {"format": FORMAT, **_described(asdict(spec))}
     write_atomic(folder / "model.safetensors", save_tensors(tensors))
     write_json(folder / "model.json", description)
+
+
+def _described(spec: dict[str, Any]) -> dict[str, Any]:
+    """Noise in modules is said only where there is some: descriptions name models in keys."""
+    inner = {part: _described(spec[part]) for part in (CLASSIFIER, DENOISER) if spec[part]}
+    return {k: v for k, v in (spec | inner).items() if k != "block_noise" or v is not None}
 
 
 def read_spec(folder: Path) -> ModelSpec:
@@ -286,10 +300,20 @@ def _spec(description: dict[str, Any], where: str) -> ModelSpec:
         if description.get(part) is not None:
             inner = check_shape(description, where, {part: dict})[part]
             description[part] = _spec(inner, f"{where}: {part}")
+    if description.get("block_noise") is not None:
+        description["block_noise"] = _block_noise(description, where)
     try:
         return ModelSpec(**description)
     except TypeError as error:
         raise UserError(f"{where}: damaged: {error}") from error
+
+
+def _block_noise(description: dict[str, Any], where: str) -> BlockNoise:
+    shape = {"block_noise": dict, "block_noise.modules": list, "block_noise.mode": str}
+    noise = check_shape(description, where, shape)["block_noise"]
+    if not all(isinstance(name, str) for name in noise["modules"]):
+        raise UserError(f"{where}: damaged: block_noise.modules must be names of modules")
+    return BlockNoise(tuple(noise["modules"]), noise["mode"])
 
 
 def load(folder: Path, *, trusted_factory: str | None = None) -> nn.Module:

@@ -1,42 +1,33 @@
-"""Noise that belongs to a model: in its first hidden layer, saved and loaded with the weights.
+"""Noise that belongs to a model: saved and loaded with its weights.
 
-The module's own forward pass stays without noise (nothing here draws); whoever trains, certifies
-or attacks the model adds fresh N(0, std^2) to the named module's output. PixelDP (Lecuyer et al.,
-IEEE S&P 2019), HGM-PixelDP and Secure-SGD (Phan et al., IJCAI 2019) predict that way.
+The module's own forward pass stays without noise (nothing here draws); whoever trains, evaluates,
+certifies or attacks the model adds fresh noise where `dpdist.randomness.places.place_of` says.
+Behind the first hidden layer: PixelDP (Lecuyer et al., IEEE S&P 2019), HGM-PixelDP and Secure-SGD
+(Phan et al., IJCAI 2019). On the input and in several modules: residual perturbation.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from dpdist.base.errors import UserError
 from dpdist.models.split import require_split
 
-_BUFFER = "hidden_std"
+HIDDEN, INPUT, BLOCKS = "hidden_std", "input_std", "block_std"  # the saved tensors
+BLOCK_NOISE = "block_noise"  # the attribute of a model that says where BLOCKS go
 
 
 @dataclass(frozen=True)
-class HiddenNoise:
-    """N(0, std^2) on every component of one module's output.
+class BlockNoise:
+    """Which modules have noise on their outputs (names in ``model.named_modules()``), and how it
+    comes to them; how much is saved with the weights, that of the input too."""
 
-    module: its name in ``model.named_modules()``. std: float32, the shape of one example's output.
-    """
-
-    module: str
-    std: Tensor
-
-    @property
-    def scale(self) -> float:
-        """Root mean square of the deviations: sigma_r, of which std is sigma_r sqrt(K r)."""
-        return float(self.std.double().square().mean().sqrt())
-
-    @property
-    def shares(self) -> Tensor:
-        """K r, float64, mean 1: every component's variance relative to the mean."""
-        squares = self.std.double().square()
-        return squares / squares.mean()
+    modules: tuple[str, ...]
+    mode: str = "additive"
 
 
 def attach_noise(model: nn.Module, std: Tensor) -> None:
@@ -45,7 +36,7 @@ def attach_noise(model: nn.Module, std: Tensor) -> None:
     Raises UserError when the model has no such layer.
     """
     require_split(model)
-    model.register_buffer(_BUFFER, std.detach().float().clone())
+    model.register_buffer(HIDDEN, std.detach().float().clone())
 
 
 def attach_silence(model: nn.Module, input_shape: tuple[int, ...]) -> None:
@@ -53,9 +44,24 @@ def attach_silence(model: nn.Module, input_shape: tuple[int, ...]) -> None:
     attach_noise(model, torch.zeros(require_split(model).hidden_shape(input_shape)))
 
 
-def hidden_noise(model: nn.Module) -> HiddenNoise | None:
-    """The noise that belongs to a model, or None."""
-    std = getattr(model, _BUFFER, None)
-    if not isinstance(std, Tensor):
-        return None
-    return HiddenNoise(require_split(model).name, std)
+def attach_block_noise(
+    model: nn.Module, noise: BlockNoise, stds: Sequence[float], input_std: float
+) -> None:
+    """Give the model noise on the outputs of its modules and on its input.
+
+    stds: one for each module of ``noise``. Raises UserError when the model has no such module.
+    """
+    known = {name for name, _ in model.named_modules()}
+    missing = [name for name in noise.modules if name not in known]
+    if missing:
+        raise UserError(f"noise in modules: the model has no module named {missing[0]!r}")
+    setattr(model, BLOCK_NOISE, noise)
+    model.register_buffer(BLOCKS, torch.tensor(list(stds), dtype=torch.float64))
+    model.register_buffer(INPUT, torch.tensor(input_std, dtype=torch.float64))
+
+
+def drop_noise(tensors: dict[str, Tensor], model: nn.Module) -> None:
+    """A model with noise may give its weights to one without: leave out the noise of others."""
+    for name in (HIDDEN, BLOCKS, INPUT):
+        if not hasattr(model, name):
+            tensors.pop(name, None)

@@ -62,11 +62,11 @@ def _same(table: AttackTable, other: CertificateTable) -> bool:
 def same_classifier(table: AttackTable, other: CertificateTable) -> bool:
     """Whether the attacked classifier is the certified one: model, data, kind of noise and scale.
 
-    Attacks smooth by Gaussian noise, and take a model's own hidden noise, which is part of it.
+    Attacks smooth by Gaussian noise, and take a model's own noise, which is part of it.
     """
     if not _same(table, other):
         return False
-    return (table.noise, table.sigma) == other.attacked_as
+    return table.certified_as == other.attacked_as
 
 
 def _note(table: AttackTable, other: CertificateTable, common: int) -> str:

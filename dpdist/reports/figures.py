@@ -66,7 +66,7 @@ def attacked_accuracy(table: AttackTable, certificates: Sequence[CertificateTabl
         heights = [100 * (1 - shares.wrong) for shares in found]
         axes.plot(sizes, heights, "o-", color=colour, linewidth=1.5, markersize=3, label=name)
     sizes, worst = [0.0, *table.sizes], [clean, *(table.worst(size) for size in table.sizes)]
-    if table.noise != "none":
+    if table.place.random:
         upper = [100 * (1 - shares.wrong) for shares in worst]
         lower = [100 * shares.right for shares in worst]
         axes.fill_between(sizes, lower, upper, color="#dddddd", label="abstained", linewidth=0)

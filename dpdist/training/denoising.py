@@ -14,6 +14,7 @@ from dpdist import models
 from dpdist.base.errors import UserError
 from dpdist.base.reading import usable_path
 from dpdist.base.storage import built_aside, write_json
+from dpdist.randomness.places import place_of
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse
 from dpdist.runs.released import read_released
@@ -66,9 +67,7 @@ def put_together(
     spec = with_frozen(models.read_spec(folder.model), new, private)
     whole = models.build(spec)
     trained = models.load(folder.model, trusted_factory=recipe.model.name)
-    hidden = models.hidden_noise(trained)
-    if hidden is not None:
-        models.attach_noise(whole, hidden.std)
+    place_of(trained).attach(whole)
     if recipe.model.frozen is not None:
         trained = trained.get_submodule(own)
     whole.get_submodule(own).load_state_dict(trained.state_dict())

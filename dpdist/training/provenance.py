@@ -74,7 +74,7 @@ def frozen_spec(recipe: Recipe, dataset: data.Dataset) -> ModelSpec:
     folder = section.folder
     begin = f"model.{part}.folder: {folder}"
     spec = _saved_spec(recipe, folder, begin)
-    if spec.hidden_noise:
+    if spec.noisy:
         raise UserError(f"{begin} has noise of its own; take one without")
     if part == models.DENOISER:
         spec = _denoiser_of(spec)

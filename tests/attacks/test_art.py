@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from dpdist.attacks.balls import Ball, distance
 from dpdist.attacks.evasion import attack
-from dpdist.attacks.randomised import RandomisedClassifier, Randomness
+from dpdist.attacks.randomised import RandomisedClassifier
+from dpdist.certification.sampling import Randomness
 from dpdist.randomness.units import UnitSource
 
 STEPS = 10

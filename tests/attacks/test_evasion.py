@@ -10,13 +10,12 @@ from torch import Tensor, nn
 from dpdist.attacks.balls import Ball, distance
 from dpdist.attacks.evasion import ATTACKS, attack, mim
 from dpdist.attacks.randomised import (
-    InputNoise,
     RandomisedClassifier,
-    Randomness,
     loss_gradient,
     success_score,
 )
-from dpdist.models import HiddenNoise
+from dpdist.certification.sampling import Randomness
+from dpdist.randomness.places import BehindLayer, OnInput
 from dpdist.randomness.units import UnitSource
 
 
@@ -157,7 +156,7 @@ def test_eot_gradient_is_the_numerical_expectation(where: str) -> None:
     x = torch.tensor([[0.6, 0.3], [0.2, 0.8]])
     targets = torch.tensor([0, 1])
     std = np.array([0.8, 0.4]) if where == "hidden" else np.array([0.5, 0.5])
-    noise = InputNoise(0.5) if where == "input" else HiddenNoise("first", torch.tensor([0.8, 0.4]))
+    noise = OnInput(0.5) if where == "input" else BehindLayer("first", torch.tensor([0.8, 0.4]))
     classifier = RandomisedClassifier(Curved(), noise)
     normals = randomness().normals((0, 1), "eot", 0, 40_000, (2,))
     found = loss_gradient(classifier, x, targets, normals).double().numpy()
@@ -174,7 +173,7 @@ def test_eot_gradient_is_the_numerical_expectation(where: str) -> None:
 
 def test_hidden_noise_leaves_no_hook_behind() -> None:
     model = Curved()
-    classifier = RandomisedClassifier(model, HiddenNoise("first", torch.ones(2)))
+    classifier = RandomisedClassifier(model, BehindLayer("first", torch.ones(2)))
     x = torch.rand(4, 2)
     before = model(x)
     classifier.logits(x, torch.randn(4, 2))
@@ -191,7 +190,7 @@ def test_eot_beats_the_noise_free_gradient_on_a_randomised_model() -> None:
             return torch.cat([-score, score], 1) * 5
 
     x, targets = torch.tensor([[0.6]]), torch.tensor([1])
-    with_noise = run("pgd", Bump(), x, 0.2, targets, "linf", noise=InputNoise(0.1), draws=200)
+    with_noise = run("pgd", Bump(), x, 0.2, targets, "linf", noise=OnInput(0.1), draws=200)
     plain = run("fgsm", Bump(), x, 0.2, targets, "linf")
     assert float(with_noise) < 0.45 and float(plain) > 0.7
 
@@ -221,7 +220,7 @@ def test_scores_put_success_before_loss() -> None:
     assert kept.max() < 1 <= fooled.min()
 
 
-@pytest.mark.parametrize("noise", [None, InputNoise(0.3)])
+@pytest.mark.parametrize("noise", [None, OnInput(0.3)])
 @pytest.mark.parametrize("name", ATTACKS)
 def test_an_input_is_attacked_alike_in_any_company(name: str, noise) -> None:
     # In two dimensions, on a curved model: a linear one has the same gradient under any noise.

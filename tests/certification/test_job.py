@@ -17,7 +17,7 @@ from dpdist.bulk import job as bulk_job
 from dpdist.certification import job, table
 from dpdist.certification.classifier import ClassifierSpec
 from dpdist.certification.cohen import Cohen
-from dpdist.certification.places import InputPlace
+from dpdist.certification.places import SmoothedPlace
 from dpdist.certification.worker import Assignment
 from dpdist.randomness.units import UnitSource
 
@@ -221,7 +221,7 @@ def test_many_chunks_need_little_memory(noise_bank: bool) -> None:
     data = FakeData(count=inputs)
     source = UnitSource("certify", "0", "", "", "gaussian", 0.5)
     spec = ClassifierSpec("eager", 10, "", "", "", 1.0)
-    place = InputPlace(settings.smoothing, noise_bank)
+    place = SmoothedPlace(settings.smoothing, noise_bank)
     assignment = Assignment(None, settings, place, source, 3, (1, 6, 6), None, spec)  # type: ignore[arg-type]
 
     def book() -> bulk_job.Book:

@@ -16,6 +16,7 @@ from dpdist.certification import cohen, predict
 from dpdist.certification.cohen import Cohen
 from dpdist.certification.predict import Predictor, as_input
 from dpdist.certification.scores import ExpectedScores
+from dpdist.randomness.places import Nowhere
 
 
 class Threshold(nn.Module):
@@ -63,7 +64,7 @@ def test_a_model_that_looks_at_its_batch_is_not_certified() -> None:
         Predictor(model, ExpectedScores(n=200, alpha=0.05), 2, (1, 2, 2))
     with pytest.raises(UserError, match="cannot be attacked: it looks at its batch"):
         inputs = np.random.default_rng(0).random((8, 1, 2, 2), dtype=np.float32)
-        require_logits(Counted(BatchMean(), None, 2, inputs))
+        require_logits(Counted(BatchMean(), Nowhere(), 2, inputs))
 
 
 def test_two_predictors_do_not_share_noise() -> None:

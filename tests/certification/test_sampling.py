@@ -174,5 +174,6 @@ def test_hidden_noise_has_its_scale_per_component(laplace: bool) -> None:
     assert (again.sums == got.sums).all() and (again.squares == got.squares).all()
     assert (it.block(x, 1, 0, 21_000, 20_050).sums != got.sums).any()
     assert (it.block(x, 0, 1, 21_000, 20_050).sums != got.sums).any()
-    with pytest.raises(ValueError):
-        HiddenNoiseSampler(nn.Identity(), Soft(), torch.tensor([0.0, 1.0]), SOURCE)
+    for wrong in ([0.0, 0.0], [-0.1, 1.0], [float("nan"), 1.0]):
+        with pytest.raises(ValueError):
+            HiddenNoiseSampler(nn.Identity(), Soft(), torch.tensor(wrong), SOURCE)

@@ -18,6 +18,7 @@ from dpdist.certification import reading
 from dpdist.certification import table as tables
 from dpdist.commands import certify, compare, predict
 from dpdist.commands.releasing import release
+from dpdist.randomness.places import place_of
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse
@@ -156,5 +157,5 @@ def test_release_carries_the_noise_and_says_what_is_not_private(runs: Path) -> N
     assert "Claimed by the paper, not the guarantee" in card
     from dpdist import models
 
-    noise = models.hidden_noise(models.load(runs / "private/release"))
-    assert noise is not None and noise.scale > 0
+    noise = place_of(models.load(runs / "private/release"))
+    assert noise.random and noise.scale > 0

@@ -24,8 +24,9 @@ from dpdist.certification.predict import Predictor
 from dpdist.certification.rebound import certified_accuracy_band, rebound
 from dpdist.certification.sampling import HiddenNoiseSampler
 from dpdist.certification.scores import ExpectedScores, decide
-from dpdist.models import HiddenNoise, ModelSpec
+from dpdist.models import ModelSpec
 from dpdist.randomness import units
+from dpdist.randomness.places import BehindLayer, place_of
 
 SPEC = ModelSpec(
     "hgm-cnn",
@@ -105,7 +106,7 @@ def test_no_sound_size_exceeds_the_distance_to_the_boundary(weight: float, std: 
     # At alpha 1e-6 each of the 3 x 2 seeded cases fails by chance with probability below 1e-5.
     model, x = threshold_model(weight, std), torch.tensor([0.3, 0.1])
     truth = {"l2": 0.5 / np.sqrt(5), "linf": 0.5 / 3}  # |w . x| / dual norm of w
-    split, noise = models.require_split(model), models.hidden_noise(model)
+    split, noise = models.require_split(model), place_of(model).behind_first()
     assert noise is not None
     norms = sensitivity(split, noise, (2,))
     assert norms.l2 == pytest.approx(weight * np.sqrt(5), rel=1e-6)
@@ -147,7 +148,7 @@ def test_as_printed_exceeds_the_truth() -> None:
 
     model = nn.Sequential(layer, Mean()).eval()
     models.attach_noise(model, torch.full((maps, 1, 1), 0.5))
-    split, noise = models.require_split(model), models.hidden_noise(model)
+    split, noise = models.require_split(model), place_of(model).behind_first()
     assert noise is not None
     norms = sensitivity(split, noise, (1, 1, 1))
     x = torch.full((1, 1, 1), 0.3)
@@ -168,7 +169,7 @@ def test_as_printed_exceeds_the_truth() -> None:
 
 def test_the_sums_of_an_input_are_the_softmax_of_its_draws() -> None:
     model = noisy_model()
-    split, noise = models.require_split(model), models.hidden_noise(model)
+    split, noise = models.require_split(model), place_of(model).behind_first()
     assert noise is not None
     source = units.UnitSource("test", "s", "m", "d", "hidden", 1.0)
     sampler = HiddenNoiseSampler(split.first, split.rest, noise.std, source)
@@ -195,7 +196,7 @@ def test_table_is_reproducible_from_its_sums_and_holds_what_was_executed(
     got = table.read(reference / job.TABLE)
     about = table.about(got)
     model = models.load(model_folder)
-    noise = models.hidden_noise(model)
+    noise = place_of(model).behind_first()
     assert noise is not None
     norms = sensitivity(models.require_split(model), noise, (1, 6, 6))
     assert about["sensitivity"] == asdict(norms)
@@ -308,7 +309,7 @@ def test_a_component_without_noise_certifies_nothing() -> None:
     std = torch.ones(4, 3, 3)
     std[0, 0, 0] = 0
     with pytest.raises(UserError, match="every hidden component needs noise"):
-        sensitivity(split, HiddenNoise("0", std), (1, 6, 6))
+        sensitivity(split, BehindLayer("0", std), (1, 6, 6))
 
 
 def test_sizes_scale_with_noise_over_norm() -> None:

@@ -24,7 +24,7 @@ from dpdist.certification.catalogue import BY_MODE, settings_of
 from dpdist.certification.certificate import Certificate
 from dpdist.certification.expected_score_bounds import SCORE_UNIT, Sensitivity
 from dpdist.certification.noises import NOISES
-from dpdist.certification.places import HiddenPlace, Place
+from dpdist.certification.places import SampledPlace, ScoredPlace
 from dpdist.certification.predict import Predictor
 from dpdist.certification.sampling import Scores
 from dpdist.certification.scores import ExpectedScores
@@ -138,7 +138,7 @@ def settings_in(mode: str, **settings: Any) -> Certificate:
 def test_selection_and_estimation_share_no_draw(mode: str) -> None:
     counter = ByStage()
     settings = settings_in(mode, n=1050, n0=70, radii=(0.1,))
-    place: Place = HiddenPlace(1.0, Sensitivity(1.0, 1.0, 1.0))
+    place: SampledPlace = ScoredPlace(1.0, Sensitivity(1.0, 1.0, 1.0))
     whole = settings.units(100)
     half = max(1, whole // 2)
     pieces = [(0, half), (half, whole)] if whole > 1 else [(0, 1)]

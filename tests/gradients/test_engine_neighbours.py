@@ -15,7 +15,13 @@ from torch import Tensor, nn
 
 from dpdist.gradients.clipping import AutomaticClipping, FlatClipping, PerLayerClipping
 from dpdist.gradients.engine import GradientEngine
-from dpdist.gradients.perturbations import Draws, HiddenDraws, InputDraws, ParameterDraws
+from dpdist.gradients.perturbations import (
+    BlockDraws,
+    Draws,
+    HiddenDraws,
+    InputDraws,
+    ParameterDraws,
+)
 
 C = 0.2
 KEY = bytes(range(32))
@@ -75,6 +81,9 @@ DRAWS = {
     "input noise": InputDraws(3, 0.25),
     "parameter and input noise": ParameterDraws(3, 0.1, input_std=0.25),
     "hidden noise": HiddenDraws(3, "2", 0.25),
+    "noise in several places": BlockDraws(
+        2, {"0": 0.25, "2": 0.5}, mode="relative", input_std=0.25
+    ),
 }
 
 

@@ -15,6 +15,7 @@ from dpdist.base.errors import UserError
 from dpdist.gradients.clipping import FlatClipping
 from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.perturbations import (
+    BlockDraws,
     Draws,
     HiddenDraws,
     InputDraws,
@@ -65,13 +66,14 @@ def expected_sum(model: nn.Module, draws: Draws, clip_norm: float) -> Tensor:
                 else:
                     values = draws.parameters(parameters, KEY, k)
             x = draws.inputs(x[None], ids, KEY, k)[0]
-            hook = None
-            if draws.hidden_module is not None:
-                hook = model.get_submodule(draws.hidden_module).register_forward_hook(
-                    lambda _m, _a, out, ids=ids, k=k: draws.hidden(out, ids, KEY, k)
+            hooks = [
+                model.get_submodule(name).register_forward_hook(
+                    lambda _m, _a, out, ids=ids, k=k, i=i: draws.hidden(out, ids, KEY, k, i)
                 )
+                for i, name in enumerate(draws.hidden_modules)
+            ]
             gradient = gradient + flat_gradient(model, values, x, targets[i])
-            if hook is not None:
+            for hook in hooks:
                 hook.remove()
         gradient = gradient * (draws.count**-1 if draws.aggregate == "mean" else 1)
         total = total + gradient * min(1.0, clip_norm / float(gradient.norm()))
@@ -89,6 +91,9 @@ ALL_DRAWS = [
     InputDraws(2, torch.linspace(0, 1, 6)),
     HiddenDraws(3, "1", 0.5),
     HiddenDraws(3, "3", 0.5, aggregate="sum"),
+    BlockDraws(3, {"1": 0.5, "3": 0.2}, input_std=0.3),
+    BlockDraws(2, {"1": 0.5, "3": 0.2}, mode="multiplicative"),
+    BlockDraws(2, {"3": 0.5, "1": 0.2}, mode="relative", aggregate="sum"),
 ]
 
 
@@ -241,6 +246,8 @@ def test_mistakes_are_named():
         engine(ParameterDraws(2, 0.1)).clipped_sum(inputs, targets)
     with pytest.raises(UserError, match="no module named 'nowhere'"):
         engine(HiddenDraws(2, "nowhere", 0.1))
+    with pytest.raises(UserError, match="no module named 'nowhere'"):
+        engine(BlockDraws(2, {"1": 0.1, "nowhere": 0.1}))
     with pytest.raises(UserError, match="not trained"):
         engine(ParameterDraws(2, {"nothing": 0.1}))
     for bad in (0, -1, 1.5):
@@ -250,3 +257,19 @@ def test_mistakes_are_named():
         ParameterDraws(2, 0.1, aggregate="median")
     with pytest.raises(UserError, match="std"):
         InputDraws(2, -0.1)
+
+
+def test_noise_behind_a_layer_without_a_rule_is_refused():
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.factor = nn.Parameter(torch.ones(6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.factor
+
+    model = nn.Sequential(nn.Linear(6, 6), Scale(), nn.Linear(6, 3))
+    for draws in (HiddenDraws(1, "1", 0.1), BlockDraws(1, {"0": 0.1, "1": 0.1})):
+        with pytest.raises(UserError, match="output of 1: layer 1 has no rule"):
+            GradientEngine(model, cross_entropy, clipping=FlatClipping(0.1), draws=draws)
+    GradientEngine(model, cross_entropy, clipping=FlatClipping(0.1), draws=HiddenDraws(1, "0", 0.1))

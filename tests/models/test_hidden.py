@@ -11,9 +11,10 @@ from torch import nn
 from dpdist import models
 from dpdist.base.errors import UserError
 from dpdist.certification.places import sensitivity
-from dpdist.models import HiddenNoise, ModelSpec, require_split
+from dpdist.models import ModelSpec, require_split
 from dpdist.models.normalised import Normalised
 from dpdist.models.sensitivity import keep_within, layer_bound
+from dpdist.randomness.places import BehindLayer, place_of
 
 CNN = ModelSpec("hgm-cnn", (2, 8, 8), 3, {"filters": [4], "kernels": [3], "strides": [2]})
 SPECS = [
@@ -194,7 +195,7 @@ def test_norms_are_of_the_normalised_first_layer(name: str, kind: str) -> None:
     matrix = jacobian.reshape(-1, 32).double()
     spectral = float(torch.linalg.matrix_norm(matrix, 2))
     std = torch.full(split.hidden_shape(shape), 0.7)
-    norms = sensitivity(split, HiddenNoise(split.name, std), shape)
+    norms = sensitivity(split, BehindLayer(split.name, std), shape)
     assert norms.l2 == pytest.approx(spectral, rel=1e-5)
     rows = matrix.abs().sum(1).norm()
     assert norms.linf == pytest.approx(min(float(rows), 32**0.5 * spectral), rel=1e-5)
@@ -208,12 +209,12 @@ def test_norms_are_of_the_normalised_first_layer(name: str, kind: str) -> None:
 def test_noise_is_saved_and_loaded_with_the_weights(tmp_path) -> None:
     model = models.initialise(CNN, 1)
     std = torch.rand(4, 4, 4) + 0.1
-    assert models.hidden_noise(model) is None
+    assert not place_of(model).random
     models.attach_noise(model, std)
     spec = ModelSpec(**{**CNN.__dict__, "hidden_noise": True})
     models.save(model, spec, tmp_path)
     loaded = models.load(tmp_path)
-    noise = models.hidden_noise(loaded)
+    noise = place_of(loaded).behind_first()
     assert noise is not None and noise.module == "0" and torch.equal(noise.std, std)
     assert noise.scale == pytest.approx(float(std.double().square().mean().sqrt()))
     assert torch.allclose(noise.scale * noise.shares.sqrt(), std.double())

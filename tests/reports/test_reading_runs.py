@@ -23,7 +23,7 @@ from dpdist.certification import reading
 from dpdist.certification import table as tables
 from dpdist.certification.cohen import Cohen
 from dpdist.certification.expected_score_bounds import SCORE_UNIT, Sensitivity
-from dpdist.certification.places import HiddenPlace
+from dpdist.certification.places import ScoredPlace
 from dpdist.certification.scores import ExpectedScores, ScoreBound, decide
 from dpdist.commands import certify
 from dpdist.reports import compare, page
@@ -41,7 +41,7 @@ def score_table(path: Path, bound: ScoreBound, labels: list[int]) -> Path:
     settings = ExpectedScores(n=N, alpha=0.05, bound=bound, radii=(0.01,))
     sums, votes = np.array([300, 700]) * SCORE_UNIT, np.array([990, 10])
     verdict = decide(sums, sums // 2, votes, 0, settings, 1.0, NORMS)
-    place = HiddenPlace(1.0, NORMS)
+    place = ScoredPlace(1.0, NORMS)
     rows = [settings.row(i, label, verdict, place) for i, label in enumerate(labels)]
     about = {
         "settings": {"n": N, "n0": settings.n0, "alpha": settings.alpha, "mode": "scores",

@@ -37,6 +37,7 @@ from dpdist.gradients.task import cross_entropy
 from dpdist.methods.base import Setup
 from dpdist.models.sensitivity import keep_within
 from dpdist.privacy.card import card_markdown
+from dpdist.randomness.places import place_of
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse
@@ -311,10 +312,8 @@ def test_a_denoiser_with_noise_of_its_own_keeps_it_before_another_classifier(pub
     other = with_classifier(tmp_path / "other")
     pretrain(parse(other, "test"), "test")
     put_together(folder, "classifier", tmp_path / "other", RunFolder(tmp_path / "moved"))
-    mine, theirs = (
-        models.hidden_noise(m) for m in (models.load(tmp_path / "moved/private/model"), model)
-    )
-    assert mine is not None and theirs is not None
+    mine, theirs = (place_of(m) for m in (models.load(tmp_path / "moved/private/model"), model))
+    assert mine.random and theirs.random
     assert torch.equal(mine.std, theirs.std) and mine.scale > 0
     # A denoiser before a network with such noise would move the noise: refused.
     hgm = {"name": "hgm-cnn", "options": {"filters": [4], "kernels": [3], "strides": [2],

@@ -22,6 +22,7 @@ from dpdist.methods.secure_sgd import SecureSGD
 from dpdist.models.sensitivity import keep_within, layer_bound
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.privacy.releases import GaussianReleases, GaussianSteps, NonPrivate
+from dpdist.randomness.places import place_of
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe, parse
@@ -90,8 +91,8 @@ def test_a_run_carries_its_noise_and_states_what_is_proved(tmp_path, name):
     recipe, folder = make(tmp_path, name)
     train(recipe, folder)
     model = models.load(folder.model)
-    noise = models.hidden_noise(model)
-    assert noise is not None and noise.module == "0"
+    noise = place_of(model)
+    assert noise.random and noise.module == "0"
     scale = recipe.method.sigma or {
         "classical": 0.25373, "extended": 0.25498, "analytic": 0.13328,
     }[recipe.method.mechanism]  # fmt: skip

@@ -1,0 +1,251 @@
+"""The places of a model's noise: stored with it, drawn alike by everybody, keyed by record."""
+
+from __future__ import annotations
+
+import ast
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor, nn
+
+from dpdist import models
+from dpdist.attacks.counting import Counted, Counters, count, fix_form
+from dpdist.attacks.randomised import RandomisedClassifier, loss_gradient
+from dpdist.base.errors import UserError
+from dpdist.certification.catalogue import settings_of
+from dpdist.certification.cohen import Cohen
+from dpdist.certification.expected import expected_log_scores
+from dpdist.certification.predict import Predictor
+from dpdist.gradients.perturbations import BlockDraws, standard_normal_per_record
+from dpdist.models import BlockNoise, ModelSpec, mixing
+from dpdist.randomness.inside import MODES
+from dpdist.randomness.places import PLACES, BehindLayer, Nowhere, OnInput, Several, place_of
+from dpdist.randomness.units import UnitSource
+
+ROOT = Path(__file__).resolve().parents[2]
+SHAPE, SOURCE = (1, 6, 6), UnitSource("test", "1", "m", "d", "", 1.0)
+SPEC = ModelSpec("small-cnn", SHAPE, 3, {"width": 4})
+STDS = {"1": 0.25, "0": 0.5}  # not in the order in which they run
+
+
+def model_with(place: Several, spec: ModelSpec = SPEC) -> tuple[nn.Module, ModelSpec]:
+    model = models.initialise(spec, 0)
+    place.attach(model)
+    return model.eval(), replace(spec, block_noise=BlockNoise(tuple(place.stds), place.mode))
+
+
+def by_hand(model: nn.Module, place: Several, x: Tensor, normals: Tensor) -> Tensor:
+    """One draw of one record, layer by layer."""
+    shapes = {"input": x.shape, **{n: model[: int(n) + 1](x).shape for n in place.stds}}
+    parts = normals.split([s.numel() for s in shapes.values()])
+    noise = {k: p.view(s) for (k, s), p in zip(shapes.items(), parts, strict=True)}
+    h = x + place.input_std * noise["input"]
+    for number, layer in enumerate(model):
+        h = layer(h)
+        if (name := str(number)) in place.stds:
+            std, n = place.stds[name], noise[name]
+            if place.mode == "multiplicative":
+                h = h * (1 + std * n)
+            else:
+                h = h + std * n * (h.std(correction=0) if place.mode == "relative" else 1)
+    return h
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_draw_is_the_network_with_noise_in_its_places(mode: str) -> None:
+    place = Several(STDS, mode, 0.3)
+    model, _ = model_with(place)
+    x, shape = torch.rand(5, *SHAPE), place.normals_shape(model, SHAPE)
+    normals = torch.randn(5, *shape)
+    got = place.logits(model, x, normals)
+    for row in range(5):
+        want = by_hand(model, place, x[row : row + 1], normals[row])
+        assert torch.allclose(got[row : row + 1], want, atol=1e-6)
+    assert torch.equal(place.logits(model, x, None), model(x))  # no hook stays
+    assert not torch.allclose(got, model(x), atol=1e-2)
+    # The network behind the noise treats each record alone, wherever it stands in a batch.
+    cut = place.cut(model, SHAPE)
+    assert mixing(cut.rest, cut.first(x) + cut.std * normals) is None
+
+
+def test_noise_in_several_places_is_saved_with_the_model(tmp_path: Path) -> None:
+    place = Several(STDS, "relative", 0.3)
+    model, spec = model_with(place)
+    models.save(model, spec, tmp_path)
+    loaded = models.load(tmp_path)
+    assert models.read_spec(tmp_path) == spec and spec.noisy
+    assert place_of(loaded) == place and list(place_of(loaded).stds) == list(STDS)
+    plain = models.build(SPEC)
+    models.load_weights(plain, tmp_path)  # its weights serve a model without noise
+    assert isinstance(place_of(plain), Nowhere)
+    models.save(plain, SPEC, tmp_path / "plain")
+    assert "block_noise" not in json.loads((tmp_path / "plain/model.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("noise", "message"),
+    [
+        ({"modules": ["0", "7"], "mode": "additive"}, "no module named '7'"),
+        ({"modules": ["0"], "mode": "additive"}, "does not fit the model"),
+        ({"modules": [0], "mode": "additive"}, "damaged: block_noise.modules must be names"),
+        ({"modules": ["1", "0"]}, "damaged: block_noise.mode is missing"),
+        (["0"], "damaged: block_noise must be dict"),
+    ],
+)
+def test_a_damaged_description_of_noise_is_named(tmp_path: Path, noise, message: str) -> None:
+    models.save(*model_with(Several(STDS)), tmp_path)
+    path = tmp_path / "model.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"block_noise": noise}))
+    with pytest.raises(UserError, match=message):
+        models.load(tmp_path)
+
+
+def test_noise_that_no_place_has_is_named() -> None:
+    with pytest.raises(UserError, match="mode must be one of additive, multiplicative, relative"):
+        Several(STDS, "subtractive")
+    for bad in (-0.1, float("nan"), float("inf")):
+        with pytest.raises(UserError, match="noise on 1: must be a finite number >= 0"):
+            Several({"1": bad})
+        with pytest.raises(UserError, match="noise on the input"):
+            Several(STDS, input_std=bad)
+    layer = nn.Linear(4, 4)
+    twice = nn.Sequential(layer, layer)
+    with pytest.raises(UserError, match="module '0' ran 2 times in a forward pass, not once"):
+        Several({"0": 1.0}).normals_shape(twice, (4,))
+
+
+@pytest.mark.parametrize("place", [OnInput(0.5), Several(STDS, "relative", 0.3)], ids=str)
+def test_an_evaluated_input_has_noise_of_its_own_wherever_it_stands(place) -> None:
+    model, x = models.initialise(SPEC, 0).eval(), torch.rand(6, *SHAPE)
+    if not place.random or not place.deeper:
+        place = Several({}, input_std=place.sigma)
+    place.attach(model)
+    whole = expected_log_scores(model, x, 4, "seed")
+    part = expected_log_scores(model, x[2:5], 4, "seed", first=2)
+    assert torch.allclose(part, whole[2:5], atol=1e-6)
+    same = expected_log_scores(model, x[:1].expand(2, -1, -1, -1), 4, "seed")
+    assert not torch.allclose(same[0], same[1], atol=1e-3)  # two inputs, two noises
+    assert not torch.allclose(expected_log_scores(model, x, 4, "other"), whole, atol=1e-3)
+
+
+# ---- a network whose smoothed answer is known: class 1 iff 2 x0 + pi n + s m > 1
+
+
+PI, INNER, X = 0.5, 1.5, torch.tensor([0.8])
+P = stats.norm.cdf((2 * 0.8 - 1) / np.hypot(2 * PI, INNER))
+QUIETER = stats.norm.cdf((2 * 0.8 - 1) / (2 * PI))
+
+
+def threshold() -> nn.Module:
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 2))
+    with torch.no_grad():
+        for layer, weight, bias in ((model[0], [[2.0]], [-1.0]), (model[1], [[-1.0], [1.0]], 0.0)):
+            layer.weight.copy_(torch.tensor(weight))
+            layer.bias.copy_(torch.tensor(bias))
+    Several({"0": INNER}, input_std=PI).attach(model)
+    return model.eval()
+
+
+def likely(hits: int, draws: int) -> None:
+    """Two-sided exact test, false failure 1e-5; without the inner noise it is rejected."""
+    assert stats.binomtest(hits, draws, P).pvalue > 1e-5
+    assert stats.binomtest(hits, draws, QUIETER).pvalue < 1e-5
+
+
+@pytest.mark.parametrize("form", ["eager", "frozen"])
+def test_input_noise_with_noise_behind_it_is_certified_at_the_input_noise(form: str) -> None:
+    model = threshold()
+    settings = Cohen(sigma=place_of(model).smoothing, n=20_000, n0=100, alpha=0.001, form=form)
+    verdict = Predictor(model, settings, 2, (1,)).certify(X)
+    assert (verdict.prediction, verdict.n) == (1, 20_000)
+    likely(verdict.k, verdict.n)
+    assert 0 < verdict.radius < PI * stats.norm.ppf(P) + 1e-6  # a certified radius is a true one
+    for more in ({"noise": "laplace"}, {"noise_bank": True}):
+        with pytest.raises(UserError, match="noise of its own behind its input"):
+            settings.model_copy(update=more).place(model, (1,))
+    with pytest.raises(UserError, match="not behind its first layer alone"):
+        Predictor(model, settings_of({"sigma": None, "n": 100}), 2, (1,))
+
+
+@pytest.mark.parametrize("place", [place_of(threshold()), Several({"0": np.hypot(2 * PI, INNER)})])
+def test_an_attack_counts_and_differentiates_under_all_the_noise(place: Several) -> None:
+    counted = Counted(threshold(), place, 2, X.numpy()[None])
+    counted = replace(counted, spec=fix_form(counted, SOURCE))
+    counters = Counters(counted, SOURCE)
+    likely(int(count(counters.named("a"), X, 0, "s", 20_000, counters.batch)[1]), 20_000)
+    classifier = RandomisedClassifier(counted.model, place)
+    normals = torch.randn(4, *classifier.noise_shape((1,)))
+    x = X.expand(4, 1)
+    logits = classifier.logits(x, normals)
+    own = X + place.input_std * normals[:, :1]
+    want = 2 * own - 1 + place.stds["0"] * normals[:, 1:]
+    assert torch.allclose(logits, torch.cat([-want, want], 1), atol=1e-6)
+    assert loss_gradient(classifier, X[None], torch.tensor([1]), normals)[0, 0] < 0
+    assert place.smoothed(0.25) == replace(place, input_std=0.25)
+
+
+# ---- training draws the same
+
+
+def test_training_and_prediction_put_noise_alike() -> None:
+    place, key, ids = Several(STDS, "relative", 0.3), b"k" * 32, torch.tensor([7, 3])
+    model, _ = model_with(place)
+    draws, x = BlockDraws(2, STDS, mode="relative", input_std=0.3), torch.rand(2, *SHAPE)
+    sizes = [36, *(model[: int(n) + 1](x)[0].numel() for n in STDS)]
+    purposes = ["draws/inputs", "draws/block/0", "draws/block/1"]
+    normals = torch.cat(
+        [
+            standard_normal_per_record(key, purpose, 1, ids, size)
+            for purpose, size in zip(purposes, sizes, strict=True)
+        ],
+        1,
+    )
+    h = model[0](draws.inputs(x, ids, key, 1))
+    h = model[1](draws.hidden(h, ids, key, 1, 1))
+    h = model[2:](draws.hidden(h, ids, key, 1, 0))
+    assert torch.allclose(h, place.logits(model, x, normals), atol=1e-6)
+    # Row b depends on record b: alone, and beside a record of another size.
+    outputs = torch.stack([torch.rand(4), 100 * torch.rand(4)])
+    together = draws.hidden(outputs, ids, key, 0)
+    assert torch.equal(draws.hidden(outputs[:1], ids[:1], key, 0), together[:1])
+    assert torch.equal(draws.hidden(outputs.flip(0), ids.flip(0), key, 0), together.flip(0))
+    constant = torch.ones(2, 4, requires_grad=True)
+    draws.hidden(constant, ids, key, 0).sum().backward()
+    assert bool(constant.grad.isfinite().all())
+
+
+# ---- nobody asks which place it is
+
+
+def asked(text: str) -> list[str]:
+    """Where a source asks for the class or the kind of a place."""
+    names, kinds = {c.__name__ for c in PLACES.values()}, set(PLACES) - {"none"}
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass"):
+            if names & {n.id for n in ast.walk(node.args[1]) if isinstance(n, ast.Name)}:
+                found.append(ast.unparse(node))
+        elif isinstance(node, ast.Compare | ast.MatchValue):
+            words = {c.value for c in ast.walk(node) if isinstance(c, ast.Constant)}
+            subject = ast.unparse(node)
+            if words & kinds and ("noise" in subject or "place" in subject or "kind" in subject):
+                found.append(subject)
+        elif isinstance(node, ast.MatchClass) and ast.unparse(node.cls) in names:
+            found.append(ast.unparse(node.cls))
+    return found
+
+
+def test_nobody_asks_where_the_noise_is() -> None:
+    files = [p for room in ("dpdist", "tuning") for p in (ROOT / room).rglob("*.py")]
+    assert [(str(p), found) for p in files if (found := asked(p.read_text()))] == []
+    for text in (
+        "isinstance(noise, OnInput)", "isinstance(x, (BehindLayer, Nowhere))",
+        "table.noise == 'hidden'", "place.kind in ('input', 'several')",
+    ):  # fmt: skip
+        assert asked(text)
+    assert BehindLayer.kind == "hidden"
