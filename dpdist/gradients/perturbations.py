@@ -103,12 +103,7 @@ class Draws:
         return inputs
 
     def hidden(
-        self,
-        output: Tensor,
-        record_ids: Tensor | None,
-        draw_key: bytes,
-        draw: int,
-        module: int = 0,
+        self, output: Tensor, record_ids: Tensor | None, draw_key: bytes, draw: int, module: int = 0
     ) -> Tensor:
         """Output (B, ...) of `hidden_modules[module]` in this draw. Row b depends on row b, the
         key, the draw and record_ids[b] only."""
@@ -232,12 +227,7 @@ class HiddenDraws(Draws):
         self.std = std if isinstance(std, Tensor) else _scale("std", std)
 
     def hidden(
-        self,
-        output: Tensor,
-        record_ids: Tensor | None,
-        draw_key: bytes,
-        draw: int,
-        module: int = 0,
+        self, output: Tensor, record_ids: Tensor | None, draw_key: bytes, draw: int, module: int = 0
     ) -> Tensor:
         std = self.std.to(output) if isinstance(self.std, Tensor) else self.std
         return output + std * _per_record_noise(output, record_ids, draw_key, "draws/hidden", draw)
@@ -272,12 +262,7 @@ class BlockDraws(Draws):
         return inputs + std * _per_record_noise(inputs, record_ids, draw_key, "draws/inputs", draw)
 
     def hidden(
-        self,
-        output: Tensor,
-        record_ids: Tensor | None,
-        draw_key: bytes,
-        draw: int,
-        module: int = 0,
+        self, output: Tensor, record_ids: Tensor | None, draw_key: bytes, draw: int, module: int = 0
     ) -> Tensor:
         normals = _per_record_noise(output, record_ids, draw_key, f"draws/block/{module}", draw)
         std = self.place.stds[self.hidden_modules[module]]
@@ -297,11 +282,6 @@ class OneHiddenDraw(Draws):
         self.noise = std * normals.view_as(std)
 
     def hidden(
-        self,
-        output: Tensor,
-        record_ids: Tensor | None,
-        draw_key: bytes,
-        draw: int,
-        module: int = 0,
+        self, output: Tensor, record_ids: Tensor | None, draw_key: bytes, draw: int, module: int = 0
     ) -> Tensor:
         return output + self.noise.to(output)
