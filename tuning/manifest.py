@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from dpdist.base.errors import UserError
-from dpdist.base.reading import read_json
+from dpdist.base.reading import check_shape, read_json, shown
 from dpdist.base.storage import private_folder, write_json
 from dpdist.randomness.keys import derive_key, words
-from dpdist.runs.folder import RunFolder
+from dpdist.runs.folder import RunFolder, plan_of
 from dpdist.sections.search import LawRecipe, TuneRecipe
+from dpdist.tuning.cost import Limit
 from dpdist.tuning.space import Values, draw
 
 FORMAT = 1
@@ -155,4 +156,35 @@ def _uniforms(key: bytes) -> Callable[[], float]:
 
 def read_settings(folder: SearchFolder, number: int) -> dict[str, Any]:
     """Values and noise multiplier of a trial, as written before it started."""
-    return read_json(folder.settings(number))
+    return read_json(folder.settings(number), {"values": dict, "noise_multiplier": float})
+
+
+def read_terms(folder: SearchFolder) -> dict[str, Any]:
+    """What was fixed before the first trial. Raises UserError for damaged ones."""
+    shape = {"data": str, "plan": dict, "score_noise": float | None, "charge": str}
+    terms = {"trial": {}, "assumed": [], **read_json(folder.terms, shape)}
+    return check_shape(terms, str(folder.terms), {"trial": dict, "assumed": list})
+
+
+def trial_limit(folder: SearchFolder) -> Limit:
+    """What a trial may cost: what the search was accounted with."""
+    return Limit(plan_of(read_terms(folder)["trial"], f"{folder.terms}: trial"))
+
+
+def read_outcome(folder: SearchFolder) -> int | None:
+    """The number of the best trial; None when the search ended without a model."""
+    return read_json(folder.outcome, {"winner": int | None})["winner"]
+
+
+def scores_of(folder: SearchFolder, number: int) -> dict[str, Any]:
+    """scores: of the rungs so far. done: nothing more will come. failed: why it does not count."""
+    path = folder.scores(number)
+    if not path.exists():
+        return {"scores": [], "done": False, "failed": None}
+    state = read_json(path, {"scores": list, "done": bool, "failed": str | None})
+    finished = state["done"] and state["failed"] is None
+    if finished > bool(state["scores"]) or not all(
+        type(s) in (int, float) for s in state["scores"]
+    ):
+        raise UserError(f"{path}: damaged: scores must be numbers, got {shown(state['scores'])}")
+    return state

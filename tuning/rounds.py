@@ -15,10 +15,10 @@ from dpdist.randomness.keys import derive_key
 from dpdist.runs.recipe import Recipe
 from dpdist.sections.search import TuneRecipe
 from dpdist.training.job import PACKAGES
-from dpdist.tuning.manifest import SearchFolder, read_settings, read_trials
+from dpdist.tuning.manifest import SearchFolder, read_settings, read_trials, scores_of
 from dpdist.tuning.room import trial_resources
 from dpdist.tuning.space import Values
-from dpdist.tuning.trial import run_trial, scores_of
+from dpdist.tuning.trial import run_trial
 
 
 def one_pass(

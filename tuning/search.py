@@ -18,7 +18,6 @@ from collections.abc import Callable
 from typing import Any
 
 from dpdist.base.errors import NoRoom, UserError
-from dpdist.base.reading import read_json
 from dpdist.base.storage import write_atomic, write_json
 from dpdist.cluster.packages import check_nodes
 from dpdist.cluster.session import Session
@@ -34,19 +33,23 @@ from dpdist.training import charging
 from dpdist.training.job import PACKAGES
 from dpdist.training.planning import make_plan
 from dpdist.training.records import source_of, training_data
-from dpdist.tuning.cost import Limit, SearchCost
+from dpdist.tuning.cost import SearchCost
 from dpdist.tuning.manifest import (
     SearchFolder,
     best,
     draw_trials,
     ensure_manifest,
+    read_outcome,
     read_settings,
+    read_terms,
     read_trials,
+    scores_of,
+    trial_limit,
 )
 from dpdist.tuning.room import live_nodes, trials_at_once
 from dpdist.tuning.rounds import in_background, one_pass
 from dpdist.tuning.space import Values, fields, probes, with_values
-from dpdist.tuning.trial import scores_of, scoring_data, trial_recipe
+from dpdist.tuning.trial import scoring_data, trial_recipe
 
 Progress = Callable[[int, int, float], None]
 
@@ -85,7 +88,7 @@ class Search:
             in_background(lambda: self._trials(concurrent), lambda: self._show(progress))
             self._decide()
         self._check_trials()
-        winner = read_json(self.folder.outcome)["winner"]
+        winner = read_outcome(self.folder)
         if winner is None:
             self._charge(settle=True)
             raise NoModel(
@@ -100,7 +103,7 @@ class Search:
         """Raise UserError when this search was begun with other records or another cost."""
         if not self.folder.terms.exists() or self.run_folder.trained.exists():
             return
-        begun, terms = read_json(self.folder.terms), self._terms()
+        begun, terms = read_terms(self.folder), self._terms()
         changed = [name for name in ("data", "plan") if begun[name] != terms[name]]
         if changed:
             what = {"data": "the private records", "plan": "what the search costs"}
@@ -108,6 +111,12 @@ class Search:
                 f"{self.run_folder.path}: {' and '.join(what[name] for name in changed)} changed "
                 "since this search was begun; restore it, or choose another --name"
             )
+        for number in (trial.number for trial in read_trials(self.folder)):
+            scores_of(self.folder, number)  # whole, or no trial may go on: that is no failed one
+            if self.folder.settings(number).exists():
+                read_settings(self.folder, number)
+        if self.folder.outcome.exists():
+            read_outcome(self.folder)
 
     def begin(self) -> Search:
         """Draw everything and write it down, unless that was done before.
@@ -118,8 +127,8 @@ class Search:
             return self
         terms = self._terms()
         if self.folder.terms.exists():
-            begun = read_json(self.folder.terms)
-            if "trial" not in begun:  # of an older version, which checked no trial by its own plan
+            begun = read_terms(self.folder)
+            if not begun["trial"]:  # of an older version, which checked no trial by its own plan
                 write_json(self.folder.terms, {**begun, "trial": terms["trial"]})
             return self
         secret = self.recipe.privacy.run_key
@@ -219,12 +228,11 @@ class Search:
 
     def _check_trials(self) -> None:
         """Raise UserError when a trial executed more than what was accounted: nothing is shown."""
-        limit = Limit(PrivacyPlan.from_dict(read_json(self.folder.terms)["trial"]))
+        limit = trial_limit(self.folder)
         for trial in read_trials(self.folder):
             own = self.folder.trial(trial.number)
             if own.plan.exists():
-                plan = PrivacyPlan.from_dict(read_json(own.plan))
-                limit.check(plan, f"{self.run_folder.path}: a trial of this search")
+                limit.check(own.read_plan(), f"{self.run_folder.path}: a trial of this search")
 
     def _decide(self) -> None:
         trials = read_trials(self.folder)
@@ -282,7 +290,7 @@ class Search:
             else f"public records ({public.name}/{public.split})",
             "one_training": self.cost.one_training.to_dict(),
             "charge": self._charge_id(),
-            "assumed": read_json(self.folder.terms).get("assumed", []),
+            "assumed": read_terms(self.folder)["assumed"],
         }
 
     def _show_trials(self) -> None:
@@ -297,7 +305,7 @@ class Search:
     # --- the data set's budget
 
     def _charge_id(self) -> str:
-        return read_json(self.folder.terms)["charge"]
+        return read_terms(self.folder)["charge"]
 
     def _charge(self, settle: bool = False) -> None:
         """Charge the whole search to the records' budget before it starts; settle it after."""

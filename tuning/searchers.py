@@ -15,9 +15,8 @@ from ray.tune.search import Searcher
 from dpdist.base.errors import UserError
 from dpdist.base.storage import write_json
 from dpdist.sections.search import Domain, TuneRecipe
-from dpdist.tuning.manifest import SearchFolder, Trial
+from dpdist.tuning.manifest import SearchFolder, Trial, scores_of
 from dpdist.tuning.space import Values
-from dpdist.tuning.trial import scores_of
 
 METRIC = "score"
 

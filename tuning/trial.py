@@ -17,13 +17,11 @@ import torch
 
 from dpdist import data
 from dpdist.base.errors import UserError, no_room
-from dpdist.base.reading import read_json
 from dpdist.base.storage import write_atomic, write_json
 from dpdist.cluster.packages import check_same
 from dpdist.data import Dataset
 from dpdist.privacy.journal import JournalBusy
 from dpdist.privacy.ledger import LedgerError, ReplayConflict
-from dpdist.privacy.plan import PrivacyPlan
 from dpdist.randomness.keys import derive_key
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe
@@ -34,8 +32,16 @@ from dpdist.training.loop import run
 from dpdist.training.records import private_part, source_of
 from dpdist.training.reducer import Reducer
 from dpdist.training.trainer import fit
-from dpdist.tuning.cost import Limit, kept_out
-from dpdist.tuning.manifest import SearchFolder, Trial, read_settings, read_trials
+from dpdist.tuning.cost import kept_out
+from dpdist.tuning.manifest import (
+    SearchFolder,
+    Trial,
+    read_settings,
+    read_terms,
+    read_trials,
+    scores_of,
+    trial_limit,
+)
 from dpdist.tuning.scoring import score
 from dpdist.tuning.space import with_values
 
@@ -57,7 +63,7 @@ def run_trial(path: Path, packages: dict[str, str], number: int, report: Report)
         return
     check_same(packages, PACKAGES, f"trial on {os.uname().nodename}")
     try:
-        _go_on(folder, number, read_json(folder.terms), state, report)
+        _go_on(folder, number, state, report)
     except JournalBusy:
         raise  # an attempt that was given up still holds the ledger
     except (UserError, LedgerError, ReplayConflict, ValueError, OSError) as error:
@@ -66,12 +72,6 @@ def run_trial(path: Path, packages: dict[str, str], number: int, report: Report)
         if isinstance(error, OSError) or no_room(error):
             raise
         write_json(folder.scores(number), {**state, "done": True, "failed": str(error)})
-
-
-def scores_of(folder: SearchFolder, number: int) -> dict[str, Any]:
-    """scores: of the rungs so far. done: nothing more will come. failed: why it does not count."""
-    path = folder.scores(number)
-    return read_json(path) if path.exists() else {"scores": [], "done": False, "failed": None}
 
 
 def trial_recipe(asked: Recipe, settings: dict[str, Any], key: bytes, where: str) -> Recipe:
@@ -122,15 +122,13 @@ def rung_steps(steps: int, rungs: int, factor: int) -> list[int]:
     return [max(1, steps * factor**rung // factor ** (rungs - 1)) for rung in range(rungs)]
 
 
-def _go_on(
-    folder: SearchFolder, number: int, terms: dict[str, Any], state: dict[str, Any], report: Report
-) -> None:
+def _go_on(folder: SearchFolder, number: int, state: dict[str, Any], report: Report) -> None:
     asked = folder.run.read_asked()
     tune = asked.tune
     assert tune is not None
     trial = read_trials(folder)[number]
     job = begin_trial(folder, asked, trial)
-    Limit(PrivacyPlan.from_dict(terms["trial"])).check(job.plan, f"trial {number}")
+    trial_limit(folder).check(job.plan, f"trial {number}")
     factor = tune.asha.reduction_factor if tune.asha else 1
     for rung, step in enumerate(rung_steps(job.plan.steps, tune.rungs, factor), 1):
         if rung <= len(state["scores"]):
@@ -143,7 +141,7 @@ def _go_on(
             scoring_data(asked),
             tune.score,
             sigma=job.recipe.certify.sigma if job.recipe.certify else None,
-            noise=terms["score_noise"],
+            noise=read_terms(folder)["score_noise"],
             key=derive_key(trial.key, "rung", rung),
             trusted_factory=job.recipe.model.name,
         )

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from pydantic import ValidationError
 
 from dpdist.base.errors import UserError
 from dpdist.base.table_files import read_table
@@ -51,6 +52,16 @@ class CertificateTable:
     def name(self) -> str:
         """The folder's name: sigma, mode and what else tells it apart."""
         return self.path.parent.name
+
+    @property
+    def title(self) -> str:
+        """What its settings say that tells it apart, wherever it lies; else the folder's name."""
+        settings = self.about.get("settings", {})
+        given = {key: settings[key] for key in settings.keys() & self.kind.model_fields.keys()}
+        try:
+            return self.kind.model_validate(given).folder_name
+        except ValidationError:  # written by another version
+            return self.name
 
     @property
     def correct(self) -> np.ndarray:

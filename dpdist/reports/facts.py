@@ -90,6 +90,13 @@ class Facts:
         )
 
     @property
+    def budget_lost(self) -> str | None:
+        """Why nothing can be said of all runs on the data set, where a budget was to say it."""
+        if self.recipe.privacy.budget is None or self.data_set is not None:
+            return None
+        return "epsilon unknown, the budget that the recipe names is gone or has lost this run"
+
+    @property
     def _why_not(self) -> str:
         reasons = self.plan.unproved
         if self.plan.steps and self.plan.step(0).noise_multiplier == 0:
@@ -141,6 +148,8 @@ class Facts:
             plan = released(self.search, plan, self.ledger)
             notes = ["The search over the fields named is counted; any other choice is not."]
             searched = {"searched": str(self.search)}
+        if self.budget_lost:
+            notes.append(f"All runs on this data set: {self.budget_lost}.")
         if math.isinf(self.guarantee.epsilon):
             notes.append(f"Nothing is proved about training records: {self._why_not}.")
         if ":" in self.recipe.model.name:  # a factory outside the zoo
@@ -181,6 +190,8 @@ class Facts:
         for title, other in (("privacy of a group", self.group), ("data set", self.data_set)):
             if other is not None:
                 rows.append((title, f"epsilon = {format_epsilon(other.epsilon)} ({other.source})"))
+        if self.budget_lost:
+            rows.append(("data set", self.budget_lost))
         # How long a search's trials took is part of what stays secret about it; how long a run
         # took tells how many records it has.
         hidden = self.search is not None or self.plan.nominal
@@ -213,7 +224,7 @@ def _certified_row(table: CertificateTable) -> tuple[str, str]:
         for radius in (0.0, *table.shown_radii)
     )
     about = f"{table.norm}, {len(table.index):,} inputs, alpha {table.alpha:g} each"
-    return f"certified, {table.name}", f"{at} ({about})"
+    return f"certified, {table.title}", f"{at} ({about})"
 
 
 def read_facts(folder: RunFolder) -> Facts:

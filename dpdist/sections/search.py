@@ -24,8 +24,6 @@ from dpdist.privacy.selection import SelectionLaw
 
 Whole = Annotated[int, Number, Field(ge=-(10**9), le=10**9)]
 
-OBJECTIVES = ("accuracy", "certified-accuracy", "average-radius")
-
 
 class Domain(Section):
     """The values of one field: exactly one of a range (both ends included) and a list.

@@ -201,6 +201,13 @@ def test_hidden_noise_is_certified_by_its_scores(tmp_path: Path) -> None:
     assert same_classifier(table, reading.read(path))
 
 
+def test_a_table_is_titled_by_its_settings_wherever_it_lies(tmp_path: Path) -> None:
+    found = reading.read(smoothed_table(tmp_path / "mine" / "certificates.parquet"))
+    assert (found.name, found.title) == ("mine", "sigma-0.5-fixed-n-1000")
+    path = score_table(tmp_path / "other" / "certificates.parquet", "counts", [0])
+    assert reading.read(path).title.startswith("scores")
+
+
 def test_tables_without_a_statement_are_refused(tmp_path: Path) -> None:
     empty = tables.build([], {})
     with pytest.raises(UserError, match="no certificates in the table"):

@@ -15,7 +15,12 @@ from dpdist.tuning.manifest import (
     best,
     draw_trials,
     ensure_manifest,
+    read_outcome,
+    read_settings,
+    read_terms,
     read_trials,
+    scores_of,
+    trial_limit,
 )
 
 KEY = bytes(range(32))
@@ -69,3 +74,38 @@ def test_damaged_manifests_are_named(recipe, tmp_path):
     folder.manifest.write_text(json.dumps({**record, "trials": [{"number": 0}]}))
     with pytest.raises(UserError, match=r"manifest\.json: damaged"):
         read_trials(folder)
+
+
+TERMS = {"data": "d", "plan": {}, "score_noise": None, "charge": "c"}
+STATE = {"scores": [0.5], "done": True, "failed": None}
+
+
+@pytest.mark.parametrize(
+    ("name", "read", "good", "bad"),
+    [
+        ("terms.json", read_terms, TERMS, {"score_noise": "0.5"}),
+        ("terms.json", read_terms, TERMS, {"charge": None}),
+        ("terms.json", read_terms, TERMS, {"trial": [1]}),
+        ("terms.json", read_terms, TERMS, {"assumed": "nothing"}),
+        ("terms.json", trial_limit, None, {"trial": {"steps": 3}}),
+        ("outcome.json", read_outcome, {"winner": None}, {"winner": "1"}),
+        ("settings/00003.json", lambda f: read_settings(f, 3),
+         {"values": {}, "noise_multiplier": 1}, {"noise_multiplier": None}),
+        ("scores/00003.json", lambda f: scores_of(f, 3), STATE, {"scores": ["high"]}),
+        ("scores/00003.json", lambda f: scores_of(f, 3), STATE, {"scores": [True]}),
+        ("scores/00003.json", lambda f: scores_of(f, 3), STATE, {"scores": []}),
+        ("scores/00003.json", lambda f: scores_of(f, 3), STATE, {"done": "yes"}),
+        ("scores/00003.json", lambda f: scores_of(f, 3), STATE, {"failed": 3}),
+    ],
+)  # fmt: skip
+def test_a_damaged_file_of_a_search_is_one_clear_line(tmp_path, name, read, good, bad):
+    folder = SearchFolder(RunFolder(tmp_path))
+    path = folder.path / name
+    path.parent.mkdir(parents=True)
+    if good is not None:
+        path.write_text(json.dumps(good))
+        read(folder)
+    path.write_text(json.dumps({**(good or TERMS), **bad}))
+    with pytest.raises(UserError, match=rf"{name}.*: damaged: ") as raised:
+        read(folder)
+    assert "\n" not in str(raised.value)

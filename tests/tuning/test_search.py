@@ -93,6 +93,12 @@ def test_the_winner_becomes_an_ordinary_run_with_the_search_in_its_guarantee(
     assert charged.charges[0].status == "settled"
     assert charged.guarantee(1e-4).epsilon == pytest.approx(facts.guarantee.epsilon)
     assert facts.data_set.epsilon == pytest.approx(facts.guarantee.epsilon)
+    assert facts.budget_lost is None
+    Path(asked.privacy.budget).rename(tmp_path / "elsewhere")
+    lost = read_facts(run)  # it was to say what all runs cost: that it cannot is said
+    assert ("data set", lost.budget_lost) in lost.summary()
+    assert f"All runs on this data set: {lost.budget_lost}." in lost.card()["notes"]
+    (tmp_path / "elsewhere").rename(asked.privacy.budget)
 
     write_report(run)
     release(run)

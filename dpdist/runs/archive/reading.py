@@ -43,12 +43,7 @@ def restore(url: str, runs: Path, name: str | None = None) -> tuple[RunFolder, i
     ClusterError when the store does not answer. The folder is whole or not there.
     """
     store = ObjectStore(url)
-    number, manifest = newest(store)
-    if not manifest["private"]:
-        raise UserError(
-            f"{store.url}: holds no private state (archive_private was not given), so nothing can "
-            f"be continued; `dpdist cluster fetch {store.url}` copies what may be published"
-        )
+    number, manifest = _whole(store)
     try:
         folder = _free(RunFolder(runs / check_run_name(name or manifest["run"])))
     except ValueError as error:
@@ -77,12 +72,7 @@ def read_copy(url: str, runs: Path) -> RunFolder:
     A copy made before is opened again. Raises as `restore`, and UserError for an unfinished run.
     """
     store = ObjectStore(url)
-    _, manifest = newest(store)
-    if not manifest["private"]:
-        raise UserError(
-            f"{store.url}: holds only what may be published (archive_private was not given); "
-            f"`dpdist cluster fetch {store.url}` copies it, the report included"
-        )
+    _, manifest = _whole(store)
     if not manifest["trained"]:
         raise UserError(
             f"{store.url}: this run has not finished training; if its folder is lost, `dpdist "
@@ -113,6 +103,17 @@ def fetch(url: str, into: Path) -> tuple[Path, list[str]]:
     except ValueError as error:
         raise UserError(str(error)) from None
     return target, paths
+
+
+def _whole(store: ObjectStore) -> tuple[int, dict[str, Any]]:
+    """As `newest`. Raises UserError for an archive without private state."""
+    number, manifest = newest(store)
+    if not manifest["private"]:
+        raise UserError(
+            f"{store.url}: holds no private state (archive_private was not given), only what may "
+            f"be published; `dpdist cluster fetch {store.url}` copies that, the report included"
+        )
+    return number, manifest
 
 
 def _free(folder: RunFolder) -> RunFolder:
