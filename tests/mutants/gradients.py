@@ -96,6 +96,18 @@ FAULTS: list[Fault] = [
          "smoothing without the clip norm"),
     ),
     *group(
+        "dpdist/randomness/inside.py", "models/test_places",
+        ("output.flatten(1).var(1, correction=0)", "output.var(correction=0).expand(len(output))",
+         "noise is as large as the batch varies"),
+        ("output * (1 + std * normals)", "output * (1 + std * std * normals)",
+         "multiplicative noise is too small"),
+    ),
+    *group(
+        "dpdist/randomness/places.py", "models/test_places",
+        ("return Several(self.stds, self.mode, sigma)", "return OnInput(sigma)",
+         "noise inside is left out where the input is smoothed"),
+    ),
+    *group(
         "dpdist/models/sensitivity.py", f"{STEP}::test_every_method models/test_hidden",
         ("if bound > limit:", "if bound > 2 * limit:", "layers may be twice too large"),
         ("math.floor(limit / bound * _GRID) / _GRID", "math.ceil(limit / bound * 4) / 4",
