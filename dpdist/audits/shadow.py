@@ -18,6 +18,7 @@ from dpdist.certification.classifier import quiet_threads
 from dpdist.certification.expected import expected_log_scores
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.randomness.keys import derive_key
+from dpdist.randomness.places import place_of
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe
 from dpdist.training.job import CheckedTraining, TrainJob
@@ -96,7 +97,7 @@ class ShadowTrainer:
         shared, records = self._shared, len(self._records)
         members = shared.game.members(shared.key, number, records)
         found: dict[str, np.ndarray] = {"member": members.astype(np.uint8)}
-        noisy = models.hidden_noise(model) is not None
+        noisy = place_of(model).random
         for passes in shared.passes:
             parts = [
                 part
@@ -119,7 +120,7 @@ def _passes(model: nn.Module, dataset: data.Dataset, passes: int | None, seed: s
             if passes is None:
                 logits = model(inputs)
             else:
-                one = f"{seed}/{dataset.name}/{passes}/{start}"
-                logits = expected_log_scores(model, inputs, passes, one)
+                one = f"{seed}/{dataset.name}/{passes}"
+                logits = expected_log_scores(model, inputs, passes, one, start)
         values = logits.double().numpy()
         yield log_odds(values, np.asarray(dataset.labels[rows])), top_probabilities(values)
