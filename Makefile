@@ -6,14 +6,15 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST_ARGS ?=
 
-.PHONY: demo test test-all lint mutants matrix bench clean install
+.PHONY: demo check test test-all lint mutants matrix bench clean install
 .DEFAULT_GOAL := help
 
 .PHONY: help
 help:
 	@echo "make demo    train privately, certify and report on built-in data (2 minutes after the install)"
-	@echo "make test    lint, type-check and test"
-	@echo "make test-all  the same, with the long tests (generated input, some minutes more)"
+	@echo "make check   lint, types and the quick tests (under a minute, no Ray)"
+	@echo "make test    lint, types and every test but the long ones (10 minutes on two cores)"
+	@echo "make test-all  the same, with the long tests (hosts, faults, generated input)"
 	@echo "make lint    ruff and mypy only"
 	@echo "make mutants plant faults, one at a time: do the tests notice? (under an hour; docs/testing.md)"
 	@echo "make matrix  other Pythons, other versions of torch (some GB and half an hour)"
@@ -40,10 +41,13 @@ lint: install
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
-test: lint
+check: install
+	@$(BIN)/python tests/both.py --check $(PYTEST_ARGS)
+
+test: install
 	@$(BIN)/python tests/both.py -m "not long" $(PYTEST_ARGS)
 
-test-all: lint
+test-all: install
 	@$(BIN)/python tests/both.py $(PYTEST_ARGS)
 
 mutants: install

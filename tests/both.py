@@ -1,9 +1,14 @@
-"""The tests in two processes at once: those that start no Ray beside the others.
+"""Lint, types and tests in three processes at once.
 
-    python tests/both.py [PYTEST OPTIONS]
+    python tests/both.py [--check] [PYTEST OPTIONS]
 
-Half of the time of a test on Ray is waiting. The first part's output follows the second's; the exit
-code is the worse of both. With a path among the options pytest runs alone.
+Two processes share the tests: each takes the next file that nobody has, the longest of the last run
+first (`support/shares.py`). The second's output follows the first's; a fault found by lint or types
+stops both. The exit code is the worst of all. With a path among the options pytest runs alone.
+
+--check: what one wants to know every few minutes (`make check`): no test that runs a whole command
+or training, starts a process or is marked `slow` or `long`. A test that takes more than a few
+seconds of processor time fails there, and has to be marked.
 """
 
 from __future__ import annotations
@@ -12,35 +17,78 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
+from collections import Counter
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent
-# Folders whose tests start no Ray (a single one does no harm).
-LIGHT = ("data", "fuzz", "gradients", "methods", "models", "privacy", "reports", "wiring")
+from support import cases, shares
+
+TESTS = Path(__file__).resolve().parent
+LAST = TESTS.parent / ".pytest_cache" / "dpdist-seconds.json"
+LINT = (["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy"])
+
+
+def pytest(*options: str) -> list[str]:
+    return [sys.executable, "-m", "pytest", "--durations=0", "--durations-min=10000", *options]
+
+
+def lint() -> None:
+    """In a process of its own: the three, until one finds something."""
+    for command in LINT:
+        done = subprocess.run([sys.executable, "-m", *command], cwd=TESTS.parent)
+        if done.returncode:
+            sys.exit(f"{command[0]}: exit code {done.returncode}")
 
 
 def main(options: list[str]) -> int:
-    pytest = [sys.executable, "-m", "pytest"]
-    if any(Path(option.split("::")[0]).exists() for option in options):
-        return subprocess.run([*pytest, *options]).returncode
-    light = [str(ROOT / name) for name in LIGHT]
-    rest = [str(ROOT), *(f"--ignore={folder}" for folder in light)]
-    alone = os.environ | {"OMP_NUM_THREADS": "1"}
-    with tempfile.TemporaryFile() as out:
-        beside = subprocess.Popen(
-            [*pytest, *light, "-p", "no:cacheprovider", *options],
-            stdout=out, stderr=subprocess.STDOUT, env=alone,
+    began, environment = time.monotonic(), os.environ | {"OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as out:
+        environment[shares.FOLDER] = folder
+        if "--check" in options:
+            options.remove("--check")
+            environment[shares.CHECK] = "1"
+            options += ["-m", "not slow and not long"]
+            options += map(str, filter(shares.quick, sorted(TESTS.rglob("test_*.py"))))
+        elif any(Path(option.split("::")[0]).exists() for option in options):
+            return subprocess.run([sys.executable, "-m", "pytest", *options]).returncode
+        if "not long" not in " ".join(options):
+            environment[cases.ALL] = "1"
+        shares.prepare(Path(folder), LAST)
+        linting = subprocess.Popen([sys.executable, __file__, "--lint"])
+        first = subprocess.Popen(pytest(*options), env=environment)
+        second = subprocess.Popen(
+            pytest("-p", "no:cacheprovider", *options),
+            stdout=out, stderr=subprocess.STDOUT, env=environment,
         )  # fmt: skip
+        running = [linting, first, second]
         try:
-            first = subprocess.run([*pytest, *rest, *options]).returncode
-            second = beside.wait()
+            while any(process.poll() is None for process in running):
+                if linting.poll() or ("-x" in options and (first.poll() or second.poll())):
+                    break
+                time.sleep(0.1)
+        except KeyboardInterrupt:  # they were told, too
+            for process in running:
+                process.wait()
+            return 130
         finally:
-            beside.kill()
+            for process in running:
+                process.kill()
+        codes = [process.wait() for process in running]
+        if codes[0] > 0:
+            print("the tests were stopped", flush=True)
+            return 1
         out.seek(0)
-        sys.stdout.write(out.read().decode(errors="replace"))
-    print(f"tests on Ray: exit code {first}; tests without: {second}")
-    return max(first, second)
+        print(out.read().decode(errors="replace"), flush=True)
+        found = shares.collect(Path(folder), LAST)
+    print("slowest 15:")
+    for name, seconds in found.seconds.most_common(15):
+        print(f"{seconds:7.1f} s  {name}")
+    counts = Counter(found.outcomes.values())
+    said = ", ".join(f"{counts[kind]} {kind}" for kind in ("passed", "failed", "skipped"))
+    print(f"lint and types: passed; tests: {said}; {time.monotonic() - began:.0f} s", flush=True)
+    # 5: no test was left for one of the two.
+    return max(code if code != 5 or not counts else 0 for code in codes)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(lint() if sys.argv[1:] == ["--lint"] else main(sys.argv[1:]))

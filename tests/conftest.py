@@ -1,12 +1,46 @@
-"""Shared by all tests: caches in a temporary place, where the real data lie."""
+"""Shared by all tests: caches in a temporary place, where the real data lie, who runs what."""
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support import shares
+
+FOUND = shares.Found()
+SHARED = os.environ.get(shares.FOLDER)
+
+
+def pytest_runtestloop(session: pytest.Session) -> object:
+    """With tests/both.py, only the files that the other process has not taken."""
+    if SHARED is None or session.config.option.collectonly:
+        return None
+    if session.testsfailed:
+        raise session.Interrupted("errors during collection")
+    shares.loop(session, Path(SHARED))
+    return True
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    FOUND.add(report)
+
+
+def pytest_sessionfinish() -> None:
+    if SHARED is not None:
+        FOUND.write(Path(SHARED))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Iterator[None]:
+    began = time.process_time()
+    result = yield
+    if shares.CHECK in os.environ:
+        shares.within_limit(began)
+    return result
+
 
 # Ray runs its workers at nice 15: beside a second process of tests they would hardly run at all.
 os.environ.setdefault("RAY_worker_niceness", "0")

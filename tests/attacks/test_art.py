@@ -14,6 +14,7 @@ from dpdist.attacks.randomised import RandomisedClassifier
 from dpdist.certification.sampling import Randomness
 from dpdist.randomness.units import UnitSource
 
+pytestmark = pytest.mark.slow  # the toolbox takes seconds to import
 STEPS = 10
 SIZES = {"linf": (0.05, 0.1, 0.2), "l2": (0.3, 0.6, 1.2)}
 

@@ -3,8 +3,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.cases import cases
 from torch import Tensor
 
 from dpdist.attacks.balls import NORMS, Ball, distance
@@ -15,7 +16,7 @@ def sizes(*values: float) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-@settings(max_examples=150, deadline=None)
+@cases(150, derandomize=False)
 @given(
     seed=st.integers(0, 2**31),
     size=st.one_of(st.just(0.0), st.floats(1e-9, 3.0)),

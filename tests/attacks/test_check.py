@@ -122,56 +122,58 @@ def test_the_check_is_the_same_on_any_number_of_actors(certified, model_folder, 
     assert one == two
 
 
-def of_hidden_noise(tmp_path: Path, norm: str) -> pa.Table:
-    # The same plane, with noise behind its linear layer; certified with it and attacked with it.
-    spec = models.ModelSpec("linear", (8,), 2, hidden_noise=True)
-    model = models.initialise(spec, 0)
-    layer = models.require_split(model).layer
-    with torch.no_grad():
-        layer.weight.zero_()
-        layer.weight[1, 0], layer.weight[0, 0] = 2.0, -2.0
-        layer.bias.zero_()  # type: ignore[union-attr]
-    models.attach_noise(model, torch.full((2,), 0.5))
-    models.save(model, spec, tmp_path / "model")
-    settings = ExpectedScores(n=1000, alpha=0.01, norm=norm, seed="1", batch=250)  # type: ignore[arg-type]
-    job.certify(tmp_path / "model", Points(), settings, tmp_path / "certificates", actors=1)
-    return certificates.read(tmp_path / "certificates" / job.TABLE)
+@pytest.fixture(scope="module")
+def noisy(here: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, pa.Table]]:
+    """By norm, the same plane with noise behind its linear layer, certified with it."""
+    found = {}
+    for norm in ("l2", "linf"):
+        folder = tmp_path_factory.mktemp(norm)
+        spec = models.ModelSpec("linear", (8,), 2, hidden_noise=True)
+        model = models.initialise(spec, 0)
+        layer = models.require_split(model).layer
+        with torch.no_grad():
+            layer.weight.zero_()
+            layer.weight[1, 0], layer.weight[0, 0] = 2.0, -2.0
+            layer.bias.zero_()  # type: ignore[union-attr]
+        models.attach_noise(model, torch.full((2,), 0.5))
+        models.save(model, spec, folder / "model")
+        settings = ExpectedScores(n=1000, alpha=0.01, norm=norm, seed="1", batch=250)  # type: ignore[arg-type]
+        job.certify(folder / "model", Points(), settings, folder / "certificates", actors=1)
+        table = certificates.read(folder / "certificates" / job.TABLE)
+        found[norm] = (folder / "model", table)
+    return found
 
 
 @pytest.mark.parametrize(("norm", "factor"), [("l2", 1.0), ("linf", 10.0)])
 def test_certificates_of_expected_scores_are_checked_too(
-    here: None, tmp_path: Path, norm: str, factor: float
+    noisy, tmp_path: Path, norm: str, factor: float
 ) -> None:
     # Bounds of expected scores are loose: three times the radius may still be true, ten is not.
-    table = of_hidden_noise(tmp_path, norm)
+    model, table = noisy[norm]
     rows = [{**row, "radius": factor * row["radius"]} for row in table.to_pylist()]
     path = tmp_path / "inflated" / "certificates.parquet"
     certificates.write(certificates.build(rows, certificates.about(table), table.schema), path)
-    found, verdict = check_certificates(
-        tmp_path / "model", Points(), path, ATTACK, tmp_path / "check", actors=1
-    )
+    found, verdict = check_certificates(model, Points(), path, ATTACK, tmp_path / "check", actors=1)
     assert found.num_rows >= 15 and verdict.error == pytest.approx(0.02)
     assert verdict.plausible == (factor == 1.0)
     assert (verdict.contradictions == 0) == (factor == 1.0)
 
 
-def test_a_claimed_column_is_attacked_in_place_of_the_radius(here: None, tmp_path: Path) -> None:
-    table = of_hidden_noise(tmp_path, "l2")
+def test_a_claimed_column_is_attacked_in_place_of_the_radius(noisy, tmp_path: Path) -> None:
+    model, table = noisy["l2"]
     # A column ten times too large beside a radius that holds.
     rows = [{**row, "as_printed_linf": 10 * row["exact_linf"]} for row in table.to_pylist()]
     claimed = tmp_path / "claimed" / "certificates.parquet"
     certificates.write(certificates.build(rows, certificates.about(table), table.schema), claimed)
     for claim, holds in (("exact_linf", True), ("as_printed_linf", False)):
         found, verdict = check_certificates(
-            tmp_path / "model", Points(), claimed, ATTACK, tmp_path / claim, actors=1, claim=claim
+            model, Points(), claimed, ATTACK, tmp_path / claim, actors=1, claim=claim
         )
         assert found.num_rows >= 15 and verdict.plausible == holds
         stored = json.loads((tmp_path / claim / "check.json").read_text())
         assert stored["certificates"] == f"claimed {claim}"
     with pytest.raises(UserError, match="no column magic_l2 in the table"):
-        check_certificates(
-            tmp_path / "model", Points(), claimed, ATTACK, tmp_path / "x", claim="magic_l2"
-        )
+        check_certificates(model, Points(), claimed, ATTACK, tmp_path / "x", claim="magic_l2")
 
 
 @pytest.mark.parametrize(

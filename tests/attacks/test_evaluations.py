@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pyarrow as pa
 import pytest
-from support.here import without_ray
 from support.training import make, train
 
 from dpdist import bulk, pipeline
@@ -88,21 +87,21 @@ class Membership(Toy):
         return f"membership-{self.factor}"
 
 
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, RunFolder]:
+@pytest.fixture(scope="module")
+def run(here: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, RunFolder]]:
     """A trained run with a result of each, by the same job as attacks."""
     recipe, folder = make(
-        tmp_path / "runs", "x", data__max_train=40, training__batch_size=40, training__steps=1,
-        model="linear", privacy__run_key=None,
+        tmp_path_factory.mktemp("runs"), "x", data__max_train=40, training__batch_size=40,
+        training__steps=1, model="linear", privacy__run_key=None,
     )  # fmt: skip
     train(recipe, folder)
-    without_ray(monkeypatch)
-    monkeypatch.setattr(catalogue, "EVALUATIONS", (*catalogue.EVALUATIONS, Toy, Membership))
-    for kind in (Toy, Membership):
-        found = pipeline.evaluation_stage(recipe, folder, kind())
-        assert kind.read(found)["score"].to_pylist() == [0.0, 3.0, 6.0, 9.0]
-    pipeline.report_stage(folder)
-    return recipe, folder
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(catalogue, "EVALUATIONS", (*catalogue.EVALUATIONS, Toy, Membership))
+        for kind in (Toy, Membership):
+            found = pipeline.evaluation_stage(recipe, folder, kind())
+            assert kind.read(found)["score"].to_pylist() == [0.0, 3.0, 6.0, 9.0]
+        pipeline.report_stage(folder)
+        yield recipe, folder
 
 
 def names(folder: Path) -> list[str]:

@@ -124,6 +124,7 @@ def counted(hits: Any, alpha: float) -> pa.Table:
     return make([[int(k), DRAWS - int(k)] for k in hits], [0] * len(hits), alpha=alpha)
 
 
+@pytest.mark.slow
 def test_the_band_holds_where_every_bound_is_at_its_edge() -> None:
     # All inputs a hair below the probability that 0.5 needs (the truth is 0 robust, 0 certifiable),
     # or a hair above (all certifiable): each bound errs as often as it may, 8.6 to 9.4 % here. With

@@ -80,6 +80,7 @@ def paths(rng: np.random.Generator, p: float, looks: tuple[int, ...], size: int)
     return rng.binomial(steps, p, size=(size, len(looks))).cumsum(1)
 
 
+@pytest.mark.slow
 def test_several_radii_are_falsely_certified_at_most_alpha_often() -> None:
     # p lies between the second and the third hypothesis, right at the third: certifying three is
     # the error. 3,000 seeded runs: more than 52 (4 standard deviations) has probability below 1e-4.

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.cases import cases
 from torch import Tensor, nn
 
 from dpdist.gradients.blocks import LARGEST, Blocks, padded
@@ -30,7 +31,7 @@ def groups(blocks: Blocks, ids: np.ndarray, key: bytes = KEY) -> set[tuple[int, 
     return {tuple(int(i) for i in ids[block]) for block in blocks.split(key, ids)}
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@cases(100)
 @given(
     st.sets(st.integers(0, 2**40), min_size=1, max_size=80), st.integers(1, 5), st.integers(1, 20),
     st.binary(min_size=32, max_size=32), st.randoms(use_true_random=False),

@@ -7,14 +7,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.cases import cases
 from torch import Tensor, nn
 
 from dpdist.gradients.clipping import FlatClipping
 from dpdist.gradients.engine import GradientEngine
 
-EXAMPLES = settings(max_examples=25, deadline=None, derandomize=True)
+EXAMPLES = cases(25)
 RTOL = 1e-6
 
 
@@ -192,7 +193,7 @@ class _Recurrent(nn.Module):
         return torch.cat([sequence.flatten(1), finals.transpose(0, 1).flatten(1)], dim=1)
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@cases(20)
 @given(
     st.sampled_from([nn.LSTM, nn.GRU, nn.RNN]), st.integers(2, 3), st.integers(1, 5),
     st.integers(1, 4), st.integers(1, 2), st.booleans(), st.booleans(), st.booleans(),

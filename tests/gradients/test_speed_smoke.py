@@ -30,12 +30,14 @@ def benchmark(*options: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
+@pytest.mark.long
 def test_benchmark_runs():
     printed = benchmark("--quick", "--only", "cnn,dplis")
     for row in ("against the ordinary step", "against ten plain steps"):
         assert row in printed
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_linear_heavy_model_needs_at_most_2_5_times_the_memory():
     """4 x 2048, batch 512: per-example gradients would need 34 GB. An ordinary step holds

@@ -13,8 +13,9 @@ import pytest
 from dp_accounting.dp_event import RepeatAndSelectDpEvent
 from dp_accounting.pld import PLDAccountant
 from dp_accounting.pld import privacy_loss_distribution as library
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.cases import cases
 
 from dpdist.privacy import accounting
 from dpdist.privacy.accounting import compose_rdp, delta_profile, epsilon
@@ -70,7 +71,7 @@ def test_composing_n_times_is_composing_one_by_one(event, neighbours):
         )
 
 
-@settings(max_examples=20, deadline=None)
+@cases(20, derandomize=False)
 @given(
     kind=st.sampled_from(["gauss", "sampled", "laplace"]),
     noise=st.floats(0.6, 6.0),
@@ -259,7 +260,7 @@ def test_deltas_below_the_grid_s_resolution_use_renyi():
     assert value > epsilon([event], 1e-12, BOTH[0])[0]
 
 
-@settings(max_examples=15, deadline=None)
+@cases(15, derandomize=False)
 @given(
     noise=st.floats(0.5, 8.0),
     rate=st.sampled_from([1e-3, 0.02, 0.3]),

@@ -10,10 +10,11 @@ import pytest
 from dp_accounting.pld import pld_pmf
 from dp_accounting.pld import privacy_loss_distribution as library
 from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, given
 from hypothesis import strategies as st
 from scipy.optimize import brentq
 from scipy.stats import norm
+from support.cases import cases
 
 from dpdist.privacy import losses as events
 from dpdist.privacy.best_of import best_of
@@ -25,6 +26,8 @@ from dpdist.privacy.releases import GaussianSteps, NonPrivate
 from dpdist.privacy.searches import search_guarantee
 from dpdist.privacy.selection import SelectionLaw
 from dpdist.privacy.subsampled import sampled_gaussian_pld
+
+pytestmark = pytest.mark.slow  # numerical distributions of the privacy loss
 
 GEOMETRIC, LOGARITHMIC, POISSON, HALF = 1.0, 0.0, math.inf, -0.5
 
@@ -150,7 +153,7 @@ pairs = st.lists(st.floats(0.01, 1.0), min_size=3, max_size=7).flatmap(
 )
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
+@cases(60, phases=[Phase.explicit, Phase.generate])
 @given(
     pairs,
     st.floats(1.0, 100.0),
@@ -399,7 +402,14 @@ def test_any_number_of_points_is_sound(monkeypatch, shape):
         assert rough.get_delta_for_epsilon(epsilon) > fine.get_delta_for_epsilon(epsilon)
 
 
-@pytest.mark.parametrize(("sigma", "delta"), [(0.17, 1e-12), (0.17, 1e-13), (0.5, 1e-12)])
+@pytest.mark.parametrize(
+    ("sigma", "delta"),
+    [
+        pytest.param(0.17, 1e-12, marks=pytest.mark.long),
+        pytest.param(0.17, 1e-13, marks=pytest.mark.long),
+        (0.5, 1e-12),
+    ],
+)
 def test_no_small_probability_is_lost(sigma, delta):
     """Against the exact Gaussian profile, far out in its tail: one run, and a maximum of one."""
     exact = gaussian_epsilon(sigma, delta)

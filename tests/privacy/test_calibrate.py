@@ -19,6 +19,8 @@ from dpdist.privacy.combined import RepeatAndSelect
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.privacy.releases import GaussianSteps, LaplaceReleases
 
+pytestmark = pytest.mark.slow  # numerical distributions of the privacy loss
+
 DATA = {"records": 60_000, "delta": 1e-5}
 
 
@@ -57,7 +59,10 @@ def test_known_noise_for_epsilon_one_with_a_poisson_search():
     assert_met(plan_with(noise).guarantee().epsilon, 1.0)
 
 
-@pytest.mark.parametrize("change", [{"neighbours": "replace-one"}, {"batch_cap": 330}])
+@pytest.mark.parametrize(
+    "change",
+    [{"neighbours": "replace-one"}, pytest.param({"batch_cap": 330}, marks=pytest.mark.long)],
+)
 def test_noise_under_other_settings(change):
     setting = {"batch_size": 256, "steps": 3516, **change}
     assert_met(epsilon(noise_multiplier=noise_multiplier_for(1.0, **DATA, **setting), **setting), 1)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 
+import pytest
+
 from dpdist.privacy.card import EVALUATION_UNPROTECTED, card, card_markdown
 from dpdist.privacy.combined import ParallelParts, RepeatAndSelect
 from dpdist.privacy.ledger import Ledger
@@ -45,6 +47,7 @@ def test_card_never_rounds_epsilon_down():
     )
 
 
+@pytest.mark.slow
 def test_card_without_the_number_of_records():
     plan = PrivacyPlan(73_219, PLAN.phases, 1e-4)
     described = card(plan, show_records=False)
@@ -63,6 +66,7 @@ def test_card_of_a_run_without_noise():
     assert "NOT private" in card_markdown(described)
 
 
+@pytest.mark.slow
 def test_card_keeps_the_number_of_runs_secret():
     search = PrivacyPlan(1000, (RepeatAndSelect(PLAN.phases, 5, math.inf),), 1e-4)
     (sentence,) = card(search)["mechanism"]

@@ -22,6 +22,7 @@ def table():
     return published_claims()
 
 
+@pytest.mark.slow
 def test_every_system_is_in_the_table(table):
     names = " ".join(claim.system for claim in table)
     for system in (
@@ -53,6 +54,7 @@ def test_residual_theorem_one():
     assert claims.residual_claim(2.25, 4.5, 30, 30, 100).epsilon == pytest.approx(3.68e4, rel=2e-3)
 
 
+@pytest.mark.slow
 def test_residual_theorem_one_by_grid_search():
     """The theorem's two conditions checked directly over lambda and epsilon."""
     pi, gamma, bound, passes, delta = 3.0, 6.0, 5.0, 20.0, 1e-5

@@ -37,10 +37,11 @@ def test_laplace_scales_the_sensitivity():
     assert found.epsilon == pytest.approx(0.25, abs=2e-3)
 
 
+@pytest.mark.slow
 def test_sampled_groups_by_sampling_the_privacy_loss():
     """Three records joining independently, 5 steps; 5 standard errors: once in 1.7e6 runs."""
     rng = np.random.default_rng(3)
-    size, rate, noise, steps, runs = 3, 0.2, 1.5, 5, 300_000
+    size, rate, noise, steps, runs = 3, 0.2, 4.0, 5, 300_000
     found = group_guarantee(plan(GaussianSteps(steps, noise, rate)), size, delta=0.01).epsilon
     chances = binom.pmf(range(size + 1), size, rate)
     loss = np.zeros(runs)
@@ -64,6 +65,7 @@ def test_lemma_is_sound_for_the_gaussian():
     assert lemma_epsilon(lambda at: 0.5, 1e-5, 2) == math.inf
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("phase", "setting"),
     [

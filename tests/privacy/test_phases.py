@@ -152,6 +152,7 @@ class Votes(Phase):
         return ("one record changes the vote of one teacher",)
 
 
+@pytest.mark.slow
 def test_a_new_kind_is_one_class_and_one_line(monkeypatch):
     monkeypatch.setitem(catalogue.KINDS, Votes.kind, Votes)  # the line of the catalogue
     votes = Votes(40, 10, 30.0)

@@ -109,6 +109,7 @@ def independent_epsilon(law: SelectionLaw, delta: float) -> float:
     return best
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mean", "shape", "published"),
     [
@@ -171,6 +172,7 @@ def test_the_accountants_agree_where_both_have_a_bound():
         np.testing.assert_allclose(ours, best.rdp, rtol=1e-9)
 
 
+@pytest.mark.slow
 def test_worst_of_is_the_pointwise_maximum():
     """Two curves that cross: neither alone is the bound, and a floor only loosens it."""
     many, few = GaussianSteps(200, 0.7, 0.01), GaussianSteps(1, 1.4, 1.0)

@@ -10,10 +10,8 @@ import dataclasses
 import hashlib
 import io
 import json
-import os
 import shutil
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +22,7 @@ import torch
 import yaml
 from PIL import Image
 from safetensors.torch import save as save_tensors
+from support.here import command
 from torch import Tensor, nn
 
 from dpdist import data, models
@@ -50,7 +49,6 @@ from dpdist.training.provenance import PROVENANCE
 from dpdist.training.records import public_data, source_of, training_data
 from dpdist.training.reducer import Reducer
 
-COMMAND = [sys.executable, "-c", "from dpdist.commands.cli import main; main()"]
 CNN = {"name": "small-cnn", "options": {"width": 4}}
 DENOISER = {"name": "conv-autoencoder", "options": {"channels": [4]}}
 QUICK = {"batch_size": 50, "steps": 60, "learning_rate": 0.01, "optimizer": "adam"}
@@ -105,15 +103,18 @@ def public(tmp_path_factory) -> Path:
     return root
 
 
-def dpdist(*words: object, cwd: Path, code: int = 0) -> str:
-    """The real command in a process of its own; its output, or its complaint."""
-    done = subprocess.run(
-        [*COMMAND, *map(str, words)], cwd=cwd, capture_output=True, text=True, timeout=240,
-        env={**os.environ, "COLUMNS": "200"},
-    )  # fmt: skip
-    assert done.returncode == code, done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
-    return done.stdout if code == 0 else done.stderr
+@pytest.fixture
+def dpdist(here, monkeypatch, capsys) -> Callable[..., str]:
+    """A command in this process; its output, or its complaint."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*words: object, cwd: Path, code: int = 0) -> str:
+        done = command(monkeypatch, capsys, cwd, *words)
+        assert done.code == code, done.out + done.err
+        assert "Traceback" not in done.err
+        return done.out if code == 0 else done.err
+
+    return run
 
 
 # ---- a frozen denoiser before a private classifier --------------------------------------------
@@ -201,8 +202,8 @@ def test_denoisers_that_do_not_fit_are_refused(public, tmp_path):
 # ---- finished parts put together ---------------------------------------------------------------
 
 
-def test_the_commands_put_a_denoiser_before_any_classifier(public, tmp_path):
-    """pretrain, denoise both ways, certify on Ray, release: by the real command, on real runs."""
+def test_the_commands_put_a_denoiser_before_any_classifier(dpdist, public, tmp_path):
+    """pretrain, denoise both ways, certify, release: by the command, on real runs."""
     private_denoiser, private_classifier = RunFolder(tmp_path / "d"), RunFolder(tmp_path / "c")
     train(with_classifier(public / "classifier"), private_denoiser)
     own = train(raw(model=CNN), private_classifier)

@@ -1,4 +1,4 @@
-"""Denoisers through the whole pipeline on Ray: the CIFAR-10 recipe, the benchmark's own rows."""
+"""Denoisers through the whole pipeline: the CIFAR-10 recipe, the benchmark's own rows."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import importlib.util
 import io
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -18,7 +17,6 @@ import torch
 from PIL import Image
 
 from dpdist import models, pipeline
-from dpdist.base import vision
 from dpdist.commands import cli
 from dpdist.models.torchvision_zoo import FixedBatchNorm
 from dpdist.reports.facts import read_facts
@@ -28,16 +26,6 @@ from dpdist.training.pretrain import pretrain
 
 pytestmark = pytest.mark.timeout(600)
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "transdenoiser.py"
-
-
-@pytest.fixture(scope="module")
-def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """One Ray session for all stages of all runs."""
-    from dpdist.cluster.session import connect
-
-    log = tmp_path_factory.mktemp("ray") / "ray.log"
-    with connect(log, cpus=2, worker_setup=vision.install):
-        yield
 
 
 def colour_images(root: Path, records: int = 60) -> Path:
@@ -56,7 +44,7 @@ def colour_images(root: Path, records: int = 60) -> Path:
     return root
 
 
-def test_the_cifar10_recipe_with_a_torchvision_classifier(session, tmp_path):
+def test_the_cifar10_recipe_with_a_torchvision_classifier(here, tmp_path):
     """pretrain, train, evaluate, certify, report: a few steps of the recipe that comes along."""
     small = {
         "model.classifier": str(tmp_path / "classifier"),
@@ -97,7 +85,7 @@ def benchmark(monkeypatch) -> ModuleType:
     return module
 
 
-def test_the_benchmark_makes_its_table_and_its_picture(session, benchmark, tmp_path, monkeypatch):
+def test_the_benchmark_makes_its_table_and_its_picture(here, benchmark, tmp_path, monkeypatch):
     """Rows of three kinds on the digits: no run, a run, and one put together."""
     asked = []
 

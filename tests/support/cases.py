@@ -1,0 +1,17 @@
+"""How many cases hypothesis generates."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from hypothesis import settings
+
+ALL = "DPDIST_TESTS_ALL"  # set by tests/both.py when the long tests run too
+
+
+def cases(count: int, **more: Any) -> settings:
+    """`count` cases with the long tests, elsewhere the first quarter of them."""
+    few = max(5, count // 4)
+    count = count if ALL in os.environ else few
+    return settings(**{"max_examples": count, "deadline": None, "derandomize": True} | more)
