@@ -276,7 +276,7 @@ def test_a_composed_loss_is_the_library_s_to_the_last_bit(count):
         np.testing.assert_array_equal(a._probs, b._probs)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@cases(200)
 @given(st.integers(0, 2**32), st.integers(2, 400), st.sampled_from([1, 3, 10]))
 def test_the_hull_is_the_slow_one(seed, points, power):
     random = np.random.default_rng(seed)

@@ -138,6 +138,7 @@ def test_cost_of_a_search(mean, shape, published):
         assert cost.source.startswith("PLD of best-of-K")
 
 
+@pytest.mark.slow
 def test_a_search_costs_the_smaller_of_two_bounds():
     """Where a delta is below what a loss distribution resolves, Renyi's bound is the price."""
     law, delta = SelectionLaw(5, 1.0), 1e-12
@@ -147,6 +148,7 @@ def test_a_search_costs_the_smaller_of_two_bounds():
     assert cost.epsilon == compose_rdp(plan.event(), plan.neighbours).get_epsilon(delta)
 
 
+@pytest.mark.slow
 def test_a_binomial_law_has_no_renyi_bound():
     cost = search_guarantee(STEPS, SelectionLaw(4.5, -6), records=60_000, delta=1e-5)
     assert cost.source.startswith("PLD of best-of-K")

@@ -13,6 +13,7 @@ from dpdist.privacy.releases import GaussianSteps
 from dpdist.privacy.shuffling import shuffled_delta_lower_bound, shuffled_epsilon_lower_bound
 
 
+@pytest.mark.slow
 def test_the_published_gap():
     """sigma 0.4, 10,000 batches, epsilon 4: 1.17e-5 by Poisson, at least 0.226 shuffled."""
     plan = PrivacyPlan(10_000, (GaussianSteps(10_000, 0.4, 1e-4),), 1e-5)
@@ -21,6 +22,7 @@ def test_the_published_gap():
     assert shuffled_delta_lower_bound(4.0, 0.4, 10_000) == pytest.approx(0.226, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_the_bound_is_reached_by_simulation():
     """P - e^eps Q of the best event, estimated; 5 standard errors: once in 1.7e6 correct runs."""
     rng = np.random.default_rng(1)

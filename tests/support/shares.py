@@ -19,11 +19,11 @@ FOLDER, CHECK = "DPDIST_TESTS_SHARED", "DPDIST_TESTS_CHECK"  # set by tests/both
 MOST = 4.0  # seconds of processor time that a test of `make check` may take
 _ORDER = "order.json"
 
-# Of files whose tests run whole commands or trainings, or start Ray or another process.
+# Of files whose tests run whole commands, trainings or benchmarks, or start Ray or another process.
 _WHOLE = re.compile(
     r"import subprocess|import ray\b|import connect\b|\bhere: None|RAY_|data_root|CliRunner"
     r"|support\.(here|training|wheel|extending|oracle)|from (harness|rooms|faults|over_ssh)\b"
-    r"|import .*\b(loop|pipeline|pretrain)\b|os\.fork"
+    r"|import .*\b(loop|pipeline|pretrain)\b|os\.fork|\"benchmarks\""
 )
 
 
