@@ -93,7 +93,7 @@ def test_every_step_and_purpose_has_a_key_of_its_own(tmp_path, monkeypatch):
     seen = recorded(job, monkeypatch)
     check_disjoint(seen, STEPS)
     run_key = read_run_key(job.folder)
-    fingerprint = loop.training_data(job.recipe, job.source).fingerprint
+    fingerprint = job.records().fingerprint
     found = secrets(seen)
     for purpose, of in found.items():
         for step, key in enumerate(dict.fromkeys(of)):

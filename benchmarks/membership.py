@@ -1,0 +1,105 @@
+"""Membership inference with and without privacy: what attacks find, beside what they may find.
+
+For each recipe the residual perturbation paper's shadow protocol (a quarter of the records in each
+model), and a bank for LiRA and RMIA; for those with --epsilon the same recipe with DP-SGD at that
+epsilon. Data under DPDIST_DATA_ROOT (default ../shared/data). Banks are kept in --runs and continue
+where they stopped. --quick: a smoke test on scikit-learn's digits.
+
+    python benchmarks/membership.py [--recipes mnist-membership] [--models 8] [--records 15000]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from dpdist.runs.recipe import Recipe, find, load, parse
+
+PRIVATE = {"batch_size": 256, "learning_rate": 0.25, "momentum": 0.0}  # of DP-SGD
+QUICK: dict[str, Any] = {
+    "name": "digits-membership", "data": {"name": "digits", "max_train": 200}, "model": "linear",
+    "privacy": {"noise_multiplier": 0, "clipping": "none", "delta": 1e-5},
+    "training": {"batch_size": 20, "steps": 20, "learning_rate": 0.5},
+}  # fmt: skip
+
+
+def variants(recipe: Recipe, records: int | None, epsilon: float | None) -> list[Recipe]:
+    """The recipe on so many records, and the same with DP-SGD at epsilon."""
+    raw = recipe.model_dump(mode="json")
+    if records is not None:
+        raw["data"]["max_train"] = records
+    found = [raw]
+    if epsilon is not None:
+        privacy = raw["privacy"] | {
+            "noise_multiplier": None, "epsilon": epsilon, "clipping": "flat"
+        }  # fmt: skip
+        name = f"{recipe.name}-eps-{epsilon:g}"
+        training = raw["training"] | PRIVATE
+        found.append(raw | {"name": name, "privacy": privacy, "training": training})
+    return [parse(one, one["name"]) for one in found]
+
+
+def measure(recipe: Recipe, runs: Path, models: int, attacks: str, root: Path | None) -> list[str]:
+    """Lines of the table, from `dpdist membership`."""
+    path = runs / f"{recipe.name}.yaml"
+    path.write_text(recipe.to_yaml())
+    began = time.monotonic()
+    arguments = ["--models", str(models), "--attack", attacks, "--runs", str(runs)]
+    arguments += ["--data-root", str(root)] if root else []
+    picture = ["--picture", str(runs / f"{recipe.name}-{attacks.replace(',', '-')}.png")]
+    subprocess.run(
+        [sys.executable, "-m", "dpdist", "membership", str(path), *arguments, *picture], check=True
+    )
+    seconds = time.monotonic() - began
+    bank = "quarters-2" if attacks == "shadow" else f"coins-{models}"
+    home = runs / recipe.name / "private" / "attacks" / f"membership-{bank}"
+    found = json.loads((home / "membership.json").read_text())
+    return [_line(recipe.name, found, one, seconds) for one in found["attacks"]]
+
+
+def _line(name: str, bank: dict[str, Any], one: dict[str, Any], seconds: float) -> str:
+    auc, low, high = one["auc"]
+    mean = sum(one["aucs"]) / len(one["aucs"])
+    rate, least, most = one["tpr_at"]["0.01"]
+    ceiling = one["ceilings"][0]["auc"] if one["ceilings"] else 1.0
+    epsilon = bank["proved"]["epsilon"]
+    return (
+        f"| {name} | {one['attack']} | {epsilon if epsilon == 'inf' else f'{epsilon:.3g}'} | "
+        f"{auc:.3f} [{low:.3f}, {high:.3f}] | {mean:.3f} | {ceiling:.3f} | "
+        f"{100 * rate:.2f} [{100 * least:.2f}, {100 * most:.2f}] | {seconds:.0f} |"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--recipes", default="mnist-membership,cifar10-membership")
+    parser.add_argument("--attacks", default="shadow;lira,lira-offline,rmia")
+    parser.add_argument("--models", type=int, default=16)
+    parser.add_argument("--records", type=int)
+    parser.add_argument("--epsilon", type=float, default=8.0)
+    parser.add_argument("--runs", type=Path, default=Path("runs/membership"))
+    parser.add_argument("--quick", action="store_true")
+    given = parser.parse_args()
+    given.runs.mkdir(parents=True, exist_ok=True)
+    root: Path | None = Path(os.environ.get("DPDIST_DATA_ROOT", "../shared/data")).resolve()
+    recipes = [load(find(name)) for name in given.recipes.split(",")]
+    if given.quick:
+        recipes, root, given.models = [parse(QUICK, "quick")], None, 4
+    print("| recipe | attack | proved ε | AUC | mean AUC | ceiling | TPR at 1 % FPR, % | s |")
+    print("|---|---|---|---|---|---|---|---|", flush=True)
+    for recipe in recipes:
+        private = None if given.quick else given.epsilon
+        for one in variants(recipe, given.records, private):
+            for attacks in given.attacks.split(";"):
+                for line in measure(one, given.runs, given.models, attacks, root):
+                    print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()
