@@ -12,18 +12,16 @@ ceiling is a reason to audit, not a refutation. That needs the one-run test
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dpdist.audits.roc import ALPHA, Roc
-from dpdist.privacy.accounting import Unsupported, losses_of
 from dpdist.privacy.claims import Claim
 from dpdist.privacy.guarantee import Guarantee, Neighbours, format_epsilon
-from dpdist.privacy.phases import data_alternatives, walk
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.privacy.trade_off import Curve, approximate, ceiling, of_group, of_losses
+from dpdist.privacy.trade_off import Curve, approximate, ceiling, of_group, of_plan
 
 LOOKED_AT = (0.001, 0.01, 0.1, 0.25, 0.5)  # false positive rates at which a ROC is held against it
 _POINTS = 5_001
@@ -68,18 +66,13 @@ def plan_curve(plan: PrivacyPlan, game: Neighbours) -> Curve | None:
     """The trade-off curve of what a plan releases. A replacement is an addition and a removal
     wherever no loss is known for it."""
     try:
-        if any(phase.refused(game) for phase in walk(plan.phases)):
-            raise Unsupported("another relation")
-        grids, losses = losses_of(data_alternatives(plan.phases, plan.records, game), game)
-    except Unsupported:
-        if (game, plan.neighbours) != ("replace-one", "add-or-remove-one"):
-            return None
-        curve = plan_curve(plan, "add-or-remove-one")
-        return None if curve is None else of_group(curve, 2)
-    plds = [loss.pld for loss in losses]
-    if len(set(grids)) > 1 or any(pld is None for pld in plds):
-        return None
-    return of_losses([pld for pld in plds if pld is not None], max(x.rounding for x in losses))
+        curve = of_plan(replace(plan, neighbours=game))
+    except ValueError:  # a phase that is not accounted under that relation
+        curve = None
+    if curve is None and (game, plan.neighbours) == ("replace-one", "add-or-remove-one"):
+        own = of_plan(plan)
+        return None if own is None else of_group(own, 2)
+    return curve
 
 
 def claimed(claim: Claim | None, game: Neighbours) -> Ceiling | None:

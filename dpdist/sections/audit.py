@@ -50,5 +50,31 @@ class MechanismAudit(AuditOptions):
     seed: Text = "0"
 
 
-AnyAudit = MechanismAudit
+class ManyRunsAudit(AuditOptions):
+    """The recipe's training, done anew again and again, with a canary and without; small models.
+
+    trainings: in all, every second with the canary. canary: an input unlike all others (the
+    adversary sees the model), or a gradient of the clip's norm on a coordinate of its own (it sees
+    every noisy sum). copies: of the canary. seed: 64 hex digits; None draws a secret one.
+    """
+
+    view: ClassVar[str] = "models of many trainings"
+
+    kind: Literal["many-runs"] = "many-runs"
+    trainings: Annotated[int, Number, Field(ge=8, le=1_000_000)] = 1000
+    canary: Literal["input", "gradient"] = "input"
+    copies: Annotated[int, Number, Field(ge=1, le=64)] = 1
+    seed: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
+
+    @property
+    def seen(self) -> str:
+        """What the adversary sees with this canary."""
+        return "every noisy sum" if self.canary == "gradient" else "the final model"
+
+    @property
+    def folder_name(self) -> str:
+        return f"{self.kind}-{self.canary}-{self.copies}"
+
+
+AnyAudit = MechanismAudit | ManyRunsAudit
 """The recipe's ``audit`` section."""

@@ -1,0 +1,123 @@
+"""Many trainings at once are the loop's trainings."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.here import command, without_ray
+from support.training import KEY, make, parameters, train
+
+from dpdist.audits import vectorised
+from dpdist.audits.many_runs import audit_many_runs
+from dpdist.audits.target import Target, of_recipe
+from dpdist.audits.vectorised import Trainings
+from dpdist.base.errors import UserError
+from dpdist.gradients.noise import add_noise as real
+from dpdist.privacy.mechanisms import gaussian_epsilon
+from dpdist.randomness.keys import derive_key
+from dpdist.sections.audit import ManyRunsAudit
+from dpdist.training.job import prepare
+from dpdist.training.records import source_of, training_data
+
+SEED = "5b" * 32
+
+
+@pytest.mark.parametrize("clipping", ["flat", "automatic"])
+def test_one_of_many_is_the_loops_training(tmp_path: Path, clipping: str) -> None:
+    """The same keys give the same batches and noise; gradients agree up to rounding."""
+    recipe, folder = make(
+        tmp_path, model="linear", privacy__clipping=clipping, training__ema=0.9, training__steps=8
+    )
+    job = prepare(recipe, folder, "test")
+    dataset = training_data(recipe, source_of(recipe))
+    key = derive_key(
+        bytes.fromhex(KEY), "run", job.plan.fingerprint(), dataset.fingerprint, "trial", 0
+    )
+    trainings = Trainings(recipe, job.plan, dataset)
+    others = [derive_key(key, "other"), key, derive_key(key, "another")]
+    flat, _ = trainings.run(others, "0/", [0, 0, 0])
+    train(recipe, folder)
+    alone = parameters(folder)
+    found = torch.cat([flat[1][640:], flat[1][:640]])  # files are sorted by name: bias, weight
+    assert torch.allclose(found, alone, atol=2e-6)
+    assert (flat[0] - flat[1]).abs().max() > 0.01
+
+
+def target_of(tmp_path: Path, **more: Any) -> Target:
+    recipe, _ = make(
+        tmp_path, data__max_train=120, model="linear", privacy__run_key=None,
+        **({"training__batch_size": 60, "training__steps": 4} | more),
+    )  # fmt: skip
+    return of_recipe(recipe, "test")
+
+
+def quiet(done: int, total: int) -> None:
+    pass
+
+
+def test_a_gradient_seen_at_every_step_is_nearly_all_of_the_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of full batches the sums are Gaussian: mu = sqrt(steps) / sigma, and no audit finds more."""
+    without_ray(monkeypatch)
+    target = target_of(tmp_path, training__batch_size=108, privacy__noise_multiplier=2.0)
+    assert len(training_data(target.recipe, source_of(target.recipe))) == 108
+    options = ManyRunsAudit(trainings=400, canary="gradient", seed=SEED)
+    found = audit_many_runs(options, target, tmp_path / "audit", quiet)
+    truth = gaussian_epsilon(target.plan.delta, 1.0, math.sqrt(4) / 2.0)
+    assert 0 < found.epsilon <= found.proved == pytest.approx(truth, rel=1e-3)
+    assert found.view == "every noisy sum" and not found.bug
+    # 100 and 100 are counted: each rate is known to .08, mu to .5 or so.
+    assert 0.2 * truth < found.details["if_gaussian"] < truth
+    before = (tmp_path / "audit/private/trainings.parquet").read_bytes()
+    assert audit_many_runs(options, target, tmp_path / "audit", quiet) == found
+    assert (tmp_path / "audit/private/trainings.parquet").read_bytes() == before
+    # Noise that was forgotten in the steps is found.
+    monkeypatch.setattr(vectorised, "add_noise", lambda total, key, std: real(total, key, std / 4))
+    fewer = options.model_copy(update={"trainings": 200})
+    assert audit_many_runs(fewer, target, tmp_path / "less", quiet).bug
+
+
+def test_without_noise_the_model_gives_the_canary_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_ray(monkeypatch)
+    noisy = target_of(tmp_path, privacy__noise_multiplier=1.0)
+    plan = replace(noisy.plan, phases=(replace(noisy.plan.phases[0], noise_multiplier=0.0),))
+    claimed = Target(noisy.recipe, plan, noisy.proved)  # proved for what is not run
+    options = ManyRunsAudit(trainings=300, copies=4, seed=SEED)
+    found = audit_many_runs(options, claimed, tmp_path / "audit", quiet)
+    assert found.view == "the final model" and found.details["copies"] == 4
+    # Nearly perfect separation by four copies in 75 and 75: no counting audit tells more.
+    assert 0.5 < found.epsilon <= found.details["at_most"] < 1.2
+
+
+def test_what_is_more_than_gradients_and_noise_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_ray(monkeypatch)
+    target = target_of(tmp_path, privacy__clipping="per-layer")
+    with pytest.raises(UserError, match="clipping per-layer draws noise or clips by layer"):
+        Trainings(
+            target.recipe, target.plan, training_data(target.recipe, source_of(target.recipe))
+        )
+
+
+def test_the_command_asks_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    without_ray(monkeypatch)
+    target = target_of(tmp_path)
+    (tmp_path / "x.yaml").write_text(target.recipe.to_yaml())
+    asked = ("audit", "x.yaml", "--kind", "many-runs", "--set")
+    refused = command(monkeypatch, capsys, tmp_path, *asked, "trainings=4")
+    assert refused.code == 2 and "audit.trainings: must be >= 8, got '4'" in refused.err
+    assert not (tmp_path / "runs").exists()
+    done = command(monkeypatch, capsys, tmp_path, *asked, "trainings=20")
+    assert done.code == 0 and "not the real code" in done.out, done.err
+    assert (tmp_path / "runs/x.audit/many-runs-input-1/audit.json").is_file()
