@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import runpy
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from dpdist.runs import archive as archives
 from dpdist.runs.archive import Archive
 from dpdist.runs.exporting import export, unpack
 from dpdist.runs.folder import RunFolder
-from dpdist.runs.recipe import Recipe
+from dpdist.runs.recipe import Recipe, parse
 from dpdist.training import job, records
 
 SEED = "5b" * 32
@@ -220,3 +222,14 @@ def test_shares_too_small_for_the_batch_are_told(run: Any, tmp_path: Path) -> No
     done = run("membership", "x.yaml", "--attack", "shadow")
     assert done.code == 2 and "a shadow with 27 of 108 records: training.batch_size" in done.err
     assert list(files(tmp_path)) == ["x.yaml"]
+
+
+def test_the_benchmark_makes_its_table(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    benchmark = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "membership.py"))
+    monkeypatch.setattr(subprocess, "run", lambda asked, check: run(*asked[3:]))
+    recipe, private = benchmark["variants"](parse(benchmark["QUICK"], "quick"), 150, 8.0)
+    assert private.privacy.epsilon == 8.0 and recipe.data.max_train == 150
+    (line,) = benchmark["measure"](recipe, tmp_path, 4, "lira-offline", None)
+    assert line.startswith("| digits-membership | lira-offline | inf | 0.")
