@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from dpdist.audits.bank_job import Bank
     from dpdist.audits.shadow import Shared
 
-_NOT_IN_A_MODEL = {"name", "resources", "certify", "tune"}  # sections on which no shadow depends
+# Sections on which no shadow depends.
+_NOT_IN_A_MODEL = {"name", "resources", "certify", "tune", "audit"}
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ class Membership(Evaluation):
                 f"{recipe.name}: a private search is no single training; give the recipe.yaml "
                 "that a run of it wrote"
             )
-        raw = recipe.model_dump(mode="json") | {"certify": None, "tune": None}
+        raw = recipe.model_dump(mode="json") | dict.fromkeys(("certify", "tune", "audit"))
         plain = raw | {"method": DEFAULT.model_dump(mode="json")}
         plain["privacy"] = raw["privacy"] | {
             "epsilon": None, "noise_multiplier": 0.0, "clipping": "none", "batch_cap": None
