@@ -246,7 +246,7 @@ def search_stage(search: Search, ray_session: Session) -> None:
         console.say(f"search: finished before ({search.run_folder.model})")
         return
     console.say(
-        f"search: {search.tune.law.in_words}, {ray_session}; when done: {search.cost.guarantee}"
+        f"search: {search.tune.law.in_full}, {ray_session}; when done: {search.cost.guarantee}"
     )
     if search.tune.law.name != "fixed":
         console.say("search: the number of trials is secret: what follows is for your eyes only")

@@ -207,7 +207,7 @@ class Search:
         trials = "cost differently; below, one of them" if self.cost.costly else "all cost the same"
         return [
             ("guarantee", str(self.cost.guarantee)),
-            ("search", self.tune.law.in_words),
+            ("search", self.tune.law.in_full),
             ("scored on", scored),
             ("trials", trials),
         ]
@@ -282,7 +282,7 @@ class Search:
         public = self.tune.score.public
         return {
             "plan": self.cost.plan.to_dict(),
-            "law": self.tune.law.in_words,
+            "law": self.tune.law.in_full,
             "fields": sorted(field for field, _ in fields(self.tune)),
             "objective": self.tune.score.describe(),
             "scored_on": "held-out private records, with noise"

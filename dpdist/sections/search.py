@@ -110,6 +110,16 @@ class LawRecipe(Section):
         secret = self.secret
         return f"fixed, {self.runs} trials" if secret is None else secret.describe()
 
+    @property
+    def in_full(self) -> str:
+        """Also how many trials hardly any search falls short of."""
+        secret = self.secret
+        if secret is None:
+            return self.in_words
+        least = secret.quantile(0.05)
+        chance = math.floor(100 * secret.at_least(least)) / 100
+        return f"{self.in_words} (at least {least} with probability {chance:.2f})"
+
 
 class PublicData(Section):
     """Named public records to score on, free of charge: a built-in name or a folder of Parquet

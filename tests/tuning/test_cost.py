@@ -23,6 +23,7 @@ from dpdist.privacy.plan import PrivacyPlan
 from dpdist.privacy.releases import GaussianReleases, GaussianSteps
 from dpdist.privacy.searches import search_guarantee
 from dpdist.privacy.selection import SelectionLaw
+from dpdist.runs.recipe import find, load
 from dpdist.sections.search import LawRecipe, TuneRecipe
 from dpdist.training.planning import make_plan, plan_at
 from dpdist.tuning import preview
@@ -322,6 +323,14 @@ def test_the_rounding_of_a_trial_s_own_loss_counts():
 def test_impossible_laws_are_refused(law):
     with pytest.raises(ValueError):
         LawRecipe(**law)
+
+
+def test_a_law_says_how_many_trials_are_nearly_certain():
+    demo = load(find("digits")).tune.law
+    assert demo.in_full == "binomial of 6 chances, mean 4.5 (at least 3 with probability 0.96)"
+    heavy = LawRecipe(name="negative-binomial", shape=-0.5, mean=20.0)
+    assert heavy.in_full.endswith("(at least 1 with probability 1.00)")
+    assert LawRecipe(name="fixed", runs=3).in_full == "fixed, 3 trials"
 
 
 def write(tmp_path, asked):
