@@ -10,6 +10,7 @@ import pytest
 from dpdist.privacy.accounting import compose_rdp
 from dpdist.privacy.calibrate import (
     Unreachable,
+    _largest,
     batch_size_for,
     calibrate_noise,
     noise_multiplier_for,
@@ -107,6 +108,12 @@ def test_unreachable_targets_are_explained():
 
     with pytest.raises(Unreachable, match="fixed parts"):
         calibrate_noise(plan_with, 1.0)
+
+
+def test_a_cost_that_jumps_is_not_exceeded():
+    """Nor by half a percent, though that is all that is missing."""
+    x = _largest(lambda x: 0.5 if x < 2 else 1.005, 1.0, 1.0, (1e-3, 1e3), whole=False)
+    assert x == pytest.approx(2.0, rel=1e-6) and x < 2
 
 
 @pytest.mark.parametrize("target", [0.0, -1.0, math.inf, math.nan])

@@ -61,7 +61,7 @@ def searched(recipe):
 def test_training_and_search_together_meet_the_target(searched, law):
     cost = cost_of(searched(law, privacy=TARGET))
     assert 0.997 * 2.0 <= cost.guarantee.epsilon <= 2.0
-    assert cost.one_training.epsilon < 2.0
+    assert cost.one_training.epsilon < 0.9 * 2.0
     # Both kinds of record pay about the target; taken for one record's both, they pay more.
     parts = cost.plan.phases[0]
     parts = parts if isinstance(parts, ParallelParts) else parts.phases[0]
@@ -143,7 +143,7 @@ def test_the_bound_lies_above_every_setting(searched, length):
     longest = {"training.steps": 100} if "training.steps" in space else {}
     trial = with_values(asked, corner | longest, "r.yaml")
     tight = bound / curve(plan_at(trial, SIZES.train(0.5), 1.0).phases, ORDERS)
-    assert tight.min() < (1.01 if "epochs" not in length else 2.3)
+    assert 1 - 1e-12 <= tight.min() < (1.01 if "epochs" not in length else 2.3)
 
 
 def test_with_a_target_each_setting_gets_noise_of_its_own(searched):
@@ -286,6 +286,12 @@ def test_a_plain_base_covers_only_what_can_be_made_from_it():
     assert not Limit(replace(base, phases=(WorstOf((base.phases,)),))).allows(
         replace(base, phases=below)
     )
+    whole = replace(base, phases=(GaussianSteps(4, 2.0, 1.0),))  # as one at noise 1
+    one, floored = (
+        replace(base, phases=(GaussianSteps(1, 1.5, 1.0),)),
+        WorstOf((whole.phases,), 1e-9),
+    )
+    assert not Limit(whole).allows(one) and Limit(replace(base, phases=(floored,))).allows(one)
     maximum = Limit(replace(base, phases=(WorstOf((base.phases,), 1e-9),)))
     assert maximum.allows(replace(base, phases=below))  # that price is made of the profile alone
     assert not maximum.allows(replace(base, phases=(GaussianSteps(101, 2.0, 0.1),)))
