@@ -30,7 +30,7 @@ if __name__ == "__main__":
 SMALL = """\
 data: {name: digits}
 model: {name: small-cnn, options: {width: 4}}
-privacy: {epsilon: 3.0, delta: 1.0e-4}
+privacy: {noise_multiplier: 1.0, delta: 1.0e-4}
 training: {batch_size: 100, steps: 3, learning_rate: 0.5}
 certify: {sigma: 0.25, n: 100, max_inputs: 4, radii: [0.1]}
 """
@@ -102,7 +102,7 @@ def test_the_wheel_holds_every_source_and_resource(wheel):
 def test_the_command_line(run):
     """Recipes and packages are found, and none of them is the user's."""
     assert len(run("-m", "dpdist", "recipes").splitlines()) >= len(list(ROOT.glob("recipes/*")))
-    run("-m", "dpdist", "run", "digits", "--dry-run")
+    run("-m", "dpdist", "run", "small.yaml", "--dry-run")
 
 
 def test_a_script_beside_a_user_s_own_files(run, place, tmp_path):

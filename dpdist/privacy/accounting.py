@@ -12,7 +12,8 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from functools import cache
+from dataclasses import dataclass, field
+from functools import cache, lru_cache
 from typing import Any
 
 import dp_accounting as dpa
@@ -180,6 +181,14 @@ def _worst(values: Sequence[float]) -> float:
     return max(values, default=0.0)
 
 
+@dataclass(frozen=True)
+class _Paths:
+    """Events, which have no hash of their own: what they print as says all of them."""
+
+    text: str
+    events: Sequence[dpa.DpEvent] = field(compare=False)
+
+
 def epsilon(
     alternatives: Sequence[dpa.DpEvent], delta: float, neighbours: Neighbours
 ) -> tuple[float, str]:
@@ -190,6 +199,12 @@ def epsilon(
     the grid is coarse (losses in the hundreds), the delta is hardly above the rounding that a PLD
     is charged for, or a search is priced. Raises Unsupported when neither covers them.
     """
+    return _epsilon(_Paths(repr(list(alternatives)), alternatives), delta, neighbours)
+
+
+@lru_cache(maxsize=1000)  # a run asks for the price of its plan a dozen times
+def _epsilon(paths: _Paths, delta: float, neighbours: Neighbours) -> tuple[float, str]:
+    alternatives = paths.events
     try:
         grids, losses = losses_of(alternatives, neighbours)
     except Unsupported as no_pld:
@@ -259,7 +274,12 @@ def coarse_epsilon(
 
     Raises Unsupported where there is no PLD or it does not resolve `delta`.
     """
-    _, losses = losses_of(alternatives, neighbours, coarser=10)
+    return _coarse_epsilon(_Paths(repr(list(alternatives)), alternatives), delta, neighbours)
+
+
+@lru_cache(maxsize=1000)
+def _coarse_epsilon(paths: _Paths, delta: float, neighbours: Neighbours) -> float:
+    _, losses = losses_of(paths.events, neighbours, coarser=10)
     if not all(loss.resolves(delta) for loss in losses):
         raise Unsupported(f"PLD does not resolve delta {delta:g}")
     return _worst([loss.epsilon(delta) for loss in losses])

@@ -108,7 +108,7 @@ def begin(name):
         "privacy": {"noise_multiplier": 4.0, "delta": 1e-4, "run_key": "33" * 32},
         "training": {"batch_size": 20, "steps": 40, "learning_rate": 0.1},
         "tune": {"space": {"training.learning_rate": {"log_uniform": [0.1, 1.0]}},
-                 "law": {"name": "geometric", "mean": 4.0}},
+                 "law": {"name": "geometric", "mean": 4.0}, "score": {"noise": 5.0}},
         "resources": {"checkpoint_seconds": 1e-6},
     }, "r"), RunFolder(place / name), "r")
     ManifestSearcher(search.folder, read_trials(search.folder), search.noise_of).suggest("0")
@@ -138,6 +138,7 @@ print(json.dumps(errors))
 """
 
 
+@pytest.mark.long
 @needs_a_small_disk
 @pytest.mark.parametrize("script, least", [(_SCRIPT, 3), (_SEARCH, 2)], ids=["training", "search"])
 def test_a_full_disk_changes_nothing(tmp_path, script, least):

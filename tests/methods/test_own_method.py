@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
-from support.extending import EXAMPLES
+from support.extending import TOY
+from support.here import command, without_ray
 
 from dpdist.base.errors import UserError
 from dpdist.privacy.ledger import Ledger
@@ -19,21 +18,6 @@ from dpdist.privacy.plan import PrivacyPlan
 from dpdist.privacy.releases import GaussianReleases, GaussianSteps
 from dpdist.runs.recipe import parse
 
-COMMAND = [sys.executable, "-c", "from dpdist.commands.cli import main; main()"]
-
-# The example of docs/extending.md, with steps of its own around the usual ones.
-TOY = (
-    EXAMPLES["varied.py"]
-    + """
-    def train(self, run):
-        (run.job.folder.private / "teachers").write_text("made in bulk, before the workers")
-        run.workers()
-
-    def learn(self, worker):
-        worker.steps()
-        (worker.job.folder.private / f"learnt-{worker.reducer.rank}").touch()
-"""
-)
 RECIPE = {
     "name": "toy",
     "data": {"name": "digits"},
@@ -57,15 +41,15 @@ def beside(tmp_path, monkeypatch) -> Path:
     sys.modules.pop("varied", None)
 
 
-def dpdist(*arguments: str) -> str:
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run([*COMMAND, *arguments], env=env, capture_output=True, text=True)
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    return done.stdout
+def test_it_is_trained_certified_reported_and_released(beside, monkeypatch, capsys):
+    """Without Ray; on it: tests/test_end_to_end.py."""
+    without_ray(monkeypatch)
 
+    def dpdist(*arguments: str) -> str:
+        done = command(monkeypatch, capsys, beside, *arguments)
+        assert done.code == 0, f"{done.out}\n{done.err}"
+        return done.out
 
-@pytest.mark.timeout(600)
-def test_it_is_trained_certified_reported_and_released(beside):
     assert "noise multiplier" in dpdist("run", "r.yaml", "--dry-run")
     out = " ".join(dpdist("run", "r.yaml").split())
     run = beside / "runs" / "toy"

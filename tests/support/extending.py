@@ -1,4 +1,4 @@
-"""The examples of docs/extending.md, by the file name in their first line."""
+"""The examples of docs/extending.md, by the file name in their first line; a method made of one."""
 
 from __future__ import annotations
 
@@ -10,3 +10,17 @@ EXAMPLES: dict[str, str] = {
     name: text
     for text, name in re.findall(r"```python\n(# (\S+)\n.*?)```", _PAGE.read_text(), re.S)
 }
+
+# The method, with steps of its own around the usual ones.
+TOY = (
+    EXAMPLES["varied.py"]
+    + """
+    def train(self, run):
+        (run.job.folder.private / "teachers").write_text("made in bulk, before the workers")
+        run.workers()
+
+    def learn(self, worker):
+        worker.steps()
+        (worker.job.folder.private / f"learnt-{worker.reducer.rank}").touch()
+"""
+)

@@ -46,9 +46,9 @@ def without_ray(patch: pytest.MonkeyPatch) -> None:
     replace_everywhere(patch, dpdist.cluster.packages.check_nodes, lambda *_: None)
     replace_everywhere(patch, dpdist.cluster.pool.run_chunks, run_chunks)
     replace_everywhere(patch, dpdist.cluster.pool.run_once, run_once)
-    replace_everywhere(patch, trainer.fit, _fit)
+    patch.setattr(trainer, "_fit", _fit)
     patch.setattr(
-        dpdist.tuning.trial, "_train_on_ray_train", lambda job, until: _fit(job, until=until)
+        dpdist.tuning.trial, "_train_on_ray_train", lambda job, until: trainer.fit(job, until=until)
     )
     replace_everywhere(
         patch, dpdist.tuning.room.live_nodes, lambda: [dpdist.tuning.room.Node(8.0, 0.0)]
@@ -101,7 +101,7 @@ def run_once(function: Callable[[Any], Any], argument: Any, failed: str) -> Any:
         raise UserError(f"{failed}: {error}") from error
 
 
-def _fit(job: TrainJob, *, until: int | None = None, **_: Any) -> None:
+def _fit(job: TrainJob, restarts: int, until: int | None, callbacks: Any) -> None:
     execute(job, job.recipe.resources.workers, until)
 
 

@@ -40,6 +40,17 @@ SIZES = Sizes(10_000, 0.1)
 TARGET = {"epsilon": 2.0, "noise_multiplier": None, "delta": 1e-5}
 
 
+@pytest.fixture(autouse=True)
+def _coarse_grid(monkeypatch):
+    """Ten times coarser: still upper bounds, and what is said of them here depends on no grid."""
+    monkeypatch.setattr(accounting, "FINEST_GRID", 1e-3)
+    accounting._epsilon.cache_clear()
+    accounting._coarse_epsilon.cache_clear()
+    yield
+    accounting._epsilon.cache_clear()
+    accounting._coarse_epsilon.cache_clear()
+
+
 def cost_of(asked) -> SearchCost:
     return SearchCost(asked, SIZES, asked.tune.law, "r.yaml")
 
@@ -66,12 +77,16 @@ def test_training_and_search_together_meet_the_target(searched, law):
     parts = cost.plan.phases[0]
     parts = parts if isinstance(parts, ParallelParts) else parts.phases[0]
     assert [type(part[0]) for part in parts.parts] == [GaussianSteps, GaussianReleases]
-    summed = (*parts.parts[0], *parts.parts[1])
-    if law["name"] == "fixed":
-        both = PrivacyPlan(9000, summed, 1e-5).guarantee().epsilon
-    else:
-        both = search_guarantee(summed, cost.law.secret, records=9000, delta=1e-5).epsilon
-    assert both > 1.2 * 2.0
+
+    def paid(phases) -> float:
+        """For this part of the trials, by the law itself."""
+        if law["name"] == "fixed":
+            return PrivacyPlan(9000, phases, 1e-5).guarantee().epsilon
+        return search_guarantee(phases, cost.law.secret, records=9000, delta=1e-5).epsilon
+
+    assert 0.99 * 2.0 <= paid(parts.parts[0]) <= 2.0
+    assert 0.98 * 2.0 <= paid(parts.parts[1]) <= 2.0
+    assert paid((*parts.parts[0], *parts.parts[1])) > 1.2 * 2.0
 
 
 def test_the_target_is_met_where_settings_cost_differently(searched):
@@ -109,16 +124,16 @@ ORDERS = (1.5, 2, 4, 8, 16, 32, 64)
 
 @pytest.mark.parametrize("length", [{"steps": 100}, {"steps": None, "epochs": 3}], ids=str)
 def test_the_bound_lies_above_every_setting(searched, length):
-    """What the loop would execute at settings drawn from all over the space (200, seeded; half of
+    """What the loop would execute at settings drawn from all over the space (100, seeded; half of
     the values at an end of their domain) against the accounted maximum."""
     space = {
         "privacy.noise_multiplier": {"uniform": [1.0, 3.0]},
-        "training.batch_size": {"integer": [50, 400]},
+        "training.batch_size": {"integer": [100, 400]},
         "data.fraction": {"uniform": [0.5, 1.0]},
     }
     if length["steps"] is not None:
         space["training.steps"] = {"integer": [50, 100]}
-    asked = searched(LAWS[0], space)
+    asked = searched(LAWS[0], space, tune={"score": {"noise": 5.0}})
     asked = asked.model_copy(update={"training": asked.training.model_copy(update=length)})
     cost = cost_of(asked)
     bound = curve(cost.plan.phases[0].phases[0].parts[0], ORDERS)
@@ -127,10 +142,10 @@ def test_the_bound_lies_above_every_setting(searched, length):
     def drawn(low, high):
         return float(rng.uniform(low, high) if rng.random() < 0.5 else rng.choice([low, high]))
 
-    for _ in range(200):
+    for _ in range(100):
         values = {
             "privacy.noise_multiplier": drawn(1, 3),
-            "training.batch_size": round(drawn(50, 400)),
+            "training.batch_size": round(drawn(100, 400)),
             "data.fraction": drawn(0.5, 1),
         }
         if "training.steps" in space:
@@ -346,7 +361,8 @@ def write(tmp_path, asked):
 
 
 def test_the_plan_reads_no_data_and_imports_neither_torch_nor_ray(recipe, tmp_path):
-    asked = recipe(data={"name": "mine", "root": "/nowhere"})
+    score = {"noise": 40.0}  # the least that counts no more than training takes a while to find
+    asked = recipe(data={"name": "mine", "root": "/nowhere"}, tune={"score": score})
     code = (
         f"import sys; sys.argv = ['dpdist', 'tune', {str(write(tmp_path, asked))!r}, '--plan', "
         "'--records', '2000', '--json']\n"
@@ -373,8 +389,11 @@ def test_the_plan_reads_no_data_and_imports_neither_torch_nor_ray(recipe, tmp_pa
     assert own["epsilon_at_untuned_noise"] == pytest.approx(expected, rel=2e-3)
 
 
-def test_the_plan_prices_what_the_method_reads_besides_its_steps(recipe, tmp_path, capsys):
+def test_the_plan_prices_what_the_method_reads_besides_its_steps(
+    recipe, tmp_path, capsys, monkeypatch
+):
     """Secure-SGD's paid r: the noise said to meet epsilon 2 meets it together with r's release."""
+    monkeypatch.setattr(preview, "laws", lambda asked, means: [(asked.tune.law, True)])
     paid = {"source": "paid", "noise_multiplier": 6.0}
     asked = recipe(
         data={"name": "mine", "root": "/nowhere"},
