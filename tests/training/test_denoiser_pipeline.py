@@ -44,6 +44,7 @@ def colour_images(root: Path, records: int = 60) -> Path:
     return root
 
 
+@pytest.mark.long
 def test_the_cifar10_recipe_with_a_torchvision_classifier(here, tmp_path):
     """pretrain, train, evaluate, certify, report: a few steps of the recipe that comes along."""
     small = {
@@ -85,6 +86,7 @@ def benchmark(monkeypatch) -> ModuleType:
     return module
 
 
+@pytest.mark.long
 def test_the_benchmark_makes_its_table_and_its_picture(here, benchmark, tmp_path, monkeypatch):
     """Rows of three kinds on the digits: no run, a run, and one put together."""
     asked = []
