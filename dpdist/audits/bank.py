@@ -62,7 +62,7 @@ def table_of(model: int, scores: Mapping[str, np.ndarray]) -> pa.Table:
 
 
 @dataclass(frozen=True, eq=False)
-class Scores:
+class BankScores:
     """What the models of a bank say, at one number of passes.
 
     member (S, N) bool, phi (S, N), top (S, N, 3): of the records. population (S, Z): phi of points
@@ -79,7 +79,7 @@ class Scores:
         return len(self.phi)
 
 
-def read_scores(path: Path) -> tuple[dict[str, Any], dict[int, Scores]]:
+def read_scores(path: Path) -> tuple[dict[str, Any], dict[int, BankScores]]:
     """What was executed, and the scores of a bank by number of passes. Raises UserError."""
     table = bulk.read_table(path, COLUMNS, KEY)
     about = bulk.about_table(table, KEY, str(path))
@@ -90,7 +90,7 @@ def read_scores(path: Path) -> tuple[dict[str, Any], dict[int, Scores]]:
         own, outside = (passes == each) & (member >= 0), (passes == each) & (member < 0)
         if own.sum() % models or outside.sum() % models:
             raise UserError(f"{path}: damaged: not every model scores every record")
-        found[each] = Scores(
+        found[each] = BankScores(
             member[own].reshape(models, -1) == 1,
             table["phi"].to_numpy()[own].reshape(models, -1),
             np.stack([table[n].to_numpy()[own].reshape(models, -1) for n in _TOPS], axis=-1),

@@ -20,7 +20,7 @@ from dpdist.base.storage import write_atomic
 from dpdist.bulk.job import Item, Partial, Piece, Row, Task, Work
 
 if TYPE_CHECKING:
-    from dpdist.audits.shadow import Shared
+    from dpdist.audits.shadow import ShadowSetup
 
 SCORES = "scores.safetensors"
 _SLOW = 50.0  # records per second that an honest worker trains on
@@ -33,7 +33,7 @@ class Bank(Work):
     file, key, schema, columns = TABLE, KEY, SCHEMA, COLUMNS
 
     def __init__(
-        self, wanted: dict[str, Any], seed: str | None, share: Callable[[str], Shared]
+        self, wanted: dict[str, Any], seed: str | None, share: Callable[[str], ShadowSetup]
     ) -> None:
         """share: what workers share, given the bank's seed."""
         self._wanted, self.seed, self._share = wanted, seed, share
@@ -57,7 +57,7 @@ class Bank(Work):
 class _Trainings(Task):
     """One item is one model; its files are kept in a folder, their digest in the journal."""
 
-    def __init__(self, shared: Shared, folder: Path) -> None:
+    def __init__(self, shared: ShadowSetup, folder: Path) -> None:
         from dpdist.audits.shadow import ShadowTrainer
 
         plan = shared.plans[0]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dpdist.audits.bank import Scores
+from dpdist.audits.bank import BankScores
 from dpdist.audits.ceilings import Ceiling, claimed, in_words, proved
 from dpdist.audits.games import Game
 from dpdist.audits.inference import Inference
@@ -107,7 +107,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Findings:
+class MembershipFindings:
     """All attacks on one bank. proved: of each of its models; ceilings: empty where no guarantee
     bounds the game."""
 
@@ -152,7 +152,7 @@ class Findings:
 
 def examine(
     settings: Membership, recipe: Recipe, path: Path, attacks: Sequence[Inference]
-) -> Findings:
+) -> MembershipFindings:
     """Every attack on every target of the bank in `path`, at every number of passes; written beside
     it. Raises UserError for too few models."""
     about, banks = settings.read(path)
@@ -178,13 +178,13 @@ def examine(
         for attack in attacks
         for passes, bank in sorted(banks.items())
     )
-    findings = Findings(game, guarantee, ceilings, found, tuple(notes))
+    findings = MembershipFindings(game, guarantee, ceilings, found, tuple(notes))
     findings.write(path.parent)
     return findings
 
 
 def _attacked(
-    attack: Inference, game: Game, key: bytes, bank: Scores, passes: int, alpha: float | None
+    attack: Inference, game: Game, key: bytes, bank: BankScores, passes: int, alpha: float | None
 ) -> Finding:
     """alpha: of a one-run test of the first target; None: no test holds."""
     attack.check(game)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dpdist.audits import scores
-from dpdist.audits.bank import Scores
+from dpdist.audits.bank import BankScores
 from dpdist.audits.games import Game
 from dpdist.base.errors import UserError
 
@@ -37,7 +37,7 @@ class Inference:
                 f"membership: {self.name} needs at least {self.least} models, got {game.models}"
             )
 
-    def score(self, bank: Scores, target: int, judged: NDArray[np.bool_], seed: int) -> Array:
+    def score(self, bank: BankScores, target: int, judged: NDArray[np.bool_], seed: int) -> Array:
         """(N,), larger where a record is more likely a member of `target`. judged: of the shadow
         models' records, those that the adversary may learn from."""
         raise NotImplementedError
@@ -51,7 +51,7 @@ class Shadow(Inference):
     name, least, quarters = "shadow", 2, True
     thresholds = (0.4, 0.5, 0.55, 0.6)
 
-    def score(self, bank: Scores, target: int, judged: NDArray[np.bool_], seed: int) -> Array:
+    def score(self, bank: BankScores, target: int, judged: NDArray[np.bool_], seed: int) -> Array:
         from sklearn.exceptions import ConvergenceWarning
         from sklearn.neural_network import MLPClassifier
 
@@ -72,7 +72,7 @@ class Lira(Inference):
 
     name, least, thresholds = "lira", 4, (0.0,)
 
-    def score(self, bank: Scores, target: int, judged: NDArray[np.bool_], seed: int) -> Array:
+    def score(self, bank: BankScores, target: int, judged: NDArray[np.bool_], seed: int) -> Array:
         return scores.lira_online(bank.phi, bank.member, target)
 
 
@@ -81,7 +81,7 @@ class LiraOffline(Inference):
 
     name, least, thresholds = "lira-offline", 3, (0.5, 0.9, 0.99)
 
-    def score(self, bank: Scores, target: int, judged: NDArray[np.bool_], seed: int) -> Array:
+    def score(self, bank: BankScores, target: int, judged: NDArray[np.bool_], seed: int) -> Array:
         return scores.lira_offline(bank.phi, bank.member, target)
 
 
@@ -91,7 +91,7 @@ class Rmia(Inference):
     name, least, thresholds = "rmia", 2, (0.4, 0.5, 0.55, 0.6)
     online: ClassVar[bool] = True
 
-    def score(self, bank: Scores, target: int, judged: NDArray[np.bool_], seed: int) -> Array:
+    def score(self, bank: BankScores, target: int, judged: NDArray[np.bool_], seed: int) -> Array:
         return scores.rmia(bank.phi, bank.member, target, bank.population, online=self.online)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from dpdist.audits.bank import TABLE, Scores, read_scores
+from dpdist.audits.bank import TABLE, BankScores, read_scores
 from dpdist.audits.games import GAMES, Game
 from dpdist.base.errors import UserError
 from dpdist.bulk.evaluation import Evaluation, Subject
@@ -21,7 +21,7 @@ from dpdist.runs.recipe import Recipe, parse
 
 if TYPE_CHECKING:
     from dpdist.audits.bank_job import Bank
-    from dpdist.audits.shadow import Shared
+    from dpdist.audits.shadow import ShadowSetup
 
 # Sections on which no shadow depends.
 _NOT_IN_A_MODEL = {"name", "resources", "certify", "tune", "audit"}
@@ -84,12 +84,14 @@ class Membership(Evaluation):
             },
         }
 
-        def share(seed: str) -> Shared:
-            from dpdist.audits.shadow import Shared
+        def share(seed: str) -> ShadowSetup:
+            from dpdist.audits.shadow import ShadowSetup
 
             passes = (1, self.passes) if self.passes > 1 else (1,)
             recipes, plans = zip(*shadow, strict=True)
-            return Shared(self.rules, bytes.fromhex(seed), recipes, plans, passes, self.population)
+            return ShadowSetup(
+                self.rules, bytes.fromhex(seed), recipes, plans, passes, self.population
+            )
 
         return Bank(wanted, self.seed, share)
 
@@ -123,7 +125,7 @@ class Membership(Evaluation):
         return found
 
     @classmethod
-    def read(cls, path: Path) -> tuple[dict[str, Any], dict[int, Scores]]:
+    def read(cls, path: Path) -> tuple[dict[str, Any], dict[int, BankScores]]:
         return read_scores(path)
 
     @classmethod

@@ -52,10 +52,10 @@ class Retraining(Work):
         return {"seed": self._options.seed or secrets.token_hex(32)}
 
     def open(self, about: dict[str, Any], output: Path) -> Task:
-        from dpdist.audits.vectorised import Shared, Trainer
+        from dpdist.audits.vectorised import Trainer, TrainerSetup
 
         options, target = self._options, self._target
-        shared = Shared(
+        shared = TrainerSetup(
             target.recipe, target.plan, self._records, bytes.fromhex(about["seed"]),
             options.copies, options.canary == "gradient",
         )  # fmt: skip

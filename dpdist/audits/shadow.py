@@ -33,7 +33,7 @@ _BATCH = 1000
 
 
 @dataclass(frozen=True)
-class Shared:
+class ShadowSetup:
     """All that the trainings of a bank have in common. Each is a function of this and its number.
 
     recipes, plans: of the recipe's own models and of plain ones. passes: of a model with noise of
@@ -62,7 +62,7 @@ class _Run:
 class ShadowTrainer:
     """Called with a model's number; returns its files, by name."""
 
-    def __init__(self, shared: Shared) -> None:
+    def __init__(self, shared: ShadowSetup) -> None:
         quiet_threads()
         self._shared, recipe = shared, shared.recipes[0]
         source = source_of(recipe)

@@ -37,7 +37,7 @@ _BYTES = 1 << 28  # of per-example gradients at once
 
 
 @dataclass(frozen=True)
-class Shared:
+class TrainerSetup:
     """All that the trainings of an audit have in common. key: of the audit; training number m has
     its own. copies: of the canary, in every second training. gradient: the canary is no record but
     a gradient of the clip's norm on one coordinate, and the adversary sees every noisy sum."""
@@ -53,7 +53,7 @@ class Shared:
 class Trainer:
     """Called with the numbers of trainings; returns a row of each: odd ones have the canary."""
 
-    def __init__(self, shared: Shared) -> None:
+    def __init__(self, shared: TrainerSetup) -> None:
         quiet_threads()
         self._shared = shared
         self.trainings = Trainings(shared.recipe, shared.plan, shared.dataset)

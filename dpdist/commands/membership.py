@@ -23,7 +23,7 @@ from dpdist.commands.options import (
 )
 
 if TYPE_CHECKING:
-    from dpdist.audits.findings import Findings
+    from dpdist.audits.findings import MembershipFindings
     from dpdist.audits.inference import Inference
     from dpdist.audits.membership import Membership
     from dpdist.runs.folder import RunFolder
@@ -116,7 +116,7 @@ def _examined(
     attacks: Sequence[Inference],
     output: Path | None,
     actors: int | None,
-) -> Findings:
+) -> MembershipFindings:
     """Train what is missing of a bank, attack it, print what was found."""
     from dpdist import pipeline
     from dpdist.audits.findings import examine

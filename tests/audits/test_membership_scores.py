@@ -9,7 +9,7 @@ import pytest
 from scipy.stats import norm
 
 from dpdist.audits import scores
-from dpdist.audits.bank import Scores
+from dpdist.audits.bank import BankScores
 from dpdist.audits.games import GAMES, Coins, Halves, Quarters
 from dpdist.audits.inference import ATTACKS, Lira, Shadow
 from dpdist.audits.roc import Roc
@@ -31,15 +31,15 @@ def test_log_odds_are_exact_where_probabilities_round_to_one() -> None:
 
 
 @pytest.fixture
-def bank() -> Scores:
+def bank() -> BankScores:
     """Log-odds that are 1 larger where the record is in: LiRA's own assumption."""
     rng = np.random.default_rng(1)
     member = rng.random((12, 300)) < 0.5
     phi = rng.normal(0, 1, (12, 300)) + rng.normal(0, 2, 300) + 1.5 * member
-    return Scores(member, phi, np.zeros((12, 300, 3)), rng.normal(0, 2, (12, 50)))
+    return BankScores(member, phi, np.zeros((12, 300, 3)), rng.normal(0, 2, (12, 50)))
 
 
-def test_lira_is_the_likelihood_ratio(bank: Scores) -> None:
+def test_lira_is_the_likelihood_ratio(bank: BankScores) -> None:
     found = scores.lira_online(bank.phi, bank.member, 3)
     offline = scores.lira_offline(bank.phi, bank.member, 3)
     others = np.arange(12) != 3
@@ -57,7 +57,7 @@ def test_lira_is_the_likelihood_ratio(bank: Scores) -> None:
     assert 0.75 < Roc.of(found, bank.member[3]).auc.value < 0.856
 
 
-def test_rmia_counts_the_population(bank: Scores) -> None:
+def test_rmia_counts_the_population(bank: BankScores) -> None:
     found = scores.rmia(bank.phi, bank.member, 0, bank.population)
     p, z = 1 / (1 + np.exp(-bank.phi)), 1 / (1 + np.exp(-bank.population))
     ratio, ratio_z = p[0] / p[1:].mean(0), z[0] / z[1:].mean(0)
@@ -68,13 +68,13 @@ def test_rmia_counts_the_population(bank: Scores) -> None:
     assert offline == pytest.approx((ratio[:, None] >= 2 * ratio_z).mean(1), abs=1e-12)
 
 
-def test_no_attack_looks_at_the_targets_members(bank: Scores) -> None:
+def test_no_attack_looks_at_the_targets_members(bank: BankScores) -> None:
     flipped = bank.member.copy()
     flipped[0] = ~flipped[0]
     for attack in ATTACKS.values():
         if not attack.quarters:
             for one in (bank.member, flipped):
-                copy = Scores(one, bank.phi, bank.top, bank.population)
+                copy = BankScores(one, bank.phi, bank.top, bank.population)
                 scored = attack().score(copy, 0, np.ones(300, bool), 1)
                 first = scored if one is bank.member else first  # noqa: F821
             assert np.array_equal(first, scored), attack.name
@@ -136,7 +136,7 @@ def test_the_shadow_network_learns_from_the_shadow_alone() -> None:
     member = np.stack([game.members(KEY, m, 400) for m in range(2)])
     top = rng.dirichlet([4, 2, 1], (2, 400))
     top[member] = rng.dirichlet([30, 1, 1], int(member.sum()))
-    bank = Scores(member, np.zeros((2, 400)), -np.sort(-top, axis=2), np.zeros((2, 5)))
+    bank = BankScores(member, np.zeros((2, 400)), -np.sort(-top, axis=2), np.zeros((2, 5)))
     judged = game.judged(KEY, 0, 400)
     found = Shadow().score(bank, 0, game.judged(KEY, 1, 400), 1)
     assert Roc.of(found[judged], member[0][judged]).auc.value > 0.9
