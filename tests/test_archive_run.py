@@ -1,21 +1,21 @@
 """The commands on a real S3 server: train with an archive, lose the host, restore, go on; read the
-finished run back from elsewhere. Starts Ray three times."""
+finished run back from elsewhere. What is lost ran on Ray; the rest runs in this process."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
-import signal
-import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
+from support.here import command, without_ray
+from support.processes import kill, start, steps_done, wait_for
 
+from dpdist.cluster.objectstore import Missing, ObjectStore
 from dpdist.privacy.ledger import Ledger
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -23,13 +23,12 @@ import s3_guard
 import s3_server
 
 pytestmark = pytest.mark.timeout(900)
-COMMAND = [sys.executable, "-c", "from dpdist.commands.cli import main; main()"]
 SECRET = "wJalrXUtnFEMI-secret"
 STEPS = 150
 
 
 @pytest.fixture
-def environment() -> Iterator[dict[str, str]]:
+def server(monkeypatch) -> Iterator[None]:
     program = s3_server.find_server()
     if program is None:
         pytest.skip("needs moto's S3 server (tests/s3_server.py says how)")
@@ -41,15 +40,16 @@ def environment() -> Iterator[dict[str, str]]:
             allow_bucket_creation=True,
         )  # fmt: skip
         open_store.create_dir("bucket")
-        yield {
-            **os.environ,
+        for name, value in {
             "AWS_ACCESS_KEY_ID": "tester",
             "AWS_SECRET_ACCESS_KEY": SECRET,
             "AWS_EC2_METADATA_DISABLED": "true",
             "AWS_REGION": "us-east-1",
             "AWS_ENDPOINT_URL": guard,
             "OMP_NUM_THREADS": "1",
-        }
+        }.items():
+            monkeypatch.setenv(name, value)
+        yield
 
 
 def recipe(tmp_path: Path) -> Path:
@@ -66,41 +66,39 @@ def recipe(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_lost_host_a_restored_run_and_a_reader_elsewhere(tmp_path, environment) -> None:
+def test_a_lost_host_a_restored_run_and_a_reader_elsewhere(
+    tmp_path, server, monkeypatch, capsys
+) -> None:
     address = "s3://bucket/runs/small"
     runs = tmp_path / "runs"
     run = runs / "small"
 
     def dpdist(*arguments: object, code: int = 0) -> str:
-        done = subprocess.run(
-            [*COMMAND, *map(str, arguments)], cwd=tmp_path, env=environment, text=True,
-            capture_output=True, timeout=400,
-        )  # fmt: skip
-        said = done.stdout + done.stderr
-        assert done.returncode == code and SECRET not in said, said
+        done = command(monkeypatch, capsys, tmp_path, *arguments)
+        said = done.out + done.err
+        assert done.code == code and SECRET not in said, said
         return said
+
+    def kept() -> bool:
+        """Whether the archive has a checkpoint."""
+        try:
+            manifest = json.loads(ObjectStore(address).get("00000001/manifest.json"))
+        except Missing:
+            return False
+        return any(name.startswith("private/checkpoints/") for name in manifest["files"])
 
     train = ["run", recipe(tmp_path), "--archive", address, "--archive-private"]
     paths = [str(slow_steps(tmp_path)), os.environ.get("PYTHONPATH", "")]
-    slow = {**environment, "PYTHONPATH": os.pathsep.join(paths)}
-    process = subprocess.Popen(
-        [*COMMAND, *map(str, train)], cwd=tmp_path, env=slow, stderr=subprocess.PIPE, text=True,
-        start_new_session=True,
-    )  # fmt: skip
-    deadline = time.monotonic() + 200
-    while not list((run / "private" / "checkpoints").glob("step-*/done.json")) or steps(run) < 20:
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[1]
-        time.sleep(0.1)
-    time.sleep(1.5)  # the archive has the checkpoint
-    os.kill(process.pid, signal.SIGKILL)
-    said = process.communicate()[1]
+    process = start(*train, cwd=tmp_path, PYTHONPATH=os.pathsep.join(paths))
+    wait_for(lambda: process.poll() is not None or (steps_done(run) >= 20 and kept()))
+    said = kill(process)
     assert "PRIVATE state too" in said and SECRET not in said
-    time.sleep(3)  # Ray's processes notice that their driver is gone
     released = Ledger.read(run / "private" / "ledger.jsonl").releases
     everything = b"".join(p.read_bytes() for p in run.rglob("*") if p.is_file())
     assert SECRET.encode() not in everything
     shutil.rmtree(run)
 
+    without_ray(monkeypatch)
     assert "holds the archive of a run already" in dpdist(*train, code=2)
     assert not run.exists()
     assert "has not finished training" in dpdist("report", address, code=2)
@@ -122,13 +120,6 @@ def test_a_lost_host_a_restored_run_and_a_reader_elsewhere(tmp_path, environment
     assert "fetched" in fetched
     here = tmp_path / "fetched" / "small"
     assert (here / "report" / "index.html").exists() and not (here / "private").exists()
-
-
-def steps(run: Path) -> int:
-    try:
-        return len(Ledger.read(run / "private" / "ledger.jsonl").releases)
-    except Exception:
-        return 0
 
 
 def slow_steps(tmp_path: Path) -> Path:

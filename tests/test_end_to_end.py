@@ -1,6 +1,7 @@
 """The real thing in processes of its own: train, certify, report on Ray; kill, resume, two nodes.
 
-Each test starts Ray (10 s here), so there are few, and each checks several things.
+Each command on Ray takes 20 s of processor time, most of it for imports: so there are few, and each
+checks several things. What comes before and after them runs in this process.
 """
 
 from __future__ import annotations
@@ -18,78 +19,57 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
+from support.extending import TOY
+from support.here import command, without_ray
+from support.processes import (
+    descendants,
+    finish,
+    parameters,
+    start,
+    steps_done,
+    still_there,
+    training_workers,
+    wait_for,
+)
 
 from dpdist.privacy.ledger import Ledger
 
 pytestmark = pytest.mark.timeout(900)
-COMMAND = [sys.executable, "-c", "from dpdist.commands.cli import main; main()"]
 
 
-def recipe(tmp_path: Path, **sections) -> Path:
+def recipe(folder: Path, **sections) -> Path:
     raw = {
         "name": "small",
         "data": {"name": "digits"},
         "model": {"name": "small-cnn", "options": {"width": 4}},
         "privacy": {"epsilon": 3.0, "delta": 1e-4},
-        "training": {"batch_size": 200, "steps": 30, "learning_rate": 0.5},
-        "certify": {"sigma": 0.25, "n": 500, "max_inputs": 40, "radii": [0.1, 0.25]},
+        "training": {"batch_size": 200, "steps": 10, "learning_rate": 0.5},
+        "certify": {"sigma": 0.25, "n": 200, "max_inputs": 10, "radii": [0.1, 0.25]},
         "resources": {"workers": 2},
     }
     for section, values in sections.items():
-        raw[section] = {**raw[section], **values}
-    path = tmp_path / "r.yaml"
+        raw[section] = {**raw.get(section, {}), **values}
+    folder.mkdir(exist_ok=True)
+    path = folder / "r.yaml"
     path.write_text(yaml.safe_dump(raw))
     return path
 
 
-def start(*arguments: object, cwd: Path, **environment: str) -> subprocess.Popen:
-    env = {**os.environ, "PYTHONUNBUFFERED": "1", **environment}
-    return subprocess.Popen(
-        [*COMMAND, *map(str, arguments)],
-        cwd=cwd,
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        # A background shell (and so perhaps CI) starts its children with Ctrl-C ignored.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+@pytest.fixture
+def dpdist(monkeypatch, capsys):
+    """`dpdist ARGUMENTS` in this process, without Ray, as a training worker of one CPU would."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
 
+    def run(*arguments: object, cwd: Path) -> str:
+        with monkeypatch.context() as patch:
+            without_ray(patch)
+            done = command(patch, capsys, cwd, *arguments)
+        assert done.code == 0, done.out + done.err
+        return done.out
 
-def finish(process: subprocess.Popen, timeout: float = 240) -> tuple[str, str]:
-    out, err = process.communicate(timeout=timeout)
-    assert process.returncode == 0, f"{out}\n{err}"
-    return out, err
-
-
-def wait_for(condition, seconds: float = 200):
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        found = condition()
-        if found:
-            return found
-        time.sleep(0.02)
-    raise AssertionError("waited in vain")
-
-
-def descendants(root: int) -> dict[int, str]:
-    """Process id -> command line of everything that `root` started."""
-    parents, titles = {}, {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                status = (entry / "stat").read_text()
-                titles[int(entry.name)] = (entry / "cmdline").read_bytes().decode(errors="replace")
-            except OSError:
-                continue
-            parents[int(entry.name)] = int(status.rpartition(")")[2].split()[1])
-    found, grown = {root}, True
-    while grown:
-        children = {pid for pid, parent in parents.items() if parent in found} - found
-        grown = bool(children)
-        found |= children
-    return {pid: titles.get(pid, "") for pid in found - {root}}
+    yield run
+    torch.set_num_threads(threads)
 
 
 def open_ports(root: int) -> list[str]:
@@ -105,45 +85,12 @@ def open_ports(root: int) -> list[str]:
     return [address for address in ours if "127.0.0.1" not in address and "[::1]" not in address]
 
 
-def steps_done(run: Path) -> int:
-    """Steps that worker 0 has made, from the line it writes at each (progress lags behind)."""
-    try:
-        lines = (run / "private" / "metrics.jsonl").read_text().splitlines()
-        return json.loads(lines[-1])["step"] + 1
-    except (OSError, ValueError, IndexError):
-        return 0
-
-
-def training_workers(root: int) -> list[int]:
-    """Process ids of the training workers that `root` started."""
-    return [
-        pid
-        for pid, title in descendants(root).items()
-        if title.startswith("ray::") and "RayTrainWorker" in title
-    ]
-
-
-def still_there(pids: dict[int, str]) -> list[str]:
-    """Which of these processes still run under the command line they had."""
-    found = []
-    for pid, title in pids.items():
-        try:
-            now = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
-        except OSError:
-            continue
-        if now and now.split("\0")[0] == title.split("\0")[0]:
-            found.append(title)
-    return found
-
-
-def parameters(run: Path) -> torch.Tensor:
-    tensors = load_file(run / "private" / "model" / "model.safetensors")
-    return torch.cat([tensors[name].flatten() for name in sorted(tensors)])
-
-
-def test_run_report_release_and_ports(tmp_path):
-    """One command does all, on loopback ports, quietly; a second call does nothing."""
-    process = start("run", recipe(tmp_path), cwd=tmp_path)
+def test_run_report_release_and_ports(tmp_path, dpdist):
+    """One command does all, on loopback ports, quietly, with a method of one's own from the working
+    directory; a second call does nothing."""
+    (tmp_path / "varied.py").write_text(TOY)
+    asked = recipe(tmp_path, method={"name": "varied:Varied", "copies": 2})
+    process = start("run", asked, cwd=tmp_path)
     run = tmp_path / "runs" / "small"
     ports: list[str] = []
     seen = 0
@@ -164,10 +111,12 @@ def test_run_report_release_and_ports(tmp_path):
         assert word in out
     for line in err.splitlines():
         assert line.startswith(("training", "certifying")), f"chatter on the terminal: {line}"
+    assert (run / "private" / "teachers").exists()
+    assert len(list((run / "private").glob("learnt-*"))) == 2
     page = (run / "report" / "index.html").read_text()
     assert "data:image/png;base64," in page and "http://" not in page and "https://" not in page
-    table = pq.read_table(run / "certificates" / "sigma-0.25-fixed-n-500" / "certificates.parquet")
-    assert table.num_rows == 40
+    table = pq.read_table(run / "certificates" / "sigma-0.25-fixed-n-200" / "certificates.parquet")
+    assert table.num_rows == 10
 
     def computed() -> dict[Path, int]:
         """When what training and certifying write was written."""
@@ -176,11 +125,11 @@ def test_run_report_release_and_ports(tmp_path):
         return {p: p.stat().st_mtime_ns for p in paths if p.name != "ray.log"}
 
     before = computed()
-    out_again, _ = finish(start("run", recipe(tmp_path), cwd=tmp_path))
+    out_again = dpdist("run", asked, cwd=tmp_path)
     assert computed() == before, "a second call trains or certifies again"
     assert out_again == out
 
-    finish(start("release", "small", cwd=tmp_path))
+    dpdist("release", "small", cwd=tmp_path)
     released = {p.name for p in (run / "release").iterdir()}
     assert released == {
         "model.safetensors", "model.json", "privacy_card.json", "privacy_card.md",
@@ -266,7 +215,7 @@ def test_two_nodes(tmp_path):
         process = start("run", path, cwd=tmp_path, RAY_ADDRESS=address, **environment)
         out, err = finish(process)
         assert "2 nodes" in err
-        assert "certified, sigma-0.25-fixed-n-500" in out
+        assert "certified, sigma-0.25-fixed-n-200" in out
     finally:
         nodes.communicate("\n", timeout=60)
 

@@ -1,0 +1,113 @@
+"""`dpdist` commands in processes of their own, watched, interrupted and killed from outside."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+COMMAND = [sys.executable, "-c", "from dpdist.commands.cli import main; main()"]
+
+
+def start(*arguments: object, cwd: Path, **environment: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [*COMMAND, *map(str, arguments)],
+        cwd=cwd,
+        env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A background shell (and so perhaps CI) starts its children with Ctrl-C ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+
+
+def finish(process: subprocess.Popen, timeout: float = 240) -> tuple[str, str]:
+    out, err = process.communicate(timeout=timeout)
+    assert process.returncode == 0, f"{out}\n{err}"
+    return out, err
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 200) -> Any:
+    """The first true value of `condition`."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if found := condition():
+            return found
+        time.sleep(0.02)
+    raise AssertionError("waited in vain")
+
+
+def descendants(root: int) -> dict[int, str]:
+    """Process id -> command line of everything that `root` started."""
+    parents, titles = {}, {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                status = (entry / "stat").read_text()
+                titles[int(entry.name)] = (entry / "cmdline").read_bytes().decode(errors="replace")
+            except OSError:
+                continue
+            parents[int(entry.name)] = int(status.rpartition(")")[2].split()[1])
+    found, grown = {root}, True
+    while grown:
+        children = {pid for pid, parent in parents.items() if parent in found} - found
+        grown = bool(children)
+        found |= children
+    return {pid: titles.get(pid, "") for pid in found - {root}}
+
+
+def training_workers(root: int) -> list[int]:
+    """Process ids of the training workers that `root` started."""
+    return [
+        pid
+        for pid, title in descendants(root).items()
+        if title.startswith("ray::") and "RayTrainWorker" in title
+    ]
+
+
+def still_there(pids: dict[int, str]) -> list[str]:
+    """Which of these processes still run under the command line they had."""
+    found = []
+    for pid, title in pids.items():
+        try:
+            now = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+        except OSError:
+            continue
+        if now and now.split("\0")[0] == title.split("\0")[0]:
+            found.append(title)
+    return found
+
+
+def kill(process: subprocess.Popen, beside: Sequence[int] = ()) -> str:
+    """kill -9 of a driver, and of these of its processes with it; returns what it had said once
+    nothing that it started is left."""
+    left = descendants(process.pid)
+    for pid in (process.pid, *beside):
+        os.kill(pid, signal.SIGKILL)
+    _, err = process.communicate()
+    wait_for(lambda: not still_there(left))
+    return err
+
+
+def steps_done(run: Path) -> int:
+    """Steps that worker 0 has made, from the line it writes at each (progress lags behind)."""
+    try:
+        lines = (run / "private" / "metrics.jsonl").read_text().splitlines()
+        return json.loads(lines[-1])["step"] + 1
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def parameters(run: Path) -> torch.Tensor:
+    tensors = load_file(run / "private" / "model" / "model.safetensors")
+    return torch.cat([tensors[name].flatten() for name in sorted(tensors)])
