@@ -63,10 +63,9 @@ def test_any_number_of_workers_gives_the_same_parameters(tmp_path, method):
             ),
             workers,
         )
-        for workers in (1, 2, 4)
+        for workers in (1, 4)
     ]  # fmt: skip
-    assert relative(results[0], results[1]) < 1e-5
-    assert relative(results[0], results[2]) < 1e-5
+    assert relative(*results) < 1e-5
 
 
 def test_reproducible_runs_are_bit_identical(tmp_path):
@@ -293,7 +292,7 @@ def test_neighbour_replay(tmp_path, monkeypatch, method, workers):
     """D and D' differ in one record; same keys, same state: every pre-noise sum differs by at most
     C, and by exactly nothing when the record was not drawn."""
     differences, drawn = _replay(tmp_path, monkeypatch, method, workers)
-    assert 1 <= sum(drawn) <= 11
+    assert 0 < sum(drawn) < len(drawn)
     for difference, took_part in zip(differences, drawn, strict=True):
         assert difference <= 1.0 + 1e-6
         if not took_part:
@@ -315,16 +314,17 @@ def test_neighbour_replay_catches_a_clip_per_batch(tmp_path, monkeypatch):
 
 
 def _replay(tmp_path, monkeypatch, method, workers):
-    """The first pre-noise sum for 12 keys, on D and on D' (the special record never joins).
+    """The first pre-noise sum for 12 keys (6 with several workers), on D and on D' (the special
+    record never joins).
 
     Returns the norms of the differences, and whether the record was drawn on D.
     """
-    records, special = 60, 17
+    records, special, keys = 60, 17, 12 if workers == 1 else 6
     sums: dict[bool, list[np.ndarray]] = {True: [], False: []}
-    drawn = [False] * 12
+    drawn = [False] * keys
     sample = loop.poisson_sample
     for present in (True, False):
-        for number in range(12):
+        for number in range(keys):
             recipe, folder = make(
                 tmp_path, f"{present}-{number}", method=method,
                 data={"name": "digits", "max_train": records},
