@@ -17,13 +17,19 @@ import numpy as np
 import pytest
 import torch
 from support.here import without_ray
+from support.training import make
 
 from dpdist import models, pipeline
 from dpdist.attacks import job as attacking
 from dpdist.attacks.settings import AttackSettings
+from dpdist.audits.membership import Membership
+from dpdist.audits.retraining import Retraining
+from dpdist.audits.target import of_recipe
+from dpdist.bulk.job import run as run_job
 from dpdist.certification import job
 from dpdist.certification.cohen import Cohen
 from dpdist.runs.folder import RunFolder
+from dpdist.sections.audit import ManyRunsAudit
 
 PATHS = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 SETTINGS = Cohen(sigma=0.25, n0=10, n=60, batch=10, seed="5")
@@ -83,8 +89,13 @@ def test_a_killed_driver_loses_nothing(ray_session: None, model: Path, tmp_path:
         from pathlib import Path
         from test_jobs_on_ray import Images, SETTINGS
         from dpdist import pipeline
-        from dpdist.certification import job
+        from dpdist.audits.membership import Membership
+from dpdist.audits.retraining import Retraining
+from dpdist.audits.target import of_recipe
+from dpdist.bulk.job import run as run_job
+from dpdist.certification import job
         from dpdist.runs.folder import RunFolder
+from dpdist.sections.audit import ManyRunsAudit
         with pipeline.session(RunFolder(Path({str(tmp_path / "run")!r}))):
             job.certify(
                 Path({str(model)!r}), Images(), SETTINGS, Path({str(tmp_path)!r}),
@@ -118,3 +129,21 @@ def test_an_attack_on_ray_finds_what_one_process_finds(ray_session: None, tmp_pa
     with here():
         reference = attacking.attack_model(model, Images(), ATTACK, tmp_path / "here")
     assert found.to_pylist() == reference.to_pylist() and found.num_rows == 4 * 3
+
+
+def test_trainings_on_ray_are_those_of_one_process(ray_session: None, tmp_path: Path) -> None:
+    """Shadow models, and many at once with a canary and without."""
+    recipe, _ = make(
+        tmp_path, data__max_train=60, model="linear", training__batch_size=20, training__steps=2,
+        privacy__run_key=None,
+    )  # fmt: skip
+    folder, bank = RunFolder(tmp_path / "run"), Membership("halves", 2, seed="5b" * 32)
+    folder.begin(recipe)
+    retraining = Retraining(ManyRunsAudit(trainings=8, seed="5b" * 32), of_recipe(recipe, "test"))
+    found = [
+        pipeline.evaluation_stage(recipe, folder, bank, actors=1).read_bytes(),
+        run_job(retraining, tmp_path / "many", actors=1).to_pylist(),
+    ]
+    with here():
+        again = pipeline.evaluation_stage(recipe, folder, bank, tmp_path / "bank").read_bytes()
+        assert found == [again, run_job(retraining, tmp_path / "again").to_pylist()]
