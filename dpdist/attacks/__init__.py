@@ -1,1 +1,1 @@
-"""Evasion attacks, membership inference and audits."""
+"""Evasion attacks, and certificates under attack."""

@@ -16,7 +16,7 @@ from dpdist import bulk
 from dpdist.audits.bank import COLUMNS, KEY, SCHEMA, TABLE, table_of
 from dpdist.base.errors import UserError
 from dpdist.base.reading import read_bytes
-from dpdist.base.storage import write_atomic
+from dpdist.base.storage import private_folder, write_atomic
 from dpdist.bulk.job import Item, Partial, Piece, Row, Task, Work
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ class Bank(Work):
         return self._wanted
 
     def begin(self, output: Path) -> dict[str, Any]:
+        private_folder(output)  # wherever it was asked for
         return {"seed": self.seed or secrets.token_hex(32)}
 
     def open(self, about: dict[str, Any], output: Path) -> Task:

@@ -80,6 +80,7 @@ class Membership(Evaluation):
                 "models": self.models,
                 "passes": self.passes,
                 "outside": self.population,
+                "seed_given": self.seed is not None,
                 **_flat(recipe.model_dump(mode="json", exclude=_NOT_IN_A_MODEL)),
             },
         }

@@ -30,26 +30,30 @@ if TYPE_CHECKING:
     from dpdist.runs.recipe import Recipe
 
 
+_Models = Annotated[int, typer.Option(callback=kind(Count), help="Shadow models in the bank.")]
+_Attack = Annotated[str, typer.Option(help="Out of shadow,lira,lira-offline,rmia,rmia-offline.")]
+_Game = Annotated[
+    str, typer.Option(help="Who is in a model: coins, or halves (shadow has its own).")
+]
+_Passes = Annotated[
+    int, typer.Option(callback=kind(Count), help="Averaged, of a model with noise of its own.")
+]
+_Seed = Annotated[
+    str | None, typer.Option(help="64 hex digits (default: secret, stored in private/).")
+]
+_Picture = Annotated[
+    Path | None, typer.Option(callback=PICTURE, help="The ROC curves with their ceilings.")
+]
+
+
 def command(
     recipe: RecipeArgument,
-    models: Annotated[
-        int, typer.Option(callback=kind(Count), help="Shadow models in the bank.")
-    ] = 16,
-    attack: Annotated[
-        str, typer.Option(help="Out of shadow,lira,lira-offline,rmia,rmia-offline.")
-    ] = "shadow,lira,rmia",
-    game: Annotated[
-        str, typer.Option(help="Who is in a model: coins, or halves (shadow has its own).")
-    ] = "coins",
-    passes: Annotated[
-        int, typer.Option(callback=kind(Count), help="Averaged, of a model with noise of its own.")
-    ] = 100,
-    seed: Annotated[
-        str | None, typer.Option(help="64 hex digits (default: secret, stored in private/).")
-    ] = None,
-    picture: Annotated[
-        Path | None, typer.Option(callback=PICTURE, help="The ROC curves with their ceilings.")
-    ] = None,
+    models: _Models = 16,
+    attack: _Attack = "shadow,lira,rmia",
+    game: _Game = "coins",
+    passes: _Passes = 100,
+    seed: _Seed = None,
+    picture: _Picture = None,
     name: Name = None,
     runs: Runs = RUNS,
     data_root: DataRoot = None,
@@ -64,33 +68,18 @@ def command(
     from dpdist import pipeline
     from dpdist.audits.membership import Membership
     from dpdist.runs.folder import RunFolder
-    from dpdist.training.job import check
-    from dpdist.training.records import source_of, training_data
 
     resolved = pipeline.resolve(recipe, name=name, data_root=data_root)
-    folder = RunFolder(runs / resolved.name)
-    chosen = _attacks(attack)
-    quarters = [one for one in chosen if one.quarters]
-    others = [one for one in chosen if not one.quarters]
-    banks = [(Membership("quarters", 2, passes, seed=seed), quarters)] if quarters else []
-    banks += [(Membership(game, models, passes, seed=seed), others)] if others else []
-    if output is not None and len(banks) > 1:
-        raise UserError("--output: holds one bank; give shadow and the other attacks apart")
-    for bank, attacks in banks:
-        for one in attacks:
-            one.check(bank.rules)
-        bank.place(folder, output)
-        if picture is not None:
-            bank.place(folder, picture)
-    check(resolved, folder, recipe)
-    records = len(training_data(resolved, source_of(resolved)))
-    for bank, _ in banks:
-        bank.shadows(resolved, records)
+    folder, chosen = RunFolder(runs / resolved.name), _attacks(attack)
+    banks = []
+    if quarters := [one for one in chosen if one.quarters]:
+        banks.append((Membership("quarters", 2, passes, seed=seed), quarters))
+    if others := [one for one in chosen if not one.quarters]:
+        banks.append((Membership(game, models, passes, seed=seed), others))
+    _check(resolved, folder, banks, [output, picture], recipe)
     folder.begin(resolved)
-    found = []
     with pipeline.session(folder):
-        for bank, attacks in banks:
-            found.append(_examined(resolved, folder, bank, attacks, output, actors))
+        found = [_examined(resolved, folder, *bank, output, actors) for bank in banks]
     if picture is not None:
         from dpdist.reports.figures import roc_curves
 
@@ -98,6 +87,30 @@ def command(
         typer.echo(f"picture: {picture}")
     if not all(one.held for one in found):
         raise typer.Exit(1)
+
+
+def _check(
+    recipe: Recipe,
+    folder: RunFolder,
+    banks: Sequence[tuple[Membership, Sequence[Inference]]],
+    written: Sequence[Path | None],
+    where: str,
+) -> None:
+    """Raise UserError for whatever could go wrong later, before anything is written. written: the
+    folder of a bank, and the picture."""
+    from dpdist.training.job import check_trainable
+
+    if written[0] is not None and len(banks) > 1:
+        raise UserError("--output: holds one bank; give shadow and the other attacks apart")
+    for bank, attacks in banks:
+        for one in attacks:
+            one.check(bank.rules)
+        for path in written:
+            bank.place(folder, path)
+    folder.check_same_recipe(recipe)
+    dataset, _ = check_trainable(recipe, where)
+    for bank, _ in banks:
+        bank.shadows(recipe, len(dataset))
 
 
 def _attacks(names: str) -> list[Inference]:

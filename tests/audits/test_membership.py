@@ -151,6 +151,11 @@ def test_an_interrupted_bank_continues_to_the_same_bytes(
     other = recipe_of(tmp_path, training__learning_rate=0.3)
     with pytest.raises(UserError, match=r"another bank of shadow models .training.learning_rate"):
         pipeline.evaluation_stage(other, folder, settings, broken)
+    with pytest.raises(
+        UserError, match="seed_given was True, now False"
+    ):  # no ceiling holds for it
+        pipeline.evaluation_stage(recipe, folder, Membership(models=3), broken)
+    assert broken.stat().st_mode & 0o077 == 0
     (broken / "scores.parquet").unlink()
     (broken / "models/0000/scores.safetensors").write_bytes(b"x")
     with pytest.raises(UserError, match="not the model that the journal knows"):

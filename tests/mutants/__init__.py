@@ -3,9 +3,11 @@ tests that must notice each. `make mutants` plants them one at a time; docs/test
 
 from __future__ import annotations
 
-from mutants import certification, gradients, privacy, training, tuning
+from mutants import audits, certification, gradients, privacy, training, tuning
 from mutants.fault import Fault
 
 FAULTS: list[Fault] = [
-    fault for area in (training, gradients, privacy, tuning, certification) for fault in area.FAULTS
+    fault
+    for area in (training, gradients, privacy, tuning, certification, audits)
+    for fault in area.FAULTS
 ]
