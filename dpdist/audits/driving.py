@@ -39,7 +39,7 @@ class Taps(nn.Module):
 
 @dataclass(frozen=True)
 class Records:
-    """Coordinates of the records, in order of their positions."""
+    """Coordinates of the records, in order of their positions; -1: of a record without gradient."""
 
     coordinates: np.ndarray
 
@@ -47,7 +47,7 @@ class Records:
         return len(self.coordinates)
 
     def batch(self, members: np.ndarray) -> Tensor:
-        return torch.eye(WIDTH)[self.coordinates[members]]
+        return torch.eye(WIDTH + 1)[self.coordinates[members], :WIDTH]
 
     def targets(self, members: np.ndarray) -> Tensor:
         return torch.zeros(len(members), dtype=torch.int64)

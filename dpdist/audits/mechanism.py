@@ -2,23 +2,25 @@
 
 * `canaries`: a record for each coordinate, each in or out by a fair coin, full batches. Too little
   noise, a wrong clip or a record that counts twice moves its coordinate too far.
-* `neighbours`: four records, with a fifth or without. The fifth may move its own coordinate only:
-  not the others (a statistic of the batch), not the size of the noise (a divisor).
-* `witness`: at a rate of a half, beside a record at the same place of another worker's share,
-  which must not tell whether the canary joined.
-* `alone`: the same without any other record: an empty batch is a step like any other.
+* `neighbour`: a record beside another one, `crowd`: beside many equal ones. It may move its own
+  coordinate only: not the others' (a statistic of the batch), not the size of the noise (a
+  divisor).
+* `witness`: canaries in one worker's share, at a rate of a half; at the same places of another
+  one's lie witnesses, which must not tell whether a canary joined.
+* `alone`: a canary without any other record: an empty batch is a step like any other.
 
 `canaries` has the run's own noise, with as many copies of each record as it takes to be seen under
-it (a group: their bound is divided). The other scenes are about structure and have little noise.
+it (a group: their bound is divided). The other scenes are about structure: each has the noise under
+which its faults are soonest seen.
 
-Coordinates of one release of `canaries` are taken as trials of their own. Under the plan their
-noise and coins are independent; that the pieces execute the plan is what is tested.
+Coordinates of one release are taken as trials of their own in `canaries` and `witness`. Under the
+plan their noise and coins are independent; that the pieces execute the plan is what is tested.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -40,12 +42,13 @@ if TYPE_CHECKING:
 
 Show = Callable[[int, int], None]
 Pieces = Callable[[StepPlan], "Driven"]
-SCENES = ("canaries", "neighbours", "witness", "alone")
+SCENES = ("canaries", "neighbour", "crowd", "witness", "alone")
+_BY_COIN = ("canaries", "witness")  # many canaries a release, each by its own coin
 _RATE = 0.5
-_OTHERS = 4
-_MOST_NOISE = 0.5  # of the scenes about structure
+_CROWD = 32
+_STRUCTURE, _SAMPLING = 1.0, 0.25  # noise of the scenes
+_PER_PAIR = 50  # releases of `canaries` for each of the scenes with one canary
 _MOST_COPIES = 64
-_PER_PAIR = 50  # releases of `canaries` for each of the other scenes
 
 
 @dataclass(frozen=True)
@@ -69,45 +72,55 @@ class Played:
 def play(
     pieces: Pieces, noise: float, releases: int, alpha: float, seed: int = 0,
     clip_norm: float = 1.0, show: Show = lambda done, total: None,
+    scenes: Sequence[str] = SCENES,
 ) -> Played:  # fmt: skip
-    """All scenes, which share alpha. pieces: makes them for a step. releases: of canaries with, and
-    as many without."""
+    """Scenes, all of which share alpha. pieces: makes them for a step. releases: of canaries with,
+    and as many without. scenes: only these."""
     from dpdist.audits.driving import WIDTH
 
     each = shared_alpha(alpha, len(SCENES))
-    few, rounds = max(100, releases // _PER_PAIR), -(-2 * releases // WIDTH)
-    total, begun = rounds + 3 * 2 * few, 0
+    few, rounds = max(100, releases // _PER_PAIR), max(10, -(-2 * releases // WIDTH))
+    copies = min(_MOST_COPIES, max(1, round(2 * noise)))
+    begun, total = 0, sum(rounds if name in _BY_COIN else 2 * few for name in scenes)
+    found: dict[str, StepAudit] = {}
 
     def shown(done: int, _: int) -> None:
         show(begun + done, total)
 
-    def step(noise: float, rate: float, records: int) -> StepPlan:
-        return StepPlan(noise, rate, rate * records, clip_norm, None)
+    def driven(noise: float, rate: float, records: int) -> Driven:
+        return pieces(StepPlan(noise, rate, rate * records, clip_norm, None))
 
-    copies = min(_MOST_COPIES, max(1, round(2 * noise)))
-    crowd = pieces(step(noise, 1.0, WIDTH * copies))
-    found = {"canaries": _canaries(crowd, copies, rounds, each, seed, shown)}
-    begun, little = rounds, min(noise, _MOST_NOISE)
+    def canaries() -> StepAudit:
+        return _canaries(driven(noise, 1.0, WIDTH * copies), copies, rounds, each, seed, shown)
 
-    def pair(todo: StepPlan, others: int, features: Callable[[np.ndarray], np.ndarray]) -> None:
-        nonlocal begun
-        driven = pieces(todo)
+    def witness() -> StepAudit:
+        return _witness(driven(_SAMPLING, _RATE, WIDTH), rounds, each, seed, shown)
+
+    def pair(rate: float, others: int, features: Callable[[np.ndarray], np.ndarray]) -> StepAudit:
+        step, quiet = driven(_STRUCTURE, rate, max(1, others)), [0] * others
         scene = Step(
-            lambda included, key: driven.seen(np.arange(others + included), key),
-            lambda seen: features(_along(seen, others)),
-            one_step_curve(little, todo.sample_rate),
+            lambda included, key: step.seen(np.array(quiet + [1] * included, int), key),
+            features,
+            one_step_curve(_STRUCTURE, rate),
         )
-        found[SCENES[len(found)]] = audit_step(scene, few, each, seed, shown)
-        begun += 2 * few
+        return audit_step(scene, few, each, seed, shown)
 
-    def sampled(along: np.ndarray) -> np.ndarray:
-        own = along[0]
-        return np.array([log_likelihood_ratio(own, little, _RATE), own * along[1]])
-
-    pair(step(little, 1.0, _OTHERS), _OTHERS, _neighbour)
-    pair(step(little, _RATE, 2), 1, sampled)
-    pair(step(little, _RATE, 1), 0, sampled)
+    plays: dict[str, Callable[[], StepAudit]] = {
+        "canaries": canaries,
+        "neighbour": lambda: pair(1.0, 1, _influence),
+        "crowd": lambda: pair(1.0, _CROWD, _influence),
+        "witness": witness,
+        "alone": lambda: pair(_RATE, 0, _own),
+    }
+    for name in scenes:
+        found[name] = plays[name]()
+        begun += rounds if name in _BY_COIN else 2 * few
     return Played(found, copies)
+
+
+def _along(seen: np.ndarray) -> np.ndarray:
+    """A release along each record's gradient, in units of the clip."""
+    return seen.sum(0) / math.sqrt(2)
 
 
 def _canaries(
@@ -120,34 +133,70 @@ def _canaries(
     for place, present in enumerate(coins):
         seen = driven.seen(np.repeat(np.flatnonzero(present), copies), place)
         if seen is not None:
-            along[place] = seen.sum(0) / math.sqrt(2)
+            along[place] = _along(seen)
         show(place + 1, rounds)
     curve = trade_off.gaussian(copies / driven.todo.noise_multiplier)
     return judged(along[coins][:, None], along[~coins][:, None], curve, alpha)
 
 
-def _along(seen: np.ndarray, canary: int) -> np.ndarray:
-    """A release along each record's gradient, the canary's first: in units of the clip."""
-    return np.roll(seen.sum(0) / math.sqrt(2), -canary)
-
-
-def _neighbour(along: np.ndarray) -> np.ndarray:
+def _influence(seen: np.ndarray) -> np.ndarray:
     """The canary's coordinate, the others', and the size of the noise where there is nothing."""
-    quiet = along[1 : len(along) - _OTHERS]
-    return np.array([along[0], along[-_OTHERS:].mean(), np.log(np.mean(quiet**2) + 1e-30) / 2])
+    along = _along(seen)
+    return np.array([along[1], along[0], np.log(np.mean(seen[:, 2:] ** 2) + 1e-30) / 2])
+
+
+def _own(seen: np.ndarray) -> np.ndarray:
+    return log_likelihood_ratio(_along(seen)[1:2], _STRUCTURE, _RATE)
+
+
+def _witness(driven: Driven, rounds: int, alpha: float, seed: int, show: Show) -> StepAudit:
+    """Record i is the witness of record i + WIDTH / 2, whose place is the same in the second of two
+    shares. A canary that is out leaves a record without gradient, so that no place moves."""
+    from dpdist.audits.driving import WIDTH
+
+    half = WIDTH // 2
+    coins = np.random.default_rng([seed, 1]).random((rounds, half)) < 0.5
+    ratios = np.zeros(coins.shape)
+    for place, present in enumerate(coins):
+        canaries = np.where(present, np.arange(half, WIDTH), -1)
+        seen = driven.seen(np.concatenate([np.arange(half), canaries]), place)
+        if seen is not None:
+            along = _along(seen)
+            ratios[place] = _shared_coin_ratio(along[half:], along[:half])
+        show(place + 1, rounds)
+    curve = one_step_curve(_SAMPLING, _RATE)
+    return judged(ratios[coins][:, None], ratios[~coins][:, None], curve, alpha)
+
+
+def _shared_coin_ratio(canary: np.ndarray, witness: np.ndarray) -> np.ndarray:
+    """The log likelihood ratio if canary and witness joined by one coin."""
+
+    def log_density(a: float, b: float) -> np.ndarray:
+        return -((canary - a) ** 2 + (witness - b) ** 2) / (2 * _SAMPLING**2)
+
+    none = log_density(0, 0)
+    return np.logaddexp(log_density(1, 1), none) - np.logaddexp(log_density(0, 1), none)
 
 
 @cache
 def one_step_curve(noise: float, rate: float) -> trade_off.Curve:
-    """What one release promises to a record that may come or go."""
+    """What one release promises to a record: with it against without it."""
     if rate == 1:
         return trade_off.gaussian(1 / noise)
     plan = PrivacyPlan.dp_sgd(
         records=1000, batch_size=round(1000 * rate), noise_multiplier=noise, steps=1, delta=1e-5
     )
-    curve = trade_off.of_plan(plan)
+    curve = trade_off.of_plan(plan, directed=True)
     assert curve is not None
     return curve
+
+
+def replays(pieces: Pieces) -> dict[str, bool]:
+    """What is wrong when the same is done twice."""
+    from dpdist.audits.replay import forgets_releases, reuses_noise
+
+    step = pieces(StepPlan(_STRUCTURE, 1.0, 1.0, 1.0, None))
+    return {"replay of keys": reuses_noise(step), "replay of a restart": forgets_releases()}
 
 
 def audit_mechanism(options: MechanismAudit, target: Target, output: Path, show: Show) -> Audited:
@@ -174,6 +223,7 @@ def audit_mechanism(options: MechanismAudit, target: Target, output: Path, show:
     seed = int.from_bytes(derive_key(key, "coins")[:8], "big")
     findings = play(pieces, noise, options.releases, alpha, seed, plan.clip_norm, show)
     counts, mu = findings.found["canaries"].counts, findings.mu
+    broken = findings.rejected + [name for name, found in replays(pieces).items() if found]
     measured = plan_at(target.recipe, plan.records, 1 / mu).guarantee() if mu > 1e-3 else None
     return Audited(
         kind=options.kind,
@@ -187,7 +237,7 @@ def audit_mechanism(options: MechanismAudit, target: Target, output: Path, show:
         rule=f"score above {counts.threshold:.6g}, fixed by other releases",
         proved=target.proved.epsilon,
         claimed=target.claimed,
-        curve_rejected=bool(findings.rejected),
+        curve_rejected=bool(broken),
         exploratory=options.exploratory,
         assumptions=(
             "every step of the run is made of these pieces",
@@ -198,7 +248,7 @@ def audit_mechanism(options: MechanismAudit, target: Target, output: Path, show:
             "noise_multiplier": noise,
             "noise_multiplier_at_most": 1 / mu if mu else None,
             "copies": findings.copies,
-            "rejected": findings.rejected,
+            "rejected": broken,
             "scenes": {
                 name: {"hits": c.hits, "inside": c.inside, "false": c.false, "outside": c.outside}
                 for name, c in ((name, one.counts) for name, one in findings.found.items())

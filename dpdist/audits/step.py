@@ -69,7 +69,9 @@ def judged(inside: Array, outside: Array, curve: Curve, alpha: float) -> StepAud
         fix = _FITTED
         ratio = _fitted_ratio(*(side[: round(fix * len(side))] for side in scores))
         scores = ratio(inside), ratio(outside)
-    counts = ManyRuns.of(Trials.of(*(side.reshape(-1) for side in scores)), alpha, fix=fix)
+    counts = ManyRuns.of(
+        Trials.of(*(side.reshape(-1) for side in scores)), alpha, fix=fix, curve=curve
+    )
     return StepAudit(counts, counts.rejects(curve))
 
 

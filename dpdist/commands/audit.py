@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from dpdist.audits.target import Target
 
 _Name = Annotated[
-    str, typer.Argument(metavar="RECIPE|RUN", help="A recipe, or a trained run (by name or path).")
+    str | None,
+    typer.Argument(metavar="RECIPE|RUN", help="A recipe, or a trained run (by name or path)."),
 ]
 _Kind = Annotated[
     str | None, typer.Option(help="mechanism (default), or that of the recipe's audit section.")
@@ -23,15 +24,20 @@ _Set = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="NAME=VALUE", help="An option of the audit: releases=2000."),
 ]
+_Zoo = Annotated[
+    bool,
+    typer.Option("--zoo", help="Audit planted faults instead: a table of what is found."),
+]
 
 
 def command(
-    name: _Name,
+    name: _Name = None,
     kind: _Kind = None,
     options: _Set = None,
     runs: Runs = RUNS,
     data_root: DataRoot = None,
     output: Output = None,
+    zoo: _Zoo = False,
 ) -> None:
     """Measure how much leaks at least: an empirical lower bound of epsilon, beside what is proved.
 
@@ -42,6 +48,11 @@ def command(
     from dpdist.audits.result import AuditResult
     from dpdist.base import console
 
+    if zoo:
+        _visit_zoo()
+        return
+    if name is None:
+        raise UserError("give a recipe or a run, or --zoo")
     target = _target(name, runs, data_root)
     asked = catalogue.asked_for(target.recipe, kind, options or [])
     if target.folder is not None:
@@ -79,3 +90,20 @@ def _target(name: str, runs: Path, data_root: Path | None) -> Target:
             raise
         return target.of_recipe(recipe, name)
     return target.of_run(folder)
+
+
+def _visit_zoo() -> None:
+    """Exit code 1 when a fault is missed, or sound pieces are accused."""
+    from dpdist.audits import zoo
+    from dpdist.base import console
+
+    rows, right = [], True
+    with console.progress("audit, zoo", "faults", "faults") as show:
+        for fault, found in zoo.visit(lambda done, total: show(done, total, 0.0)):
+            right = right and bool(found) == (fault in zoo.FAULTS)
+            verdict = f"found: {', '.join(found)}" if found else "nothing found"
+            rows.append([fault.name, verdict, f"{fault.words} ({fault.seen})"])
+    typer.echo(console.columns(["fault", "verdict", "what it is"], rows))
+    typer.echo(f"each verdict is wrong with probability at most {zoo.ERROR:g}")
+    if not right:
+        raise typer.Exit(1)

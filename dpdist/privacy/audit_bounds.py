@@ -97,17 +97,23 @@ class ManyRuns:
 
     @classmethod
     def of(
-        cls, trials: Trials, alpha: float = 0.05, delta: float | None = None, fix: float = 0.5
+        cls,
+        trials: Trials,
+        alpha: float = 0.05,
+        delta: float | None = None,
+        fix: float = 0.5,
+        curve: Curve | None = None,
     ) -> ManyRuns:
         """The threshold is fixed by the first `fix` of the runs of either kind, the others count.
 
-        delta: choose the threshold that promises the largest epsilon at delta; None: the largest
-        mu. The order of the runs decides, which must not depend on their scores.
+        It is the one that promises the largest epsilon at `delta`, to go farthest beyond a `curve`,
+        or, without either, the largest mu. The order of the runs decides, which must not depend on
+        their scores.
         """
         present = np.asarray(trials.present, bool)
         first_in, inside = _split(trials.scores[present], fix)
         first_out, outside = _split(trials.scores[~present], fix)
-        threshold = _threshold(first_in, first_out, alpha, delta)
+        threshold = _threshold(first_in, first_out, alpha, delta, curve)
         hits, false = int((inside > threshold).sum()), int((outside > threshold).sum())
         return cls(hits, len(inside), false, len(outside), alpha, threshold)
 
@@ -148,20 +154,25 @@ def _split(scores: Array, fix: float) -> tuple[Array, Array]:
     return scores[:first], scores[first:]
 
 
-def _threshold(inside: Array, outside: Array, alpha: float, delta: float | None) -> float:
+def _threshold(
+    inside: Array, outside: Array, alpha: float, delta: float | None, curve: Curve | None
+) -> float:
     pooled = np.concatenate([inside, outside])
     candidates = np.unique(np.quantile(pooled, np.linspace(0, 1, 257), method="lower"))
     hits = [len(s) - np.searchsorted(np.sort(s), candidates, "right") for s in (inside, outside)]
-    low = clopper_pearson_lower(hits[0], len(inside), alpha / 2)
-    high = clopper_pearson_upper(hits[1], len(outside), alpha / 2)
+    low = np.asarray(clopper_pearson_lower(hits[0], len(inside), alpha / 2))
+    high = np.asarray(clopper_pearson_upper(hits[1], len(outside), alpha / 2))
     if delta is None:
-        promised = ndtri(low) - ndtri(high)
+        promised = ndtri(low if curve is None else curve(low)) - ndtri(high)
     else:
         with np.errstate(divide="ignore", invalid="ignore"):
             above = np.log(np.maximum(low - delta, 0) / high)
             below = np.log(np.maximum(1 - high - delta, 0) / (1 - low))
         promised = np.fmax(above, below)
-    return float(candidates[int(np.argmax(np.nan_to_num(promised, nan=-np.inf)))])
+    best = candidates[int(np.argmax(np.nan_to_num(promised, nan=-np.inf)))]
+    # In the middle of the gap: just above the others' largest score the next one may lie higher.
+    higher = pooled[pooled > best]
+    return float((best + higher.min()) / 2 if len(higher) else best)
 
 
 # --- one run ----------------------------------------------------------------------------------

@@ -46,15 +46,18 @@ def approximate(epsilon: ArrayLike, delta: ArrayLike = 0.0) -> Curve:
     return curve
 
 
-def of_losses(alternatives: Sequence[PrivacyLossDistribution], slack: float = 0.0) -> Curve:
-    """Of a mechanism with one of these privacy losses, in both directions.
+def of_losses(
+    alternatives: Sequence[PrivacyLossDistribution], slack: float = 0.0, directed: bool = False
+) -> Curve:
+    """Of a mechanism with one of these privacy losses, in both directions; directed: with the
+    record for P and without for Q only, which says more where it is known who is who.
 
     P(S) <= e^l Q(S) + delta(l) for every loss l, so B(x) is the largest of e^-l (x - delta(l)).
     With the maximum of all profiles for delta it is the greatest convex function below the curves
     of all alternatives and directions (conjugates turn maxima into hulls of minima). slack:
     added to every delta, what rounding may have lost. Raises ValueError for several grids.
     """
-    found = [one for loss in alternatives for one in directions(loss)]
+    found = [one for loss in alternatives for one in directions(loss)[: 1 if directed else 2]]
     grid = found[0].grid
     if any(one.grid != grid for one in found):
         raise ValueError("losses on one grid are needed")
@@ -73,7 +76,7 @@ def of_losses(alternatives: Sequence[PrivacyLossDistribution], slack: float = 0.
     return curve
 
 
-def of_plan(plan: PrivacyPlan) -> Curve | None:
+def of_plan(plan: PrivacyPlan, directed: bool = False) -> Curve | None:
     """Of whatever the plan proves. None where there is no distribution of its loss (no noise, or
     Renyi DP alone): there is no curve that an audit could refute."""
     from dpdist.privacy import accounting
@@ -89,7 +92,7 @@ def of_plan(plan: PrivacyPlan) -> Curve | None:
     known = [loss.pld for loss in found if loss.pld is not None]
     if len(known) < len(found):
         return None
-    return of_losses(known, max(loss.rounding for loss in found))
+    return of_losses(known, max(loss.rounding for loss in found), directed)
 
 
 def _steps(found: Sequence[Losses], grid: float) -> NDArray[np.int64]:

@@ -125,10 +125,7 @@ class Mechanism:
         rows = torch.zeros(self.shards.rows, engine.size, dtype=torch.float64, device=device)
         seen = Seen()
         for row, begin, end in self.shards.mine:
-            members = poisson_sample(
-                sample_key, begin, end, todo.sample_rate,
-                batch_cap=todo.batch_cap, records=len(dataset),
-            )  # fmt: skip
+            members = self.members(sample_key, begin, end, todo)
             inputs = dataset.batch(members).to(device)
             labels = dataset.targets(members).to(device)
             ids = torch.from_numpy(members)
@@ -140,6 +137,13 @@ class Mechanism:
             seen.loss_sum += clipped.loss_sum
             seen.details = clipped.details
         return rows, seen
+
+    def members(self, key: bytes, begin: int, end: int, todo: StepPlan) -> np.ndarray:
+        """Positions in [begin, end) of the records that join."""
+        return poisson_sample(
+            key, begin, end, todo.sample_rate,
+            batch_cap=todo.batch_cap, records=len(self.dataset),
+        )  # fmt: skip
 
     def release(
         self, step: int, rows: Tensor, noise_std: float, flag: bool = False

@@ -82,3 +82,13 @@ def test_the_ceiling_of_a_roc():
     )
     pure = trade_off.ceiling(trade_off.approximate(1.0), rates)
     np.testing.assert_allclose(pure[:2], np.e * rates[:2], rtol=1e-9)
+
+
+def test_where_it_is_known_who_is_who_the_curve_says_more():
+    sigma, q = 0.7, 0.3
+    both, directed = trade_off.of_plan(plan(sigma, q)), trade_off.of_plan(plan(sigma, q), True)
+    cuts = np.linspace(-3, 4, 501)
+    without = norm.sf(cuts / sigma)
+    with_ = (1 - q) * without + q * norm.sf((cuts - 1) / sigma)
+    assert (directed(GRID) >= both(GRID) - 1e-9).all()
+    np.testing.assert_allclose(directed(with_), without, atol=1e-5)  # with the record for P

@@ -1,0 +1,47 @@
+"""What no statistics are needed for: the same thing done twice, and compared to the last bit."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+
+from dpdist.audits.driving import Driven
+from dpdist.privacy.ledger import Ledger
+
+
+def reuses_noise(driven: Driven, steps: int = 4) -> bool:
+    """Whether two of the first steps, or of two attempts at them, have a number of noise in common:
+    the difference of two such releases is noise-free. Without records all is noise."""
+    released = []
+    for attempt in ("audit/0", "audit/1"):
+        driven.attempt = attempt
+        released += [driven.seen(np.arange(0), step) for step in range(steps)]
+    noise = np.concatenate([seen.ravel() for seen in released if seen is not None])
+    return len(np.unique(noise)) < len(noise)
+
+
+def depends_on_records(
+    make: Callable[[np.ndarray], Mapping[str, np.ndarray]], records: np.ndarray
+) -> list[str]:
+    """Names of what is made before the first step and differs without the first record: none of it
+    may, unless it was paid for. `make` must use the same randomness both times."""
+    whole, without = make(records), make(records[1:])
+    return [name for name in whole if not np.array_equal(whole[name], without[name])]
+
+
+def forgets_releases(ledger: type[Ledger] = Ledger, steps: int = 5) -> bool:
+    """Whether a ledger, read back, lacks releases of an attempt that another one superseded."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "ledger.jsonl"
+        with ledger.open(path, "0" * 64) as kept:
+            for attempt in ("first", "second"):
+                kept.begin_attempt({"attempt": attempt})
+                for step in range(steps):
+                    name = f"{attempt}/{step}".encode()
+                    kept.record(step, hashlib.blake2b(name, digest_size=32).hexdigest())
+        found = ledger.read(path)
+        return found.releases != dict.fromkeys(range(steps), 2)

@@ -1,0 +1,234 @@
+"""Planted faults, as libraries have shipped them: what the audits say of each.
+
+A fault is the real mechanism with one piece replaced.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from dpdist.audits.driving import Driven
+from dpdist.audits.mechanism import SCENES, play
+from dpdist.audits.replay import depends_on_records, forgets_releases, reuses_noise
+from dpdist.gradients.clipping import clipping_for
+from dpdist.gradients.engine import ClippedSum
+from dpdist.gradients.noise import add_noise
+from dpdist.gradients.sampling import poisson_sample
+from dpdist.privacy.ledger import Ledger
+from dpdist.privacy.plan import StepPlan
+from dpdist.randomness.keys import derive_key
+from dpdist.training.loop import Shards
+
+ERROR = 1e-6  # of each verdict
+RELEASES = 2_000
+_WORKERS = 2
+
+
+@dataclass(frozen=True)
+class Fault:
+    """words: what is wrong. seen: where, in whose code. pieces: the mechanism that has it; needs:
+    releases until it is found. replay: finds it without any, and says how.
+    """
+
+    name: str
+    words: str
+    seen: str
+    pieces: type[Driven] = Driven
+    needs: int = RELEASES
+    workers: int = _WORKERS
+    clipping: str = "flat"
+    clip: float = 1.0
+    replay: Callable[[], list[str]] | None = None
+
+    def found(self, scenes: Sequence[str] = SCENES) -> list[str]:
+        """The scenes, of these, or the replays that find it."""
+        if self.replay is not None:
+            return self.replay()
+        return play(self.make, 1.0, self.needs, ERROR, scenes=scenes).rejected
+
+    def make(self, todo: StepPlan) -> Driven:
+        """Its pieces of a step."""
+        clipping = clipping_for(self.clipping, todo.clip_norm * self.clip)
+        return self.pieces(todo, clipping, self.workers, derive_key(bytes(32), "zoo", repr(todo)))
+
+
+class LessNoise(Driven):
+    def release(
+        self, step: int, rows: Tensor, noise_std: float, flag: bool = False
+    ) -> tuple[np.ndarray, bool]:
+        return super().release(step, rows, 0.9 * noise_std, flag)
+
+
+class MissingShare(Driven):
+    """Every worker adds its share of the noise, and the last one's is not there."""
+
+    def release(
+        self, step: int, rows: Tensor, noise_std: float, flag: bool = False
+    ) -> tuple[np.ndarray, bool]:
+        left = (self.workers - 1) / self.workers
+        return super().release(step, rows, noise_std * math.sqrt(left), flag)
+
+
+class SkipsEmpty(Driven):
+    """A step without records is left out, and the next one taken in its place."""
+
+    def seen(self, coordinates: np.ndarray, step: int) -> np.ndarray | None:
+        for later in range(8):
+            self.joined = 0
+            found = super().seen(coordinates, step + later * 1_000_003)
+            if self.joined:
+                return found
+        return None
+
+    def members(self, key: bytes, begin: int, end: int, todo: StepPlan) -> np.ndarray:
+        chosen = super().members(key, begin, end, todo)
+        self.joined += len(chosen)
+        return chosen
+
+
+class RealisedDivisor(SkipsEmpty):
+    """Divides by the number of records that joined."""
+
+    def seen(self, coordinates: np.ndarray, step: int) -> np.ndarray | None:
+        self.joined = 0
+        found = Driven.seen(self, coordinates, step)
+        return None if found is None else found * self.todo.expected_batch / max(1, self.joined)
+
+
+class DivisorOfRecords(Driven):
+    """Divides by the rate times the true number of records, rounded down."""
+
+    def seen(self, coordinates: np.ndarray, step: int) -> np.ndarray | None:
+        found = super().seen(coordinates, step)
+        expected = max(1, int(self.todo.sample_rate * len(coordinates)))
+        return None if found is None else found * self.todo.expected_batch / expected
+
+
+class BatchStatistic(Driven):
+    """Normalises inputs by their mean over the batch."""
+
+    def seen(self, coordinates: np.ndarray, step: int) -> np.ndarray | None:
+        real = self.engine.clipped_sum
+
+        def centred(inputs: Tensor, targets: Tensor, **more: Any) -> ClippedSum:
+            middle = inputs.mean(0) if len(inputs) else 0.0
+            return real(inputs - middle, targets, **more)
+
+        self.engine.clipped_sum = centred  # type: ignore[method-assign]
+        try:
+            return super().seen(coordinates, step)
+        finally:
+            self.engine.clipped_sum = real  # type: ignore[method-assign]
+
+
+class EveryRankAllRecords(Driven):
+    """No sampler shares the records out: every worker takes all of them."""
+
+    def shard(self, rank: int) -> Shards:
+        records = len(self.dataset)
+        return Shards(1, max(1, records), [(0, 0, records)])
+
+
+class OneSeed(Driven):
+    """Every worker draws its own sample from the same seed."""
+
+    def members(self, key: bytes, begin: int, end: int, todo: StepPlan) -> np.ndarray:
+        return begin + poisson_sample(key, 0, end - begin, todo.sample_rate)
+
+
+class Weighted(Driven):
+    """A weighted sampler draws a record more often than the rate that is accounted."""
+
+    def members(self, key: bytes, begin: int, end: int, todo: StepPlan) -> np.ndarray:
+        return poisson_sample(key, begin, end, min(1.0, 1.9 * todo.sample_rate))
+
+
+class KeyTwice(Driven):
+    """The noise key forgets the step."""
+
+    def release(
+        self, step: int, rows: Tensor, noise_std: float, flag: bool = False
+    ) -> tuple[np.ndarray, bool]:
+        total, flagged = self.reducer.sum(rows, flag)
+        return add_noise(total.numpy(), derive_key(self.key, "noise"), noise_std), flagged
+
+
+class Forgetful(Ledger):
+    """A new attempt begins with an empty count."""
+
+    def _apply(self, record: dict[str, Any]) -> None:
+        if record.get("kind") == "attempt":
+            self._per_step.clear()
+        super()._apply(record)
+
+
+def private_redistribution(records: np.ndarray) -> Mapping[str, np.ndarray]:
+    """r from the mean gradient of the records themselves."""
+    weights = np.abs(records).mean(0)
+    return {"r": weights / weights.sum()}
+
+
+def _noise(pieces: type[Driven]) -> Callable[[], list[str]]:
+    fault = Fault("", "", "", pieces)
+    todo = StepPlan(1.0, 1.0, 64.0, 1.0, None)
+    return lambda: ["replay of keys"] if reuses_noise(fault.make(todo)) else []
+
+
+def _fixed() -> list[str]:
+    records = np.random.default_rng(0).random((20, 5))
+    return ["replay of r"] if depends_on_records(private_redistribution, records) else []
+
+
+def _ledger(kind: type[Ledger]) -> Callable[[], list[str]]:
+    return lambda: ["replay of a restart"] if forgets_releases(kind) else []
+
+
+SOUND = (
+    Fault("none, 1 worker", "the pieces as they are", "here", workers=1),
+    Fault("none, 2 workers", "the pieces as they are", "here"),
+    Fault("none: keys", "no noise twice, in steps or attempts", "here", replay=_noise(Driven)),
+    Fault("none: ledger", "superseded attempts are charged", "here", replay=_ledger(Ledger)),
+)
+FAULTS = (
+    Fault("noise x 0.9", "a tenth of the noise is missing", "any", LessNoise, needs=20_000),
+    Fault("missing share", "one of two workers' noise is missing", "noise in shares", MissingShare),
+    Fault("per-tensor clip", "every tensor has the whole clip", "hand-written loops",
+          clipping="per-layer", clip=math.sqrt(2)),
+    Fault("all records on every rank", "a record counts once per worker",
+          "Opacus #444: DPDDP without Poisson sampling", EveryRankAllRecords),
+    Fault("empty batches skipped", "a release means that somebody joined",
+          "Opacus 1.6, distributed sampler; #522", SkipsEmpty),
+    Fault("one seed for all ranks", "another worker's record tells who joined",
+          "samplers seeded alike", OneSeed),
+    Fault("another sampler", "records join more often than accounted",
+          "weighted samplers; reverse of Opacus #813", Weighted),
+    Fault("realised divisor", "the size of the noise tells the batch", "asked for in Opacus #420",
+          RealisedDivisor),
+    Fault("divisor of N", "the size of the noise tells the number of records",
+          "Opacus #571, #819", DivisorOfRecords),
+    Fault("batch statistic", "a record moves the others' gradients", "BatchNorm", BatchStatistic,
+          workers=1),
+    Fault("key used twice", "two releases, one noise", "restarts without a nonce",
+          replay=_noise(KeyTwice)),
+    Fault("r from private records", "noise shaped by the records", "HGM as published",
+          replay=_fixed),
+    Fault("forgotten attempt", "releases before a crash cost nothing", "checkpointed accountants",
+          replay=_ledger(Forgetful)),
+)  # fmt: skip
+
+
+def visit(
+    show: Callable[[int, int], None] = lambda done, total: None,
+) -> Iterator[tuple[Fault, list[str]]]:
+    """Every fault, the sound pieces first, with what found it."""
+    everything = (*SOUND, *FAULTS)
+    for place, fault in enumerate(everything):
+        show(place, len(everything))
+        yield fault, fault.found()
+    show(len(everything), len(everything))

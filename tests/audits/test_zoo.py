@@ -1,0 +1,48 @@
+"""Every planted fault is found at 1 - 1e-6, and correct pieces are accused no more often."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from dpdist.audits.mechanism import SCENES
+from dpdist.audits.replay import depends_on_records
+from dpdist.audits.zoo import FAULTS, SOUND, Fault
+
+# The scene by which each is found: the others, which find nothing, would only take time.
+BY = {
+    "noise x 0.9": "canaries",
+    "missing share": "canaries",
+    "per-tensor clip": "canaries",
+    "all records on every rank": "canaries",
+    "empty batches skipped": "alone",
+    "one seed for all ranks": "witness",
+    "another sampler": "witness",
+    "realised divisor": "neighbour",
+    "divisor of N": "neighbour",
+    "batch statistic": "crowd",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_every_fault_is_found(fault: Fault) -> None:
+    if fault.replay is not None:
+        assert len(fault.found()) == 1
+        return
+    of_ranks = "share" in fault.name or "rank" in fault.name
+    few = fault if of_ranks else dataclasses.replace(fault, workers=1)
+    assert few.found([BY[fault.name]]) == [BY[fault.name]]
+
+
+@pytest.mark.parametrize("fault", SOUND, ids=lambda fault: fault.name)
+def test_sound_pieces_are_not_accused(fault: Fault) -> None:
+    scenes = SCENES if fault.workers > 1 else SCENES[:1]
+    assert dataclasses.replace(fault, needs=1000).found(scenes) == []
+
+
+def test_what_is_paid_for_or_public_may_be_made_first():
+    records = np.random.default_rng(0).random((9, 4))
+    assert depends_on_records(lambda found: {"a": np.ones(4)}, records) == []
+    assert depends_on_records(lambda found: {"a": np.ones(4), "b": found.sum(0)}, records) == ["b"]
