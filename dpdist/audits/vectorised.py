@@ -174,10 +174,10 @@ class Trainings:
         )(flat, inputs, labels)
         squared = gradients.square().sum(1)[None]
         slack = rounding_slack(torch.float32) + sum_slack(torch.float32)
-        finite = squared.isfinite()[0]
-        factors = self._clipping.factors(torch.where(finite, squared, 0.0), slack)[0]
-        kept = torch.where(finite[:, None], gradients, 0.0)
-        return (factors * real).double() @ kept.double()
+        finite = squared.isfinite()
+        factors = self._clipping.factors(torch.where(finite, squared, 0.0), slack)
+        weights = (factors * finite)[0] * real
+        return (weights @ gradients.nan_to_num(0.0, 0.0, 0.0)).double()
 
     def _loss(self, flat: Tensor, example: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
         outputs = self._forward(flat, example[None])

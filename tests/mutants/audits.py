@@ -48,7 +48,7 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/audits/vectorised.py", MANY,
-        ("(factors * real).double() @ kept.double()", "factors.double() @ kept.double()",
+        ("weights = (factors * finite)[0] * real", "weights = (factors * finite)[0]",
          "padding counts as records"),
         ("noise_key = derive_key(key, \"noise\", attempt, step)",
          "noise_key = derive_key(key, \"sample\", attempt, step)",
