@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from dpdist.attacks.settings import AttackSettings, CheckSettings
-from dpdist.audits import many_runs, mechanism
+from dpdist.audits import canaries, many_runs, mechanism
 from dpdist.audits.membership import Membership
 from dpdist.audits.result import AuditResult
 from dpdist.audits.target import Target
@@ -19,7 +19,7 @@ from dpdist.base.reading import shown
 from dpdist.bulk.evaluation import Evaluation
 from dpdist.privacy.audited import Audited
 from dpdist.runs.recipe import Recipe
-from dpdist.sections.audit import AuditOptions, ManyRunsAudit, MechanismAudit
+from dpdist.sections.audit import AuditOptions, CanaryAudit, ManyRunsAudit, MechanismAudit
 
 EVALUATIONS: tuple[type[Evaluation], ...] = (AttackSettings, CheckSettings, AuditResult, Membership)
 
@@ -30,6 +30,7 @@ Work = Callable[[Any, Target, Path, Show], Audited]
 
 AUDITS: Mapping[str, tuple[type[AuditOptions], Work]] = {
     "mechanism": (MechanismAudit, mechanism.audit_mechanism),
+    "canaries": (CanaryAudit, canaries.audit_canaries),
     "many-runs": (ManyRunsAudit, many_runs.audit_many_runs),
 }
 

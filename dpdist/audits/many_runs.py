@@ -49,7 +49,7 @@ def audit_many_runs(options: ManyRunsAudit, target: Target, output: Path, show: 
         epsilon=runs.epsilon(plan.delta, options.copies),
         delta=plan.delta,
         alpha=alpha,
-        view=options.seen,
+        view=options.sees,
         neighbours=target.proved.relation,
         trials=runs.inside + runs.outside,
         rule=f"score above {runs.threshold:.6g}, fixed by the first half of the trainings",

@@ -231,7 +231,7 @@ def audit_mechanism(options: MechanismAudit, target: Target, output: Path, show:
         epsilon=0.0 if measured is None else measured.epsilon,
         delta=plan.delta,
         alpha=alpha,
-        view=options.view,
+        view=options.sees,
         neighbours=target.proved.relation,
         trials=counts.inside + counts.outside,
         rule=f"score above {counts.threshold:.6g}, fixed by other releases",

@@ -11,7 +11,8 @@ from dpdist.base.errors import UserError
 from dpdist.commands.options import RUNS, DataRoot, Output, Runs
 
 if TYPE_CHECKING:
-    from dpdist.audits.target import Target
+    from dpdist.runs.folder import RunFolder
+    from dpdist.runs.recipe import Recipe
 
 _Name = Annotated[
     str | None,
@@ -45,7 +46,9 @@ def command(
     """
     from dpdist import pipeline
     from dpdist.audits import catalogue
+    from dpdist.audits.canaries import audited_recipe
     from dpdist.audits.result import AuditResult
+    from dpdist.audits.target import of_recipe, of_run
     from dpdist.base import console
 
     if zoo:
@@ -53,11 +56,15 @@ def command(
         return
     if name is None:
         raise UserError("give a recipe or a run, or --zoo")
-    target = _target(name, runs, data_root)
-    asked = catalogue.asked_for(target.recipe, kind, options or [])
-    if target.folder is not None:
-        output = AuditResult(asked).place(target.folder, output)
-    output = output or runs / f"{target.recipe.name}.audit" / asked.folder_name
+    recipe, folder = _named(name, runs, data_root)
+    asked = catalogue.asked_for(recipe, kind, options or [])
+    if folder is None and asked.planted is not None:
+        planted = audited_recipe(recipe, asked, name)
+        folder = pipeline.train_alone(planted, runs=runs, where=name)
+    target = of_recipe(recipe, name) if folder is None else of_run(folder)
+    if folder is not None:
+        output = AuditResult(asked).place(folder, output)
+    output = output or runs / f"{recipe.name}.audit" / asked.folder_name
     with console.progress(f"audit, {asked.folder_name}", "trials", "trials") as show:
         found = catalogue.make_audit(
             asked, target, output, lambda done, total: show(done, total, 0.0)
@@ -67,29 +74,27 @@ def command(
     rows += [(key.replace("_", " "), str(value)) for key, value in found.details.items()]
     typer.echo(console.table(rows, title=f"audit of {name}"))
     typer.echo(f"result: {output / AuditResult.file}")
-    if target.folder is not None:
-        pipeline.report_stage(target.folder)
+    if folder is not None:
+        pipeline.report_stage(folder)
     if found.bug:
         raise typer.Exit(1)
 
 
-def _target(name: str, runs: Path, data_root: Path | None) -> Target:
+def _named(name: str, runs: Path, data_root: Path | None) -> tuple[Recipe, RunFolder | None]:
     """A run of that name, or a recipe."""
     from dpdist import pipeline
-    from dpdist.audits import target
     from dpdist.runs.folder import open_run
 
     try:
         folder = open_run(name, runs)
     except UserError as no_run:
         try:
-            recipe = pipeline.resolve(name, data_root=data_root)
+            return pipeline.resolve(name, data_root=data_root), None
         except UserError as no_recipe:
             if "no such recipe" in str(no_recipe):
                 raise UserError(f"{no_run}; {no_recipe}") from None
             raise
-        return target.of_recipe(recipe, name)
-    return target.of_run(folder)
+    return folder.read_recipe(), folder
 
 
 def _visit_zoo() -> None:

@@ -66,6 +66,12 @@ class Facts:
         return self.evaluations[AuditResult]
 
     @property
+    def audited_run(self) -> str | None:
+        """Of a run trained with an audit's canaries: that it is one, and not for release."""
+        planted = self.recipe.planted
+        return None if planted is None else planted.words(self.plan.records)
+
+    @property
     def input_shape(self) -> tuple[int, ...]:
         """Of the model."""
         path = self.folder.model / "model.json"
@@ -157,6 +163,8 @@ class Facts:
             notes.append(f"Custom model: treats examples independently ({how}).")
         if self.claim is not None:
             notes.append(f"Claimed by the paper, not the guarantee: {self.claim.line}.")
+        if self.audited_run is not None:
+            notes.append(f"Audited run: {self.audited_run}.")
         notes += [f"Audited ({audited.kind}): {audited.line}." for audited in self.audits]
         return card(
             plan,
@@ -196,6 +204,8 @@ class Facts:
         # took tells how many records it has.
         hidden = self.search is not None or self.plan.nominal
         took = "" if hidden else f", {self.trained['seconds']:.0f} s"
+        if self.audited_run is not None:
+            rows.append(("audited run", self.audited_run))
         rows.append(("training", self.recipe.method.words(self.plan) + took))
         rows += self.parts.items()
         if self.trained["fallback_layers"]:

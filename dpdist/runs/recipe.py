@@ -160,14 +160,15 @@ def _set(raw: dict[str, Any], dotted: str, value: Any) -> None:
 
 def _complaint(where: str, item: Any) -> str:
     location = list(item["loc"])
-    if location[:1] in (["method"], ["certify"]) and len(location) > 1:
+    if location[:1] in (["method"], ["certify"], ["audit"]) and len(location) > 1:
         del location[1]  # pydantic repeats the union's tag there
     if item["type"] == "of_key":
         location.append(item["ctx"]["key"])
     key = ".".join(str(part) for part in location)
     kind, rule = item["type"], rule_of(item)
     if kind == "union_tag_invalid":
-        return f"{where}: {key}.name: {rule}, got {shown(item['ctx']['tag'])}"
+        named = "kind" if location == ["audit"] else "name"
+        return f"{where}: {key}.{named}: {rule}, got {shown(item['ctx']['tag'])}"
     prefix = f"{where}: {key}: " if key else f"{where}: "
     if kind in ("extra_forbidden", "missing") or isinstance(item["input"], dict):
         return prefix + rule

@@ -30,7 +30,7 @@ from dpdist.base.fields import (
     Text,
 )
 from dpdist.certification.catalogue import AnyCertificate
-from dpdist.sections.audit import AnyAudit
+from dpdist.sections.audit import AnyAudit, CanaryAudit
 from dpdist.sections.search import TuneRecipe
 
 # The name of a split: a file's name without its ending, or a folder's.
@@ -367,6 +367,17 @@ class Sections(Section):
                 )
             if pretrained[0] != "initial" and self.public.model is None:
                 raise ValueError("public.model: required, the network of the frozen part")
+        return self
+
+    @property
+    def planted(self) -> CanaryAudit | None:
+        """What an audited training has behind its records."""
+        return None if self.audit is None else self.audit.planted
+
+    @model_validator(mode="after")
+    def _audit_fits(self) -> Sections:
+        if self.audit is not None:
+            self.audit.check(self)
         return self
 
     @model_validator(mode="after")

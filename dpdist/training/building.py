@@ -10,6 +10,7 @@ from dpdist.gradients.engine import GradientEngine
 from dpdist.models import ModelSpec
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.runs.recipe import Recipe
+from dpdist.training.canaries import check_places
 from dpdist.training.finite import check_start, probe
 from dpdist.training.provenance import load_frozen, with_frozen
 from dpdist.training.records import source_of
@@ -33,7 +34,9 @@ def check_model(recipe: Recipe, dataset: data.Dataset) -> None:
     """Raise UserError for a model that cannot be trained privately on these inputs."""
     spec = model_spec(recipe, dataset)
     module = initial_model(recipe, spec)
-    build_engine(recipe, module)
+    engine = build_engine(recipe, module)
+    if recipe.planted is not None:
+        check_places(recipe.planted, engine.size)
     models.check_outputs(module, spec)
     check_start(module, *probe(data.load(source_of(recipe), "test")), spec.name)
     recipe.method.constraint(module)  # refuses a model that it cannot be applied to

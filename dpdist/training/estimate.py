@@ -44,6 +44,7 @@ def describe(recipe: Recipe, plan: PrivacyPlan) -> list[tuple[str, str]]:
         ),
         ("steps", f"{plan.steps:,}"),
         ("records", f"{len(dataset):,} to train, {len(test):,} to test"),
+        *([("audited run", recipe.planted.words(plan.records))] if recipe.planted else []),
         ("model", f"{recipe.model.name}, {engine.size:,} trainable parameters"),
         ("layers without a rule", ", ".join(engine.fallback_layers) or "none"),
         ("workers", f"{resources.workers}, {resources.cpus_per_worker:g} CPUs each"),

@@ -13,7 +13,6 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor, nn
 
-from dpdist import data
 from dpdist.base.errors import UserError
 from dpdist.base.reading import read_bytes
 from dpdist.base.storage import write_atomic
@@ -26,7 +25,7 @@ from dpdist.training.job import TrainJob, read_run_key
 from dpdist.training.records import public_data
 
 
-def ensure_fixed(job: TrainJob, spec: ModelSpec, dataset: data.Dataset) -> bool:
+def ensure_fixed(job: TrainJob, spec: ModelSpec) -> bool:
     """Make what the method makes once, unless it is there (worker 0). Whether there is any."""
     recipe, path = job.recipe, job.folder.fixed
     if not path.exists():
@@ -36,7 +35,7 @@ def ensure_fixed(job: TrainJob, spec: ModelSpec, dataset: data.Dataset) -> bool:
         def initial() -> nn.Module:
             return initial_model(recipe, spec)
 
-        setup = Setup(recipe, spec, initial, dataset, public_data(recipe), key)
+        setup = Setup(recipe, spec, initial, job.own_records(), public_data(recipe), key)
         tensors = recipe.method.fix(setup)
         if tensors:
             contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}

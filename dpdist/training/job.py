@@ -27,6 +27,7 @@ from dpdist.training.records import (
     public_data,
     source_of,
     training_data,
+    training_records,
 )
 
 PACKAGES = ("dpdist",)
@@ -48,9 +49,15 @@ class TrainJob:
     members: np.ndarray | None = None
 
     def records(self) -> data.Dataset:
-        """The records to train on."""
-        dataset = training_data(self.recipe, self.source)
-        return dataset if self.members is None else dataset.only(self.members)
+        """The records to train on, and behind them the canaries of an audit."""
+        if self.members is None:
+            return training_data(self.recipe, self.source)
+        return self.own_records()
+
+    def own_records(self) -> data.Dataset:
+        """Without canaries."""
+        records = training_records(self.recipe, self.source)
+        return records if self.members is None else records.only(self.members)
 
 
 def check_records(recipe: Recipe, source: data.Source, where: str) -> dict[str, Any] | None:

@@ -36,6 +36,7 @@ from dpdist.randomness.keys import derive_key, key_id
 from dpdist.runs.released import check_released
 from dpdist.training import checkpoint
 from dpdist.training.building import build_engine, initial_model, model_spec
+from dpdist.training.canaries import Canaries, plant
 from dpdist.training.finite import Divergence, probe
 from dpdist.training.fixed import digest, ensure_fixed, read_fixed
 from dpdist.training.job import CANONICAL_SHARDS, PACKAGES, TrainJob, read_run_key
@@ -106,6 +107,7 @@ class Mechanism:
     attempt: str
     ledger: Ledger | None = None
     permit: PermitGate | None = None
+    canaries = Canaries()
 
     def gradient(
         self, step: int, todo: StepPlan, flag: bool = False
@@ -114,6 +116,7 @@ class Mechanism:
         worker's flag was up."""
         rows, seen = self._clipped_sums(step, todo)
         noisy, flagged = self.release(step, rows, todo.noise_std, flag)
+        self.canaries.watch(noisy, todo, self.reducer)
         return noisy / todo.expected_batch, seen, flagged
 
     def _clipped_sums(self, step: int, todo: StepPlan) -> tuple[Tensor, Seen]:
@@ -123,9 +126,11 @@ class Mechanism:
         sample_key = derive_key(self.key, "sample", self.attempt, step)
         draw_key = derive_key(self.key, "draw", self.attempt, step)
         rows = torch.zeros(self.shards.rows, engine.size, dtype=torch.float64, device=device)
-        seen = Seen()
+        seen, joined = Seen(), []
         for row, begin, end in self.shards.mine:
             members = self.members(sample_key, begin, end, todo)
+            joined.append((row, members))
+            members = self.canaries.fed(members)
             inputs = dataset.batch(members).to(device)
             labels = dataset.targets(members).to(device)
             ids = torch.from_numpy(members)
@@ -136,6 +141,7 @@ class Mechanism:
             seen.nonfinite += clipped.nonfinite
             seen.loss_sum += clipped.loss_sum
             seen.details = clipped.details
+        self.canaries.join(rows, joined)
         return rows, seen
 
     def members(self, key: bytes, begin: int, end: int, todo: StepPlan) -> np.ndarray:
@@ -186,12 +192,13 @@ class Loop(Mechanism):
             raise UserError("the clipping's sensitivity exceeds the plan's clip norm")
         self.flat = torch.cat([p.detach().reshape(-1) for p in self.engine.parameters])
         _point_into(self.engine, self.flat)
-        made = ensure_fixed(job, self.spec, self.dataset) if reducer.rank == 0 else False
+        made = ensure_fixed(job, self.spec) if reducer.rank == 0 else False
         tensors = read_fixed(folder) if reducer.gather("made" if made else "")[0] else {}
         self.fixed = Fixed(self.model, tensors, derive_key(self.key, "hidden"))
         self.constrain = self.method.constraint(self.model)
         self.constrain()
         self.optimizer = FlatOptimizer(recipe.training, plan.steps, self.flat)
+        self.canaries = plant(self.dataset, read_run_key(folder), plan, self.engine.size)
         self.attempt = self._begin_attempt(stack)
         self.start = self._newest_checkpoint()
         self.last = plan.steps if until is None else min(until, plan.steps)
@@ -220,6 +227,11 @@ class Loop(Mechanism):
         # Nobody passes before worker 0 holds the ledger: an older attempt writes no more.
         return self.reducer.gather(attempt)[0]
 
+    @property
+    def _slots(self) -> dict[str, Tensor]:
+        """What a checkpoint keeps besides the parameters."""
+        return {**self.optimizer.slots, **self.canaries.slots}
+
     def _newest_checkpoint(self) -> int:
         """Take over the newest checkpoint: the steps taken before it."""
         state = checkpoint.latest(self.job.folder.checkpoints)
@@ -227,7 +239,7 @@ class Loop(Mechanism):
         if state is not None:
             start = state.step
             self.flat.copy_(state.flat)
-            for name, slot in self.optimizer.slots.items():
+            for name, slot in self._slots.items():
                 slot.copy_(state.slots[name])
         if self.reducer.from_first(start) != start or not self.reducer.same_everywhere(
             checkpoint.digest(self.flat)
@@ -264,7 +276,7 @@ class Loop(Mechanism):
         if not self.reducer.same_everywhere(checkpoint.digest(self.flat)):
             raise MissingRank(f"the workers' parameters differ after step {done - 1}")
         if self.ledger is not None:
-            state = checkpoint.TrainState(done, self.flat, self.optimizer.slots)
+            state = checkpoint.TrainState(done, self.flat, self._slots)
             checkpoint.save(self.job.folder.checkpoints, state, self.ledger.anchor)
         self.saved = time.monotonic()
 

@@ -13,6 +13,7 @@ from dpdist.base.errors import UserError
 from dpdist.data.overlap import check_test
 from dpdist.runs.recipe import Recipe
 from dpdist.sections.recipe import DataRecipe
+from dpdist.training.canaries import WithCanaries
 
 
 def source_of(recipe: Recipe) -> data.Source:
@@ -33,6 +34,16 @@ def _source(section: DataRecipe) -> data.Source:
 
 
 def training_data(recipe: Recipe, source: data.Source) -> data.Dataset:
+    """What the run trains on: its training records, and behind them the canaries of an audit. Those
+    take public inputs from data.public, without it from the test split."""
+    records = training_records(recipe, source)
+    if recipe.planted is None:
+        return records
+    public = declared_public(recipe, source) if recipe.data.public else data.load(source, "test")
+    return WithCanaries.of(records, recipe.planted, public)
+
+
+def training_records(recipe: Recipe, source: data.Source) -> data.Dataset:
     """The training records: what data.max_train, public, hold_out and fraction leave."""
     section = recipe.data
     end = section.hold_out + section.fraction * (1 - section.hold_out)

@@ -27,7 +27,7 @@ from dpdist.runs.recipe import Recipe
 from dpdist.runs.released import begun, read_released
 from dpdist.training import charging
 from dpdist.training.job import PACKAGES, TrainJob, read_run_key
-from dpdist.training.records import training_data
+from dpdist.training.records import training_records
 
 Progress = Callable[[int, int, float], None]  # done, total, per second
 
@@ -69,7 +69,7 @@ def _charged(job: TrainJob) -> Iterator[None]:
     if recipe.privacy.budget is None:
         yield
         return
-    records = training_data(recipe, job.source)
+    records = training_records(recipe, job.source)
     run_id, where = key_id(read_run_key(folder)), str(folder.recipe_file)
 
     def charge(phases: Sequence[Phase]) -> Charge:

@@ -1,10 +1,11 @@
-"""Faults in membership inference and in the audit of many runs."""
+"""Faults in membership inference and in the audits of many runs and of one."""
 
 from __future__ import annotations
 
 from mutants.fault import Fault, group
 
 MANY = "audits/test_many_runs"
+ONE = "audits/test_canaries"
 
 FAULTS: list[Fault] = [
     *group(
@@ -53,5 +54,40 @@ FAULTS: list[Fault] = [
         ("noise_key = derive_key(key, \"noise\", attempt, step)",
          "noise_key = derive_key(key, \"sample\", attempt, step)",
          "other noise than the loop's"),
+    ),
+    *group(
+        "dpdist/training/canaries.py", ONE,
+        ("return members[self._present[members]]", "return members",
+         "records that are canaries train the model whatever their coins say"),
+        ('derive_key(run_key, "audit coin")', "run_key", "the coins are drawn from the run key itself"),
+        ("np.where(present, 1.0, -1.0 if self._both else 0.0)", "np.ones(len(present))",
+         "every canary in the sums is in"),
+        ("np.where(present, 1.0, -1.0 if self._both else 0.0)", "np.where(present, 1.0, 0.0)",
+         "under replace-one a canary is left out"),
+        ("rows[row, where[own]] += (self._clip", "rows[row, where[own]] += (2 * self._clip",
+         "a canary adds twice the clip"),
+        ("        return {SLOT: self._scores}\n", "        return {}\n", "scores are lost with a restart"),
+        ("noisy[self._places.numpy()] - others.cpu().numpy()", "noisy[self._places.numpy()]",
+         "the adversary forgets the records that it knows"),
+        ("digest.update(named.encode())", "return own.fingerprint",
+         "the data's fingerprint does not name the canaries"),
+    ),
+    *group(
+        "dpdist/training/loop.py", ONE,
+        ("        self.canaries.watch(noisy, todo, self.reducer)\n", "", "nobody watches the steps"),
+        ("            members = self.canaries.fed(members)\n", "", "canaries are taken for records"),
+        ("return {**self.optimizer.slots, **self.canaries.slots}", "return dict(self.optimizer.slots)",
+         "a checkpoint forgets the scores"),
+    ),
+    *group(
+        "dpdist/audits/canaries.py", ONE,
+        ("name not in _LATER and getattr", "name == _FAMILY and getattr",
+         "guesses are chosen after the training"),
+        ("        low, high = (low, middle) if rejects(middle)", "        low, high = (low, middle) if not rejects(middle)",
+         "the bisection goes the wrong way"),
+    ),
+    *group(
+        "dpdist/commands/releasing.py", ONE,
+        ("    if facts.audited_run is not None:", "    if not facts.recipe:", "an audited run is released"),
     ),
 ]  # fmt: skip

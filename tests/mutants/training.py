@@ -20,7 +20,7 @@ FAULTS: list[Fault] = [
          "half the noise"),
         ("self.flat.copy_(self.optimizer.result(self.flat))", "self.optimizer.result(self.flat)",
          "the average is computed and not published"),
-        ("            for name, slot in self.optimizer.slots.items():\n"
+        ("            for name, slot in self._slots.items():\n"
          "                slot.copy_(state.slots[name])\n", "",
          "a restart forgets momentum, Adam's state and the average"),
         ("start = state.step\n", "start = state.step - 1\n", "a restart repeats a step"),

@@ -1,0 +1,234 @@
+"""The audit of one training with canaries: secret coins, guessed from what the adversary saw.
+
+The coins are independent of everything else, and each moves the run by no more than one record
+does. So the number of right guesses bounds what the run can satisfy: by counting, without any
+assumption, and by trade-off curves (`dpdist.privacy.audit_bounds`). The plan's own curve is tested
+as it stands; epsilon is that of the plan with as much more noise as is still rejected.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dpdist.audits.target import Target, of_recipe
+from dpdist.base.errors import UserError
+from dpdist.privacy import accounting, trade_off
+from dpdist.privacy.audit_bounds import OneRun, shared_alpha
+from dpdist.privacy.audited import Audited
+from dpdist.privacy.plan import PrivacyPlan
+from dpdist.runs.folder import RunFolder
+from dpdist.runs.recipe import Recipe, parse
+from dpdist.runs.released import read_released
+from dpdist.sections.audit import AuditOptions, CanaryAudit
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+_RATIO = 1.01  # of neighbouring noises of the family
+_MOST, _LEAST = 350, -140  # powers of it: 32 times the noise, a quarter of it
+_FAMILY = "the run is the plan, but for the size of its noise"
+_BATCH = 1000
+_DRAWS, _SEED = 16, "canaries"  # of the noise that a model carries
+_LATER = {"view", "exploratory"}  # what may be chosen after the training
+
+
+def audit_canaries(
+    options: CanaryAudit, target: Target, output: Path, show: Callable[[int, int], None]
+) -> Audited:
+    """Of a run trained with canaries. Raises UserError for another one, and where something is
+    asked that had to be fixed before the training."""
+    folder = _check(options, target)
+    from dpdist.training.canaries import coins
+
+    released = read_released(folder)
+    plan = replace(released.plan, phases=released.ledger.phases(released.plan))
+    seen = _every_step(folder) if options.every_step else _final(options, target.recipe, folder)
+    alpha = shared_alpha(options.alpha, options.audits)
+    run = OneRun.of(seen, coins(folder.read_key(), options.canaries), options.guessed, alpha)
+    curve = trade_off.of_plan(plan)
+    counted = run.epsilon(plan.delta)
+    found = None if curve is None else noise_rejected(run, plan)
+    show(1, 1)
+    return Audited(
+        kind=options.kind,
+        method="one run, by counting" if found is None else "one run, by trade-off curves",
+        epsilon=counted if found is None else found,
+        delta=plan.delta,
+        alpha=alpha,
+        view=options.sees,
+        neighbours=target.proved.relation,
+        trials=run.guesses,
+        rule=f"{run.guesses // 2} highest scores in, as many lowest out, fixed before the training",
+        proved=target.proved.epsilon,
+        claimed=target.claimed,
+        curve_rejected=curve is not None and run.rejects(curve),
+        exploratory=options.exploratory,
+        assumptions=() if found is None else (_FAMILY,),
+        model=target.model,
+        details={
+            "canaries": run.canaries,
+            "canary": options.canary,
+            "guesses": run.guesses,
+            "right": run.right,
+            "epsilon_by_counting": counted,
+        },
+    )
+
+
+def audited_recipe(recipe: Recipe, options: AuditOptions, where: str) -> Recipe:
+    """The recipe of the run that is trained for this audit: another run's name, unless the recipe
+    itself asks for the audit. Raises UserError where it would have no target."""
+    raw = recipe.model_dump(mode="json")
+    if recipe.audit != options:
+        raw["name"] = f"{recipe.name}-{options.kind}"
+    planted = parse({**raw, "audit": options.model_dump(mode="json")}, where)
+    of_recipe(planted, where)
+    return planted
+
+
+def _check(options: CanaryAudit, target: Target) -> RunFolder:
+    fixed = target.recipe.planted
+    if target.folder is None or fixed is None:
+        raise UserError(
+            f"{target.recipe.name}: was trained without canaries; `dpdist audit RECIPE --kind "
+            f"{options.kind}` trains a run with them"
+        )
+    changed = [
+        name
+        for name in type(options).model_fields
+        if name not in _LATER and getattr(options, name) != getattr(fixed, name)
+    ]
+    if changed:
+        raise UserError(
+            f"audit.{changed[0]}: was fixed before the training as {getattr(fixed, changed[0])}, "
+            f"got {getattr(options, changed[0])}"
+        )
+    if options.every_step != fixed.every_step and fixed.audits < 2 and not options.exploratory:
+        raise UserError(
+            "audit.view: another than the recipe's makes two audits of one run; audits: 2 had to "
+            "be said before the training, else the second one is exploratory"
+        )
+    return target.folder
+
+
+# --- what the adversary saw: scores (m,), larger where a canary seems to be in
+
+
+def _every_step(folder: RunFolder) -> np.ndarray:
+    """What the training's workers made of every noisy sum."""
+    from dpdist.training import checkpoint
+    from dpdist.training.canaries import SLOT
+
+    state = checkpoint.latest(folder.checkpoints)
+    if state is None or SLOT not in state.slots or state.step != folder.read_plan().steps:
+        raise UserError(f"{folder.checkpoints}: the last checkpoint, with the scores, is missing")
+    return state.slots[SLOT].numpy()
+
+
+def _final(options: CanaryAudit, recipe: Recipe, folder: RunFolder) -> np.ndarray:
+    """Of the trained model beside the one before the first step, which is public: how far it moved
+    along a canary's gradient, or how much likelier it finds a canary's label."""
+    from dpdist import models
+    from dpdist.training.building import initial_model, model_spec
+    from dpdist.training.canaries import places
+    from dpdist.training.records import source_of, training_data
+
+    dataset = training_data(recipe, source_of(recipe))
+    before = initial_model(recipe, model_spec(recipe, dataset))
+    after = models.load(folder.model, trusted_factory=recipe.model.name)
+    if options.in_sums:
+        moved = (_flat(recipe, before) - _flat(recipe, after)).numpy()
+        return moved[places(options.canaries, len(moved))]
+    inputs, labels = dataset.planted_rows  # type: ignore[attr-defined]
+    return (_likelihood(after, inputs, labels) - _likelihood(before, inputs, labels)).numpy()
+
+
+def _flat(recipe: Recipe, model: nn.Module) -> Tensor:
+    """The trained parameters, in the order of the gradient's coordinates: float64 (size,)."""
+    import torch
+
+    from dpdist.training.building import build_engine
+
+    parts = [p.detach().reshape(-1) for p in build_engine(recipe, model).parameters]
+    return torch.cat(parts).double()
+
+
+def _likelihood(model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
+    """Log probability of the labels, the mean over the model's own noise if it has any: (m,)."""
+    import torch
+
+    from dpdist.certification.expected import expected_log_scores
+    from dpdist.randomness.places import place_of
+
+    noisy, found = place_of(model).random, []
+    with torch.inference_mode():
+        for start in range(0, len(inputs), _BATCH):
+            rows, wanted = (part[start : start + _BATCH] for part in (inputs, labels))
+            # The same noise whenever it is asked: guesses are not made until one pleases.
+            scores = (
+                expected_log_scores(model, rows, _DRAWS, _SEED, start)
+                if noisy
+                else model(rows).double()
+            )
+            found.append(scores.log_softmax(1).gather(1, wanted[:, None])[:, 0])
+    return torch.cat(found)
+
+
+# --- what that refutes
+
+
+def noise_rejected(run: OneRun, plan: PrivacyPlan) -> float:
+    """The largest epsilon of the plan with another noise whose trade-off curve the run rejects (in
+    steps of 1 % of the noise); 0 for none. A bound of epsilon where the run is the plan but for the
+    size of its noise."""
+
+    def rejects(power: int) -> bool:
+        curve = _curve(plan, power)
+        return curve is not None and run.rejects(curve)
+
+    if not rejects(_MOST):
+        return 0.0
+    low, high = -1, _MOST  # less noise is harder to reject
+    if rejects(0):
+        low, high, width = -10, 0, 10
+        while rejects(low) and low > _LEAST:
+            low, high, width = max(low - 2 * width, _LEAST), low, 2 * width
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if rejects(middle) else (middle, high)
+    return _epsilon(plan, high)
+
+
+@lru_cache(maxsize=512)
+def _curve(plan: PrivacyPlan, power: int) -> trade_off.Curve | None:
+    return trade_off.of_plan(_with_noise(plan, power))
+
+
+@lru_cache(maxsize=512)
+def _epsilon(plan: PrivacyPlan, power: int) -> float:
+    """To a thousandth."""
+    louder = _with_noise(plan, power)
+    return accounting.coarse_epsilon(
+        louder.alternatives(louder.phases), louder.delta, louder.neighbours
+    )
+
+
+def _with_noise(plan: PrivacyPlan, power: int) -> PrivacyPlan:
+    """With _RATIO^power of the noise on its steps."""
+    factor = math.pow(_RATIO, power)
+    return replace(
+        plan,
+        phases=tuple(
+            phase
+            if (loop := phase.loop) is None
+            else replace(loop, noise_multiplier=loop.noise_multiplier * factor)
+            for phase in plan.phases
+        ),
+    )

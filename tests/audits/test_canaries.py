@@ -1,0 +1,299 @@
+"""Canaries in training: who joins what, what is kept, and what coins guessed in one run refute."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from support.here import command, without_ray
+from support.keys import NOISE, SAMPLING, record
+from support.training import execute, interrupted, make, train
+
+from dpdist import pipeline
+from dpdist.audits.canaries import _every_step, _final, noise_rejected
+from dpdist.base.errors import UserError
+from dpdist.gradients.engine import GradientEngine
+from dpdist.gradients.sampling import poisson_sample
+from dpdist.privacy.audit_bounds import OneRun, log_likelihood_ratio
+from dpdist.privacy.audited import Audited
+from dpdist.privacy.plan import PrivacyPlan
+from dpdist.training import checkpoint, loop
+from dpdist.training.canaries import SLOT, WithCanaries, coins, places
+from dpdist.training.job import TrainJob, prepare
+from dpdist.training.records import training_records
+
+STEPS, CANARIES, CLIP, NOISE_STD = 4, 300, 0.5, 1.5
+PRIVACY = {
+    "noise_multiplier": NOISE_STD / CLIP, "clip_norm": CLIP, "delta": 1e-5, "run_key": "5a" * 32,
+}  # fmt: skip
+
+
+def job_of(tmp: Path, name: str = "run", canary: str = "gradient", **changes: Any) -> TrainJob:
+    base: dict[str, Any] = {
+        "data": {"name": "digits", "max_train": 120},
+        "model": {"name": "linear"},
+        "privacy": PRIVACY,
+        "training__batch_size": 100,
+        "training__steps": STEPS,
+        "resources__checkpoint_seconds": 1e9,
+        "audit": {"kind": "canaries", "canaries": CANARIES, "canary": canary},
+    }  # fmt: skip
+    recipe, folder = make(tmp, name, **(base | changes))
+    return prepare(recipe, folder, "test")
+
+
+class Watched:
+    """What a training did: ids of the records whose gradients were computed, their sums, and the
+    sums that were released, before their noise and with it; step by step."""
+
+    def __init__(self, job: TrainJob, patch: pytest.MonkeyPatch, workers: int = 1) -> None:
+        self.parts: list[Any] = []
+        self.before: dict[bytes, np.ndarray] = {}
+        self.noisy: dict[bytes, np.ndarray] = {}
+        clipped_sum, add_noise = GradientEngine.clipped_sum, loop.add_noise
+
+        def summing(engine: GradientEngine, *given: Any, **named: Any) -> Any:
+            found = clipped_sum(engine, *given, **named)
+            self.parts.append((named["draw_key"], named["record_ids"].numpy(), found.flat.numpy()))
+            return found
+
+        def noising(summed: np.ndarray, key: bytes, std: float) -> np.ndarray:
+            self.before[key], self.noisy[key] = summed, add_noise(summed, key, std)
+            return self.noisy[key]
+
+        with patch.context() as inner:
+            self.keys = record(inner)
+            inner.setattr(GradientEngine, "clipped_sum", summing)
+            inner.setattr(loop, "add_noise", noising)
+            execute(job, workers)
+
+    def steps(self) -> list[tuple[bytes, set[int], np.ndarray, np.ndarray, np.ndarray]]:
+        """Sampling key, ids, their sum, the released sum before and after its noise."""
+        found = []
+        draws = list(dict.fromkeys(key for key, _, _ in self.parts))
+        noise = list(self.before)
+        for sampling, draw, key in zip(self.keys.of(SAMPLING), draws, noise, strict=True):
+            mine = [(ids, flat) for of, ids, flat in self.parts if of == draw]
+            ids = {int(i) for ids, _ in mine for i in ids}
+            total = np.sum([flat for _, flat in mine], axis=0)
+            found.append((sampling, ids, total, self.before[key], self.noisy[key]))
+        return found
+
+
+def scores_of(job: TrainJob) -> np.ndarray:
+    state = checkpoint.latest(job.folder.checkpoints)
+    assert state is not None and state.step == job.plan.steps
+    return state.slots[SLOT].numpy()
+
+
+@pytest.mark.parametrize("neighbours", ["add-or-remove-one", "replace-one"])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_gradient_canaries_join_as_records_do(tmp_path, monkeypatch, workers, neighbours):
+    """Sampled at the plan's rate over N + m positions, each adds the clip along its coordinate
+    when it is in, and nothing (its opposite, under replace-one) when it is out."""
+    job = job_of(tmp_path, privacy={**PRIVACY, "neighbours": neighbours})
+    records = len(training_records(job.recipe, job.source))
+    assert job.plan.records == records + CANARIES
+    watched = Watched(job, monkeypatch, workers)
+    present = coins(job.folder.read_key(), CANARIES)
+    where = places(CANARIES, 650)
+    assert len(set(where)) == CANARIES and 100 < present.sum() < 200
+    scores, joined = np.zeros(CANARIES), 0
+    for key, ids, own, before, noisy in watched.steps():
+        members = poisson_sample(key, 0, records + CANARIES, job.plan.step(0).sample_rate)
+        assert ids == set(members[members < records].tolist())
+        sampled = members[members >= records] - records
+        added = np.zeros(650)
+        signs = np.where(present, 1.0, -1.0 if neighbours == "replace-one" else 0.0)
+        added[where[sampled]] = CLIP * signs[sampled]
+        assert np.allclose(before - own, added, atol=1e-12)
+        left, noise = (noisy - own)[where] / CLIP, NOISE_STD / CLIP
+        scores += log_likelihood_ratio(left, noise, job.plan.step(0).sample_rate)
+        if neighbours == "replace-one":
+            scores -= log_likelihood_ratio(-left, noise, job.plan.step(0).sample_rate)
+        joined += len(sampled)
+    assert np.allclose(scores_of(job), scores, atol=1e-9)
+    assert joined > 200
+
+
+@pytest.mark.parametrize("canary", ["mislabelled", "blank"])
+def test_canaries_that_are_records(tmp_path, monkeypatch, canary):
+    """Those that are in train the model; those that are out are dropped once sampled."""
+    job = job_of(tmp_path, canary=canary, training__reproducible=True)
+    dataset = job.records()
+    assert isinstance(dataset, WithCanaries)
+    records = training_records(job.recipe, job.source)
+    present = np.concatenate([np.ones(len(records), bool), coins(b"\x5a" * 32, CANARIES)])
+    fed = set()
+    for key, ids, *_ in Watched(job, monkeypatch, 2).steps():
+        members = poisson_sample(key, 0, len(dataset), job.plan.step(0).sample_rate)
+        assert ids == set(members[present[members]].tolist())
+        fed |= ids
+    assert len(fed) > len(records) + 50
+    # Behind the records, which stay what they are for whoever asks about private ones.
+    assert len(dataset) == len(records) + CANARIES == job.plan.records
+    assert (dataset.hashes == records.hashes).all() and len(dataset.labels) == len(records)
+    assert dataset.fingerprint != records.fingerprint
+    ends = np.array([len(records) - 1, len(records), len(dataset) - 1])
+    inputs, labels = dataset.batch(ends), dataset.targets(ends)
+    assert torch.equal(inputs[0], records.batch(ends[:1])[0])
+    if canary == "blank":
+        assert inputs[1].unique().tolist() == [0.0] and inputs[2].unique().tolist() == [1.0]
+        assert labels[1:].tolist() == [0, 299 % 10]
+    else:
+        public = dataset.public
+        assert public.name == "digits/test"
+        rows = public.batch(slice(0, len(public)))
+        for image, label in zip(*dataset.planted_rows, strict=True):
+            (place,) = (rows == image).flatten(1).all(1).nonzero()[:1].flatten().tolist()
+            assert public.labels[place] != label
+    with pytest.raises(UserError, match="last checkpoint, with the scores"):
+        _every_step(job.folder)
+
+
+def test_the_coins_have_a_key_of_their_own(tmp_path, monkeypatch):
+    job = job_of(tmp_path)
+    seen = Watched(job, monkeypatch).keys
+    (made,) = [d for d in seen.derived if d.purpose == "audit coin"]
+    assert made.parent == job.folder.read_key()
+    assert [(s.caller, s.start, s.count) for s in seen.streams if s.key == made.key] == [
+        ("coins", 0, CANARIES)
+    ]
+    assert made.key not in {d.parent for d in seen.derived}
+    assert made.key not in {*seen.of(SAMPLING), *seen.of(NOISE)}
+    other = coins(b"\x5b" * 32, CANARIES)
+    assert 100 < (other != coins(b"\x5a" * 32, CANARIES)).sum() < 200
+
+
+@pytest.mark.parametrize("at", [1, 3])
+def test_a_restart_counts_every_step_once(tmp_path, monkeypatch, at):
+    whole = job_of(tmp_path, "whole")
+    execute(whole)
+    job = job_of(tmp_path, resources__checkpoint_seconds=1e-6)
+    interrupted(job.recipe, job.folder, monkeypatch, at)
+    execute(job)
+    assert np.array_equal(scores_of(job), scores_of(whole))
+
+
+# --- what guesses refute
+
+
+def test_epsilon_of_a_full_batch_is_that_of_the_gaussian_mechanism():
+    plan = PrivacyPlan.dp_sgd(
+        records=1000, batch_size=1000, noise_multiplier=4.0, steps=8, delta=1e-5
+    )
+    for right in (290, 330):
+        run = OneRun(5000, 400, right)
+        exact = run.gaussian_epsilon(1e-5)
+        assert 0.98 * exact <= noise_rejected(run, plan) <= 1.002 * exact
+    assert noise_rejected(OneRun(5000, 400, 200), plan) == 0
+    # More than the plan allows: beyond it in the same family.
+    assert noise_rejected(OneRun(5000, 400, 390), plan) > plan.guarantee().epsilon
+    assert not OneRun(5000, 400, 330).rejects(lambda x: 0 * x)
+
+
+# --- the command
+
+RECIPE: dict[str, Any] = {
+    "name": "small",
+    "data": {"name": "digits", "max_train": 200},
+    "model": "linear",
+    "privacy": {"noise_multiplier": 3.0, "delta": 1e-4, "run_key": "5a" * 32},
+    "training": {"batch_size": 400, "steps": 5, "learning_rate": 0.1},
+    "resources": {"workers": 2},
+}
+
+
+@pytest.fixture
+def dpdist(monkeypatch, capsys, tmp_path):
+    without_ray(monkeypatch)
+    return lambda *words: command(monkeypatch, capsys, tmp_path, *words)
+
+
+def write(tmp_path: Path, **more: Any) -> str:
+    path = tmp_path / "small.yaml"
+    path.write_text(yaml.safe_dump({**RECIPE, **more}))
+    return str(path)
+
+
+def test_of_a_recipe(dpdist, tmp_path, monkeypatch):
+    recipe = write(tmp_path)
+    words = ("audit", recipe, "--kind", "canaries", "--set", "canaries=600", "--set", "audits=2")
+    done = dpdist(*words)
+    assert done.code == 0, done.err
+    run = tmp_path / "runs" / "small-canaries"
+    assert not (tmp_path / "runs" / "small").exists()
+    path = run / "audit" / "canaries-every-step" / "audit.json"
+    found = Audited.read(path)
+    assert 0 < found.epsilon < found.proved and found.alpha == 0.025 and found.trials == 48
+    assert found.details["right"] > 24 and "every noisy sum" in found.view
+    assert "every noisy sum" in done.out and "consistent" in done.out
+    page = (run / "report" / "index.html").read_text()
+    assert "not for release: 600 of its" in page and "canaries-every-step" not in page
+    monkeypatch.setattr(pipeline, "report_stage", lambda folder: None)
+    before = {p: p.read_bytes() for p in (run / "private").rglob("*") if p.is_file()}
+    assert dpdist(*words).code == 0  # nothing is trained again
+    after = {p: p.read_bytes() for p in (run / "private").rglob("*") if p.is_file()}
+    assert {p.name for p in after if before.get(p) != after[p]} <= {"ray.log"}
+
+    # The second view was counted beforehand; what was fixed stays fixed.
+    assert dpdist("audit", "small-canaries", "--set", "view=final").code == 0
+    assert len(list((run / "audit").glob("*/audit.json"))) == 2
+    done = dpdist("audit", "small-canaries", "--set", "guesses=100")
+    assert done.code == 2 and "audit.guesses: was fixed before the training" in done.err
+    done = dpdist("release", "small-canaries", "--not-private")
+    assert done.code == 2 and "not for release" in done.err and not (run / "release").exists()
+
+
+def test_noise_that_is_too_small_is_found(dpdist, tmp_path, monkeypatch):
+    real = loop.add_noise
+    monkeypatch.setattr(loop, "add_noise", lambda summed, key, std: real(summed, key, 0.3 * std))
+    done = dpdist("audit", write(tmp_path), "--kind", "canaries", "--set", "canaries=600")
+    assert done.code == 1 and "exceeds proved: a bug" in done.out
+
+
+def test_records_as_canaries_are_seen_in_the_trained_model(tmp_path):
+    """Trained on for long, and hardly noised: many coins are seen in the model's answers."""
+    recipe, folder = make(
+        tmp_path, data={"name": "digits", "max_train": 200}, training__momentum=0.0,
+        model={"name": "mlp", "options": {"hidden": [256]}}, privacy__noise_multiplier=0.2,
+        training__batch_size=200, training__steps=60, training__learning_rate=8.0,
+        audit={"kind": "canaries", "canary": "mislabelled", "canaries": 60},
+    )  # fmt: skip
+    train(recipe, folder)
+    seen = _final(recipe.planted, recipe, folder)
+    assert OneRun.of(seen, coins(folder.read_key(), 60), 40).right >= 29  # by chance: 3e-3
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"canaries": 651}, "audit.canaries: must be <= the model's 650 trainable parameters"),
+    ({"canaries": 5000, "canary": "mislabelled"}, "audit.canaries: must be <= the"),
+    ({"canaries": 3}, "audit.canaries: must be >= 20"),
+    ({"guesses": 5000}, "guesses must be <= canaries"),
+    ({"canary": "blank", "view": "every-step"}, "view: every-step belongs to canary: gradient"),
+    ({"canary": "yellow"}, "audit.canary: must be"),
+]
+
+
+@pytest.mark.parametrize(("section", "words"), BAD)
+def test_bad_input(dpdist, tmp_path, section, words):
+    recipe = write(tmp_path, audit={"kind": "canaries", **section})
+    done = dpdist("audit", recipe)
+    assert done.code == 2 and words in done.err, done.err
+    assert len(done.err.strip().splitlines()) == 1 and not (tmp_path / "runs").exists()
+
+
+def test_without_a_target(dpdist, tmp_path):
+    free = {"noise_multiplier": 0, "delta": 1e-4}
+    for audit in ({"kind": "canaries"}, {"kind": "canaries", "canary": "blank"}):
+        done = dpdist("audit", write(tmp_path, privacy=free, audit=audit))
+        assert done.code == 2 and ("no target" in done.err or "nothing to audit" in done.err)
+    assert not (tmp_path / "runs").exists()
+    recipe = write(tmp_path, training={**RECIPE["training"], "batch_size": 50, "steps": 1})
+    assert dpdist("train", recipe).code == 0
+    done = dpdist("audit", "small", "--kind", "canaries")
+    assert done.code == 2 and "was trained without canaries" in done.err
