@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -138,7 +139,7 @@ class MembershipFindings:
         """Title, curves and ceilings for a picture."""
         return (
             self.game.name,
-            {one.title: one.roc.curve for one in self.attacks},
+            {one.title: (_PICTURE, one.roc.at_rates(_PICTURE)) for one in self.attacks},
             {one.words: (_PICTURE, one.at(_PICTURE)) for one in self.ceilings},
         )
 
@@ -165,10 +166,13 @@ def examine(
         claim = recipe.method.claim(plan, guarantee)
         both = (proved(plan, game.relation, in_words(guarantee)), claimed(claim, game.relation))
         ceilings = tuple(one for one in both if one is not None)
-        notes.append(
-            f"each model's training is proved {guarantee}; a ROC above a ceiling refutes nothing "
-            "by itself: the one-run test does, or many models"
-        )
+        if math.isinf(guarantee.epsilon):
+            notes.append("nothing is proved of these trainings, so that no ceiling follows")
+        else:
+            notes.append(
+                f"each model's training is proved {guarantee}; a ROC above a ceiling refutes "
+                "nothing by itself: the one-run test does, or many models"
+            )
     else:
         notes.append("no ceiling: who is in a model follows from the seed that was given")
     tests = shared_alpha(ALPHA, len(attacks) * len(banks))

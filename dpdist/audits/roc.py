@@ -83,6 +83,10 @@ class Roc:
         )
         return np.append(0.0, false), np.append(0.0, true)
 
+    def at_rates(self, false_positives: NDArray[np.float64]) -> NDArray[np.float64]:
+        """True positive rates; between two thresholds by choosing one of them at random."""
+        return np.interp(false_positives, *self.curve)
+
     @cached_property
     def auc(self) -> Estimate:
         """The probability that a member scores higher than another record, ties by half.

@@ -134,7 +134,7 @@ def roc_curves(panels: Sequence[tuple[str, Curves, Curves]], form: str = "png") 
     figure, found = axes_of(len(panels))
     for axes, (title, curves, ceilings) in zip(found, panels, strict=True):
         for (name, (false, true)), colour in zip(curves.items(), itertools.cycle(_COLOURS)):
-            axes.step(false, true, where="post", color=colour, linewidth=1.2, label=name)
+            axes.plot(false, true, color=colour, linewidth=1.2, label=name)
         for name, (false, true) in ceilings.items():
             axes.plot(false, true, "--", color="#777777", linewidth=1, label=name)
         axes.plot([1e-4, 1], [1e-4, 1], color="#cccccc", linewidth=1)

@@ -33,6 +33,8 @@ def test_auc_counts_pairs_and_ties_by_half(decimals: int) -> None:
     assert roc.auc.value == pytest.approx(pairs, abs=1e-12)
     false, true = roc.curve
     assert np.trapezoid(true, false) == pytest.approx(pairs, abs=1e-12)
+    rates = np.linspace(0, 1, 20_001)
+    assert np.trapezoid(roc.at_rates(rates), rates) == pytest.approx(pairs, abs=1e-3)
     kernel = (difference > 0) + (difference == 0) / 2
     variance = kernel.mean(1).var(ddof=1) / 60 + kernel.mean(0).var(ddof=1) / 90
     assert roc.auc.high - roc.auc.low == pytest.approx(2 * 1.959964 * math.sqrt(variance))
