@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import pytest
 from support.here import command
 from support.training import make, train
 
-from dpdist.audits import driving, zoo
+from dpdist.audits import driving, mechanism, zoo
 from dpdist.privacy.audited import Audited
 from dpdist.reports import compare
 from dpdist.reports.facts import read_facts
 
 FEW = ("--set", "releases=400", "--set", "workers=1")
+
+
+@pytest.fixture(autouse=True)
+def one_scene(monkeypatch):
+    """All scenes are played where the zoo is tested."""
+    monkeypatch.setattr(mechanism, "play", functools.partial(mechanism.play, scenes=["canaries"]))
 
 
 @pytest.fixture
@@ -24,8 +31,8 @@ def dpdist(monkeypatch, capsys, tmp_path):
 @pytest.fixture
 def run(tmp_path: Path):
     recipe, folder = make(
-        tmp_path / "runs", "x", model="linear", data__max_train=60, training__batch_size=60,
-        training__steps=1, privacy__run_key=None,
+        tmp_path / "runs", "x", model="linear", data__max_train=60, training__batch_size=20,
+        training__steps=2, privacy__run_key=None,
     )  # fmt: skip
     train(recipe, folder)
     return folder

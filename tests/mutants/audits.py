@@ -1,4 +1,4 @@
-"""Faults in membership inference and in the audits of many runs and of one."""
+"""Faults in the arithmetic of audits, membership inference, and audits of many runs and of one."""
 
 from __future__ import annotations
 
@@ -8,6 +8,35 @@ MANY = "audits/test_many_runs"
 ONE = "audits/test_canaries"
 
 FAULTS: list[Fault] = [
+    *group(
+        "dpdist/privacy/audit_bounds.py", "privacy/test_audit_bounds",
+        ("half = self.alpha / 2", "half = self.alpha", "two bounds spend alpha twice"),
+        ("len(np.unique(self.runs)) != len(self.runs)", "False", "canaries of one run are pooled"),
+        ("return float(check_alpha(alpha)) / audits", "return float(check_alpha(alpha))",
+         "several audits do not share alpha"),
+        ("values + 2 * self.canaries * lost", "values + 2 * self.guesses * lost",
+         "delta counts for the guesses only"),
+        ("return scores[:first], scores[first:]", "return scores[:first], scores",
+         "the threshold's own runs count"),
+        ("np.maximum(h, curve(r))", "h", "the curve bounds nothing"),
+    ),
+    *group(
+        "dpdist/privacy/trade_off.py", "privacy/test_trade_off",
+        ("np.max([one.at(steps) for one in found], axis=0)", "found[0].at(steps)",
+         "the curve is one direction's"),
+        ("        for _ in range(size):\n", "        for _ in range(1):\n", "a group is a record"),
+    ),
+    *group(
+        "dpdist/privacy/audited.py", "audits/test_audited",
+        ("if said != found.verdict:", "if False:", "a file may state what its numbers do not"),
+        ("not self.exploratory and (self.curve_rejected", "(self.curve_rejected",
+         "an exploratory audit accuses"),
+    ),
+    *group(
+        "dpdist/audits/driving.py", "audits/test_zoo",
+        ("for rank in range(1, self.workers):", "for rank in range(1, 1):",
+         "the other workers are not driven"),
+    ),
     *group(
         "dpdist/audits/scores.py", "audits/test_membership_scores",
         ("    np.put_along_axis(values, y, -np.inf, 1)\n", "",
