@@ -177,7 +177,8 @@ def _train(job: TrainJob, until: int) -> None:
     # that starting and stopping Ray Train takes.
     torch.set_num_threads(max(1, int(resources.cpus_per_worker)))
     on_gpu = resources.gpus_per_worker > 0 and torch.cuda.is_available()
-    run(job, Reducer(0, 1, torch.device("cuda" if on_gpu else "cpu")), until)
+    reducer = Reducer(0, 1, torch.device("cuda" if on_gpu else "cpu"))
+    fit(job, workers=lambda: run(job, reducer, until))
 
 
 def _train_on_ray_train(job: TrainJob, until: int) -> None:

@@ -109,15 +109,18 @@ def fit(
     max_failures: int | None = None,
     until: int | None = None,
     callbacks: Sequence[Any] = (),
+    workers: Callable[[], None] | None = None,
 ) -> None:
     """Train a prepared job as its method does: on Ray Train, from its newest checkpoint if there
     is one.
 
     max_failures: restarts by Ray (default: resources.max_failures). until: pause after so many
-    steps. callbacks: for Ray's run configuration. Raises UserError, ClusterError.
+    steps. callbacks: for Ray's run configuration. workers: in place of Ray Train. Raises UserError,
+    ClusterError.
     """
     restarts = job.recipe.resources.max_failures if max_failures is None else max_failures
-    job.recipe.method.train(_Run(job, lambda: _fit(job, restarts, until, callbacks)))
+    on_ray = lambda: _fit(job, restarts, until, callbacks)  # noqa: E731
+    job.recipe.method.train(_Run(job, workers or on_ray))
 
 
 def _fit(job: TrainJob, restarts: int, until: int | None, callbacks: Sequence[Any]) -> None:

@@ -261,3 +261,18 @@ def test_the_count_is_drawn_with_a_key_of_its_own(recipe, monkeypatch):
     assert not streams & {t.key for t in trials}
     other = manifest.draw_trials(recipe().tune, derive_key(key, "another"))
     assert not {t.key for t in other} & {t.key for t in trials}
+
+
+def test_a_trial_trains_as_its_method_does(recipe, begin, run_trials, monkeypatch):
+    """Work of a method's own, before its workers begin, is done in a trial as in a run."""
+    asked = recipe(privacy=FIXED, tune={"law": {"name": "fixed", "runs": 2, "mean": None}})
+    search, begun = begin(asked), []
+    ordinary = type(asked.method).train
+
+    def train(method, run):
+        begun.append((run.job.folder.path.name, run.job.folder.trained.exists()))
+        ordinary(method, run)
+
+    monkeypatch.setattr(type(asked.method), "train", train)
+    run_trials(search)
+    assert len(begun) == len(set(begun)) == 2 and not any(done for _, done in begun)
