@@ -32,7 +32,7 @@ from dpdist.audits.step import Step, StepAudit, audit_step, judged
 from dpdist.audits.target import Target
 from dpdist.base.errors import UserError
 from dpdist.privacy import trade_off
-from dpdist.privacy.audit_bounds import log_likelihood_ratio, shared_alpha
+from dpdist.privacy.audit_bounds import ManyRuns, log_likelihood_ratio, shared_alpha
 from dpdist.privacy.audited import Audited
 from dpdist.privacy.plan import PrivacyPlan, StepPlan
 from dpdist.sections.audit import MechanismAudit
@@ -136,7 +136,11 @@ def _canaries(
             along[place] = _along(seen)
         show(place + 1, rounds)
     curve = trade_off.gaussian(copies / driven.todo.noise_multiplier)
-    return judged(along[coins][:, None], along[~coins][:, None], curve, alpha)
+    # Half way: the plan says where a Gaussian is told apart best, so no release need be spent.
+    middle, inside, outside = copies / 2, along[coins], along[~coins]
+    hits, false = int((inside > middle).sum()), int((outside > middle).sum())
+    counts = ManyRuns(hits, len(inside), false, len(outside), alpha, middle)
+    return StepAudit(counts, counts.rejects(curve))
 
 
 def _influence(seen: np.ndarray) -> np.ndarray:
@@ -234,7 +238,7 @@ def audit_mechanism(options: MechanismAudit, target: Target, output: Path, show:
         view=options.sees,
         neighbours=target.proved.relation,
         trials=counts.inside + counts.outside,
-        rule=f"score above {counts.threshold:.6g}, fixed by other releases",
+        rule=f"above {counts.threshold:g} clips, fixed by the plan",
         proved=target.proved.epsilon,
         claimed=target.claimed,
         curve_rejected=bool(broken),
