@@ -140,7 +140,7 @@ def roc_curves(panels: Sequence[tuple[str, Curves, Curves]], form: str = "png") 
         axes.plot([1e-4, 1], [1e-4, 1], color="#cccccc", linewidth=1)
         axes.set(xscale="log", yscale="log", xlim=(1e-4, 1), ylim=(1e-4, 1.05), title=title)
         axes.set(xlabel="false positive rate", ylabel="true positive rate")
-        axes.legend(frameon=False, fontsize=7, loc="upper left")
+        axes.legend(frameon=False, fontsize=7, loc="lower right")
     return png(figure, form)
 
 
