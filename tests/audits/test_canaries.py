@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -297,3 +298,11 @@ def test_without_a_target(dpdist, tmp_path):
     assert dpdist("train", recipe).code == 0
     done = dpdist("audit", "small", "--kind", "canaries")
     assert done.code == 2 and "was trained without canaries" in done.err
+
+
+def test_the_benchmark_makes_its_table():
+    benchmark = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "canary_audits.py"))
+    training = {"batch_size": 500, "steps": 2, "learning_rate": 0.1}
+    raw = {**benchmark["DIGITS"], "model": "linear", "training": training}
+    line = benchmark["row"](raw, 8.0, {"canaries": 600}, 1)
+    assert line.startswith("| 7.9") and "| 0 of 1 |" in line
