@@ -7,6 +7,7 @@ one run allows, at the price of a small training. Median and extremes of the run
 proved epsilon; how many exceeded it (of correct code: at most 5 %).
 
     python benchmarks/canary_audits.py [--runs 10] [--epsilons 1,2,4,8] [--canary gradient]
+    python benchmarks/canary_audits.py --canary mislabelled --canaries 300 --epsilons 8
     python benchmarks/canary_audits.py --recipe mnist-dpsgd --data-root DATA --canaries 20000
 """
 
@@ -32,6 +33,7 @@ from dpdist.training import loop
 from dpdist.training.job import prepare
 from dpdist.training.reducer import Reducer
 
+DIGITS_RECORDS = 1440
 DIGITS: dict[str, Any] = {
     "name": "digits",
     "data": {"name": "digits"},
@@ -81,7 +83,8 @@ def main() -> None:
     parser.add_argument("--recipe")
     parser.add_argument("--data-root")
     asked = parser.parse_args()
-    raw = DIGITS
+    quarter = (DIGITS_RECORDS + asked.canaries) // 4
+    raw = {**DIGITS, "training": {**DIGITS["training"], "batch_size": quarter}}
     if asked.recipe:
         raw = resolve(asked.recipe, data_root=asked.data_root).model_dump(mode="json")
     print("| proved epsilon | audited / proved | by counting | exceeded | s |")
