@@ -19,7 +19,6 @@ CALLED_FROM_OUTSIDE = {
 
 # Not called by us yet, or only from Python by users, and why it is here.
 KEPT = {
-    "BlockDraws": "the training side of noise in several places (residual perturbation)",
     "record_event": "the write-ahead entry of a release that is no training step",
     "laplace_epsilon": "inverse of laplace_scale; the oracle of the Laplace accounting's tests",
     "heterogeneous_std": "HGM's noise by component, for one release that is no training step",

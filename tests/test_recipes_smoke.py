@@ -76,6 +76,9 @@ def test_recipe_trains(path, tmp_path):
     if recipe.data.name != "digits":
         make_up(tmp_path / "data", recipe.data)
         small["data.root"] = str(tmp_path / "data")
+    if recipe.model.name == "resnet-rp":
+        members = min(2, recipe.model.options.get("ensemble", 1))
+        small["model.options"] = {**recipe.model.options, "width": 8, "ensemble": members}
     if recipe.public is not None:
         part, _ = recipe.model.pretrained
         small[f"model.{part}"] = str(tmp_path / part)

@@ -25,7 +25,7 @@ class Target:
     model: str | None = None
 
     def __post_init__(self) -> None:
-        if math.isinf(self.proved.epsilon) and self.claim is None:
+        if math.isinf(self.proved.epsilon) and self.claimed is None:
             raise UserError(
                 f"{self.recipe.name}: nothing to audit against: nothing is proved (no noise, or no "
                 "theorem), and the method claims nothing"

@@ -235,23 +235,15 @@ class HiddenDraws(Draws):
 
 class BlockDraws(Draws):
     """Noise on the outputs of several modules and on the input, fresh for every record and draw:
-    what `dpdist.randomness.places.Several` draws at prediction (residual perturbation).
+    what the place draws at prediction (residual perturbation).
 
-    stds, mode, input_std: as there. The noise of module i is keyed by the purpose draws/block/i.
+    The noise of module i is keyed by the purpose draws/block/i.
     """
 
-    def __init__(
-        self,
-        count: int,
-        stds: Mapping[str, float],
-        *,
-        mode: str = "additive",
-        input_std: float = 0.0,
-        aggregate: Aggregate = "mean",
-    ) -> None:
+    def __init__(self, count: int, place: Several, *, aggregate: Aggregate = "mean") -> None:
         super().__init__(count, aggregate=aggregate)
-        self.place = Several(dict(stds), mode, input_std)
-        self.hidden_modules = tuple(stds)
+        self.place = place
+        self.hidden_modules = tuple(place.stds)
 
     def inputs(
         self, inputs: Tensor, record_ids: Tensor | None, draw_key: bytes, draw: int
@@ -266,7 +258,7 @@ class BlockDraws(Draws):
     ) -> Tensor:
         normals = _per_record_noise(output, record_ids, draw_key, f"draws/block/{module}", draw)
         std = self.place.stds[self.hidden_modules[module]]
-        return perturbed(output, normals, std, self.place.mode)
+        return perturbed(output, normals, std, self.place.mode, self.place.floor)
 
 
 class OneHiddenDraw(Draws):

@@ -154,6 +154,11 @@ class Method(Section):
         None when the paper claims nothing of its own."""
         return None
 
+    def measured(self, private: Path) -> list[tuple[str, str]]:
+        """What `learn` left in a run's private folder for its summary, report and card, which are
+        published: name and value. It may depend on public data and released parameters alone."""
+        return []
+
     def words(self, plan: PrivacyPlan) -> str:
         """How a report tells what the training executed."""
         step = plan.step(0)

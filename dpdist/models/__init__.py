@@ -16,6 +16,7 @@ from dpdist.models.build import (
 )
 from dpdist.models.company import mixing
 from dpdist.models.hidden import BlockNoise, attach_block_noise, attach_noise
+from dpdist.models.residual import residual_blocks
 from dpdist.models.split import SplitModel, require_split, split_first
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "model_hash",
     "read_spec",
     "require_split",
+    "residual_blocks",
     "save",
     "split_first",
 ]

@@ -313,7 +313,10 @@ def _block_noise(description: dict[str, Any], where: str) -> BlockNoise:
     noise = check_shape(description, where, shape)["block_noise"]
     if not all(isinstance(name, str) for name in noise["modules"]):
         raise UserError(f"{where}: damaged: block_noise.modules must be names of modules")
-    return BlockNoise(tuple(noise["modules"]), noise["mode"])
+    floor = noise.get("floor", 0.0)
+    if not (type(floor) in (int, float) and math.isfinite(floor) and floor >= 0):
+        raise UserError(f"{where}: damaged: block_noise.floor must be a number >= 0, got {floor}")
+    return BlockNoise(tuple(noise["modules"]), noise["mode"], float(floor))
 
 
 def load(folder: Path, *, trusted_factory: str | None = None) -> nn.Module:

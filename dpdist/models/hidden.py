@@ -28,6 +28,7 @@ class BlockNoise:
 
     modules: tuple[str, ...]
     mode: str = "additive"
+    floor: float = 0.0
 
 
 def attach_noise(model: nn.Module, std: Tensor) -> None:

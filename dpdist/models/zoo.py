@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from dpdist.models.activations import activation_layer
 from dpdist.models.denoiser import conv_autoencoder, dncnn
+from dpdist.models.residual import resnet_gn, resnet_rp
 from dpdist.models.torchvision_zoo import torchvision_classifier
 
 
@@ -111,50 +112,6 @@ def small_cnn(
     )
 
 
-class _Residual(nn.Module):
-    """Two 3x3 convolutions with GroupNorm around an identity (or 1x1 projection)."""
-
-    def __init__(self, width_in: int, width_out: int, stride: int, groups: int) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(width_in, width_out, 3, stride=stride, padding=1, bias=False)
-        self.norm1 = nn.GroupNorm(groups, width_out)
-        self.relu1 = nn.ReLU()
-        self.conv2 = nn.Conv2d(width_out, width_out, 3, padding=1, bias=False)
-        self.norm2 = nn.GroupNorm(groups, width_out)
-        self.relu2 = nn.ReLU()
-        self.skip: nn.Module = nn.Identity()
-        if stride != 1 or width_in != width_out:
-            self.skip = nn.Conv2d(width_in, width_out, 1, stride=stride, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.relu1(self.norm1(self.conv1(x)))
-        return self.relu2(self.norm2(self.conv2(out)) + self.skip(x))
-
-
-def resnet_gn(
-    input_shape: Sequence[int], classes: int, depth: int = 20, width: int = 16, groups: int = 8
-) -> nn.Module:
-    """The 6n + 2 residual network for 32x32 images (He et al. 2016) with GroupNorm."""
-    if depth < 8 or (depth - 2) % 6:
-        raise ValueError(f"depth must be 6n + 2 with n >= 1 (8, 14, 20, ...), got {depth}")
-    blocks: list[nn.Module] = []
-    width_in = width
-    for stage, width_out in enumerate((width, 2 * width, 4 * width)):
-        for block in range((depth - 2) // 6):
-            stride = 2 if stage > 0 and block == 0 else 1
-            blocks.append(_Residual(width_in, width_out, stride, groups))
-            width_in = width_out
-    return nn.Sequential(
-        nn.Conv2d(input_shape[0], width, 3, padding=1, bias=False),
-        nn.GroupNorm(groups, width),
-        nn.ReLU(),
-        *blocks,
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(4 * width, classes),
-    )
-
-
 class _Tokens(nn.Module):
     """Embeds the token numbers of a feature row: (B, length) floats to (B, length, width)."""
 
@@ -210,6 +167,7 @@ ZOO: dict[str, Callable[..., nn.Module]] = {
     "hgm-cnn": hgm_cnn,
     "small-cnn": small_cnn,
     "resnet-gn": resnet_gn,
+    "resnet-rp": resnet_rp,
     "next-word-mlp": next_word_mlp,
     "next-word-lstm": next_word_lstm,
     "conv-autoencoder": conv_autoencoder,

@@ -50,7 +50,8 @@ class Claim:
     @property
     def line(self) -> str:
         """What is claimed and what holds of it, in one line."""
-        assert self.claimed is not None
+        if self.claimed is None:
+            return f"{self.claimed_text}: {self.verdict}: {self.reason}"
         return (
             f"epsilon = {format_epsilon(self.claimed.epsilon)} at delta = {self.claimed.delta:g} "
             f"({self.claimed.source}): {self.verdict}: {self.reason}"

@@ -18,32 +18,33 @@ from dpdist.base.errors import UserError
 _TINY = 1e-12  # a variance, below which an output is constant
 
 
-def _additive(output: Tensor, normals: Tensor, std: float) -> Tensor:
+def _additive(output: Tensor, normals: Tensor, std: float, floor: float) -> Tensor:
     return output + std * normals
 
 
-def _multiplicative(output: Tensor, normals: Tensor, std: float) -> Tensor:
-    return output * (1 + std * normals)
+def _multiplicative(output: Tensor, normals: Tensor, std: float, floor: float) -> Tensor:
+    size = output.abs().clamp_min(floor)
+    return output + std * torch.where(output < 0, -size, size) * normals
 
 
-def _relative(output: Tensor, normals: Tensor, std: float) -> Tensor:
+def _relative(output: Tensor, normals: Tensor, std: float, floor: float) -> Tensor:
     """Of one record's own output, never of the batch's."""
     own = output.flatten(1).var(1, correction=0).clamp_min(_TINY).sqrt()
     return output + std * own.view(-1, *[1] * (output.dim() - 1)) * normals
 
 
-# How an output h takes its noise: h + std n; h (1 + std n); h + std s n, where s is the standard
-# deviation over one record's h.
-MODES: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
+# How an output h takes its noise: h + std n; h + std sgn(h) max(|h|, floor) n, with floor 0
+# h (1 + std n); h + std s n, where s is the standard deviation over one record's h.
+MODES: dict[str, Callable[[Tensor, Tensor, float, float], Tensor]] = {
     "additive": _additive,
     "multiplicative": _multiplicative,
     "relative": _relative,
 }
 
 
-def perturbed(output: Tensor, normals: Tensor, std: float, mode: str) -> Tensor:
+def perturbed(output: Tensor, normals: Tensor, std: float, mode: str, floor: float = 0.0) -> Tensor:
     """Outputs (B, ...) with noise in one of `MODES`; row b depends on row b alone."""
-    return MODES[mode](output, normals, std)
+    return MODES[mode](output, normals, std, floor)
 
 
 def require_modules(model: nn.Module, names: Sequence[str]) -> None:
@@ -92,13 +93,14 @@ def cut_several(
     model: nn.Module,
     stds: Mapping[str, float],
     mode: str,
+    floor: float,
     input_std: float,
     input_shape: tuple[int, ...],
 ) -> tuple[nn.Module, nn.Module, Tensor]:
     """A `dpdist.randomness.places.NoiseCut` whose noise is one row: of the input, then of each
     module in turn."""
     shapes = output_shapes(model, tuple(stds), input_shape)
-    rest = _Inside(model, input_shape, stds, shapes, mode)
+    rest = _Inside(model, input_shape, stds, shapes, mode, floor)
     numbers, room = math.prod(input_shape), sum(math.prod(shape) for shape in shapes)
     std = torch.cat([torch.full((numbers,), input_std), torch.ones(room)])
     return _WithRoom(room), rest, std
@@ -125,9 +127,10 @@ class _Inside(nn.Module):
         stds: Mapping[str, float],
         shapes: Sequence[tuple[int, ...]],
         mode: str,
+        floor: float,
     ) -> None:
         super().__init__()
-        self.model, self.stds, self.mode = model, dict(stds), mode
+        self.model, self.stds, self.mode, self.floor = model, dict(stds), mode, floor
         self.shapes = [tuple(input_shape), *shapes]
         self.train(model.training)
 
@@ -139,7 +142,7 @@ class _Inside(nn.Module):
         )
 
         def noise(own: Tensor, std: float) -> Callable[[Tensor], Tensor]:
-            return lambda output: perturbed(output, own, std, self.mode)
+            return lambda output: perturbed(output, own, std, self.mode, self.floor)
 
         changes = {
             name: noise(own, std)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dpdist.base.errors import UserError
@@ -207,12 +207,14 @@ class Several(Place):
 
     stds: deviation by the module's name in ``model.named_modules()``, public. mode: how a module's
     output takes its noise (`dpdist.randomness.inside.MODES`). input_std: on the input, in input
-    units. The normals of a draw are one row: those of the input, then of each module in turn.
+    units. floor: multiplicative noise is at least that of an output of this size. The normals of a
+    draw are one row: those of the input, then of each module in turn.
     """
 
     stds: Mapping[str, float]
     mode: str = "additive"
     input_std: float = 0.0
+    floor: float = 0.0
     kind = "several"
     certified_as = "input"
     deeper = True
@@ -223,7 +225,8 @@ class Several(Place):
         if self.mode not in MODES:
             known = ", ".join(MODES)
             raise UserError(f"noise in modules: mode must be one of {known}, got {self.mode!r}")
-        for where, std in (*self.stds.items(), ("the input", self.input_std)):
+        others = (("the input", self.input_std), ("modules, its floor", self.floor))
+        for where, std in (*self.stds.items(), *others):
             if not (math.isfinite(std) and std >= 0):
                 raise UserError(f"noise on {where}: must be a finite number >= 0, got {std}")
 
@@ -232,12 +235,13 @@ class Several(Place):
         return self.input_std or None
 
     def smoothed(self, sigma: float) -> Place:
-        return Several(self.stds, self.mode, sigma)
+        return replace(self, input_std=sigma)
 
     def cut(self, model: nn.Module, input_shape: tuple[int, ...]) -> NoiseCut:
         from dpdist.randomness.inside import cut_several
 
-        return NoiseCut(*cut_several(model, self.stds, self.mode, self.input_std, input_shape))
+        noise = (self.stds, self.mode, self.floor, self.input_std)
+        return NoiseCut(*cut_several(model, *noise, input_shape))
 
     def normals_shape(self, model: nn.Module, input_shape: tuple[int, ...]) -> tuple[int, ...]:
         from dpdist.randomness.inside import output_shapes
@@ -253,7 +257,7 @@ class Several(Place):
         return cut.rest(cut.first(x) + cut.std * normals)
 
     def describe(self) -> dict[str, Any]:
-        noise = {"modules": dict(self.stds), "mode": self.mode}
+        noise = {"modules": dict(self.stds), "mode": self.mode, "floor": self.floor}
         return {"kind": self.kind, "sigma": self.smoothing, **noise}
 
     def behind_first(self) -> BehindLayer:
@@ -265,7 +269,7 @@ class Several(Place):
     def attach(self, model: nn.Module) -> None:
         from dpdist.models import BlockNoise, attach_block_noise
 
-        noise = BlockNoise(tuple(self.stds), self.mode)
+        noise = BlockNoise(tuple(self.stds), self.mode, self.floor)
         attach_block_noise(model, noise, list(self.stds.values()), self.input_std)
 
     @classmethod
@@ -289,7 +293,8 @@ def place_of(model: nn.Module) -> Place:
     if noise is not None:
         stds = getattr(model, hidden.BLOCKS).tolist()
         sigma = float(getattr(model, hidden.INPUT))
-        return Several(dict(zip(noise.modules, stds, strict=True)), noise.mode, sigma)
+        by_name = dict(zip(noise.modules, stds, strict=True))
+        return Several(by_name, noise.mode, sigma, noise.floor)
     return Nowhere()
 
 

@@ -115,6 +115,11 @@ class Facts:
         return self.recipe.method.claim(self.plan, self.guarantee)
 
     @property
+    def measured(self) -> list[tuple[str, str]]:
+        """What the method measured of its own assumptions: name and value."""
+        return self.recipe.method.measured(self.folder.private)
+
+    @property
     def parts(self) -> dict[str, str]:
         """Which part of the model saw which data; empty when all of it began at random."""
         if not self.folder.pretrained.exists():
@@ -163,6 +168,7 @@ class Facts:
             notes.append(f"Custom model: treats examples independently ({how}).")
         if self.claim is not None:
             notes.append(f"Claimed by the paper, not the guarantee: {self.claim.line}.")
+        notes += [f"{name[0].upper()}{name[1:]}: {value}." for name, value in self.measured]
         if self.audited_run is not None:
             notes.append(f"Audited run: {self.audited_run}.")
         notes += [f"Audited ({audited.kind}): {audited.line}." for audited in self.audits]
@@ -190,6 +196,7 @@ class Facts:
         rows = [("privacy", self.privacy_line)]
         if self.claim is not None:
             rows.append(("claimed, not proved", self.claim.line))
+        rows += self.measured
         if self.search is not None:
             rows.append(("private search", str(self.search)))
             chosen = self.recipe.model_dump(mode="json")

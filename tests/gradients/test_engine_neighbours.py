@@ -22,6 +22,7 @@ from dpdist.gradients.perturbations import (
     InputDraws,
     ParameterDraws,
 )
+from dpdist.randomness.places import Several
 
 C = 0.2
 KEY = bytes(range(32))
@@ -81,9 +82,7 @@ DRAWS = {
     "input noise": InputDraws(3, 0.25),
     "parameter and input noise": ParameterDraws(3, 0.1, input_std=0.25),
     "hidden noise": HiddenDraws(3, "2", 0.25),
-    "noise in several places": BlockDraws(
-        2, {"0": 0.25, "2": 0.5}, mode="relative", input_std=0.25
-    ),
+    "noise in several places": BlockDraws(2, Several({"0": 0.25, "2": 0.5}, "relative", 0.25)),
 }
 
 

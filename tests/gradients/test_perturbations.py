@@ -23,6 +23,7 @@ from dpdist.gradients.perturbations import (
     standard_normal_per_record,
     standard_normal_shared,
 )
+from dpdist.randomness.places import Several
 
 KEY, OTHER_KEY = bytes(range(32)), bytes(range(1, 33))
 IDS = torch.tensor([17, 4, 901, 33, 250])
@@ -91,9 +92,9 @@ ALL_DRAWS = [
     InputDraws(2, torch.linspace(0, 1, 6)),
     HiddenDraws(3, "1", 0.5),
     HiddenDraws(3, "3", 0.5, aggregate="sum"),
-    BlockDraws(3, {"1": 0.5, "3": 0.2}, input_std=0.3),
-    BlockDraws(2, {"1": 0.5, "3": 0.2}, mode="multiplicative"),
-    BlockDraws(2, {"3": 0.5, "1": 0.2}, mode="relative", aggregate="sum"),
+    BlockDraws(3, Several({"1": 0.5, "3": 0.2}, input_std=0.3)),
+    BlockDraws(2, Several({"1": 0.5, "3": 0.2}, "multiplicative", floor=0.1)),
+    BlockDraws(2, Several({"3": 0.5, "1": 0.2}, "relative"), aggregate="sum"),
 ]
 
 
@@ -247,7 +248,7 @@ def test_mistakes_are_named():
     with pytest.raises(UserError, match="no module named 'nowhere'"):
         engine(HiddenDraws(2, "nowhere", 0.1))
     with pytest.raises(UserError, match="no module named 'nowhere'"):
-        engine(BlockDraws(2, {"1": 0.1, "nowhere": 0.1}))
+        engine(BlockDraws(2, Several({"1": 0.1, "nowhere": 0.1})))
     with pytest.raises(UserError, match="not trained"):
         engine(ParameterDraws(2, {"nothing": 0.1}))
     for bad in (0, -1, 1.5):
@@ -269,7 +270,8 @@ def test_noise_behind_a_layer_without_a_rule_is_refused():
             return x * self.factor
 
     model = nn.Sequential(nn.Linear(6, 6), Scale(), nn.Linear(6, 3))
-    for draws in (HiddenDraws(1, "1", 0.1), BlockDraws(1, {"0": 0.1, "1": 0.1})):
+    place = Several({"0": 0.1, "1": 0.1})
+    for draws in (HiddenDraws(1, "1", 0.1), BlockDraws(1, place)):
         with pytest.raises(UserError, match="output of 1: layer 1 has no rule"):
             GradientEngine(model, cross_entropy, clipping=FlatClipping(0.1), draws=draws)
     GradientEngine(model, cross_entropy, clipping=FlatClipping(0.1), draws=HiddenDraws(1, "0", 0.1))

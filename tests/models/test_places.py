@@ -37,7 +37,9 @@ STDS = {"1": 0.25, "0": 0.5}  # not in the order in which they run
 def model_with(place: Several, spec: ModelSpec = SPEC) -> tuple[nn.Module, ModelSpec]:
     model = models.initialise(spec, 0)
     place.attach(model)
-    return model.eval(), replace(spec, block_noise=BlockNoise(tuple(place.stds), place.mode))
+    return model.eval(), replace(
+        spec, block_noise=BlockNoise(tuple(place.stds), place.mode, place.floor)
+    )
 
 
 def by_hand(model: nn.Module, place: Several, x: Tensor, normals: Tensor) -> Tensor:
@@ -51,15 +53,17 @@ def by_hand(model: nn.Module, place: Several, x: Tensor, normals: Tensor) -> Ten
         if (name := str(number)) in place.stds:
             std, n = place.stds[name], noise[name]
             if place.mode == "multiplicative":
-                h = h * (1 + std * n)
+                h = h + std * h.sign() * h.abs().clamp_min(place.floor) * n
             else:
                 h = h + std * n * (h.std(correction=0) if place.mode == "relative" else 1)
     return h
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_draw_is_the_network_with_noise_in_its_places(mode: str) -> None:
-    place = Several(STDS, mode, 0.3)
+@pytest.mark.parametrize(
+    ("mode", "floor"), [*((mode, 0.0) for mode in MODES), ("multiplicative", 0.5)]
+)
+def test_a_draw_is_the_network_with_noise_in_its_places(mode: str, floor: float) -> None:
+    place = Several(STDS, mode, 0.3, floor)
     model, _ = model_with(place)
     x, shape = torch.rand(5, *SHAPE), place.normals_shape(model, SHAPE)
     normals = torch.randn(5, *shape)
@@ -75,7 +79,7 @@ def test_a_draw_is_the_network_with_noise_in_its_places(mode: str) -> None:
 
 
 def test_noise_in_several_places_is_saved_with_the_model(tmp_path: Path) -> None:
-    place = Several(STDS, "relative", 0.3)
+    place = Several(STDS, "relative", 0.3, 0.1)
     model, spec = model_with(place)
     models.save(model, spec, tmp_path)
     loaded = models.load(tmp_path)
@@ -96,6 +100,7 @@ def test_noise_in_several_places_is_saved_with_the_model(tmp_path: Path) -> None
         ({"modules": [0], "mode": "additive"}, "damaged: block_noise.modules must be names"),
         ({"modules": ["1", "0"]}, "damaged: block_noise.mode is missing"),
         (["0"], "damaged: block_noise must be dict"),
+        ({"modules": ["0"], "mode": "additive", "floor": -1}, "block_noise.floor must be a number"),
     ],
 )
 def test_a_damaged_description_of_noise_is_named(tmp_path: Path, noise, message: str) -> None:
@@ -196,7 +201,7 @@ def test_an_attack_counts_and_differentiates_under_all_the_noise(place: Several)
 def test_training_and_prediction_put_noise_alike() -> None:
     place, key, ids = Several(STDS, "relative", 0.3), b"k" * 32, torch.tensor([7, 3])
     model, _ = model_with(place)
-    draws, x = BlockDraws(2, STDS, mode="relative", input_std=0.3), torch.rand(2, *SHAPE)
+    draws, x = BlockDraws(2, place), torch.rand(2, *SHAPE)
     sizes = [36, *(model[: int(n) + 1](x)[0].numel() for n in STDS)]
     purposes = ["draws/inputs", "draws/block/0", "draws/block/1"]
     normals = torch.cat(

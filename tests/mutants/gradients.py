@@ -99,12 +99,12 @@ FAULTS: list[Fault] = [
         "dpdist/randomness/inside.py", "models/test_places",
         ("output.flatten(1).var(1, correction=0)", "output.var(correction=0).expand(len(output))",
          "noise is as large as the batch varies"),
-        ("output * (1 + std * normals)", "output * (1 + std * std * normals)",
+        ("torch.where(output < 0, -size, size) * normals", "std * torch.where(output < 0, -size, size) * normals",
          "multiplicative noise is too small"),
     ),
     *group(
         "dpdist/randomness/places.py", "models/test_places",
-        ("return Several(self.stds, self.mode, sigma)", "return OnInput(sigma)",
+        ("return replace(self, input_std=sigma)", "return OnInput(sigma)",
          "noise inside is left out where the input is smoothed"),
     ),
     *group(

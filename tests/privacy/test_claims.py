@@ -146,19 +146,6 @@ def test_transdenoiser_gives_back_the_input_exactly():
     assert np.abs(found_x - x).max() < 1e-12
 
 
-@pytest.mark.parametrize("label", range(5))
-def test_transformed_noise_gives_back_the_label_exactly(label):
-    """A softmax layer: the only negative entry of the bias gradient is the label's."""
-    rng = np.random.default_rng(label)
-    weights, x = rng.normal(size=(5, 8)), rng.random(8)
-    scores = weights @ (x + 0.25 * rng.normal(size=8))
-    chances = np.exp(scores - scores.max())
-    chances /= chances.sum()
-    released = chances - np.eye(5)[label]
-    assert int(np.argmin(released)) == label
-    assert int(np.sum(released < 0)) == 1
-
-
 @pytest.mark.parametrize(("parameters", "inputs", "batch"), [(40, 12, 1), (200, 12, 8)])
 def test_s_min_is_zero_when_parameters_outnumber_inputs(parameters, inputs, batch):
     rng = np.random.default_rng(2)

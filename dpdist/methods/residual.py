@@ -1,0 +1,233 @@
+"""Residual perturbation: noise behind every residual block and on the input, in training and at
+every prediction (Strategies I and II).
+
+A regulariser: it earns no privacy here. The label enters a gradient without any noise, so that one
+released step gives it away however large the noise is (`tests/methods/test_residual.py`). What is
+proved is what DP-SGD proves, inside whose clip the noise stands; without DP-SGD nothing is, and
+the paper's claim is shown with its assumptions measured.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import model_validator
+
+from dpdist.base.fields import Positive, PositiveOrZero
+from dpdist.methods.base import DrawCount, Fixed, Method
+from dpdist.privacy.plan import PrivacyPlan, StepPlan
+from dpdist.sections.recipe import Sections
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor, nn
+
+    from dpdist.gradients.perturbations import BlockDraws
+    from dpdist.models import ModelSpec
+    from dpdist.privacy.claims import Claim
+    from dpdist.privacy.guarantee import Guarantee
+    from dpdist.randomness.places import Several
+
+_MEASURED = "assumptions.json"  # in the run's private folder
+_IMAGES, _PASSES = 16, 16  # by which the means of blocks are measured
+_BATCH = 1000
+
+
+class ResidualPerturbation(Method):
+    """Noise behind every residual block and on the input, in training and at every prediction.
+
+    For models with residual blocks (resnet-rp, resnet-gn). gamma: of each block's noise. pi: of
+    the input's, in input units (default: gamma / 2). strategy: additive, h + gamma n (Strategy I),
+    or multiplicative, h + gamma sgn(h) max(|h|, eta0) n (Strategy II; the experiments' form has
+    eta0 0). noise_mode: relative multiplies additive noise by the standard deviation of the
+    record's own h, as the code of EnResNet does; the theorem is of absolute noise. draws: noises
+    per record and step, averaged before the clip. input_norm (input units), residual_norm: the
+    bounds R and G that the paper's claim assumes; they are measured, nothing is clipped to them.
+    """
+
+    name: Literal["residual"] = "residual"
+    strategy: Literal["additive", "multiplicative"] = "additive"
+    gamma: Positive
+    pi: PositiveOrZero | None = None
+    eta0: PositiveOrZero = 0.0
+    noise_mode: Literal["absolute", "relative"] = "absolute"
+    draws: DrawCount = 1
+    input_norm: Positive = 30.0
+    residual_norm: Positive = 30.0
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ResidualPerturbation:
+        if self.strategy == "multiplicative" and self.noise_mode == "relative":
+            raise ValueError("noise_mode relative belongs to strategy: additive")
+        if self.strategy == "additive" and self.eta0:
+            raise ValueError("eta0 belongs to strategy: multiplicative")
+        return self
+
+    @property
+    def input_noise(self) -> float:
+        """pi, in input units."""
+        return self.gamma / 2 if self.pi is None else self.pi
+
+    # --- said in the recipe, the plan and the report
+
+    def check(self, recipe: Sections) -> None:
+        super().check(recipe)
+        if recipe.certify is not None and recipe.certify.sigma is None:
+            raise ValueError(
+                "certify.sigma is required: the noise on the input is what certifies; "
+                f"{self.input_noise:g} is that of training (method.pi)"
+            )
+
+    @property
+    def carries_noise(self) -> bool:
+        return True
+
+    @property
+    def together(self) -> bool:
+        return True
+
+    def claim(self, plan: PrivacyPlan, proved: Guarantee) -> Claim | None:
+        """Of a training without DP-SGD: Theorem 1; no figure where the paper has no formula."""
+        from dpdist.privacy.claims import Claim, residual_claim
+
+        step = plan.step(0) if plan.steps else None
+        if step is None or step.noise_multiplier:
+            return None
+        passes = plan.steps * step.sample_rate
+        setting = f"pi {self.input_noise:g}, gamma {self.gamma:g}, {passes:.4g} passes"
+        if self.strategy == "multiplicative":
+            return Claim(
+                "Residual II", setting, None, None, proved, "not sound",
+                "Theorem 2 is of one prediction of a secret model, at most; the model that is "
+                "trained is not private, and predictions compose",
+            )  # fmt: skip
+        reason = "labels enter gradients without noise; the means of blocks have no bound"
+        claimed = None
+        if self.noise_mode == "relative":
+            reason = f"the theorem is of absolute noise; {reason}"
+        elif self.input_noise:
+            norms = (self.input_norm, self.residual_norm)
+            setting += f", R {norms[0]:g}, G {norms[1]:g}"
+            claimed = residual_claim(self.input_noise, self.gamma, *norms, passes, plan.delta)
+        return Claim("Residual I", setting, None, claimed, proved, "not sound", reason)
+
+    def measured(self, private: Path) -> list[tuple[str, str]]:
+        from dpdist.base.reading import read_json
+
+        path = private / _MEASURED
+        if not path.exists():
+            return []
+        numbers = {"within": int, "images": int, "before": float, "after": float}
+        found = read_json(path, numbers)
+        share = 100 * found["within"] / max(1, found["images"])
+        return [
+            (
+                "assumed by the claim, measured on test images",
+                f"norm <= {self.input_norm:g}: {share:.1f} % of {found['images']:,}; largest mean "
+                f"norm of a block's output: {found['before']:.4g} before training, "
+                f"{found['after']:.4g} after (assumed: <= {self.residual_norm:g})",
+            )
+        ]
+
+    # --- done in training
+
+    def place(self, model: nn.Module) -> Several:
+        """Where a model is random. Raises UserError for one without residual blocks."""
+        from dpdist.base.errors import UserError
+        from dpdist.models import residual_blocks
+        from dpdist.randomness.places import Several
+
+        blocks = residual_blocks(model)
+        if not blocks:
+            raise UserError(
+                "method residual puts noise behind residual blocks, and the model has none: take "
+                "resnet-rp or resnet-gn"
+            )
+        mode = "relative" if self.noise_mode == "relative" else self.strategy
+        return Several(dict.fromkeys(blocks, self.gamma), mode, self.input_noise, self.eta0)
+
+    def constraint(self, model: nn.Module) -> Callable[[], None]:
+        """None; a model without residual blocks is refused."""
+        self.place(model)
+        return lambda: None
+
+    def perturbation(self, step: StepPlan, learning_rate: float, fixed: Fixed) -> BlockDraws:
+        from dpdist.gradients.perturbations import BlockDraws
+
+        return BlockDraws(self.draws, self.place(fixed.model))
+
+    def finish(self, spec: ModelSpec, fixed: Fixed) -> ModelSpec:
+        from dpdist.models import BlockNoise
+
+        place = self.place(fixed.model)
+        place.attach(fixed.model)
+        return replace(spec, block_noise=BlockNoise(tuple(place.stds), place.mode, place.floor))
+
+    def learn(self, worker: Any) -> None:
+        """Worker 0 measures the assumptions of the claim before the steps and after them, on test
+        images: how many private inputs are within the norm is a secret of theirs."""
+        plan, path = worker.job.plan, worker.job.folder.private / _MEASURED
+        claimed = self.claim(plan, plan.guarantee()) is not None
+        here = claimed and worker.reducer.rank == 0
+        if here and worker.start == 0:
+            self._measure(worker, path, "before")
+        worker.steps()
+        if here and worker.last == plan.steps and path.exists():
+            self._measure(worker, path, "after")
+
+    def _measure(self, worker: Any, path: Path, when: str) -> None:
+        from dpdist import data
+        from dpdist.base.reading import read_json
+        from dpdist.base.storage import write_json
+        from dpdist.randomness.keys import derive_key
+
+        test = data.load(worker.job.source, "test")
+        images = test.batch(slice(0, _IMAGES)).to(worker.reducer.device)
+        key = derive_key(worker.fixed.key, "residual", when)
+        found: dict[str, Any] = {"images": len(test), "within": 0}
+        if when == "after":
+            found = read_json(path)
+        else:
+            for start in range(0, len(test), _BATCH):
+                norms = test.batch(slice(start, start + _BATCH)).flatten(1).norm(dim=1)
+                found["within"] += int((norms <= self.input_norm).sum())
+        found[when] = largest_mean_norm(worker.model, self.place(worker.model), images, key)
+        write_json(path, found)
+
+
+def largest_mean_norm(
+    model: nn.Module, place: Several, inputs: Tensor, key: bytes, passes: int = _PASSES
+) -> float:
+    """G on these inputs (B, ...): the largest norm of a block's mean output over its noisy passes.
+
+    The square of each norm is the product of the means of two halves of the passes, so that what
+    noise leaves in a mean is no part of it. A block's own noise, of mean 0, is left out. passes:
+    even.
+    """
+    import torch
+
+    from dpdist.gradients.perturbations import BlockDraws
+    from dpdist.randomness.inside import changed
+
+    draws, ids = BlockDraws(passes, place), torch.arange(len(inputs))
+    halves: tuple[dict[int, Tensor], dict[int, Tensor]] = ({}, {})
+
+    def watched(module: int, draw: int) -> Callable[[Tensor], Tensor]:
+        def see(output: Tensor) -> Tensor:
+            total, rows = halves[draw % 2], output.double().flatten(1)
+            total[module] = total[module] + rows if module in total else rows
+            return draws.hidden(output, ids, key, draw, module)
+
+        return see
+
+    with torch.no_grad():
+        for draw in range(passes):
+            names = enumerate(draws.hidden_modules)
+            with changed(model, {name: watched(module, draw) for module, name in names}):
+                model(draws.inputs(inputs, ids, key, draw))
+    squares = [(halves[0][m] * halves[1][m]).sum(1).max() for m in halves[0]]
+    return math.sqrt(max(0.0, *map(float, squares))) / (passes / 2)

@@ -1,0 +1,225 @@
+"""Residual perturbation: where its noise is, and what a run says of its claim."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+
+import pytest
+import torch
+import yaml
+from support.here import command, without_ray
+from torch import Tensor, nn
+
+from dpdist import models
+from dpdist.base.errors import UserError
+from dpdist.gradients.clipping import NoClipping
+from dpdist.gradients.engine import GradientEngine
+from dpdist.gradients.perturbations import BlockDraws
+from dpdist.gradients.task import cross_entropy
+from dpdist.methods.base import Fixed
+from dpdist.methods.residual import ResidualPerturbation, largest_mean_norm
+from dpdist.models import ModelSpec
+from dpdist.models.residual import residual_blocks
+from dpdist.privacy import claims
+from dpdist.privacy.plan import PrivacyPlan
+from dpdist.randomness.places import Several, place_of
+from dpdist.runs.recipe import parse
+from dpdist.training.records import evaluation_data, source_of
+
+SHAPE, KEY = (1, 8, 8), b"k" * 32
+OPTIONS = {"width": 4, "groups": 2}
+
+
+def network(shape: tuple[int, ...] = SHAPE, **options: object) -> nn.Module:
+    return models.initialise(ModelSpec("resnet-rp", shape, 5, {**OPTIONS, **options}), 0)
+
+
+# ---- the network
+
+
+def by_hand(member: nn.Module, x: Tensor, skip: bool) -> Tensor:
+    h = member[0](x)
+    for block in member[1:4]:
+        out = h
+        for layer in block.residual:
+            out = layer(out)
+        h = out + block.skip(h) if skip else out
+    for layer in member[4:]:
+        h = layer(h)
+    return h
+
+
+@pytest.mark.parametrize(("ensemble", "skip"), [(1, True), (1, False), (2, True)])
+def test_the_network_is_the_mean_of_its_members(ensemble: int, skip: bool) -> None:
+    model, x = network(ensemble=ensemble, skip=skip), torch.rand(3, *SHAPE)
+    members = [model] if ensemble == 1 else list(model.members)
+    each = [by_hand(member, x, skip) for member in members]
+    assert torch.allclose(model(x), sum(each) / ensemble, atol=1e-6)
+    assert len(residual_blocks(model)) == 3 * ensemble
+    if ensemble > 1:
+        assert not torch.allclose(each[0], each[1], atol=1e-3)  # they begin apart
+
+
+@pytest.mark.parametrize("shape", [(1, 28, 28), (3, 32, 32)])
+def test_it_takes_the_paper_s_images(shape: tuple[int, ...]) -> None:
+    assert network(shape)(torch.rand(2, *shape)).shape == (2, 5)
+    assert len(residual_blocks(network(shape, depth=14))) == 6
+    for options, message in (({"depth": 9}, "6n [+] 2"), ({"ensemble": 0}, "ensemble must be")):
+        with pytest.raises(UserError, match=message):
+            network(shape, **options)
+
+
+# ---- the noise
+
+
+METHODS = [
+    ResidualPerturbation(gamma=0.5),
+    ResidualPerturbation(gamma=0.5, pi=0.1, noise_mode="relative"),
+    ResidualPerturbation(gamma=0.5, strategy="multiplicative", eta0=0.2),
+]
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda m: f"{m.strategy}, {m.noise_mode}")
+def test_training_and_the_trained_model_have_one_noise(method: ResidualPerturbation) -> None:
+    model = network(ensemble=2)
+    draws = method.perturbation(None, 0.1, Fixed(model))  # type: ignore[arg-type]
+    spec = ModelSpec("resnet-rp", SHAPE, 5, {**OPTIONS, "ensemble": 2})
+    carried = method.finish(spec, Fixed(model))
+    assert place_of(model) == draws.place == method.place(model) and carried.noisy
+    assert set(draws.hidden_modules) == {f"members.{m}.{b}" for m in (0, 1) for b in (1, 2, 3)}
+    assert set(draws.place.stds.values()) == {0.5}
+    assert draws.place.smoothing == (0.25 if method.pi is None else 0.1)  # gamma / 2
+
+
+def test_a_model_without_blocks_and_options_that_do_not_fit_are_refused() -> None:
+    plain = models.initialise(ModelSpec("small-cnn", SHAPE, 5, {"width": 4}), 0)
+    with pytest.raises(UserError, match="the model has none: take resnet-rp or resnet-gn"):
+        ResidualPerturbation(gamma=1).constraint(plain)
+    known = models.initialise(ModelSpec("resnet-gn", SHAPE, 5, {"depth": 8}), 0)
+    assert len(ResidualPerturbation(gamma=1).place(known).stds) == 3
+    for wrong, message in (
+        ({"strategy": "multiplicative", "noise_mode": "relative"}, "belongs to strategy: additive"),
+        ({"eta0": 0.1}, "eta0 belongs to strategy: multiplicative"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ResidualPerturbation(gamma=1, **wrong)
+
+
+def test_the_mean_norm_of_a_block_is_the_norm_of_its_mean() -> None:
+    class Plus(models.residual.ResidualBlock):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.tensor([3.0, 4.0])
+
+    model = nn.Sequential(Plus(), Plus())
+    quiet = Several({"0": 0.0, "1": 0.0})
+    assert largest_mean_norm(model, quiet, torch.zeros(4, 2), KEY) == pytest.approx(10)
+    # The last block's own noise is none of its mean; a wide first block's is averaged away.
+    for stds in ({"0": 0.0, "1": 1e6}, {"0": 1.0, "1": 0.0}):
+        found = largest_mean_norm(model, Several(stds), torch.zeros(4, 2), KEY, 200)
+        assert found == pytest.approx(10, abs=0.1)  # standard deviation 0.014 each
+
+
+# ---- what it is worth
+
+
+def plan(noise: float = 0.0, clip: float = math.inf) -> PrivacyPlan:
+    return PrivacyPlan.dp_sgd(
+        records=1000, batch_size=100, noise_multiplier=noise, steps=50, delta=1e-5, clip_norm=clip
+    )
+
+
+def test_the_claim_is_theorem_one_and_proves_nothing() -> None:
+    method, proved = ResidualPerturbation(gamma=4.5), plan().guarantee()
+    claim = method.claim(plan(), proved)
+    assert claim.proved.epsilon == math.inf and claim.verdict == "not sound"
+    assert claim.claimed == claims.residual_claim(2.25, 4.5, 30, 30, 5.0)  # 50 x 100 / 1000 passes
+    for without in (
+        ResidualPerturbation(gamma=4.5, noise_mode="relative"),
+        ResidualPerturbation(gamma=4.5, strategy="multiplicative"),
+        ResidualPerturbation(gamma=4.5, pi=0),
+    ):
+        claim = without.claim(plan(), proved)
+        assert claim.claimed is None and claim.line.startswith("no formula: not sound: ")
+    private = plan(1.0, 1.0)
+    assert method.claim(private, private.guarantee()) is None  # DP-SGD's epsilon holds, no other
+    assert method.cost(private.phases[0]) == private.phases
+
+
+@pytest.mark.parametrize("label", range(5))
+@pytest.mark.parametrize(
+    "place",
+    [
+        Several({}, input_std=0.25),  # TransDenoiser's: noise on the input alone
+        Several({"1": 4.5, "2": 4.5, "3": 4.5}, input_std=2.25),
+        Several({"1": 1e4, "2": 1e4, "3": 1e4}, input_std=1e4),
+        Several({"1": 1e4, "2": 1e4, "3": 1e4}, "multiplicative", 1e4, 0.1),
+    ],
+    ids=str,
+)
+def test_one_released_step_gives_the_label_away_whatever_the_noise(
+    place: Several, label: int
+) -> None:
+    """A softmax behind a bias: of the bias's gradient, softmax - onehot(y), the only negative entry
+    is the label's. So (x, y) and (x, y') are told apart with probability 1: for no epsilon and no
+    delta < 1 does Theorem 1 hold of records with their labels, nor any claim for noise before the
+    loss."""
+    engine = GradientEngine(
+        network(), cross_entropy, clipping=NoClipping(), draws=BlockDraws(1, place), micro_batch=1
+    )
+    released = engine.clipped_sum(
+        torch.rand(1, *SHAPE), torch.tensor([label]), draw_key=KEY, record_ids=torch.tensor([7])
+    ).flat[-5:]
+    assert int(released.argmin()) == label and int((released < 0).sum()) == 1
+
+
+# ---- whole runs
+
+RECIPE = {
+    "name": "r",
+    "data": {"name": "digits", "max_train": 200},
+    "model": {
+        "name": "resnet-rp",
+        "options": {**OPTIONS, "ensemble": 2},
+        "mean": [0.3],
+        "std": [0.4],
+    },
+    "method": {"name": "residual", "gamma": 0.5, "input_norm": 3.5},
+    "privacy": {"noise_multiplier": 0, "clipping": "none", "delta": 1e-5},
+    "training": {"batch_size": 20, "steps": 2, "learning_rate": 0.1},
+    "certify": {"sigma": 0.25, "n": 20, "n0": 10, "max_inputs": 2, "form": "eager"},
+}  # fmt: skip
+
+
+def test_a_run_is_trained_evaluated_certified_and_says_what_it_is_worth(
+    tmp_path, monkeypatch, capsys
+) -> None:
+    without_ray(monkeypatch)
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump(RECIPE))
+    done = command(monkeypatch, capsys, tmp_path, "run", "r.yaml")
+    out = " ".join(done.out.split())
+    assert done.code == 0, f"{done.out}\n{done.err}"
+    assert "NOT PRIVATE: epsilon is infinite" in out
+    assert re.search(r"claimed, not proved .*Theorem 1\): not sound: labels", out), out
+    said = r"norm <= 3\.5: (\S+) % of (\d+); largest mean norm .* before training, .* after"
+    share, images = re.search(said, out).groups()
+    assert "mean scores of 16 draws" in out and re.search(r"certified, .*0\.25", out), out
+    run = tmp_path / "runs/r"
+    recipe = parse(RECIPE, "r")
+    inputs = evaluation_data(recipe, source_of(recipe)).batch(slice(None))
+    within = (inputs.flatten(1).norm(dim=1) <= 3.5).double().mean()
+    assert 0 < within < 1 and len(inputs) == int(images)  # of test images, in input units
+    assert float(share) == pytest.approx(100 * float(within), abs=0.051)
+    model = models.load(run / "private/model")
+    stds = {f"network.members.{m}.{b}": 0.5 for m in (0, 1) for b in (1, 2, 3)}
+    assert place_of(model) == Several(stds, input_std=0.25)
+    measured = json.loads((run / "private/assumptions.json").read_text())
+    assert measured["before"] > 0 and measured["before"] != measured["after"]
+    assert "assumed by the claim, measured" in (run / "report/index.html").read_text()
+
+
+def test_a_certificate_needs_the_sigma_of_its_input_noise() -> None:
+    section = {"sigma": None, "n": 20}
+    with pytest.raises(UserError, match=r"certify\.sigma is required: .*; 0\.25 is that of train"):
+        parse({**RECIPE, "certify": section}, "r")
