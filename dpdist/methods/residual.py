@@ -94,10 +94,9 @@ class ResidualPerturbation(Method):
         """Of a training without DP-SGD: Theorem 1; no figure where the paper has no formula."""
         from dpdist.privacy.claims import Claim, residual_claim
 
-        step = plan.step(0) if plan.steps else None
-        if step is None or step.noise_multiplier:
+        if not _ordinary(plan):
             return None
-        passes = plan.steps * step.sample_rate
+        passes = plan.steps * plan.step(0).sample_rate
         setting = f"pi {self.input_noise:g}, gamma {self.gamma:g}, {passes:.4g} passes"
         if self.strategy == "multiplicative":
             return Claim(
@@ -171,8 +170,7 @@ class ResidualPerturbation(Method):
         """Worker 0 measures the assumptions of the claim before the steps and after them, on test
         images: how many private inputs are within the norm is a secret of theirs."""
         plan, path = worker.job.plan, worker.job.folder.private / _MEASURED
-        claimed = self.claim(plan, plan.guarantee()) is not None
-        here = claimed and worker.reducer.rank == 0
+        here = _ordinary(plan) and worker.reducer.rank == 0
         if here and worker.start == 0:
             self._measure(worker, path, "before")
         worker.steps()
@@ -197,6 +195,11 @@ class ResidualPerturbation(Method):
                 found["within"] += int((norms <= self.input_norm).sum())
         found[when] = largest_mean_norm(worker.model, self.place(worker.model), images, key)
         write_json(path, found)
+
+
+def _ordinary(plan: PrivacyPlan) -> bool:
+    """Whether there are steps, without DP-SGD's noise."""
+    return plan.steps > 0 and plan.step(0).noise_multiplier == 0
 
 
 def largest_mean_norm(
