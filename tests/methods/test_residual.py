@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import math
 import re
+import runpy
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -223,3 +226,19 @@ def test_a_certificate_needs_the_sigma_of_its_input_noise() -> None:
     section = {"sigma": None, "n": 20}
     with pytest.raises(UserError, match=r"certify\.sigma is required: .*; 0\.25 is that of train"):
         parse({**RECIPE, "certify": section}, "r")
+
+
+def test_the_swirl_is_undone_but_for_noise_that_averages_away() -> None:
+    """The figures of an independent prototype, to 1 dB."""
+    sde = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "sde.py"))
+    x, rng, psnr = sde["picture"](), np.random.default_rng(0), sde["psnr"]
+    flowed = sde["forward"](x, 0.0, False, rng)
+    assert psnr(flowed, x) == pytest.approx(0.2, abs=1)
+    assert psnr(sde["backward"](flowed, 0.0, False, rng), x) == pytest.approx(44.4, abs=1)
+    assert psnr(sde["inverse"](flowed), x) > 300
+    cases = ((1.0, False, 4, (-4.4, -1.4)), (0.1, True, 2, (14.6, 17.7)))
+    for gamma, times, queries, want in cases:
+        panels = sde["noisy_panels"](x, gamma, times, queries)
+        fresh, without, mean = [psnr(panel, x) for panel in list(panels.values())[1:]]
+        assert (fresh, without) == pytest.approx(want, abs=1)
+        assert mean - without == pytest.approx(10 * np.log10(queries), abs=1)
