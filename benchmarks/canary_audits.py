@@ -26,6 +26,7 @@ from dpdist.audits.canaries import audit_canaries
 from dpdist.audits.target import of_run
 from dpdist.pipeline import resolve
 from dpdist.privacy.audited import Audited
+from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe, parse
 from dpdist.sections.audit import CanaryAudit
@@ -54,7 +55,8 @@ def audited(recipe: Recipe, folder: RunFolder) -> Audited:
     """Train and audit."""
     loop.run(prepare(recipe, folder, recipe.name), Reducer(0, 1, torch.device("cpu")))
     assert isinstance(recipe.audit, CanaryAudit)
-    return audit_canaries(recipe.audit, of_run(folder), folder.path, lambda done, total: None)
+    target = of_run(folder, read_facts(folder).guarantee)
+    return audit_canaries(recipe.audit, target, folder.path, lambda done, total: None)
 
 
 def row(raw: dict[str, Any], epsilon: float, section: dict[str, Any], runs: int) -> str:

@@ -19,7 +19,7 @@ import numpy as np
 
 from dpdist.audits.target import Target, of_recipe
 from dpdist.base.errors import UserError
-from dpdist.privacy import accounting, trade_off
+from dpdist.privacy import trade_off
 from dpdist.privacy.audit_bounds import OneRun, shared_alpha
 from dpdist.privacy.audited import Audited
 from dpdist.privacy.plan import PrivacyPlan
@@ -70,7 +70,10 @@ def audit_canaries(
         claimed=target.claimed,
         curve_rejected=curve is not None and run.rejects(curve),
         exploratory=options.exploratory,
-        assumptions=() if found is None else (_FAMILY,),
+        assumptions=(
+            *(() if found is None else (_FAMILY,)),
+            *(() if options.in_sums else target.removal),
+        ),
         model=target.model,
         details={
             "canaries": run.canaries,
@@ -88,6 +91,7 @@ def audited_recipe(recipe: Recipe, options: AuditOptions, where: str) -> Recipe:
     raw = recipe.model_dump(mode="json")
     if recipe.audit != options:
         raw["name"] = f"{recipe.name}-{options.kind}"
+        raw["resources"] |= {"archive": None, "archive_private": False}  # those of another run
     planted = parse({**raw, "audit": options.model_dump(mode="json")}, where)
     of_recipe(planted, where)
     return planted
@@ -213,11 +217,8 @@ def _curve(plan: PrivacyPlan, power: int) -> trade_off.Curve | None:
 
 @lru_cache(maxsize=512)
 def _epsilon(plan: PrivacyPlan, power: int) -> float:
-    """To a thousandth."""
-    louder = _with_noise(plan, power)
-    return accounting.coarse_epsilon(
-        louder.alternatives(louder.phases), louder.delta, louder.neighbours
-    )
+    """As the plan's own is computed: rounded otherwise, less than the plan would exceed it."""
+    return _with_noise(plan, power).guarantee().epsilon
 
 
 def _with_noise(plan: PrivacyPlan, power: int) -> PrivacyPlan:

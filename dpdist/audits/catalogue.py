@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from dpdist.attacks.settings import AttackSettings, CheckSettings
 from dpdist.audits import canaries, many_runs, mechanism
 from dpdist.audits.membership import Membership
-from dpdist.audits.result import AuditResult
+from dpdist.audits.result import AuditResult, PrivateAuditResult
 from dpdist.audits.target import Target
 from dpdist.base.errors import UserError
 from dpdist.base.fields import rule_of
@@ -21,7 +21,9 @@ from dpdist.privacy.audited import Audited
 from dpdist.runs.recipe import Recipe
 from dpdist.sections.audit import AuditOptions, CanaryAudit, ManyRunsAudit, MechanismAudit
 
-EVALUATIONS: tuple[type[Evaluation], ...] = (AttackSettings, CheckSettings, AuditResult, Membership)
+EVALUATIONS: tuple[type[Evaluation], ...] = (
+    AttackSettings, CheckSettings, AuditResult, PrivateAuditResult, Membership
+)  # fmt: skip
 
 # How far it is: done, in all.
 Show = Callable[[int, int], None]

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from dpdist.audits.bank import BankScores
 from dpdist.audits.ceilings import Ceiling, claimed, in_words, proved
 from dpdist.audits.games import Game
-from dpdist.audits.inference import Inference
+from dpdist.audits.inference import ATTACKS, Inference
 from dpdist.audits.membership import Membership
 from dpdist.audits.roc import ALPHA, Estimate, Roc
 from dpdist.base.storage import json_number, write_json
@@ -175,7 +175,9 @@ def examine(
             )
     else:
         notes.append("no ceiling: who is in a model follows from the seed that was given")
-    tests = shared_alpha(ALPHA, len(attacks) * len(banks))
+    # All that a bank can be asked: those of another call are tests on the same coins.
+    others = sum(not one.quarters for one in ATTACKS.values())
+    tests = shared_alpha(ALPHA, max(others, len(attacks)) * len(banks))
     coins = settings.seed is None and game.nominal
     found = tuple(
         _attacked(attack, game, key, bank, passes, tests if coins else None)

@@ -29,10 +29,7 @@ def audit_many_runs(options: ManyRunsAudit, target: Target, output: Path, show: 
     from dpdist.cluster.session import connect
 
     work = Retraining(options, target)
-    place = output / "private"
-    if target.folder is not None:
-        place = target.folder.private / "audit" / options.folder_name
-    private = private_folder(place)
+    private = private_folder(output)  # wherever it was asked for: models of private records
     with connect(private / "ray.log", worker_setup=vision.install):
         table = run(work, private, progress=lambda done, total, rate: show(done, total))
     trial, present, score = (table[name].to_numpy() for name in work.columns)
@@ -57,6 +54,7 @@ def audit_many_runs(options: ManyRunsAudit, target: Target, output: Path, show: 
         claimed=target.claimed,
         curve_rejected=rejected,
         exploratory=options.exploratory,
+        assumptions=target.removal,
         model=target.model,
         details={
             "copies": options.copies,

@@ -246,6 +246,7 @@ def audit_mechanism(options: MechanismAudit, target: Target, output: Path, show:
         assumptions=(
             "every step of the run is made of these pieces",
             "noise and coins of a release's coordinates are independent",
+            *target.removal,
         ),
         model=target.model,
         details={

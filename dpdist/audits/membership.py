@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from dpdist.audits.bank import TABLE, BankScores, read_scores
 from dpdist.audits.games import GAMES, Game
+from dpdist.audits.target import refuse_planted
 from dpdist.base.errors import UserError
 from dpdist.bulk.evaluation import Evaluation, Subject
 from dpdist.methods.catalogue import DEFAULT
@@ -104,6 +105,7 @@ class Membership(Evaluation):
         """
         from dpdist.training.planning import make_plan
 
+        refuse_planted(recipe, "shadow models")
         if recipe.tune is not None:
             raise UserError(
                 f"{recipe.name}: a private search is no single training; give the recipe.yaml "

@@ -14,8 +14,8 @@ from dpdist.sections.audit import AuditOptions
 
 @dataclass(frozen=True)
 class AuditResult(Evaluation):
-    """RUN/audit/NAME/audit.json. Nothing in it says anything of a training record: scores of
-    canaries stay in private/."""
+    """RUN/audit/NAME/audit.json. Nothing in it is made of more than the run's guarantee covers: of
+    its canaries the number of right guesses, never scores or coins."""
 
     options: AuditOptions
 
@@ -29,7 +29,7 @@ class AuditResult(Evaluation):
 
     @classmethod
     def home(cls, run: Folders) -> Path:
-        return run.path / "audit"
+        return (run.private if cls.private else run.path) / "audit"
 
     @classmethod
     def read(cls, path: Path) -> Audited:
@@ -38,3 +38,15 @@ class AuditResult(Evaluation):
     @classmethod
     def lines(cls, found: Sequence[Audited]) -> list[tuple[str, str]]:
         return [(f"audited, {audited.kind}", audited.line) for audited in found]
+
+
+@dataclass(frozen=True)
+class PrivateAuditResult(AuditResult):
+    """RUN/private/audit/NAME/audit.json, made of more trainings than the run's guarantee covers."""
+
+    private: ClassVar[bool] = True
+
+
+def result_of(options: AuditOptions) -> AuditResult:
+    """The kind of result that an audit has."""
+    return (PrivateAuditResult if options.private else AuditResult)(options)

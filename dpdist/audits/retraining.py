@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 
 from dpdist import bulk
-from dpdist.audits.target import Target
+from dpdist.audits.target import Target, refuse_planted
 from dpdist.base.table_files import Column
 from dpdist.bulk.job import Item, Task, Work
 from dpdist.sections.audit import ManyRunsAudit
@@ -33,9 +33,11 @@ class Retraining(Work):
     file, key, schema, columns, order = TABLE, KEY, SCHEMA, COLUMNS, ("trial",)
 
     def __init__(self, options: ManyRunsAudit, target: Target) -> None:
+        """Raises UserError for a recipe that is more than `Trainings` does, or has canaries."""
         from dpdist.audits.vectorised import Trainings
         from dpdist.training.records import source_of, training_data
 
+        refuse_planted(target.recipe, "many runs")
         self._options, self._target, self.seed = options, target, options.seed
         self._records = training_data(target.recipe, source_of(target.recipe))
         Trainings(target.recipe, target.plan, self._records)  # refuses what it cannot train

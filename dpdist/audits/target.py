@@ -32,14 +32,33 @@ class Target:
             )
 
     @property
+    def removal(self) -> tuple[str, ...]:
+        """What audits that add or remove a record rest on, where another relation is proved."""
+        if self.proved.neighbours != "replace-one":
+            return ()
+        return ("to be replaced by a record that adds nothing is to be removed",)
+
+    @property
     def claim(self) -> Claim | None:
         return self.recipe.method.claim(self.plan, self.proved)
 
     @property
     def claimed(self) -> float | None:
-        """The claimed epsilon."""
-        claim = self.claim
-        return None if claim is None or claim.claimed is None else claim.claimed.epsilon
+        """The claimed epsilon, where it is claimed of the data sets that are told apart and at no
+        larger delta: no lower bound refutes it otherwise."""
+        claim = None if self.claim is None else self.claim.claimed
+        if claim is None or claim.neighbours != self.proved.neighbours:
+            return None
+        return claim.epsilon if claim.delta <= self.plan.delta else None
+
+
+def refuse_planted(recipe: Recipe, what: str) -> None:
+    """Raise UserError for a recipe that has canaries behind its records."""
+    if recipe.planted is not None:
+        raise UserError(
+            f"{recipe.name}: audit.kind: canaries plants records in this training; {what} are of a "
+            "recipe without it"
+        )
 
 
 def of_recipe(recipe: Recipe, where: str) -> Target:
@@ -52,9 +71,8 @@ def of_recipe(recipe: Recipe, where: str) -> Target:
     return Target(recipe, plan, plan.guarantee())
 
 
-def of_run(folder: RunFolder) -> Target:
-    """A trained run, by its ledger. Raises UserError."""
+def of_run(folder: RunFolder, proved: Guarantee) -> Target:
+    """A trained run. proved: of all that it released, and of the search that chose it if one did
+    (`dpdist.reports.facts`). Raises UserError."""
     model = folder.require_trained().get("model")
-    released = read_released(folder)
-    proved = released.ledger.guarantee(released.plan)
-    return Target(folder.read_recipe(), released.plan, proved, folder, model)
+    return Target(folder.read_recipe(), read_released(folder).plan, proved, folder, model)

@@ -47,9 +47,10 @@ def command(
     from dpdist import pipeline
     from dpdist.audits import catalogue
     from dpdist.audits.canaries import audited_recipe
-    from dpdist.audits.result import AuditResult
+    from dpdist.audits.result import result_of
     from dpdist.audits.target import of_recipe, of_run
     from dpdist.base import console
+    from dpdist.reports.facts import read_facts
 
     if zoo:
         _visit_zoo()
@@ -58,12 +59,15 @@ def command(
         raise UserError("give a recipe or a run, or --zoo")
     recipe, folder = _named(name, runs, data_root)
     asked = catalogue.asked_for(recipe, kind, options or [])
+    result = result_of(asked)
     if folder is None and asked.planted is not None:
         planted = audited_recipe(recipe, asked, name)
         folder = pipeline.train_alone(planted, runs=runs, where=name)
-    target = of_recipe(recipe, name) if folder is None else of_run(folder)
+    target = (
+        of_recipe(recipe, name) if folder is None else of_run(folder, read_facts(folder).guarantee)
+    )
     if folder is not None:
-        output = AuditResult(asked).place(folder, output)
+        output = result.place(folder, output)
     output = output or runs / f"{recipe.name}.audit" / asked.folder_name
     with console.progress(f"audit, {asked.folder_name}", "trials", "trials") as show:
         found = catalogue.make_audit(
@@ -73,7 +77,10 @@ def command(
     rows += [("it rests on", line) for line in found.assumptions]
     rows += [(key.replace("_", " "), str(value)) for key, value in found.details.items()]
     typer.echo(console.table(rows, title=f"audit of {name}"))
-    typer.echo(f"result: {output / AuditResult.file}")
+    kept = (
+        "result, which stays private: it is made of many trainings" if result.private else "result"
+    )
+    typer.echo(f"{kept}: {output / result.file}")
     if folder is not None:
         pipeline.report_stage(folder)
     if found.bug:

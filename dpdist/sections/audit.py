@@ -38,6 +38,12 @@ class AuditOptions(Section):
         raise NotImplementedError
 
     @property
+    def private(self) -> bool:
+        """Whether its result says more of the records than a run's guarantee covers: it then lies
+        where no report, card, release, fetch or archive without private state looks."""
+        return False
+
+    @property
     def planted(self) -> CanaryAudit | None:
         """What a training with this section has behind its records, if anything."""
         return None
@@ -66,6 +72,7 @@ class MechanismAudit(AuditOptions):
 
 class ManyRunsAudit(AuditOptions):
     """The recipe's training, done anew again and again, with a canary and without; small models.
+    Its counts are made of so many models of the private records, and stay private as they do.
 
     trainings: in all, every second with the canary. canary: an input unlike all others (the
     adversary sees the model), or a gradient of the clip's norm on a coordinate of its own (it sees
@@ -81,6 +88,10 @@ class ManyRunsAudit(AuditOptions):
     @property
     def sees(self) -> str:
         return "every noisy sum" if self.canary == "gradient" else "the final model"
+
+    @property
+    def private(self) -> bool:
+        return True
 
     @property
     def folder_name(self) -> str:

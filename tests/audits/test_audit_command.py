@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,15 @@ from support.here import command
 from support.training import make, train
 
 from dpdist.audits import driving, mechanism, zoo
+from dpdist.audits.target import Target
 from dpdist.privacy.audited import Audited
-from dpdist.reports import compare
-from dpdist.reports.facts import read_facts
+from dpdist.privacy.claims import Claim
+from dpdist.privacy.guarantee import Guarantee
+from dpdist.privacy.plan import PrivacyPlan
+from dpdist.reports import compare, facts
+from dpdist.reports.facts import Facts, read_facts
+from dpdist.runs.folder import RunFolder
+from dpdist.runs.recipe import find, load
 
 FEW = ("--set", "releases=400", "--set", "workers=1")
 
@@ -60,6 +67,31 @@ def test_of_a_run(run, dpdist, monkeypatch):
     )  # fmt: skip
     done = dpdist("audit", "x", "--runs", run.path.parent, *FEW, "--set", "seed=1")
     assert done.code == 1 and "exceeds proved: a bug" in done.out
+
+
+def test_proved_is_of_the_search_that_chose_a_run(run, dpdist, monkeypatch):
+    def searched(folder: RunFolder) -> Facts:
+        found = read_facts(folder)
+        return replace(found, guarantee=replace(found.guarantee, epsilon=99.0))
+
+    monkeypatch.setattr(facts, "read_facts", searched)
+    assert dpdist("audit", "x", "--runs", run.path.parent, *FEW).code == 0
+    assert read_facts(run).audits[0].proved == 99.0
+
+
+def test_a_claim_of_other_data_sets_or_at_a_larger_delta_is_not_refuted(monkeypatch):
+    recipe = load(find("digits"))
+    for delta, neighbours, claimed in (
+        (1e-6, "add-or-remove-one", 0.1), (1e-5, "add-or-remove-one", 0.1),
+        (1e-4, "add-or-remove-one", None), (1e-5, "replace-one", None),
+    ):  # fmt: skip
+        own = Guarantee(0.1, delta, neighbours, "claimed", "a paper")
+        claim = Claim("paper", "", None, own, own, "not sound", "")
+        monkeypatch.setattr(type(recipe.method), "claim", lambda *_, claim=claim: claim)
+        plan = PrivacyPlan.dp_sgd(
+            records=100, batch_size=10, noise_multiplier=1.0, steps=10, delta=1e-5
+        )
+        assert Target(recipe, plan, plan.guarantee()).claimed == claimed, (delta, neighbours)
 
 
 def test_of_a_recipe(dpdist, tmp_path):

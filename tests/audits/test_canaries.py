@@ -15,13 +15,15 @@ from support.keys import NOISE, SAMPLING, record
 from support.training import execute, interrupted, make, train
 
 from dpdist import pipeline
-from dpdist.audits.canaries import _every_step, _final, noise_rejected
+from dpdist.audits.canaries import _epsilon, _every_step, _final, audited_recipe, noise_rejected
 from dpdist.base.errors import UserError
 from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.sampling import poisson_sample
 from dpdist.privacy.audit_bounds import OneRun, log_likelihood_ratio
 from dpdist.privacy.audited import Audited
 from dpdist.privacy.plan import PrivacyPlan
+from dpdist.runs.recipe import parse
+from dpdist.sections.audit import CanaryAudit
 from dpdist.training import checkpoint, loop
 from dpdist.training.canaries import SLOT, WithCanaries, coins, places
 from dpdist.training.job import TrainJob, prepare
@@ -195,6 +197,23 @@ def test_epsilon_of_a_full_batch_is_that_of_the_gaussian_mechanism():
     # More than the plan allows: beyond it in the same family.
     assert noise_rejected(OneRun(5000, 400, 390), plan) > plan.guarantee().epsilon
     assert not OneRun(5000, 400, 330).rejects(lambda x: 0 * x)
+
+
+def test_more_noise_than_the_plans_never_exceeds_it():
+    """Where epsilon is smaller than what coarser accounting rounds up by."""
+    plan = PrivacyPlan.dp_sgd(
+        records=1000, batch_size=10, noise_multiplier=20.0, steps=10, delta=1e-5
+    )
+    assert _epsilon(plan, 1) < plan.guarantee().epsilon
+
+
+def test_a_run_beside_the_recipes_has_no_place_in_its_archive():
+    recipe = parse({**RECIPE, "resources": {"archive": "file:///somewhere"}}, "test")
+    options = CanaryAudit(canaries=600)
+    planted = audited_recipe(recipe, options, "test")
+    assert planted.name == "small-canaries" and planted.resources.archive is None
+    own = parse({**recipe.model_dump(mode="json"), "audit": options.model_dump()}, "test")
+    assert audited_recipe(own, options, "test").resources.archive == "file:///somewhere"
 
 
 # --- the command

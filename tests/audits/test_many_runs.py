@@ -14,12 +14,16 @@ from support.training import KEY, make, parameters, train
 
 from dpdist.audits import vectorised
 from dpdist.audits.many_runs import audit_many_runs
+from dpdist.audits.retraining import Retraining
 from dpdist.audits.target import Target, of_recipe
 from dpdist.audits.vectorised import Trainings
 from dpdist.base.errors import UserError
 from dpdist.gradients.noise import add_noise as real
 from dpdist.privacy.mechanisms import gaussian_epsilon
 from dpdist.randomness.keys import derive_key
+from dpdist.reports.facts import read_facts
+from dpdist.runs.exporting import publishable
+from dpdist.runs.folder import RunFolder
 from dpdist.sections.audit import ManyRunsAudit
 from dpdist.training.job import prepare
 from dpdist.training.records import source_of, training_data
@@ -74,9 +78,9 @@ def test_a_gradient_seen_at_every_step_is_nearly_all_of_the_loss(
     assert found.view == "every noisy sum" and not found.bug
     # 100 and 100 are counted: each rate is known to .08, mu to .5 or so.
     assert 0.2 * truth < found.details["if_gaussian"] < truth
-    before = (tmp_path / "audit/private/trainings.parquet").read_bytes()
+    before = (tmp_path / "audit/trainings.parquet").read_bytes()
     assert audit_many_runs(options, target, tmp_path / "audit", quiet) == found
-    assert (tmp_path / "audit/private/trainings.parquet").read_bytes() == before
+    assert (tmp_path / "audit/trainings.parquet").read_bytes() == before
     # Noise that was forgotten in the steps is found.
     monkeypatch.setattr(vectorised, "add_noise", lambda total, key, std: real(total, key, std / 4))
     fewer = options.model_copy(update={"trainings": 200})
@@ -120,4 +124,22 @@ def test_the_command_asks_for_it(
     assert not (tmp_path / "runs").exists()
     done = command(monkeypatch, capsys, tmp_path, *asked, "trainings=20")
     assert done.code == 0 and "not the real code" in done.out, done.err
-    assert (tmp_path / "runs/x.audit/many-runs-input-1/audit.json").is_file()
+    result = tmp_path / "runs/x.audit/many-runs-input-1/audit.json"
+    assert result.is_file() and result.parent.stat().st_mode & 0o077 == 0
+    # Of a run: counts of so many models of its records are not covered by its guarantee.
+    folder = RunFolder(tmp_path / "runs" / target.recipe.name)
+    train(target.recipe, folder)
+    asked = ("audit", folder.name, *asked[2:], "trainings=20")
+    done = command(monkeypatch, capsys, tmp_path, *asked)
+    assert done.code == 0 and "stays private" in done.out, done.err
+    (kept,) = folder.path.rglob("audit.json")
+    assert kept.is_relative_to(folder.private) and not read_facts(folder).audits
+    assert not [path for path in publishable(folder) if path.parts[0] == "audit"]
+    refused = command(monkeypatch, capsys, tmp_path, *asked, "--output", folder.path / "audit/x")
+    assert refused.code == 2 and "says something of training records" in refused.err
+
+
+def test_what_others_planted_is_refused(tmp_path: Path) -> None:
+    planted = {"kind": "canaries", "canary": "blank", "canaries": 20}
+    with pytest.raises(UserError, match="many runs are of a recipe without it"):
+        Retraining(ManyRunsAudit(), target_of(tmp_path, audit=planted))

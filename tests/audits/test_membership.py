@@ -70,6 +70,7 @@ def test_a_bank_is_attacked_and_stays_private(run: Any, tmp_path: Path) -> None:
     for said in ("AUC", "TPR at 0.1 % FPR", "precision", "AUC, mean over models", "one-run test"):
         assert said in done.out
     assert "add-or-remove-one)  AUC at most" in done.out  # what bounds coins
+    assert "confidence 98.75 %" in done.out  # alpha is shared with the attacks of other calls
     assert (tmp_path / "roc.svg").stat().st_size > 1000
     found = json.loads((tmp_path / HOME / "membership-coins-4/membership.json").read_text())
     assert [one["attack"] for one in found["attacks"]] == ["lira", "rmia"]
@@ -226,6 +227,13 @@ def test_shares_too_small_for_the_batch_are_told(run: Any, tmp_path: Path) -> No
     recipe_of(tmp_path, training__batch_size=50)
     done = run("membership", "x.yaml", "--attack", "shadow")
     assert done.code == 2 and "a shadow with 27 of 108 records: training.batch_size" in done.err
+    assert list(files(tmp_path)) == ["x.yaml"]
+
+
+def test_canaries_are_no_members(run: Any, tmp_path: Path) -> None:
+    recipe_of(tmp_path, audit={"kind": "canaries", "canary": "blank", "canaries": 20})
+    done = run("membership", "x.yaml", "--models", 4, "--attack", "rmia")
+    assert done.code == 2 and "shadow models are of a recipe without it" in done.err
     assert list(files(tmp_path)) == ["x.yaml"]
 
 
