@@ -1,4 +1,4 @@
-"""The real thing in processes of its own: train, certify, report on Ray; kill, resume, two nodes.
+"""The real thing in processes of its own: train, certify, report on Ray; kill, interrupt, resume.
 
 Each command on Ray takes 20 s of processor time, most of it for imports: so there are few, and each
 checks several things. What comes before and after them runs in this process.
@@ -11,7 +11,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from support.here import command, without_ray
 from support.processes import (
     descendants,
     finish,
+    kill,
     parameters,
     start,
     steps_done,
@@ -141,93 +141,47 @@ def test_run_report_release_and_ports(tmp_path, dpdist):
         assert key.encode() not in path.read_bytes()
 
 
+STEPS = 400
 FAULTY = {
     "privacy": {"run_key": "7f" * 32},
-    "training": {"steps": 600, "batch_size": 20, "learning_rate": 0.05},
-    "resources": {"workers": 2, "checkpoint_seconds": 0.5},
+    "training": {"steps": STEPS, "batch_size": 20, "learning_rate": 0.05},
+    "resources": {"workers": 2, "checkpoint_seconds": 0.3},
 }
 
 
-def test_killed_workers_and_a_killed_driver_change_nothing(tmp_path):
-    """kill -9 a worker twice and the driver once: same parameters, same ledger as undisturbed."""
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    finish(start("train", recipe(tmp_path / "a", **FAULTY), cwd=tmp_path / "a"))
+def test_killed_workers_a_killed_driver_and_an_interrupt_change_nothing(tmp_path, dpdist):
+    """kill -9 a worker and the driver, and Ctrl-C: same parameters, same ledger as undisturbed and
+    without Ray. Ctrl-C is clean: exit code 130, one line, no processes left behind."""
+    dpdist("train", recipe(tmp_path / "a", **FAULTY), cwd=tmp_path / "a")
     undisturbed = tmp_path / "a" / "runs" / "small"
 
+    asked = recipe(tmp_path / "b", **FAULTY)
     run = tmp_path / "b" / "runs" / "small"
-    process = start("train", recipe(tmp_path / "b", **FAULTY), cwd=tmp_path / "b")
-    for target in (80, 200):
-        wait_for(lambda target=target: steps_done(run) >= target)
-        os.kill(training_workers(process.pid)[0], signal.SIGKILL)
-    wait_for(lambda: steps_done(run) >= 320)
+    process = start("train", asked, cwd=tmp_path / "b")
+    wait_for(lambda: steps_done(run) >= 60)
+    os.kill(training_workers(process.pid)[0], signal.SIGKILL)
+    wait_for(lambda: steps_done(run) >= 160)
     # Stopped at once, for the rest of the run is a second's work and must not be done.
     workers = training_workers(process.pid)
     for worker in workers:
         os.kill(worker, signal.SIGSTOP)
-    left = descendants(process.pid)
-    for pid in (process.pid, *workers):
-        os.kill(pid, signal.SIGKILL)
-    process.communicate()
-    wait_for(lambda: not still_there(left))
+    kill(process, workers)
     assert not (run / "private" / "trained.json").exists()
-    out, _ = finish(start("train", recipe(tmp_path / "b", **FAULTY), cwd=tmp_path / "b"))
-    assert "NOT PRIVATE: fixed run key" in out
+    reached = steps_done(run)
 
-    assert torch.equal(parameters(run), parameters(undisturbed))
-    ours, theirs = (Ledger.read(r / "private" / "ledger.jsonl") for r in (run, undisturbed))
-    assert ours.releases == theirs.releases == dict.fromkeys(range(600), 1)
-    assert ours.superseded == 0
-
-
-def test_interrupt_is_clean(tmp_path):
-    """Ctrl-C in the middle: exit code 130, one line, no processes left behind."""
-    path = recipe(tmp_path, training={"steps": 5000})
-    process = start("train", path, cwd=tmp_path)
-    wait_for(lambda: steps_done(tmp_path / "runs" / "small") >= 5)
+    process = start("train", asked, cwd=tmp_path / "b")
+    wait_for(lambda: steps_done(run) >= reached + 40)
     left = descendants(process.pid)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 130
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, out + err
     assert "interrupted; the same command continues" in err and "Traceback" not in err
     wait_for(lambda: not still_there(left))
+    assert not (run / "private" / "trained.json").exists()
 
-
-def test_two_nodes(tmp_path):
-    """The same recipe unchanged on a two-node cluster at RAY_ADDRESS: a worker on each node."""
-    environment = {
-        "RAY_AUTH_MODE": "disabled",
-        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-        "RAY_USAGE_STATS_ENABLED": "0",
-    }
-    nodes = subprocess.Popen(
-        [sys.executable, "-c", _TWO_NODES],
-        env={**os.environ, **environment},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        cwd=tmp_path,
-    )
-    try:
-        address = wait_for(lambda: nodes.stdout.readline()).strip()
-        path = recipe(tmp_path, training={"steps": 10})
-        process = start("run", path, cwd=tmp_path, RAY_ADDRESS=address, **environment)
-        out, err = finish(process)
-        assert "2 nodes" in err
-        assert "certified, sigma-0.25-fixed-n-200" in out
-    finally:
-        nodes.communicate("\n", timeout=60)
-
-
-_TWO_NODES = """
-import contextlib, sys
-from ray.cluster_utils import Cluster
-with contextlib.redirect_stdout(sys.stderr):
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
-    cluster.add_node(num_cpus=1)
-    cluster.wait_for_nodes()
-print(cluster.address, flush=True)
-sys.stdin.readline()
-cluster.shutdown()
-"""
+    out = dpdist("train", asked, cwd=tmp_path / "b")
+    assert "NOT PRIVATE: fixed run key" in out
+    assert torch.equal(parameters(run), parameters(undisturbed))
+    ours, theirs = (Ledger.read(r / "private" / "ledger.jsonl") for r in (run, undisturbed))
+    assert ours.releases == theirs.releases == dict.fromkeys(range(STEPS), 1)
+    assert ours.superseded == 0

@@ -56,7 +56,7 @@ def write(root, name, classes, columns) -> None:
 def test_recipe_trains(path, tmp_path):
     recipe = load(path)
     small = {
-        "training.batch_size": 8,
+        "training.batch_size": 4,
         "training.steps": 2,
         "training.epochs": None,
         "privacy.noise_multiplier": 1.0,
@@ -84,7 +84,7 @@ def test_recipe_trains(path, tmp_path):
         small[f"model.{part}"] = str(tmp_path / part)
         if recipe.public.weights is not None:
             small["public.weights"] = None  # nothing is downloaded here
-        small["public.training"] = {"batch_size": 4, "steps": 2, "learning_rate": 0.01}
+        small["public.training"] = {"batch_size": 2, "steps": 1, "learning_rate": 0.01}
     recipe = load(path, small)
     if recipe.public is not None:
         pretrain(recipe, str(path))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import time
@@ -12,20 +13,27 @@ import pytest
 from dpdist.base.errors import ClusterError
 from dpdist.cluster.calls import Runner
 from dpdist.cluster.pool import Chunk, PoolSettings, run_chunks
-
-os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+from dpdist.cluster.session import connect
 
 
 @pytest.fixture(scope="module", autouse=True)
-def session() -> Iterator[None]:
-    import ray
+def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A local session of two CPUs; its log file."""
+    log = tmp_path_factory.mktemp("session") / "private" / "ray.log"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("RAY_ADDRESS", raising=False)
+        with connect(log, cpus=2):
+            yield log
 
-    ray.init(
-        "local", num_cpus=2, include_dashboard=False, configure_logging=False, log_to_driver=False
-    )
-    yield
-    ray.shutdown()
+
+def test_what_ray_says_goes_to_the_file_and_nowhere_else(
+    session: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """`ray.init` takes all handlers away; more in test_session."""
+    logging.getLogger("ray.tune").error("Trial task failed for trial 7")
+    assert "ray.tune ERROR Trial task failed for trial 7" in session.read_text()
+    said = capfd.readouterr()
+    assert "Trial task" not in said.out + said.err
 
 
 def collect(factory: Any, shared: Any, chunks: list[Chunk], **settings: Any) -> dict[str, Any]:
@@ -165,7 +173,7 @@ def test_killed_actors_lose_nothing(tmp_path: Path) -> None:
     def factory(folder: Path) -> Any:
         def work(payload: int) -> int:
             mark = folder / f"killed-{payload}"
-            if payload % 5 == 0 and not mark.exists():
+            if payload % 10 == 5 and not mark.exists():
                 mark.touch()
                 os.kill(os.getpid(), signal.SIGKILL)
             return payload
@@ -174,7 +182,7 @@ def test_killed_actors_lose_nothing(tmp_path: Path) -> None:
 
     got = collect(factory, tmp_path, chunks_of(20), actors=2)
     assert got == {f"c{i}": i for i in range(20)}
-    assert len(list(tmp_path.glob("killed-*"))) == 4
+    assert len(list(tmp_path.glob("killed-*"))) == 2
 
 
 def test_a_hanging_actor_does_not_stall_the_rest(tmp_path: Path) -> None:
@@ -236,33 +244,3 @@ def test_actors_that_cannot_start_are_reported() -> None:
 
     with pytest.raises(ClusterError, match="no worker could start"):
         collect(factory, None, chunks_of(2), actors=1, num_gpus=1, start_timeout=1.0)
-
-
-def test_the_pool_grows_when_a_node_joins() -> None:
-    import ray
-    from ray.cluster_utils import Cluster
-
-    ray.shutdown()
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
-    try:
-        ray.init(address=cluster.address, configure_logging=False, log_to_driver=False)
-
-        def factory(_: None) -> Any:
-            def work(payload: int) -> int:
-                time.sleep(0.3)
-                return os.getpid()
-
-            return work
-
-        pids: set[int] = set()
-
-        def on_result(_: str, pid: int) -> None:
-            if not pids:
-                cluster.add_node(num_cpus=1)
-            pids.add(pid)
-
-        run_chunks(factory, None, chunks_of(60), on_result)
-        assert len(pids) == 2
-    finally:
-        ray.shutdown()
-        cluster.shutdown()

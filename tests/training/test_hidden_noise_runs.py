@@ -204,8 +204,8 @@ def test_noise_is_drawn_afresh_unless_paper_faithful(tmp_path, monkeypatch, name
     def spy(draws):
         real = draws.hidden
 
-        def watched(output, ids, key, draw):
-            result = real(output, ids, key, draw)
+        def watched(output, ids, key, draw, place=0):
+            result = real(output, ids, key, draw, place)
             noises.append((result - output).detach().clone())
             return result
 
