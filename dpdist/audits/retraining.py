@@ -10,6 +10,7 @@ import pyarrow as pa
 
 from dpdist import bulk
 from dpdist.audits.target import Target, refuse_planted
+from dpdist.base.errors import UserError
 from dpdist.base.table_files import Column
 from dpdist.bulk.job import Item, Task, Work
 from dpdist.sections.audit import ManyRunsAudit
@@ -38,6 +39,11 @@ class Retraining(Work):
         from dpdist.training.records import source_of, training_data
 
         refuse_planted(target.recipe, "many runs")
+        if target.recipe.privacy.batch_cap is not None:
+            raise UserError(
+                f"{target.recipe.name}: privacy.batch_cap: what a capped batch promises is of a "
+                "fixed number of records, and many runs add one; audit it by canaries in one run"
+            )
         self._options, self._target, self.seed = options, target, options.seed
         self._records = training_data(target.recipe, source_of(target.recipe))
         Trainings(target.recipe, target.plan, self._records)  # refuses what it cannot train

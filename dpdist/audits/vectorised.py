@@ -34,6 +34,7 @@ from dpdist.training.building import initial_model, model_spec
 from dpdist.training.optimizer import FlatOptimizer
 
 _BYTES = 1 << 28  # of per-example gradients at once
+_HUGE = 1e300
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,7 @@ class Trainer:
         else:
             flat, _ = trainings.run(keys, "audit", copies, canary=self._canary)
             scores = trainings.odds(flat, *self._canary)
+        scores = np.nan_to_num(scores, nan=0.0, posinf=_HUGE, neginf=-_HUGE)  # of what diverged
         return [
             {"trial": number, "present": number % 2, "score": float(score)}
             for number, score in zip(numbers, scores, strict=True)

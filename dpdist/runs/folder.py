@@ -97,6 +97,11 @@ class RunFolder:
         return self.private / "pretrained.json"
 
     @property
+    def planted(self) -> Path:
+        """The audit's section of a run with canaries, as it was before the training."""
+        return self.private / "planted.json"
+
+    @property
     def trained(self) -> Path:
         """Written last by a training that finished."""
         return self.private / "trained.json"
@@ -203,8 +208,17 @@ class RunFolder:
             )
 
     def read_recipe(self) -> Recipe:
-        """The recipe the run was begun with."""
-        return load(self.recipe_file)
+        """The recipe the run was begun with. Raises UserError when its canaries were written out of
+        it, or the audit that was fixed before them was changed."""
+        recipe = load(self.recipe_file)
+        if self.planted.exists():
+            fixed, now = read_json(self.planted), recipe.planted
+            if now is None or fixed != now.model_dump(mode="json"):
+                raise UserError(
+                    f"{self.recipe_file}: audit: was changed since canaries were planted in this "
+                    f"run; put back what {self.planted} says"
+                )
+        return recipe
 
     def read_asked(self) -> Recipe:
         """The recipe with its search, before the search chose values."""

@@ -101,6 +101,8 @@ class CheckedTraining:
             write_json(folder.plan, self.plan.to_dict())
         if not folder.data.exists():
             write_json(folder.data, {"train": self.dataset.fingerprint})
+        if recipe.planted is not None and not folder.planted.exists():
+            write_json(folder.planted, recipe.planted.model_dump(mode="json"))
         if self.pretrained is not None and not folder.pretrained.exists():
             write_json(folder.pretrained, self.pretrained)
         _ensure_run_key(recipe, folder)

@@ -267,6 +267,12 @@ def test_of_a_recipe(dpdist, tmp_path, monkeypatch):
     assert done.code == 2 and "audit.guesses: was fixed before the training" in done.err
     done = dpdist("release", "small-canaries", "--not-private")
     assert done.code == 2 and "not for release" in done.err and not (run / "release").exists()
+    asked = yaml.safe_load((run / "recipe.yaml").read_text())
+    for changed in (None, {**asked["audit"], "guesses": 100}, {"kind": "mechanism"}):
+        (run / "recipe.yaml").write_text(yaml.safe_dump({**asked, "audit": changed}))
+        for word in ("release", "audit", "report"):
+            done = dpdist(word, "small-canaries")
+            assert done.code == 2 and "audit: was changed since canaries" in done.err, done.err
 
 
 def test_noise_that_is_too_small_is_found(dpdist, tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ from dpdist.audits import vectorised
 from dpdist.audits.many_runs import audit_many_runs
 from dpdist.audits.retraining import Retraining
 from dpdist.audits.target import Target, of_recipe
-from dpdist.audits.vectorised import Trainings
+from dpdist.audits.vectorised import Trainer, TrainerSetup, Trainings
 from dpdist.base.errors import UserError
 from dpdist.gradients.noise import add_noise as real
 from dpdist.privacy.mechanisms import gaussian_epsilon
@@ -54,8 +54,8 @@ def test_one_of_many_is_the_loops_training(tmp_path: Path, clipping: str) -> Non
 
 def target_of(tmp_path: Path, **more: Any) -> Target:
     recipe, _ = make(
-        tmp_path, data__max_train=120, model="linear", privacy__run_key=None,
-        **({"training__batch_size": 60, "training__steps": 4} | more),
+        tmp_path, data__max_train=120, privacy__run_key=None,
+        **({"model": "linear", "training__batch_size": 60, "training__steps": 4} | more),
     )  # fmt: skip
     return of_recipe(recipe, "test")
 
@@ -143,3 +143,19 @@ def test_what_others_planted_is_refused(tmp_path: Path) -> None:
     planted = {"kind": "canaries", "canary": "blank", "canaries": 20}
     with pytest.raises(UserError, match="many runs are of a recipe without it"):
         Retraining(ManyRunsAudit(), target_of(tmp_path, audit=planted))
+    with pytest.raises(UserError, match="of a fixed number of records, and many runs add one"):
+        target = target_of(tmp_path)
+        privacy = target.recipe.privacy.model_copy(update={"batch_cap": 80})
+        capped = target.recipe.model_copy(update={"privacy": privacy})
+        Retraining(ManyRunsAudit(), replace(target, recipe=capped))
+
+
+def test_a_training_that_diverged_says_nothing(tmp_path: Path) -> None:
+    target = target_of(
+        tmp_path, training__learning_rate=1e9, training__momentum=0.9, training__steps=9,
+        model={"name": "mlp", "options": {"hidden": [32] * 4}},
+    )  # fmt: skip
+    records = training_data(target.recipe, source_of(target.recipe))
+    setup = TrainerSetup(target.recipe, target.plan, records, bytes(32), 1, False)
+    rows = Trainer(setup)(range(2))
+    assert {row["score"] for row in rows} == {0.0}

@@ -230,6 +230,13 @@ def test_shares_too_small_for_the_batch_are_told(run: Any, tmp_path: Path) -> No
     assert list(files(tmp_path)) == ["x.yaml"]
 
 
+def test_a_capped_batch_has_no_bank_by_coins(run: Any, tmp_path: Path) -> None:
+    recipe_of(tmp_path, privacy__batch_cap=50)
+    done = run("membership", "x.yaml", "--models", 4, "--attack", "rmia")
+    assert done.code == 2 and "a capped batch costs" in done.err, done.err
+    assert list(files(tmp_path)) == ["x.yaml"]
+
+
 def test_canaries_are_no_members(run: Any, tmp_path: Path) -> None:
     recipe_of(tmp_path, audit={"kind": "canaries", "canary": "blank", "canaries": 20})
     done = run("membership", "x.yaml", "--models", 4, "--attack", "rmia")
