@@ -90,6 +90,14 @@ def check_run_name(name: object) -> str:
     return name
 
 
+def check_hex_key(value: str) -> str:
+    """A key as text. Raises ValueError."""
+    if not re.fullmatch(r"[0-9a-f]{64}", value):
+        raise ValueError("must be 64 lower-case hex digits")
+    return value
+
+
+HexKey = Annotated[str, AfterValidator(check_hex_key)]
 Number = BeforeValidator(_no_bool)
 Count = Annotated[int, Number, Field(ge=1, le=MOST)]
 CountOrZero = Annotated[int, Number, Field(ge=0, le=MOST)]

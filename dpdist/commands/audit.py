@@ -57,6 +57,8 @@ def command(
         return
     if name is None:
         raise UserError("give a recipe or a run, or --zoo")
+    if output is not None and output.exists() and not output.is_dir():
+        raise UserError(f"--output: {output}: must be a folder")
     recipe, folder = _named(name, runs, data_root)
     asked = catalogue.asked_for(recipe, kind, options or [])
     result = result_of(asked)

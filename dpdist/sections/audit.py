@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from dpdist.base.fields import Count, Number, Probability, Section, Text
+from dpdist.base.fields import Count, HexKey, Number, Probability, Section, Text
 
 if TYPE_CHECKING:
     from dpdist.sections.recipe import Sections
@@ -83,7 +83,7 @@ class ManyRunsAudit(AuditOptions):
     trainings: Annotated[int, Number, Field(ge=8, le=1_000_000)] = 1000
     canary: Literal["input", "gradient"] = "input"
     copies: Annotated[int, Number, Field(ge=1, le=64)] = 1
-    seed: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
+    seed: HexKey | None = None
 
     @property
     def sees(self) -> str:

@@ -14,6 +14,7 @@ from dpdist.base.fields import (
     CountOrZero,
     FilePath,
     Finite,
+    HexKey,
     JsonObject,
     NoiseMultiplier,
     Number,
@@ -177,17 +178,10 @@ class PrivacyRecipe(Section):
         default="filter",
         description="filter: holds when runs are chosen by earlier results; non-adaptive: not then",
     )
-    run_key: str | None = Field(
+    run_key: HexKey | None = Field(
         default=None,
         description="fixed key (64 hex digits), for tests only: the run is then NOT private",
     )
-
-    @field_validator("run_key")
-    @classmethod
-    def _hex_key(cls, value: str | None) -> str | None:
-        if value is not None and not re.fullmatch(r"[0-9a-f]{64}", value):
-            raise ValueError("must be 64 lower-case hex digits")
-        return value
 
     @model_validator(mode="after")
     def _one_target(self) -> PrivacyRecipe:

@@ -122,6 +122,8 @@ def test_the_zoo(dpdist, monkeypatch):
         (("digits", "--set", "alpha=2"), "audit.alpha: must be"),
         (("digits", "--set", "what=1"), "audit.what: "),
         (("digits", "--set", "releases"), "--set: give NAME=VALUE"),
+        (("digits", "--kind", "many-runs", "--set", "seed=ab"), "must be 64 lower-case hex digits"),
+        (("digits", "--output", __file__), "must be a folder"),
     ],
 )
 def test_bad_input(dpdist, tmp_path, options, words):
