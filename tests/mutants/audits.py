@@ -33,6 +33,26 @@ FAULTS: list[Fault] = [
          "an exploratory audit accuses"),
     ),
     *group(
+        "dpdist/audits/result.py", MANY,
+        ("(PrivateAuditResult if options.private else AuditResult)(options)",
+         "AuditResult(options)", "counts of a thousand models are published"),
+    ),
+    *group(
+        "dpdist/audits/target.py", "audits/test_audit_command",
+        ("claim.neighbours != self.proved.neighbours", "False",
+         "a claim of other data sets is refuted"),
+        ("if claim.delta <= self.plan.delta else None", "",
+         "a claim at a larger delta is refuted"),
+    ),
+    *group(
+        "dpdist/audits/replay.py", "audits/test_replay",
+        ("_COMMON = 8", "_COMMON = 1", "two equal numbers accuse"),
+    ),
+    *group(
+        "dpdist/runs/folder.py", ONE,
+        ("if self.planted.exists():", "if False:", "canaries are written out of a run"),
+    ),
+    *group(
         "dpdist/audits/driving.py", "audits/test_zoo",
         ("for rank in range(1, self.workers):", "for rank in range(1, 1):",
          "the other workers are not driven"),
