@@ -140,6 +140,7 @@ def compose_pld(
 
     Pessimistic at every grid width. Raises Unsupported where no PLD is known to us.
     """
+    relation(neighbours)  # ValueError for another, which would be priced as add-or-remove-one
     identity = pld_library.identity(value_discretization_interval=grid)
     if count == 0 or isinstance(event, dpa.NoOpDpEvent):
         return identity

@@ -428,13 +428,19 @@ OF_EACH = [
     ("secure-sgd", {"redistribution": {"source": "paid", "noise_multiplier": 6.0}}, TARGET),
     ("transdenoiser", {"variant": "separate-dp"}, TARGET),
     ("transdenoiser", {"variant": "full"}, {**OPEN, "clipping": "flat"}),
+    ("residual", {"gamma": 0.1}, TARGET),
+    ("residual", {"gamma": 0.1}, OPEN),
 ]
+MODELS = {
+    "transdenoiser": {"name": "small-unet", "classifier": "/nowhere"},
+    "residual": "resnet-rp",
+}
 
 
 @pytest.mark.parametrize(("name", "options", "privacy"), OF_EACH)
 def test_the_preview_of_every_method_is_the_plan_of_its_run(recipe, name, options, privacy):
     """Noise and epsilon before any data are read are those that the run executes and states."""
-    model = {"name": "small-unet", "classifier": "/nowhere"} if name == "transdenoiser" else "mlp"
+    model = MODELS.get(name, "mlp")
     asked = recipe(
         data={"name": "mine", "root": "/nowhere"}, model=model, method={"name": name, **options},
         privacy=privacy, training={"batch_size": 200, "steps": 100},

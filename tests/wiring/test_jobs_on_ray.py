@@ -89,13 +89,8 @@ def test_a_killed_driver_loses_nothing(ray_session: None, model: Path, tmp_path:
         from pathlib import Path
         from test_jobs_on_ray import Images, SETTINGS
         from dpdist import pipeline
-        from dpdist.audits.membership import Membership
-from dpdist.audits.retraining import Retraining
-from dpdist.audits.target import of_recipe
-from dpdist.bulk.job import run as run_job
-from dpdist.certification import job
+        from dpdist.certification import job
         from dpdist.runs.folder import RunFolder
-from dpdist.sections.audit import ManyRunsAudit
         with pipeline.session(RunFolder(Path({str(tmp_path / "run")!r}))):
             job.certify(
                 Path({str(model)!r}), Images(), SETTINGS, Path({str(tmp_path)!r}),
