@@ -11,6 +11,8 @@ from dpdist.audits.mechanism import SCENES
 from dpdist.audits.replay import depends_on_records
 from dpdist.audits.zoo import FAULTS, SOUND, Fault
 
+pytestmark = pytest.mark.slow
+
 # The scene by which each is found: the others, which find nothing, would only take time.
 BY = {
     "noise x 0.9": "canaries",

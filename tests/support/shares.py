@@ -23,7 +23,7 @@ _ORDER = "order.json"
 _WHOLE = re.compile(
     r"import subprocess|import ray\b|import connect\b|\bhere: None|RAY_|data_root|CliRunner"
     r"|support\.(here|training|wheel|extending|oracle)|from (harness|rooms|faults|over_ssh)\b"
-    r"|import .*\b(loop|pipeline|pretrain)\b|os\.fork|\"benchmarks\""
+    r"|\brun_trials\b|import .*\b(loop|pipeline|pretrain)\b|os\.fork|\"benchmarks\""
 )
 
 
