@@ -12,8 +12,8 @@ PYTEST_ARGS ?=
 .PHONY: help
 help:
 	@echo "make demo    train privately, certify and report on built-in data (2 minutes after the install)"
-	@echo "make check   lint, types and the quick tests (under a minute, no Ray)"
-	@echo "make test    lint, types and every test but the long ones (10 minutes on two cores)"
+	@echo "make check   lint, types and the quick tests (two to three minutes, no Ray)"
+	@echo "make test    lint, types and every test but the long ones (15 to 20 minutes on two cores)"
 	@echo "make test-all  the same, with the long tests (hosts, faults, generated input)"
 	@echo "make lint    ruff and mypy only"
 	@echo "make mutants plant faults, one at a time: do the tests notice? (under an hour; docs/testing.md)"
