@@ -175,7 +175,10 @@ class ResidualPerturbation(Method):
             self._measure(worker, path, "before")
         worker.steps()
         if here and worker.last == plan.steps and path.exists():
+            last = worker.flat.clone()
+            worker.flat.copy_(worker.optimizer.result(worker.flat))  # as the model is kept
             self._measure(worker, path, "after")
+            worker.flat.copy_(last)
 
     def _measure(self, worker: Any, path: Path, when: str) -> None:
         from dpdist import data

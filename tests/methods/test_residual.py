@@ -21,6 +21,7 @@ from dpdist.gradients.clipping import NoClipping
 from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.perturbations import BlockDraws
 from dpdist.gradients.task import cross_entropy
+from dpdist.methods import residual
 from dpdist.methods.base import Fixed
 from dpdist.methods.residual import ResidualPerturbation, largest_mean_norm
 from dpdist.models import ModelSpec
@@ -190,7 +191,7 @@ RECIPE = {
     },
     "method": {"name": "residual", "gamma": 0.5, "input_norm": 3.5},
     "privacy": {"noise_multiplier": 0, "clipping": "none", "delta": 1e-5},
-    "training": {"batch_size": 20, "steps": 2, "learning_rate": 0.1},
+    "training": {"batch_size": 20, "steps": 2, "learning_rate": 0.1, "ema": 0.5},
     "certify": {"sigma": 0.25, "n": 20, "n0": 10, "max_inputs": 2, "form": "eager"},
 }  # fmt: skip
 
@@ -199,6 +200,13 @@ def test_a_run_is_trained_evaluated_certified_and_says_what_it_is_worth(
     tmp_path, monkeypatch, capsys
 ) -> None:
     without_ray(monkeypatch)
+    asked, seen = [], largest_mean_norm
+
+    def watched(model, *rest):
+        asked.append({name: p.detach().clone() for name, p in model.named_parameters()})
+        return seen(model, *rest)
+
+    monkeypatch.setattr(residual, "largest_mean_norm", watched)
     (tmp_path / "r.yaml").write_text(yaml.safe_dump(RECIPE))
     done = command(monkeypatch, capsys, tmp_path, "run", "r.yaml")
     out = " ".join(done.out.split())
@@ -217,6 +225,8 @@ def test_a_run_is_trained_evaluated_certified_and_says_what_it_is_worth(
     model = models.load(run / "private/model")
     stds = {f"network.members.{m}.{b}": 0.5 for m in (0, 1) for b in (1, 2, 3)}
     assert place_of(model) == Several(stds, input_std=0.25)
+    kept = dict(model.named_parameters())
+    assert len(asked) == 2 and all(torch.equal(p, kept[name]) for name, p in asked[1].items())
     measured = json.loads((run / "private/assumptions.json").read_text())
     assert measured["before"] > 0 and measured["before"] != measured["after"]
     assert "assumed by the claim, measured" in (run / "report/index.html").read_text()
