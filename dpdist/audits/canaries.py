@@ -56,25 +56,18 @@ def audit_canaries(
     counted = run.epsilon(plan.delta)
     found = None if curve is None else noise_rejected(run, plan)
     show(1, 1)
-    return Audited(
-        kind=options.kind,
+    return target.audited(
+        options,
+        alpha,
         method="one run, by counting" if found is None else "one run, by trade-off curves",
         epsilon=counted if found is None else found,
-        delta=plan.delta,
-        alpha=alpha,
-        view=options.sees,
-        neighbours=target.proved.relation,
         trials=run.guesses,
         rule=f"{run.guesses // 2} highest scores in, as many lowest out, fixed before the training",
-        proved=target.proved.epsilon,
-        claimed=target.claimed,
         curve_rejected=curve is not None and run.rejects(curve),
-        exploratory=options.exploratory,
         assumptions=(
             *(() if found is None else (_FAMILY,)),
             *(() if options.in_sums else target.removal),
         ),
-        model=target.model,
         details={
             "canaries": run.canaries,
             "canary": options.canary,

@@ -40,22 +40,15 @@ def audit_many_runs(options: ManyRunsAudit, target: Target, output: Path, show: 
     along_curve, curve = ManyRuns.of(trials, alpha / 2), of_plan(plan)
     rejected = curve is not None and along_curve.rejects(of_group(curve, options.copies))
     most = ManyRuns(runs.inside, runs.inside, 0, runs.outside, alpha / 2)
-    return Audited(
-        kind=options.kind,
+    return target.audited(
+        options,
+        alpha,
         method="Clopper-Pearson bounds of independent trainings",
         epsilon=runs.epsilon(plan.delta, options.copies),
-        delta=plan.delta,
-        alpha=alpha,
-        view=options.sees,
-        neighbours=target.proved.relation,
         trials=runs.inside + runs.outside,
         rule=f"score above {runs.threshold:.6g}, fixed by the first half of the trainings",
-        proved=target.proved.epsilon,
-        claimed=target.claimed,
         curve_rejected=rejected,
-        exploratory=options.exploratory,
         assumptions=target.removal,
-        model=target.model,
         details={
             "copies": options.copies,
             "canary": options.canary,

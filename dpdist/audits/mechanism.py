@@ -229,26 +229,19 @@ def audit_mechanism(options: MechanismAudit, target: Target, output: Path, show:
     counts, mu = findings.found["canaries"].counts, findings.mu
     broken = findings.rejected + [name for name, found in replays(pieces).items() if found]
     measured = plan_at(target.recipe, plan.records, 1 / mu).guarantee() if mu > 1e-3 else None
-    return Audited(
-        kind=options.kind,
+    return target.audited(
+        options,
+        alpha,
         method="Gaussian DP of one release, composed as the plan composes it",
         epsilon=0.0 if measured is None else measured.epsilon,
-        delta=plan.delta,
-        alpha=alpha,
-        view=options.sees,
-        neighbours=target.proved.relation,
         trials=counts.inside + counts.outside,
         rule=f"above {counts.threshold:g} clips, fixed by the plan",
-        proved=target.proved.epsilon,
-        claimed=target.claimed,
         curve_rejected=bool(broken),
-        exploratory=options.exploratory,
         assumptions=(
             "every step of the run is made of these pieces",
             "noise and coins of a release's coordinates are independent",
             *target.removal,
         ),
-        model=target.model,
         details={
             "noise_multiplier": noise,
             "noise_multiplier_at_most": 1 / mu if mu else None,

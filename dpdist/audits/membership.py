@@ -15,6 +15,7 @@ from dpdist.audits.bank import TABLE, BankScores, read_scores
 from dpdist.audits.games import GAMES, Game
 from dpdist.audits.target import refuse_planted
 from dpdist.base.errors import UserError
+from dpdist.base.fields import check_hex_key
 from dpdist.bulk.evaluation import Evaluation, Subject
 from dpdist.methods.catalogue import DEFAULT
 from dpdist.privacy.plan import PrivacyPlan
@@ -55,8 +56,11 @@ class Membership(Evaluation):
             raise UserError(f"membership.game: must be one of {', '.join(GAMES)}, got {self.game}")
         if self.models < 1 or self.passes < 1 or self.population < 1:
             raise UserError("membership: models, passes and population must be at least 1")
-        if self.seed is not None and not _is_key(self.seed):
-            raise UserError("membership.seed: must be 64 lower-case hex digits")
+        if self.seed is not None:
+            try:
+                check_hex_key(self.seed)
+            except ValueError as error:
+                raise UserError(f"membership.seed: {error}") from None
 
     @property
     def folder_name(self) -> str:
@@ -135,10 +139,6 @@ class Membership(Evaluation):
     def lines(cls, found: Sequence[Any]) -> list[tuple[str, str]]:
         """Nothing for a report: it is private."""
         return []
-
-
-def _is_key(seed: str) -> bool:
-    return len(seed) == 64 and all(digit in "0123456789abcdef" for digit in seed)
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:

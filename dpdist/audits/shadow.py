@@ -25,6 +25,7 @@ from dpdist.training.job import CheckedTraining, TrainJob
 from dpdist.training.loop import run
 from dpdist.training.records import evaluation_data, source_of, training_data
 from dpdist.training.reducer import Reducer
+from dpdist.training.trainer import fit
 
 if TYPE_CHECKING:
     from dpdist.audits.games import Game
@@ -49,16 +50,6 @@ class ShadowSetup:
     population: int
 
 
-@dataclass(frozen=True)
-class _Run:
-    """A training in the hands of this process (`dpdist.methods.base.Run`)."""
-
-    job: TrainJob
-
-    def workers(self) -> None:
-        run(self.job, Reducer(0, 1, torch.device("cpu")))
-
-
 class ShadowTrainer:
     """Called with a model's number; returns its files, by name."""
 
@@ -74,7 +65,7 @@ class ShadowTrainer:
         key = derive_key(shared.key, "shadow", number)
         with tempfile.TemporaryDirectory(prefix="dpdist-shadow-") as place:
             job = self._job(number, RunFolder(Path(place) / "run"), key)
-            job.recipe.method.train(_Run(job))
+            fit(job, workers=lambda: run(job, Reducer(0, 1, torch.device("cpu"))))
             folder = job.folder.model
             model = models.load(folder, trusted_factory=shared.recipes[plain].model.name)
             files = {path.name: path.read_bytes() for path in sorted(folder.iterdir())}

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from dpdist.base.errors import UserError
+from dpdist.privacy.audited import Audited
 from dpdist.privacy.claims import Claim
 from dpdist.privacy.guarantee import Guarantee
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe
 from dpdist.runs.released import read_released
+from dpdist.sections.audit import AuditOptions
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,21 @@ class Target:
                 f"{self.recipe.name}: nothing to audit against: nothing is proved (no noise, or no "
                 "theorem), and the method claims nothing"
             )
+
+    def audited(self, options: AuditOptions, alpha: float, **found: Any) -> Audited:
+        """The result of an audit at error alpha: `found`, beside what it is held against."""
+        return Audited(
+            kind=options.kind,
+            view=options.sees,
+            exploratory=options.exploratory,
+            alpha=alpha,
+            delta=self.plan.delta,
+            neighbours=self.proved.relation,
+            proved=self.proved.epsilon,
+            claimed=self.claimed,
+            model=self.model,
+            **found,
+        )
 
     @property
     def removal(self) -> tuple[str, ...]:
