@@ -24,9 +24,9 @@ from torch import Tensor, nn
 
 import dpdist.data
 from dpdist import models
-from dpdist.attacks.balls import Ball, distance
+from dpdist.adversary.balls import Ball, distance
+from dpdist.adversary.randomised import RandomisedClassifier
 from dpdist.attacks.evasion import ATTACKS, attack
-from dpdist.attacks.randomised import RandomisedClassifier
 from dpdist.certification.sampling import Randomness
 from dpdist.randomness.places import OnInput
 from dpdist.randomness.units import UnitSource

@@ -14,8 +14,9 @@ from support.here import command, without_ray
 from support.training import make, train
 
 from dpdist import data
-from dpdist.attacks import evasion, names
-from dpdist.attacks.balls import Ball
+from dpdist.adversary import ascents, names
+from dpdist.adversary.balls import Ball
+from dpdist.attacks import evasion
 from dpdist.certification import catalogue, reading
 from dpdist.certification.cohen import Cohen
 from dpdist.certification.job import certify
@@ -81,7 +82,7 @@ def test_a_certificate(beside, monkeypatch):
 def test_an_attack(beside, monkeypatch, capsys):
     recipe, folder = make(beside / "runs", "x", model="linear", training__steps=30)
     train(recipe, folder)
-    monkeypatch.setattr(evasion, "FROM_THE_CENTRE", dict(evasion.FROM_THE_CENTRE))
+    monkeypatch.setitem(ascents.FROM_THE_CENTRE, "settling", None)  # gone again afterwards
     import settling  # noqa: F401
 
     every = (*names.ATTACKS, "settling")
@@ -94,5 +95,5 @@ def test_an_attack(beside, monkeypatch, capsys):
     assert "settling" in done.out
     centre = torch.full((2, 1, 8, 8), 0.5)
     ball = Ball(centre, torch.full((2,), 0.1, dtype=torch.float64), "l2")
-    moved = evasion.FROM_THE_CENTRE["settling"](lambda point, step: torch.ones(2, 1, 8, 8), ball, 3)
+    moved = ascents.FROM_THE_CENTRE["settling"](lambda point, step: torch.ones(2, 1, 8, 8), ball, 3)
     assert torch.allclose((moved - centre).flatten(1).norm(dim=1), ball.size.float(), rtol=0.2)

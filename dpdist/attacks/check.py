@@ -26,11 +26,11 @@ import torch
 from scipy import stats
 
 from dpdist import models
+from dpdist.adversary.balls import distance
+from dpdist.adversary.names import NORMS, Norm
 from dpdist.attacks import table as tables
-from dpdist.attacks.balls import distance
 from dpdist.attacks.counting import Counters
 from dpdist.attacks.job import Attacking, Data
-from dpdist.attacks.names import NORMS, Norm
 from dpdist.attacks.reading import VERDICT
 from dpdist.attacks.worker import Assignment, Attacker, Block
 from dpdist.base.errors import UserError

@@ -1,70 +1,21 @@
-"""White-box evasion attacks, untargeted and vectorised, in any ball of ``balls``.
+"""White-box evasion attacks, untargeted and vectorised, with keyed randomness.
 
-Each is a pure function of a gradient, a ball and its settings; ``attack`` runs them on a classifier
-with keyed randomness. Sources: FGSM, Goodfellow et al., ICLR 2015; I-FGSM (BIM), Kurakin et al.,
-2016; MIM, Dong et al., CVPR 2018; PGD, Madry et al., ICLR 2018. In L2 the sign is replaced by the
-unit vector.
+The attacks themselves are pure functions (`dpdist.adversary.ascents`); ``attack`` runs them on a
+classifier, in any ball.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from dpdist.attacks.balls import Ball
-from dpdist.attacks.names import ATTACKS, AttackName
-from dpdist.attacks.randomised import RandomisedClassifier, loss_gradient, success_score
+from dpdist.adversary.ascents import FROM_THE_CENTRE, Gradient, pgd
+from dpdist.adversary.balls import Ball
+from dpdist.adversary.names import ATTACKS, AttackName
+from dpdist.adversary.randomised import RandomisedClassifier, loss_gradient, success_score
 from dpdist.certification.sampling import Randomness
-
-# (points float32 (B, ...), step) -> gradient of the loss (B, ...), up to a factor per input
-Gradient = Callable[[Tensor, int], Tensor]
-
-
-def fgsm(gradient: Gradient, ball: Ball, steps: int = 1) -> Tensor:
-    """One step of the full size along the steepest ascent, whatever `steps` says."""
-    return i_fgsm(gradient, ball, 1)
-
-
-def i_fgsm(gradient: Gradient, ball: Ball, steps: int) -> Tensor:
-    """``steps`` steps of size / steps from the centre, each projected."""
-    return _ascend(gradient, ball, ball.centre, steps, ball.size / steps)
-
-
-def mim(gradient: Gradient, ball: Ball, steps: int, decay: float = 1.0) -> Tensor:
-    """I-FGSM along v <- decay v + g / ||g||_1 (Dong et al., Algorithm 1)."""
-    velocity = torch.zeros_like(ball.centre, dtype=torch.float64)
-
-    def momentum(point: Tensor, step: int) -> Tensor:
-        g = gradient(point, step).double()
-        length = g.flatten(1).abs().sum(1).clamp_min(1e-300)
-        velocity.mul_(decay).add_(g / length.view(-1, *[1] * (g.dim() - 1)))
-        return velocity
-
-    return _ascend(momentum, ball, ball.centre, steps, ball.size / steps)
-
-
-def pgd(gradient: Gradient, ball: Ball, start: Tensor, steps: int, step_size: Tensor) -> Tensor:
-    """Projected gradient ascent from ``start``, a point of the ball; step_size: (B,)."""
-    return _ascend(gradient, ball, start, steps, step_size)
-
-
-# Attacks that begin at the input; pgd begins at random points.
-FROM_THE_CENTRE: dict[str, Callable[[Gradient, Ball, int], Tensor]] = {
-    "fgsm": fgsm,
-    "i-fgsm": i_fgsm,
-    "mim": mim,
-}
-
-
-def _ascend(gradient: Gradient, ball: Ball, start: Tensor, steps: int, step_size: Tensor) -> Tensor:
-    point = start.double()
-    length = step_size.view(-1, *[1] * (start.dim() - 1))
-    for step in range(steps):
-        climb = ball.ascent(gradient(ball.round(point), step))
-        point = ball.project(point + length * climb)
-    return ball.round(point)
 
 
 def attack(

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from dpdist.adversary.names import ATTACKS, NORMS, AttackName, Norm
 from dpdist.attacks import reading
-from dpdist.attacks.names import ATTACKS, NORMS, AttackName, Norm
 from dpdist.attacks.reading import AttackTable
 from dpdist.attacks.table import TABLE
 from dpdist.base.errors import UserError

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpdist.attacks.balls import PIXELS, Ball, distance
+from dpdist.adversary.balls import Ball, box_of, distance
+from dpdist.adversary.randomised import RandomisedClassifier
 from dpdist.attacks.counting import Counted, Counters, count
 from dpdist.attacks.evasion import attack
-from dpdist.attacks.randomised import RandomisedClassifier
 from dpdist.certification.classifier import quiet_threads
 from dpdist.certification.cohen import predict
 from dpdist.certification.sampling import Counter, Randomness
@@ -65,7 +65,8 @@ class Attacker:
         self._assignment = assignment
         self._randomness = Randomness(assignment.source)
         counted = assignment.counted
-        self.classifier = RandomisedClassifier(counted.model, counted.place)
+        model = counted.model.eval().requires_grad_(False)
+        self.classifier = RandomisedClassifier(model, counted.place)
 
     def centres(self, block: Block) -> Tensor:
         """float32 (B, ...): the block's inputs."""
@@ -92,11 +93,6 @@ class Attacker:
         if not (distance(found.numpy(), centres.numpy(), settings.norm) <= block.sizes).all():
             raise RuntimeError(f"{block.attack} left its ball")
         return found
-
-
-def box_of(inputs: Tensor) -> tuple[float, float] | None:
-    """Images (B, C, H, W) stay in [0, 1]; other features have no bounds."""
-    return PIXELS if inputs.dim() == 4 else None
 
 
 class Worker:

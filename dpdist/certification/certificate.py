@@ -132,7 +132,9 @@ class Certificate(Section):
         """Into how many parts the work on one input can be cut."""
         return -(-self.n // batch)
 
-    def work(self, counter: Any, x: Tensor, index: int, low: int, high: int, batch: int) -> Partial:
+    def work(
+        self, counter: Any, x: Tensor, index: int, low: int, high: int, batch: int, place: Any
+    ) -> Partial:
         """Units low..high-1 of one input: a pure function of its random units, as JSON."""
         raise NotImplementedError
 
@@ -144,16 +146,16 @@ class Certificate(Section):
         """The input's row of the table."""
         raise NotImplementedError
 
-    def label(self, counter: Any, x: Tensor, index: int, batch: int, place: SampledPlace) -> int:
+    def label(self, counter: Any, x: Tensor, index: int, batch: int, place: Any) -> int:
         """The class alone, -1 where it is undecided; as sure as a certificate."""
-        whole = self.work(counter, x, index, 0, self.units(batch), batch)
+        whole = self.work(counter, x, index, 0, self.units(batch), batch, place)
         return self.verdict([whole], place).prediction
 
     def certify_other(
-        self, counter: Any, x: Tensor, index: int, than: int, batch: int, place: SampledPlace
+        self, counter: Any, x: Tensor, index: int, than: int, batch: int, place: Any
     ) -> Any:
         """A verdict that may stop where no class but ``than`` can be certified."""
-        whole = self.work(counter, x, index, 0, self.units(batch), batch)
+        whole = self.work(counter, x, index, 0, self.units(batch), batch, place)
         return self.verdict([whole], place)
 
     # ---- its table

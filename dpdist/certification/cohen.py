@@ -21,13 +21,14 @@ import numpy as np
 from dpdist.base.binomial import clopper_pearson_lower, two_sided_p_value
 from dpdist.certification.certificate import Partial, sample, select, selected_by, totals
 from dpdist.certification.noises import Noise
+from dpdist.certification.quadrature import stated
 from dpdist.certification.smoothing import Smoothing
 from dpdist.certification.verdict import ABSTAIN, Verdict
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from dpdist.certification.places import SampledPlace
+    from dpdist.certification.places import SmoothedPlace
     from dpdist.certification.reading import CertificateTable
     from dpdist.certification.sampling import Counter
 
@@ -41,7 +42,14 @@ class Cohen(Smoothing):
     keeps_blocks: ClassVar[bool] = False
 
     def work(
-        self, counter: Counter, x: Tensor, index: int, low: int, high: int, batch: int
+        self,
+        counter: Counter,
+        x: Tensor,
+        index: int,
+        low: int,
+        high: int,
+        batch: int,
+        place: SmoothedPlace,
     ) -> Partial:
         """SampleUnderNoise: blocks low..high-1 of the n draws; the first also chooses the class."""
         partial: Partial = {}
@@ -50,19 +58,19 @@ class Cohen(Smoothing):
         blocks = [sample(counter, x, index, block, batch, self.n) for block in range(low, high)]
         return partial | {"histogram": np.sum(blocks, axis=0).tolist()}
 
-    def verdict(self, partials: Sequence[Partial], place: SampledPlace) -> Verdict:
+    def verdict(self, partials: Sequence[Partial], place: SmoothedPlace) -> Verdict:
         """The certificate, from the counts of all blocks."""
         counts = totals(partials, "histogram", self.n)
-        return certify(selected_by(partials), counts, self.alpha, self.smoothing, self.bound)
+        return certify(selected_by(partials), counts, self.alpha, place.certified, self.bound)
 
     def label(
-        self, counter: Counter, x: Tensor, index: int, batch: int, place: SampledPlace
+        self, counter: Counter, x: Tensor, index: int, batch: int, place: SmoothedPlace
     ) -> int:
         """PREDICT, from n draws."""
         return predict(self.counts(counter, x, index, batch), self.alpha)
 
     def certify_other(
-        self, counter: Counter, x: Tensor, index: int, than: int, batch: int, place: SampledPlace
+        self, counter: Counter, x: Tensor, index: int, than: int, batch: int, place: SmoothedPlace
     ) -> Verdict:
         """Only the selected class can be certified: where it is ``than``, no other is."""
         selected = select(counter, self.n0, x, index)
@@ -71,12 +79,15 @@ class Cohen(Smoothing):
         return super().certify_other(counter, x, index, than, batch, place)
 
     @classmethod
-    def again(cls, found: CertificateTable, norm: str, batch: int) -> tuple[Cohen, SampledPlace]:
+    def again(cls, found: CertificateTable, norm: str, batch: int) -> tuple[Cohen, SmoothedPlace]:
+        from dpdist.certification.places import SmoothedPlace
+
         settings = cls.model_validate(
             {"sigma": found.sigma, "n0": found.n0, "n": found.n, "alpha": found.alpha}
             | {"batch": batch, "noise": found.noise}
         )
-        return settings, settings.place(None, ())  # type: ignore[arg-type]
+        quadrature = stated(found.about, found.sigma)
+        return settings, SmoothedPlace(settings.smoothing, quadrature=quadrature)
 
     @classmethod
     def bound(cls, hits: int, draws: int, alpha: float) -> float:

@@ -18,7 +18,8 @@ from dpdist.certification import operator_norms
 from dpdist.certification.bank import BankSampler, split_first_layer
 from dpdist.certification.classifier import ClassifierSpec, ExecutedClassifier
 from dpdist.certification.expected_score_bounds import Sensitivity
-from dpdist.certification.noises import Noise
+from dpdist.certification.noises import Gaussian, Noise
+from dpdist.certification.quadrature import Quadrature, stated
 from dpdist.certification.sampling import Counter, HiddenNoiseSampler, Sampler
 from dpdist.models import SplitModel, require_split
 from dpdist.randomness import units
@@ -56,23 +57,31 @@ class SampledPlace(Protocol):
 class SmoothedPlace:
     """Votes under noise on the input, and under what noise the model has behind it. bank: the same
     stream for all inputs, behind a dense first layer once; keeps_blocks: the first blocks of it
-    stay. where: the place, beside the law that ``noise`` has on the input."""
+    stay. where: the place, beside the law that ``noise`` has on the input. quadrature: what noise
+    behind an affine first layer certifies with it."""
 
     noise: Noise
     bank: bool = False
     keeps_blocks: bool = True
     where: Place = field(default_factory=Nowhere)
+    quadrature: Quadrature | None = None
 
     @property
     def sigma(self) -> float:
         return self.noise.sigma
 
     @property
+    def certified(self) -> Noise:
+        """The noise on the input that all of it is worth."""
+        return self.noise if self.quadrature is None else Gaussian(self.quadrature.both)
+
+    @property
     def identity(self) -> dict[str, Any]:
-        return {}
+        return {} if self.quadrature is None else self.quadrature.about
 
     def pinned(self, about: dict[str, Any]) -> SmoothedPlace:
-        return self
+        """A norm may differ in its last bits elsewhere: the one stored at the beginning is used."""
+        return replace(self, quadrature=stated(about, self.sigma))
 
     def check_batch(self, assignment: Assignment) -> tuple[nn.Module, Tensor]:
         cut = self.where.cut(assignment.model, assignment.input_shape)

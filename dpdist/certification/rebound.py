@@ -17,7 +17,8 @@ from dpdist.base.reading import check_shape
 from dpdist.certification import radii, reading
 from dpdist.certification import table as tables
 from dpdist.certification.catalogue import kind_of
-from dpdist.certification.noises import NOISES, Noise
+from dpdist.certification.noises import Noise
+from dpdist.certification.quadrature import certified_by
 
 
 def rebound(table: pa.Table, alpha: float) -> pa.Table:
@@ -158,7 +159,7 @@ def certified_accuracy_band(
         level = found.alpha
         allowance = int(stats.binom.isf(error / 2, count, level))
         method = f"at most {allowance} of {count} certificates at alpha = {level:g} are false"
-    reach = _reach(rows, level)
+    reach = _reach(rows, level, certified_by(table))
     bands = []
     for r, accuracy in zip(at, plain, strict=True):
         lower = max(0.0, found.certified_accuracy(r) - allowance / count)
@@ -169,7 +170,7 @@ def certified_accuracy_band(
     return bands
 
 
-def _reach(rows: list[dict[str, Any]], alpha: float) -> np.ndarray | None:
+def _reach(rows: list[dict[str, Any]], alpha: float, noise: Noise) -> np.ndarray | None:
     """The one-class radius R(u) of an upper bound u of each label's own probability; -1: none."""
     if any(row["histogram"] is None for row in rows):
         return None
@@ -177,8 +178,8 @@ def _reach(rows: list[dict[str, Any]], alpha: float) -> np.ndarray | None:
     return np.array(
         [
             # R rounds down; here it must not.
-            float(_noise(row).radius(min(p, 1.0))) * (1 + 1e-12) if p > 0.5 else -1.0
-            for row, p in zip(rows, upper, strict=True)
+            float(noise.radius(min(p, 1.0))) * (1 + 1e-11) if p > 0.5 else -1.0
+            for p in upper
         ]
     )
 
@@ -200,7 +201,3 @@ def neyman_pearson_radius(
         return float(radii.gaussian_l2_radius(p_lower, sigma))
     p_upper = clopper_pearson_upper(int(others.max()), draws, alpha / (2 * len(others)))
     return float(radii.gaussian_l2_radius_two_class(p_lower, p_upper, sigma))
-
-
-def _noise(row: dict[str, Any]) -> Noise:
-    return NOISES[row["noise"]](row["sigma"])

@@ -90,7 +90,14 @@ class ExpectedScores(Certificate):
         return ScoredPlace.of(model, input_shape)
 
     def work(
-        self, counter: HiddenNoiseSampler, x: Tensor, index: int, low: int, high: int, batch: int
+        self,
+        counter: HiddenNoiseSampler,
+        x: Tensor,
+        index: int,
+        low: int,
+        high: int,
+        batch: int,
+        place: ScoredPlace,
     ) -> Partial:
         """Blocks low..high-1 of one input; the first also chooses the class for the vote."""
         partial: Partial = {}

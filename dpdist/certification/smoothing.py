@@ -13,6 +13,7 @@ from dpdist.base.errors import UserError
 from dpdist.base.fields import Positive
 from dpdist.certification.certificate import Certificate, CertifiedSizes, require, sample
 from dpdist.certification.noises import NOISES, Gaussian, Noise
+from dpdist.certification.quadrature import certified_by, of_table
 from dpdist.certification.radii import ball_factor
 from dpdist.certification.verdict import ABSTAIN, Verdict
 
@@ -61,8 +62,10 @@ class Smoothing(Certificate):
         return NOISES[self.noise](self.sigma)
 
     def place(self, model: nn.Module, input_shape: tuple[int, ...]) -> SampledPlace:
-        """Noise that the model has further inside is drawn too: it is post-processing."""
+        """Noise that the model has further inside is drawn too: behind an affine first layer it
+        certifies with the input's, elsewhere it is post-processing."""
         from dpdist.certification.places import SmoothedPlace
+        from dpdist.certification.quadrature import of_place
         from dpdist.randomness.places import place_of
 
         where = place_of(model).smoothed(self.sigma)
@@ -71,12 +74,13 @@ class Smoothing(Certificate):
                 "the model has noise of its own behind its input: certify with noise gaussian and "
                 "without noise bank"
             )
-        return SmoothedPlace(self.smoothing, self.noise_bank, self.keeps_blocks, where)
+        both = of_place(where, model, input_shape, self.sigma)
+        return SmoothedPlace(self.smoothing, self.noise_bank, self.keeps_blocks, where, both)
 
-    @property
-    def hypotheses(self) -> tuple[float, ...]:
-        """p0 of each radius, a hair above the exact one so that rounding favours no radius."""
-        exact = [self.smoothing.probability_for_radius(radius) for radius in self.radii]
+    def hypotheses(self, noise: Noise) -> tuple[float, ...]:
+        """p0 of each radius under what certifies, a hair above the exact one so that rounding
+        favours no radius."""
+        exact = [noise.probability_for_radius(radius) for radius in self.radii]
         return tuple(p + (1 - p) * 1e-9 for p in exact)
 
     def counts(self, counter: Counter, x: Tensor, index: int, batch: int) -> np.ndarray:
@@ -101,11 +105,24 @@ class Smoothing(Certificate):
 
     @classmethod
     def sizes(cls, table: pa.Table) -> tuple[CertifiedSizes, ...]:
-        """The vote's, with its noise: other noise is another classifier."""
+        """The vote's, with its noise: other noise is another classifier. With noise behind the
+        first layer too, what either alone certifies, and what DPAL's sum would."""
         first = table.slice(0, 1).to_pylist()[0]
         title = f"vote (Cohen), {first['noise']} {first['sigma']:g}"
         answer, size = table["prediction"].to_numpy(), table["radius"].to_numpy()
-        return (CertifiedSizes("cohen", first["norm"], title, answer, size, "--"),)
+        both = of_table(table)
+        if both is None:
+            return (CertifiedSizes("cohen", first["norm"], title, answer, size, "--"),)
+        share = size / both.both * (1 - 1e-12)
+        found = [CertifiedSizes("cohen", "l2", f"{title} and hidden noise", answer, size, "--")]
+        for name, of, worth, holds in (
+            ("input", "its input noise alone", both.sigma, True),
+            ("hidden", "its hidden noise alone", both.behind, True),
+            ("as_printed", "kappa + phi (does not hold)", both.as_printed, False),
+        ):
+            words = f"vote, {of}"
+            found.append(CertifiedSizes(name, "l2", words, answer, share * worth, holds=holds))
+        return tuple(found)
 
     @classmethod
     def sizes_in(cls, table: pa.Table, norm: str, numbers: int) -> list[CertifiedSizes]:
@@ -124,10 +141,10 @@ class Smoothing(Certificate):
 
     @classmethod
     def rebound(cls, table: pa.Table, alpha: float) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        rows = []
+        rows, noise = [], certified_by(table)
         for row in table.to_pylist():
             p_lower = cls.bound(row["k"], row["n"], alpha)
-            radius = float(NOISES[row["noise"]](row["sigma"]).radius(p_lower))
+            radius = float(noise.radius(p_lower))
             prediction = row["selected"] if p_lower > 0.5 else ABSTAIN
             new = {"alpha": alpha, "p_lower": p_lower, "radius": radius, "prediction": prediction}
             rows.append(row | new)
@@ -136,7 +153,12 @@ class Smoothing(Certificate):
     @classmethod
     def lines(cls, found: CertificateTable, at: Sequence[float]) -> list[tuple[str, str]]:
         name = f"certified at {found.norm.upper()} radius"
-        return [(f"{name} {r:g}", f"{100 * found.certified_accuracy(r):.2f} %") for r in at]
+        lines = [(f"{name} {r:g}", f"{100 * found.certified_accuracy(r):.2f} %") for r in at]
+        for sizes in found.sizes[1:]:
+            held = sizes.certified(found.label)
+            shares = ", ".join(f"{100 * np.mean(held >= r):.2f} % at {r:g}" for r in at)
+            lines.append((sizes.title, shares))
+        return lines
 
     @classmethod
     def terms(cls, found: CertificateTable) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from dpdist.certification.verdict import ABSTAIN, Verdict
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from dpdist.certification.places import SampledPlace
+    from dpdist.certification.places import SampledPlace, SmoothedPlace
     from dpdist.certification.reading import CertificateTable
     from dpdist.certification.sampling import Counter
 
@@ -59,29 +59,37 @@ class TargetRadius(_Sequential):
         return self
 
     def work(
-        self, counter: Counter, x: Tensor, index: int, low: int, high: int, batch: int
+        self,
+        counter: Counter,
+        x: Tensor,
+        index: int,
+        low: int,
+        high: int,
+        batch: int,
+        place: SmoothedPlace,
     ) -> Partial:
         from dpdist.certification.sequential import TargetTest, planned_looks
 
         selected = select(counter, self.n0, x, index)
+        hypotheses = self.hypotheses(place.certified)
         looks = planned_looks(self.n, batch)
-        test = TargetTest(self.hypotheses, self.alpha, looks, FUTILE)
-        hits = block = place = 0
-        for place, look in enumerate(looks):
+        test = TargetTest(hypotheses, self.alpha, looks, FUTILE)
+        hits = block = number = 0
+        for number, look in enumerate(looks):
             while block * batch < look:
                 hits += int(sample(counter, x, index, block, batch, self.n)[selected])
                 block += 1
-            if test.look(place, hits):
+            if test.look(number, hits):
                 break
         return {
             "selected": selected,
             "k": hits,
-            "n": looks[place],
-            "looks": place + 1,
+            "n": looks[number],
+            "looks": number + 1,
             "passed": test.passed(),
         }
 
-    def verdict(self, partials: Sequence[Partial], place: SampledPlace) -> Verdict:
+    def verdict(self, partials: Sequence[Partial], place: SmoothedPlace) -> Verdict:
         (partial,) = partials
         passed = partial["passed"]
         last = max(passed - 1, 0)
@@ -90,7 +98,7 @@ class TargetRadius(_Sequential):
             selected=partial["selected"],
             k=partial["k"],
             n=partial["n"],
-            p_lower=self.hypotheses[last] if passed else 0.0,
+            p_lower=self.hypotheses(place.certified)[last] if passed else 0.0,
             radius=self.radii[last] if passed else 0.0,
             looks=partial["looks"],
             target=self.radii[last],
@@ -119,11 +127,19 @@ class Anytime(_Sequential):
         return self
 
     def work(
-        self, counter: Counter, x: Tensor, index: int, low: int, high: int, batch: int
+        self,
+        counter: Counter,
+        x: Tensor,
+        index: int,
+        low: int,
+        high: int,
+        batch: int,
+        place: SmoothedPlace,
     ) -> Partial:
         from dpdist.certification.sequential import beta_mixture_rejects
 
-        selected, p0 = select(counter, self.n0, x, index), self.hypotheses
+        selected = select(counter, self.n0, x, index)
+        p0 = self.hypotheses(place.certified)
         hits = draws = block = passed = 0
         while draws < self.n:
             counts = sample(counter, x, index, block, batch, self.n)
@@ -138,7 +154,7 @@ class Anytime(_Sequential):
                 break
         return {"selected": selected, "k": hits, "n": draws, "looks": block}
 
-    def verdict(self, partials: Sequence[Partial], place: SampledPlace) -> Verdict:
+    def verdict(self, partials: Sequence[Partial], place: SmoothedPlace) -> Verdict:
         (partial,) = partials
         p_lower = self.bound(partial["k"], partial["n"], self.alpha)
         return Verdict(
@@ -147,7 +163,7 @@ class Anytime(_Sequential):
             k=partial["k"],
             n=partial["n"],
             p_lower=p_lower,
-            radius=float(self.smoothing.radius(p_lower)),
+            radius=float(place.certified.radius(p_lower)),
             looks=partial["looks"],
             target=self.radii[-1] if self.radii else None,
         )

@@ -85,6 +85,7 @@ class Worker:
 
     def __init__(self, assignment: Assignment) -> None:
         self._assignment, self._settings = assignment, assignment.settings
+        self._place = assignment.place
         self._sampler, self._batch = _sampler(assignment), assignment.executed.batch
 
     def __call__(self, pieces: list[Piece]) -> list[dict[str, Any]]:
@@ -93,7 +94,7 @@ class Worker:
             start = time.perf_counter()
             x = torch.from_numpy(piece.x)
             partial = self._settings.work(
-                self._sampler, x, piece.index, piece.low, piece.high, self._batch
+                self._sampler, x, piece.index, piece.low, piece.high, self._batch, self._place
             )
             seconds = round(time.perf_counter() - start, 6)
             rows.append({"index": piece.index, "low": piece.low, "high": piece.high,
@@ -107,7 +108,7 @@ class Worker:
 
     def label(self, x: torch.Tensor, index: int) -> int:
         """The class alone, -1 where it is undecided."""
-        return self._settings.label(self._sampler, x, index, self._batch, self._assignment.place)
+        return self._settings.label(self._sampler, x, index, self._batch, self._place)
 
 
 def _sampler(assignment: Assignment) -> Any:

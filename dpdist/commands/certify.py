@@ -86,9 +86,9 @@ def command(
     """Certify the test split on all CPUs; continues what was interrupted.
 
     A model with noise in its first hidden layer is certified under that noise, by expected scores;
-    with --sigma, the network without it is smoothed at its inputs, like any other. A model with
-    noise on its input is smoothed by that noise unless --sigma says otherwise, and noise that it
-    has further inside is drawn with it.
+    with --sigma, it is smoothed at its inputs as well, and both noises certify, in quadrature. A
+    model with noise on its input is smoothed by that noise unless --sigma says otherwise, and noise
+    that it has further inside is drawn with it.
 
     Settings not given are the recipe's. --rebound and --merge work on stored counts, without the
     model: on the table in --output, or on all tables of the run.

@@ -16,18 +16,19 @@ from torch import Tensor, nn
 from dpdist.base.errors import UserError
 
 _TINY = 1e-12  # a variance, below which an output is constant
+Std = float | Tensor  # one number, or of the shape of one example's output
 
 
-def _additive(output: Tensor, normals: Tensor, std: float, floor: float) -> Tensor:
+def _additive(output: Tensor, normals: Tensor, std: Std, floor: float) -> Tensor:
     return output + std * normals
 
 
-def _multiplicative(output: Tensor, normals: Tensor, std: float, floor: float) -> Tensor:
+def _multiplicative(output: Tensor, normals: Tensor, std: Std, floor: float) -> Tensor:
     size = output.abs().clamp_min(floor)
     return output + std * torch.where(output < 0, -size, size) * normals
 
 
-def _relative(output: Tensor, normals: Tensor, std: float, floor: float) -> Tensor:
+def _relative(output: Tensor, normals: Tensor, std: Std, floor: float) -> Tensor:
     """Of one record's own output, never of the batch's."""
     own = output.flatten(1).var(1, correction=0).clamp_min(_TINY).sqrt()
     return output + std * own.view(-1, *[1] * (output.dim() - 1)) * normals
@@ -35,16 +36,17 @@ def _relative(output: Tensor, normals: Tensor, std: float, floor: float) -> Tens
 
 # How an output h takes its noise: h + std n; h + std sgn(h) max(|h|, floor) n, with floor 0
 # h (1 + std n); h + std s n, where s is the standard deviation over one record's h.
-MODES: dict[str, Callable[[Tensor, Tensor, float, float], Tensor]] = {
+MODES: dict[str, Callable[[Tensor, Tensor, Std, float], Tensor]] = {
     "additive": _additive,
     "multiplicative": _multiplicative,
     "relative": _relative,
 }
 
 
-def perturbed(output: Tensor, normals: Tensor, std: float, mode: str, floor: float = 0.0) -> Tensor:
+def perturbed(output: Tensor, normals: Tensor, std: Std, mode: str, floor: float = 0.0) -> Tensor:
     """Outputs (B, ...) with noise in one of `MODES`; row b depends on row b alone."""
-    return MODES[mode](output, normals, std, floor)
+    own = std.to(output) if isinstance(std, Tensor) else std
+    return MODES[mode](output, normals, own, floor)
 
 
 def require_modules(model: nn.Module, names: Sequence[str]) -> None:
@@ -91,7 +93,7 @@ def output_shapes(
 
 def cut_several(
     model: nn.Module,
-    stds: Mapping[str, float],
+    stds: Mapping[str, Std],
     mode: str,
     floor: float,
     input_std: float,
@@ -124,7 +126,7 @@ class _Inside(nn.Module):
         self,
         model: nn.Module,
         input_shape: tuple[int, ...],
-        stds: Mapping[str, float],
+        stds: Mapping[str, Std],
         shapes: Sequence[tuple[int, ...]],
         mode: str,
         floor: float,
@@ -141,7 +143,7 @@ class _Inside(nn.Module):
             for part, shape in zip(rows.split(sizes, 1), self.shapes, strict=True)
         )
 
-        def noise(own: Tensor, std: float) -> Callable[[Tensor], Tensor]:
+        def noise(own: Tensor, std: Std) -> Callable[[Tensor], Tensor]:
             return lambda output: perturbed(output, own, std, self.mode, self.floor)
 
         changes = {

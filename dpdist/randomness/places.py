@@ -75,9 +75,18 @@ class Place:
         """As JSON, for keys and tables; a tensor of deviations by its scale and digest."""
         return {"kind": self.kind}
 
+    def in_modules(self) -> Several:
+        """The same noise, as that of an input and of modules."""
+        return Several({}, input_std=self.smoothing or 0.0)
+
     def behind_first(self) -> BehindLayer:
         """The noise behind the first layer alone. Raises UserError where it is elsewhere."""
         raise UserError("the model has no noise of its own; give the sigma of input noise")
+
+    def behind_affine(self, model: nn.Module, input_shape: tuple[int, ...]) -> BehindLayer | None:
+        """What it adds to the outputs of the model's first affine layer; None unless every
+        component gets some, and all that follows sees the input through that layer alone."""
+        return None
 
     def attach(self, model: nn.Module) -> None:
         """Make this the model's own noise. Raises UserError for a model without such a place."""
@@ -131,6 +140,11 @@ class OnInput(Place):
     def describe(self) -> dict[str, Any]:
         return {"kind": self.kind, "sigma": self.sigma}
 
+    def attach(self, model: nn.Module) -> None:
+        from dpdist.models import BlockNoise, attach_block_noise
+
+        attach_block_noise(model, BlockNoise(()), [], self.sigma)
+
     @classmethod
     def words(cls, sigma: float | None) -> str:
         return f"smoothed, sigma {sigma:g}"
@@ -141,8 +155,7 @@ class BehindLayer(Place):
     """N(0, std^2) on every component of one module's output (PixelDP, HGM-PixelDP, Secure-SGD).
 
     module: its name in ``model.named_modules()``; `cut` takes it to be the first affine layer.
-    std: float32, the shape of one example's output. Smoothed on the input the network has that
-    noise only.
+    std: float32, the shape of one example's output.
     """
 
     module: str
@@ -159,6 +172,10 @@ class BehindLayer(Place):
         """K r, float64, mean 1: every component's variance relative to the mean."""
         squares = self.std.double().square()
         return squares / squares.mean()
+
+    def smoothed(self, sigma: float) -> Place:
+        """With both noises: its own stays."""
+        return replace(self.in_modules(), input_std=sigma)
 
     def cut(self, model: nn.Module, input_shape: tuple[int, ...]) -> NoiseCut:
         from dpdist.models import require_split
@@ -181,15 +198,16 @@ class BehindLayer(Place):
             return model(x)
 
     def describe(self) -> dict[str, Any]:
-        return {
-            "kind": self.kind,
-            "module": self.module,
-            "std": self.scale,
-            "digest": _digest(self.std),
-        }
+        return {"kind": self.kind, "module": self.module, **_described(self.std)}
 
     def behind_first(self) -> BehindLayer:
         return self
+
+    def behind_affine(self, model: nn.Module, input_shape: tuple[int, ...]) -> BehindLayer | None:
+        return self.in_modules().behind_affine(model, input_shape)
+
+    def in_modules(self) -> Several:
+        return Several({self.module: self.std})
 
     def attach(self, model: nn.Module) -> None:
         from dpdist.models import attach_noise
@@ -203,15 +221,17 @@ class BehindLayer(Place):
 
 @dataclass(frozen=True)
 class Several(Place):
-    """Noise on the input and on the outputs of modules, in one draw (residual perturbation).
+    """Noise on the input and on the outputs of modules, in one draw (residual perturbation, sound
+    StoBatch).
 
-    stds: deviation by the module's name in ``model.named_modules()``, public. mode: how a module's
-    output takes its noise (`dpdist.randomness.inside.MODES`). input_std: on the input, in input
-    units. floor: multiplicative noise is at least that of an output of this size. The normals of a
-    draw are one row: those of the input, then of each module in turn.
+    stds: deviation by the module's name in ``model.named_modules()``, public; float32 of the shape
+    of one example's output where components differ. mode: how a module's output takes its noise
+    (`dpdist.randomness.inside.MODES`). input_std: on the input, in input units. floor:
+    multiplicative noise is at least that of an output of this size. The normals of a draw are one
+    row: those of the input, then of each module in turn.
     """
 
-    stds: Mapping[str, float]
+    stds: Mapping[str, float | Tensor]
     mode: str = "additive"
     input_std: float = 0.0
     floor: float = 0.0
@@ -227,7 +247,7 @@ class Several(Place):
             raise UserError(f"noise in modules: mode must be one of {known}, got {self.mode!r}")
         others = (("the input", self.input_std), ("modules, its floor", self.floor))
         for where, std in (*self.stds.items(), *others):
-            if not (math.isfinite(std) and std >= 0):
+            if not _usable(std):
                 raise UserError(f"noise on {where}: must be a finite number >= 0, got {std}")
 
     @property
@@ -236,6 +256,9 @@ class Several(Place):
 
     def smoothed(self, sigma: float) -> Place:
         return replace(self, input_std=sigma)
+
+    def in_modules(self) -> Several:
+        return self
 
     def cut(self, model: nn.Module, input_shape: tuple[int, ...]) -> NoiseCut:
         from dpdist.randomness.inside import cut_several
@@ -257,8 +280,24 @@ class Several(Place):
         return cut.rest(cut.first(x) + cut.std * normals)
 
     def describe(self) -> dict[str, Any]:
-        noise = {"modules": dict(self.stds), "mode": self.mode, "floor": self.floor}
+        stds = {
+            name: std if isinstance(std, float | int) else _described(std)
+            for name, std in self.stds.items()
+        }
+        noise = {"modules": stds, "mode": self.mode, "floor": self.floor}
         return {"kind": self.kind, "sigma": self.smoothing, **noise}
+
+    def behind_affine(self, model: nn.Module, input_shape: tuple[int, ...]) -> BehindLayer | None:
+        import torch
+
+        from dpdist.models import split_first
+
+        split = split_first(model)
+        if split is None or split.name not in self.stds or self.mode != "additive":
+            return None
+        std = torch.as_tensor(self.stds[split.name], dtype=torch.float64)
+        std = std.expand(split.hidden_shape(input_shape))
+        return BehindLayer(split.name, std) if bool((std > 0).all()) else None
 
     def behind_first(self) -> BehindLayer:
         raise UserError(
@@ -269,8 +308,11 @@ class Several(Place):
     def attach(self, model: nn.Module) -> None:
         from dpdist.models import BlockNoise, attach_block_noise
 
+        stds = [std for std in self.stds.values() if isinstance(std, float | int)]
+        if len(stds) < len(self.stds):
+            raise UserError("noise in modules: a model's own is one number for each module")
         noise = BlockNoise(tuple(self.stds), self.mode, self.floor)
-        attach_block_noise(model, noise, list(self.stds.values()), self.input_std)
+        attach_block_noise(model, noise, stds, self.input_std)
 
     @classmethod
     def words(cls, sigma: float | None) -> str:
@@ -290,14 +332,24 @@ def place_of(model: nn.Module) -> Place:
     if std is not None:
         return BehindLayer(require_split(model).name, std)
     noise = getattr(model, hidden.BLOCK_NOISE, None)
-    if noise is not None:
-        stds = getattr(model, hidden.BLOCKS).tolist()
-        sigma = float(getattr(model, hidden.INPUT))
+    if noise is None:
+        return Nowhere()
+    stds = getattr(model, hidden.BLOCKS).tolist()
+    sigma = float(getattr(model, hidden.INPUT))
+    if stds:
         by_name = dict(zip(noise.modules, stds, strict=True))
         return Several(by_name, noise.mode, sigma, noise.floor)
-    return Nowhere()
+    return OnInput(sigma) if sigma else Nowhere()
 
 
-def _digest(std: Tensor) -> str:
+def _usable(std: Any) -> bool:
+    if isinstance(std, float | int):
+        return math.isfinite(std) and std >= 0
+    return bool((std.isfinite() & (std >= 0)).all())
+
+
+def _described(std: Any) -> dict[str, Any]:
+    """A tensor of deviations, by its root mean square and digest."""
     raw = std.detach().float().contiguous().numpy().tobytes()
-    return hashlib.blake2b(raw, digest_size=8).hexdigest()
+    digest = hashlib.blake2b(raw, digest_size=8).hexdigest()
+    return {"std": float(std.double().square().mean().sqrt()), "digest": digest}

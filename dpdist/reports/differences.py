@@ -183,8 +183,11 @@ def _certified(
     numbers = math.prod(later.input_shape)
     for norm in NORMS:
         two = [table.kind.sizes_in(table.table, norm, numbers) for table in (mine, other)]
-        for ours, theirs in zip(*two, strict=True):
+        by_name = {theirs.name: theirs for theirs in two[1]}
+        for ours in two[0]:
             if not ours.holds:
+                continue
+            if (theirs := by_name.get(ours.name)) is None:
                 continue
             right, others_right = (
                 ours.certified(mine.label)[own],

@@ -8,9 +8,9 @@ import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-from dpdist.attacks.balls import Ball, distance
+from dpdist.adversary.balls import Ball, distance
+from dpdist.adversary.randomised import RandomisedClassifier
 from dpdist.attacks.evasion import attack
-from dpdist.attacks.randomised import RandomisedClassifier
 from dpdist.certification.sampling import Randomness
 from dpdist.randomness.units import UnitSource
 

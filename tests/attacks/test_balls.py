@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from support.cases import cases
 from torch import Tensor
 
-from dpdist.attacks.balls import NORMS, Ball, distance
+from dpdist.adversary.balls import NORMS, Ball, distance
 from dpdist.base.errors import UserError
 
 

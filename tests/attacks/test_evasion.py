@@ -7,13 +7,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dpdist.attacks.balls import Ball, distance
-from dpdist.attacks.evasion import ATTACKS, attack, mim
-from dpdist.attacks.randomised import (
+from dpdist.adversary.ascents import mim
+from dpdist.adversary.balls import Ball, distance
+from dpdist.adversary.randomised import (
     RandomisedClassifier,
     loss_gradient,
     success_score,
 )
+from dpdist.attacks.evasion import ATTACKS, attack
 from dpdist.certification.sampling import Randomness
 from dpdist.randomness.places import BehindLayer, OnInput
 from dpdist.randomness.units import UnitSource

@@ -5,7 +5,6 @@ import pytest
 from scipy import stats
 
 from dpdist.certification import expected_score_bounds as by_scores
-from dpdist.certification.composition import as_printed, harmonic
 from dpdist.certification.expected_score_bounds import ScoreBounds
 from dpdist.privacy import mechanisms
 
@@ -101,27 +100,3 @@ def test_all_count_bounds_hold_together() -> None:
         bounds = by_scores.score_bounds_counts(histogram, 0.9)
         misses += bool(np.any(bounds.lower > p) or np.any(bounds.upper < p))
     assert misses < 247
-
-
-def test_composition_of_two_noises() -> None:
-    bounds = of(0.8, 0.1)
-    epsilon = np.log(8) / 2
-    got = harmonic(bounds, 0.5, 100.0, 2.0, 30.0)
-    kappa, phi = epsilon * 0.5 / 100, epsilon * 2.0 / 30
-    assert got.valid and got.size == pytest.approx(kappa * phi / (kappa + phi))
-    assert got.size < min(kappa, phi)
-    # The budgets of both noises at that size add up to exactly what the condition allows.
-    spent = sum(
-        float(mechanisms.laplace_epsilon(0.0, b, s * got.size))
-        for b, s in ((0.5, 100.0), (2.0, 30.0))
-    )
-    assert spent == pytest.approx(epsilon)
-    printed = as_printed(
-        bounds, 0.5, 2.0, attack_size=0.1, pixels=100, hidden_units=30, weight_norm=1.0
-    )
-    assert not printed.valid and "not valid" in printed.label
-    assert printed.size == pytest.approx(0.5 * epsilon / 10 + 2 * epsilon / 30)
-    assert printed.size > 5 * got.size
-    assert harmonic(of(0.3, 0.3), 1, 1, 1, 1).size == 0.0
-    with pytest.raises(ValueError):
-        harmonic(bounds, 0.0, 1, 1, 1)

@@ -29,7 +29,9 @@ def make(histograms: Any, labels: Any, mode: str = "fixed", **changes: Any) -> p
         partial: dict[str, Any] = {"selected": selected, "histogram": [int(c) for c in histogram]}
         if mode != "fixed":
             partial |= {"k": int(histogram[selected]), "n": n, "looks": 1, "passed": 1}
-        rows.append(settings.row(index, label, settings.verdict([partial], None), None))
+        rows.append(
+            settings.row(index, label, settings.verdict([partial], settings.place(None, ())), None)
+        )
     about = {
         "settings": {"sigma": 0.5, "noise": settings.noise, "alpha": settings.alpha,
                      "start": settings.start, "every": settings.every, "max_inputs": None,

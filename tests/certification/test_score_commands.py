@@ -91,10 +91,12 @@ def test_a_run_is_certified_under_its_own_noise(runs: Path, tmp_path: Path) -> N
     assert again.exit_code == 0
     stricter = tables.read(path.parent.with_name(f"{path.parent.name}-alpha-0.001") / path.name)
     assert (np.asarray(stricter["exact_l2"]) <= np.asarray(got["exact_l2"])).all()
-    # The network without its noise, smoothed at the inputs: another classifier, another table.
+    # Smoothed at the inputs as well: another classifier, another table, certified by both noises.
     call("certify", "noisy", "--runs", runs, "--sigma", "0.25", "--n", "200")
     smoothed = runs / "noisy/certificates/sigma-0.25-fixed-n-200/certificates.parquet"
-    assert set(tables.read(smoothed)["mode"].to_pylist()) == {"fixed"}
+    both = reading.read(smoothed)
+    assert both.mode == "fixed" and both.about["hidden"] > 0
+    assert [sizes.name for sizes in both.sizes] == ["cohen", "input", "hidden", "as_printed"]
     with pytest.raises(UserError, match=r"certify\.mode: must be left out without sigma"):
         call("certify", "noisy", "--runs", runs, "--mode", "target")
 

@@ -139,10 +139,12 @@ def test_selection_and_estimation_share_no_draw(mode: str) -> None:
     counter = ByStage()
     settings = settings_in(mode, n=1050, n0=70, radii=(0.1,))
     place: SampledPlace = ScoredPlace(1.0, Sensitivity(1.0, 1.0, 1.0))
+    if settings.votes:
+        place = settings.place(nn.Identity(), (3,))
     whole = settings.units(100)
     half = max(1, whole // 2)
     pieces = [(0, half), (half, whole)] if whole > 1 else [(0, 1)]
-    partials = [settings.work(counter, torch.zeros(3), 0, *piece, 100) for piece in pieces]
+    partials = [settings.work(counter, torch.zeros(3), 0, *piece, 100, place) for piece in pieces]
     verdict = settings.verdict(partials, place)
     # Were one draw of the selection counted, k would not be 0; were the class chosen by the
     # estimate's draws, it would be 1.

@@ -274,4 +274,19 @@ FAULTS: list[Fault] = [
         ("return Verdict(ABSTAIN, selected, 0, 0, 0.0, 0.0)", "return Verdict(1 - than, selected, 0, 0, 0.0, 0.0)",
          "the certified class contradicts itself"),
     ),
+    *group(
+        "dpdist/certification/quadrature.py", "certification/test_quadrature",
+        ("math.hypot(self.sigma, self.behind) * _DOWN", "(self.sigma + self.behind) * _DOWN",
+         "sizes of two noises are added"),
+        ("l2_to_l2(layer, input_shape, noise.shares)", "l2_to_l2(layer, input_shape)",
+         "the norm leaves out how noise is shared"),
+        ("return self.hidden / self.sensitivity * _DOWN", "return 2 * self.hidden / self.sensitivity * _DOWN",
+         "hidden noise counts twice"),
+    ),
+    *group(
+        "dpdist/randomness/places.py", "certification/test_quadrature",
+        ('or self.mode != "additive":', "or False:", "noise that scales with the output is taken for additive"),
+        ("return BehindLayer(split.name, std) if bool((std > 0).all()) else None", "return BehindLayer(split.name, std)",
+         "components without noise are taken for noisy"),
+    ),
 ]  # fmt: skip

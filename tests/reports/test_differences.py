@@ -39,7 +39,9 @@ def certificates(path: Path, right: set[int], **changes: Any) -> reading.Certifi
         selected = labels if index in right else 1 - labels
         hits = settings.n - 5
         counts = [hits, 5] if selected == 0 else [5, hits]
-        verdict = counted.verdict([{"selected": selected, "histogram": counts}], None)
+        verdict = counted.verdict(
+            [{"selected": selected, "histogram": counts}], counted.place(None, ())
+        )
         rows.append(settings.row(index, labels, verdict, None))
     about = {
         "settings": {"n": settings.n, "mode": settings.mode, "noise": settings.noise,

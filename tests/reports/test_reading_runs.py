@@ -57,7 +57,7 @@ def smoothed_table(path: Path, changes: dict[str, Any] | None = None) -> Path:
     """Three right of four; noise, sigma and data as `changes` say."""
     changed = {"noise": "gaussian", "sigma": 0.5, "data": "d", "model": "m"} | (changes or {})
     settings: Any = Cohen(sigma=changed["sigma"], n=N, noise=changed["noise"])
-    verdict = settings.verdict([{"selected": 0, "histogram": [N - 5, 5]}], None)
+    verdict = settings.verdict([{"selected": 0, "histogram": [N - 5, 5]}], settings.place(None, ()))
     rows = [settings.row(i, i // 3, verdict, None) for i in range(4)]
     about = {
         "settings": {"n": N, "mode": "fixed", "noise": settings.noise, "sigma": settings.sigma},

@@ -19,7 +19,7 @@ class RandomisedClassifier:
     """Logits of a network under given standard normal draws; without noise it is deterministic."""
 
     def __init__(self, model: nn.Module, place: Place | None = None) -> None:
-        self.model = model.eval().requires_grad_(False)
+        self.model = model
         self.place = place or Nowhere()
 
     def noise_shape(self, input_shape: Sequence[int]) -> tuple[int, ...] | None:

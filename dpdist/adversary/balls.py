@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpdist.attacks.names import NORMS, Norm
+from dpdist.adversary.names import NORMS, Norm
 from dpdist.base.errors import UserError
 
 PIXELS = (0.0, 1.0)
@@ -52,11 +52,11 @@ class Ball:
 
     def _shift(self, point: Tensor) -> Tensor:
         shift = point.double() - self.centre.double()
-        size = _per_row(self.size, shift)
+        size = per_row(self.size, shift)
         if self.norm == "linf":
             return shift.clamp(-size, size)
         # (a / b) * b may exceed a by rounding; the margin is larger than that too.
-        length = _per_row(shift.flatten(1).norm(dim=1), shift)
+        length = per_row(shift.flatten(1).norm(dim=1), shift)
         inside = size * (1 - _MARGIN)
         return torch.where(length > inside, shift * (inside / length.clamp_min(1e-300)), shift)
 
@@ -79,8 +79,13 @@ class Ball:
             unit = self.ascent(normal)
             # The radius of a uniform point has distribution r^n.
             direction = unit * uniform[:, :1].double().pow(1 / normal.shape[1])
-        shift = direction.view_as(self.centre) * _per_row(self.size, self.centre)
+        shift = direction.view_as(self.centre) * per_row(self.size, self.centre)
         return self.project(self.centre.double() + shift)
+
+
+def box_of(inputs: Tensor) -> tuple[float, float] | None:
+    """Images (B, C, H, W) stay in [0, 1]; other features have no bounds."""
+    return PIXELS if inputs.dim() == 4 else None
 
 
 def distance(points: np.ndarray, centres: np.ndarray, norm: str) -> np.ndarray:
@@ -97,5 +102,6 @@ def distance(points: np.ndarray, centres: np.ndarray, norm: str) -> np.ndarray:
     raise UserError(f"norm: must be one of {', '.join(NORMS)}, got {norm!r}")
 
 
-def _per_row(values: Tensor, like: Tensor) -> Tensor:
+def per_row(values: Tensor, like: Tensor) -> Tensor:
+    """(B,) as something that multiplies ``like``, (B, ...)."""
     return values.view(-1, *[1] * (like.dim() - 1))

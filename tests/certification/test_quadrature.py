@@ -1,0 +1,305 @@
+"""Noise on the input and behind the first layer: both certify together, in quadrature and no more.
+
+Each wrong rule (the sum of DPAL's Proposition 1, a norm that is not the layer's, a missing square)
+is held against the same truths and must fail.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from support.here import without_ray
+from torch import nn
+
+from dpdist import models
+from dpdist.attacks.check import check_certificates
+from dpdist.attacks.settings import AttackSettings
+from dpdist.base.errors import UserError
+from dpdist.certification import job, quadrature, reading
+from dpdist.certification import table as tables
+from dpdist.certification.catalogue import settings_of
+from dpdist.certification.cohen import Cohen
+from dpdist.certification.expected_score_bounds import ScoreBounds, pure_epsilon
+from dpdist.certification.predict import Predictor
+from dpdist.certification.quadrature import Quadrature, of_place
+from dpdist.certification.rebound import certified_accuracy_band, rebound
+from dpdist.models.normalised import Normalised
+from dpdist.privacy import mechanisms
+from dpdist.randomness.places import BehindLayer, OnInput, Several, place_of
+
+SIGMA = 0.25
+
+# What wrong rules take both noises for: of sigma, the hidden noise, and the layer's true norm.
+WRONG: dict[str, Callable[[Quadrature], float]] = {
+    "kappa + phi": lambda q: q.as_printed,
+    "a square forgotten": lambda q: math.sqrt(q.sigma**2 + q.behind),
+    "half the norm": lambda q: math.hypot(q.sigma, 2 * q.behind),
+    "the root of the norm": lambda q: math.hypot(q.sigma, q.hidden / math.sqrt(q.sensitivity)),
+}
+
+
+def dense(rows: int, columns: int, seed: int = 0) -> nn.Linear:
+    layer = nn.Linear(columns, rows)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        layer.weight.copy_(torch.randn(rows, columns, generator=generator))
+    return layer
+
+
+def lengths(layer: nn.Linear, variances: torch.Tensor, directions: torch.Tensor) -> torch.Tensor:
+    """Mahalanobis length of what a shift by each unit direction does to the layer's output."""
+    weight = layer.weight.detach().double()
+    covariance = SIGMA**2 * weight @ weight.T + variances.double().diag()
+    moved = directions.double() @ weight.T
+    return (moved * torch.linalg.solve(covariance, moved.T).T).sum(1).sqrt()
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(6, 4), (3, 4)])
+@pytest.mark.parametrize("scale", [0.05, 0.5, 5.0])
+def test_no_direction_moves_further_than_the_rule_says(rows, columns, scale) -> None:
+    """10^5 directions, heterogeneous noise; the worst one reaches the bound."""
+    layer = dense(rows, columns)
+    std = scale * (0.3 + torch.rand(rows, generator=torch.Generator().manual_seed(1)))
+    model = nn.Sequential(layer, nn.ReLU(), nn.Linear(rows, 2)).eval()
+    models.attach_noise(model, std)
+    where = place_of(model).smoothed(SIGMA)
+    both = of_place(where, model, (columns,), SIGMA)
+    assert both is not None and both.hidden == pytest.approx(float(std.square().mean().sqrt()))
+    directions = torch.randn(100_000, columns, generator=torch.Generator().manual_seed(2))
+    directions /= directions.norm(dim=1, keepdim=True)
+    worst = float(lengths(layer, std.square(), directions).max())
+    assert 0.98 / both.both <= worst <= 1 / both.both
+    wrong = {name: rule(both) for name, rule in WRONG.items()}
+    assert 1 / wrong["kappa + phi"] < worst  # and so it promises what is not so
+    # Each noise alone certifies less; without the shares' weights the norm is another one.
+    assert max(both.sigma, both.behind) < both.both < both.as_printed
+    unweighted = float(torch.linalg.matrix_norm(layer.weight.detach().double(), 2))
+    if unweighted < both.sensitivity:
+        assert 1 / math.hypot(SIGMA, both.hidden / unweighted) < worst
+
+
+# ---- two classes, one plane: the distance is known
+
+
+def plane(weight: float = 5.0, std: float = 1.7678, twist: float = 2.0) -> nn.Module:
+    """Class 1 where x0 > 0: two hidden numbers that read x0 and noise of unequal strength, weighed
+    as the likelihood ratio weighs them, so that no classifier is more easily moved."""
+    first, last = nn.Linear(3, 2), nn.Linear(2, 2)
+    variances = torch.tensor([1.0, twist**2]) * std**2
+    with torch.no_grad():
+        for layer in (first, last):
+            layer.bias.zero_()
+            layer.weight.zero_()
+        first.weight[:, 0] = weight * torch.tensor([1.0, -2.0])
+        covariance = SIGMA**2 * first.weight @ first.weight.T + variances.diag()
+        best = torch.linalg.solve(covariance, first.weight[:, 0])
+        last.weight.copy_(torch.stack([-best, best]))
+    model = nn.Sequential(first, last).eval()
+    models.attach_noise(model, variances.sqrt())
+    return model
+
+
+def both_of(model: nn.Module) -> Quadrature:
+    found = of_place(place_of(model).smoothed(SIGMA), model, (3,), SIGMA)
+    assert found is not None
+    return found
+
+
+# A lower bound at 1e-6 is 0.006 below p: the radius falls short by less than 4 %.
+@pytest.mark.parametrize("std", [1.0, 1.7678, 3.0])
+def test_a_plane_is_certified_up_to_its_distance(std: float) -> None:
+    model = plane(std=std)
+    both = both_of(model)
+    distance = 0.9 * both.both
+    x = torch.tensor([distance, 0.3, -2.0])
+    settings = settings_of({"sigma": SIGMA, "n": 100_000, "alpha": 1e-6})
+    verdict = Predictor(model, settings, 2, (3,)).certify(x)
+    # The executed noise is what the rule says: two-sided exact test, false failure 1e-5.
+    assert stats.binomtest(verdict.k, verdict.n, stats.norm.cdf(0.9)).pvalue > 1e-5
+    assert verdict.prediction == 1 and 0.95 * distance <= verdict.radius <= distance
+    z = verdict.radius / both.both
+    for name, rule in WRONG.items():
+        assert rule(both) * z > distance, name
+    assert max(both.sigma, both.behind) * z < 0.93 * distance
+
+
+@pytest.mark.parametrize("mode", ["target", "anytime"])
+def test_sequential_tests_decide_radii_under_both_noises(mode: str) -> None:
+    model = plane()
+    both = both_of(model)
+    distance = 0.9 * both.both
+    x = torch.tensor([distance, 0.3, -2.0])
+    radii = (0.5 * distance, 0.93 * distance, 1.02 * distance)
+    assert radii[1] > 0.9 * max(both.sigma, both.behind)  # neither noise alone certifies that
+    settings = settings_of(
+        {"sigma": SIGMA, "n": 100_000, "alpha": 1e-6, "mode": mode, "radii": radii}
+    )
+    verdict = Predictor(model, settings, 2, (3,)).certify(x)
+    assert verdict.prediction == 1 and 0.92 * distance <= verdict.radius <= distance
+
+
+# ---- in bulk, and under attack
+
+
+@dataclass(frozen=True)
+class Points:
+    """Features on both sides of the plane."""
+
+    classes: int = 2
+    fingerprint: str = "points"
+    name: str = "points/test"
+
+    @property
+    def labels(self) -> np.ndarray:
+        return np.arange(30) % 2
+
+    def batch(self, indices: np.ndarray | slice) -> torch.Tensor:
+        rng = np.random.default_rng(0)
+        x = rng.normal(size=(30, 3)).astype(np.float32)
+        x[:, 0] = np.where(self.labels == 1, 1, -1) * rng.uniform(0.1, 0.5, 30)
+        return torch.from_numpy(x[indices])
+
+
+SPEC = models.ModelSpec(f"{__name__}:factory", (3,), 2, hidden_noise=True)
+
+
+def factory(input_shape: tuple[int, ...], classes: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+
+
+@pytest.fixture
+def certified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A table of the plane, certified under both noises in equal parts."""
+    without_ray(monkeypatch)
+    models.save(plane(), SPEC, tmp_path / "model")
+    settings = Cohen(sigma=SIGMA, n0=50, n=1000, batch=200, seed="1")
+    job.certify(tmp_path / "model", Points(), settings, tmp_path / "c", trusted_factory=SPEC.name)
+    return tmp_path / "c" / job.TABLE
+
+
+def test_the_table_states_what_holds_and_names_what_does_not(certified: Path) -> None:
+    found, both = reading.read(certified), both_of(plane())
+    assert found.about["hidden"] == both.hidden
+    assert found.about["sensitivity"] == {"l2": both.sensitivity}
+    for row in found.table.to_pylist():
+        z = stats.norm.ppf(row["p_lower"]) if row["p_lower"] > 0.5 else 0.0
+        assert row["radius"] == pytest.approx(both.both * z, rel=1e-9)
+    sizes = {s.name: s for s in found.sizes}
+    assert [name for name, s in sizes.items() if not s.holds] == ["as_printed"]
+    positive = found.radius > 0
+    for name, worth in (
+        ("cohen", both.both), ("input", SIGMA), ("hidden", both.behind),
+        ("as_printed", SIGMA + both.behind),
+    ):  # fmt: skip
+        share = sizes[name].size[positive] / found.radius[positive]
+        assert share == pytest.approx(worth / both.both, rel=1e-9)
+    # Another alpha from the stored counts, as if certified so.
+    stricter = rebound(found.table, 1e-5)
+    p = [Cohen.bound(k, 1000, 1e-5) for k in stricter["k"].to_pylist()]
+    want = [both.both * stats.norm.ppf(q) if q > 0.5 else 0.0 for q in p]
+    assert stricter["radius"].to_pylist() == pytest.approx(want, rel=1e-9)
+    # Nothing beyond what the label's own probability could give: about 0.5 / both is possible.
+    near, far = certified_accuracy_band(found.table, (0.3, 4 * both.both))
+    assert near.certifiable > 0.3 and far.certifiable < 0.1
+    lines = dict(found.kind.lines(found, (0.1,)))
+    assert "vote, kappa + phi (does not hold)" in lines
+
+
+def test_the_sum_is_refuted_by_attack_and_the_rule_is_not(certified: Path) -> None:
+    def contradictions(claim: str | None) -> int:
+        attack = AttackSettings(attacks=("pgd",), steps=5, draws=4, seed="2", batch=30)
+        output = certified.parent.parent / f"check-{claim}"
+        model = certified.parent.parent / "model"
+        _, verdict = check_certificates(
+            model, Points(), certified, attack, output, claim=claim, trusted_factory=SPEC.name
+        )
+        assert verdict.plausible == (verdict.contradictions <= verdict.allowed)
+        return verdict.contradictions - verdict.allowed
+
+    assert contradictions(None) <= 0 and contradictions("hidden_l2") <= 0
+    assert contradictions("as_printed_l2") > 0
+
+
+def test_a_damaged_description_is_named(certified: Path) -> None:
+    table = tables.read(certified)
+    rows, about = table.to_pylist(), tables.about(table)
+    for change, message in (
+        ({"sensitivity": {}}, r"damaged: sensitivity\.l2 is missing"),
+        ({"hidden": "much"}, "damaged: hidden must be float"),
+        ({"hidden": 0.0}, r"hidden and sensitivity\.l2 must be > 0"),
+    ):
+        with pytest.raises(UserError, match=message):
+            quadrature.of_table(tables.build(rows, about | change))
+
+
+# ---- where there is nothing to add
+
+
+def test_only_affine_additive_noise_everywhere_counts() -> None:
+    layer = dense(4, 3)
+    model = nn.Sequential(layer, nn.ReLU(), nn.Linear(4, 2)).eval()
+
+    def found(place) -> Quadrature | None:
+        return of_place(place, model, (3,), SIGMA)
+
+    one = found(Several({"0": 0.5, "2": 3.0}, input_std=SIGMA))
+    assert one is not None and one.hidden == pytest.approx(0.5)  # what follows is post-processing
+    norm = float(torch.linalg.matrix_norm(layer.weight.detach().double(), 2))
+    assert one.sensitivity == pytest.approx(norm)
+    assert found(BehindLayer("0", torch.full((4,), 0.5)).smoothed(SIGMA)) == one
+    some = torch.tensor([0.5, 0.5, 0.5, 0.0])
+    for place in (
+        OnInput(SIGMA),
+        Several({"2": 0.5}, input_std=SIGMA),  # behind what is not linear
+        Several({"0": 0.5}, "multiplicative", SIGMA),
+        Several({"0": 0.5}, "relative", SIGMA),
+        Several({"0": some}, input_std=SIGMA),  # a component without noise
+    ):
+        assert found(place) is None
+    squared = nn.Sequential(nn.Tanh(), layer).eval()
+    assert of_place(Several({"1": 0.5}, input_std=SIGMA), squared, (3,), SIGMA) is None
+    # In input units, whatever normalises before the layer.
+    scaled = Normalised(model, torch.zeros(3), torch.full((3,), 0.5)).eval()
+    name = models.require_split(scaled).name
+    two = of_place(Several({name: 0.5}, input_std=SIGMA), scaled, (3,), SIGMA)
+    assert two is not None and two.sensitivity == pytest.approx(2 * norm)
+
+
+def test_both_noises_are_saved_with_the_model(tmp_path: Path) -> None:
+    spec = models.ModelSpec("small-cnn", (1, 6, 6), 3, {"width": 4})
+    model = models.initialise(spec, 0)
+    place = Several({models.require_split(model).name: 0.3}, input_std=0.5)
+    place.attach(model)
+    models.save(model, replace(spec, block_noise=models.BlockNoise(("0",))), tmp_path)
+    again = place_of(models.load(tmp_path))
+    assert again == place and again.smoothing == 0.5
+    both = settings_of({"sigma": 0.5}).place(models.load(tmp_path), (1, 6, 6)).quadrature
+    assert both is not None and both.hidden == pytest.approx(0.3)
+    with pytest.raises(UserError, match="one number for each module"):
+        replace(place, stds={"0": torch.ones(4, 4, 4)}).attach(model)
+    alone = models.initialise(spec, 0)
+    OnInput(0.5).attach(alone)
+    assert place_of(alone) == OnInput(0.5)
+    for bad in (torch.tensor([0.1, -0.1]), torch.tensor([0.1, float("nan")])):
+        with pytest.raises(UserError, match="noise on 0: must be a finite number >= 0"):
+            Several({"0": bad})
+
+
+def test_the_product_of_two_passes_is_the_harmonic_sum() -> None:
+    """Two passes with one Laplace noise each: their budgets add, so the size is below either."""
+    epsilon = pure_epsilon(ScoreBounds(np.array([0.8, 0.1]), np.array([0.8, 0.1])))
+    noises = ((0.5, 100.0), (2.0, 30.0))  # scale, sensitivity
+    kappa, phi = (epsilon * scale / norm for scale, norm in noises)
+
+    def spent(size: float) -> float:
+        return sum(float(mechanisms.laplace_epsilon(0.0, b, s * size)) for b, s in noises)
+
+    assert spent(kappa * phi / (kappa + phi)) == pytest.approx(epsilon)
+    assert spent(min(kappa, phi)) > 1.05 * epsilon and spent(kappa + phi) > 5 * epsilon
