@@ -5,6 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST_ARGS ?=
+# Two processes, each of which takes the next file of tests.
+TESTS = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo check test test-all lint mutants matrix bench clean install
 .DEFAULT_GOAL := help
@@ -41,14 +43,14 @@ lint: install
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
-check: install
-	@$(BIN)/python tests/both.py --check $(PYTEST_ARGS)
+check: lint
+	@$(TESTS) --check -m "not slow and not long" $(PYTEST_ARGS)
 
 test: install
-	@$(BIN)/python tests/both.py -m "not long" $(PYTEST_ARGS)
+	@$(TESTS) -m "not long" $(PYTEST_ARGS)
 
 test-all: install
-	@$(BIN)/python tests/both.py $(PYTEST_ARGS)
+	@$(TESTS) $(PYTEST_ARGS)
 
 mutants: install
 	@$(BIN)/python tests/mutants/run.py

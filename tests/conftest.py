@@ -1,44 +1,83 @@
-"""Shared by all tests: caches in a temporary place, where the real data lie, who runs what."""
+"""Shared by all tests: what is run and in which order, caches in a temporary place, real data."""
 
 from __future__ import annotations
 
 import os
+import re
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support import shares
+from support import cases
 
-FOUND = shares.Found()
-SHARED = os.environ.get(shares.FOLDER)
+MOST = 4.0  # seconds of processor time that a test of `make check` may take
+TIMES = "dpdist/seconds"  # in pytest's cache: of each file in the last run that ran it
+SECONDS: Counter[str] = Counter()
+
+# Of files whose tests run whole commands, trainings or benchmarks, or start Ray or another process.
+_WHOLE = re.compile(
+    r"import subprocess|import ray\b|import connect\b|\bhere: None|RAY_|data_root|CliRunner"
+    r"|support\.(here|training|wheel|extending|oracle)|from (harness|rooms|faults|over_ssh)\b"
+    r"|\brun_trials\b|import .*\b(loop|pipeline|pretrain)\b|os\.fork|\"benchmarks\""
+)
 
 
-def pytest_runtestloop(session: pytest.Session) -> object:
-    """With tests/both.py, only the files that the other process has not taken."""
-    if SHARED is None or session.config.option.collectonly:
-        return None
-    if session.testsfailed:
-        raise session.Interrupted("errors during collection")
-    shares.loop(session, Path(SHARED))
-    return True
+def quick(path: Path) -> bool:
+    """Whether none of a file's tests is whole work, by what it imports."""
+    return _WHOLE.search(path.read_text()) is None
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--check",
+        action="store_true",
+        help="only tests that need no whole command or training, Ray, or other process; one that "
+        f"takes more than {MOST:g} s of processor time fails, and has to be marked slow",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if "not long" not in config.option.markexpr:
+        os.environ[cases.ALL] = "1"
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    check = config.option.check and collection_path.name.startswith("test_")
+    return True if check and not quick(collection_path) else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The files that took longest come first, before them those that were never timed: two
+    processes that each take the next file then end at about the same time."""
+    cache = getattr(config, "cache", None)
+    seconds = {} if cache is None else cache.get(TIMES, {})
+    whole = {item.path: not quick(item.path) for item in items}
+    items.sort(key=lambda item: (-seconds.get(_file(item.nodeid), 1e9), not whole[item.path]))
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    FOUND.add(report)
+    SECONDS[_file(report.nodeid)] += report.duration
 
 
-def pytest_sessionfinish() -> None:
-    if SHARED is not None:
-        FOUND.write(Path(SHARED))
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    cache = getattr(session.config, "cache", None)
+    if cache is not None and not hasattr(session.config, "workerinput"):
+        cache.set(TIMES, cache.get(TIMES, {}) | SECONDS)
+
+
+def _file(nodeid: str) -> str:
+    return nodeid.split("::")[0]
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_call() -> Iterator[None]:
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     began = time.process_time()
     result = yield
-    if shares.CHECK in os.environ:
-        shares.within_limit(began)
+    took = time.process_time() - began
+    if item.config.option.check and took > MOST:
+        pytest.fail(f"{took:.1f} s of processor time: mark it `slow` (pyproject.toml)")
     return result
 
 

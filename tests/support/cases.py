@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import settings
 
-ALL = "DPDIST_TESTS_ALL"  # set by tests/both.py when the long tests run too
+ALL = "DPDIST_TESTS_ALL"  # set by tests/conftest.py when the long tests run too
 
 
 def cases(count: int, **more: Any) -> settings:
