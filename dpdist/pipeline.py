@@ -5,27 +5,21 @@ from __future__ import annotations
 
 import math
 import os
-import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from dpdist import models
 from dpdist.base import console, vision
 from dpdist.base.errors import Interrupted, UserError
-from dpdist.base.storage import json_number, write_json
 from dpdist.bulk.evaluation import Evaluation, Subject
 from dpdist.bulk.job import run as run_job
 from dpdist.certification.certificate import Certificate
-from dpdist.certification.expected import expected_log_scores
 from dpdist.certification.job import TABLE, certify
 from dpdist.certification.table import about
 from dpdist.cluster.packages import check_nodes
 from dpdist.cluster.session import Session, connect
-from dpdist.randomness.places import place_of
+from dpdist.evaluation import evaluate_stage, require_model
 from dpdist.runs.archive import Archive
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe, field_error
@@ -36,9 +30,6 @@ from dpdist.training.records import evaluation_data, source_of, training_data
 from dpdist.training.trainer import train
 from dpdist.tuning.preparing import check as check_search
 from dpdist.tuning.search import Search
-
-_EVALUATION_BATCH = 1000
-_EVALUATION_DRAWS = 16
 
 
 def run(
@@ -225,18 +216,20 @@ def public_stage(recipe: Recipe, where: str) -> None:
 
 def train_stage(job: TrainJob, ray_session: Session) -> None:
     """DP training on Ray Train."""
-    recipe, folder = job.recipe, job.folder
+    folder = job.folder
     if folder.trained.exists():
         train(job, ray_session)  # settles a budget that a crash left open
-        console.say(f"training: finished before ({folder.model})")
+        console.say(f"training: finished before ({folder.trained})")
         return
-    console.say(
-        f"training: {job.plan.steps:,} steps on {recipe.resources.workers} workers, "
-        f"{ray_session}; when done: "
-        f"{job.plan.guarantee()}"
-    )
-    with console.progress("training", "steps") as show:
+    console.say(f"training: {_work(job)}, {ray_session}; when done: {job.plan.guarantee()}")
+    with console.progress("training", "steps" if job.plan.steps else "models") as show:
         train(job, ray_session, show, console.say)
+
+
+def _work(job: TrainJob) -> str:
+    if not job.plan.steps:
+        return job.recipe.method.words(job.plan)
+    return f"{job.plan.steps:,} steps on {job.recipe.resources.workers} workers"
 
 
 def search_stage(search: Search, ray_session: Session) -> None:
@@ -254,12 +247,6 @@ def search_stage(search: Search, ray_session: Session) -> None:
         search.run(ray_session, show)
 
 
-def load_model(recipe: Recipe, folder: RunFolder) -> torch.nn.Module:
-    """The run's trained model; its own recipe names the factory, so that is trusted."""
-    folder.require_trained()
-    return models.load(folder.model, trusted_factory=recipe.model.name)
-
-
 def check_evaluations(recipe: Recipe, where: str) -> None:
     """Raise UserError for a certification that the test split could not carry, before a training
     has cost anything."""
@@ -271,49 +258,9 @@ def check_evaluations(recipe: Recipe, where: str) -> None:
         raise field_error(where, "certify.start", rule, recipe.certify.start)
 
 
-def evaluate_stage(recipe: Recipe, folder: RunFolder) -> None:
-    """Clean accuracy on the test split, into evaluation.json.
-
-    A model with noise of its own answers by its mean scores over a few fresh draws of it.
-    """
-    if folder.evaluation.exists():
-        return
-    dataset = evaluation_data(recipe, source_of(recipe))
-    model = load_model(recipe, folder)
-    noisy, seed = place_of(model).random, secrets.token_hex(16)
-    wrong: list[int] = []
-    loss = 0.0
-    with torch.inference_mode():
-        for start in range(0, len(dataset), _EVALUATION_BATCH):
-            rows = slice(start, start + _EVALUATION_BATCH)
-            inputs, targets = dataset.batch(rows), dataset.targets(rows)
-            if noisy:
-                outputs = expected_log_scores(model, inputs, _EVALUATION_DRAWS, seed, start)
-            else:
-                outputs = model(inputs)
-            missed = torch.nonzero(outputs.argmax(1) != targets).flatten() + start
-            wrong += missed.tolist()
-            loss += float(torch.nn.functional.cross_entropy(outputs, targets, reduction="sum"))
-    write_json(
-        folder.evaluation,
-        {
-            "data": dataset.name,
-            "inputs": len(dataset),
-            "correct": len(dataset) - len(wrong),
-            "accuracy": (len(dataset) - len(wrong)) / len(dataset),
-            "wrong": " ".join(map(str, wrong)),  # which inputs: two runs are compared by input
-            "fingerprint": dataset.fingerprint,
-            "cross_entropy": json_number(loss / len(dataset)),
-            "noise_draws": _EVALUATION_DRAWS if noisy else None,
-            "perplexity": json_number(math.exp(min(700.0, loss / len(dataset)))),
-            "model": models.model_hash(folder.model),
-        },
-    )
-
-
 def _shared(recipe: Recipe, folder: RunFolder, actors: int | None) -> dict[str, Any]:
     """What certification and attacks have in common, after the checks before them."""
-    folder.require_trained()
+    require_model(recipe, folder)
     check_nodes(PACKAGES, folder.private.resolve())
     return {
         "actors": actors or recipe.resources.certify_actors,
@@ -361,7 +308,7 @@ def evaluation_stage(
     UserError for another one in which they would not stay so.
     """
     if evaluation.of_trained:
-        folder.require_trained()
+        require_model(recipe, folder)
     check_nodes(PACKAGES, folder.private.resolve())
     output, source = evaluation.place(folder, output), source_of(recipe)
     subject = Subject(

@@ -10,14 +10,17 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
+from support.here import without_ray
 
-from dpdist import models
+from dpdist import data, models
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import RECIPES, load
 from dpdist.training.job import prepare
 from dpdist.training.loop import run
 from dpdist.training.pretrain import pretrain
 from dpdist.training.reducer import Reducer
+from dpdist.training.teachers import Ensemble
+from dpdist.training.trainer import fit
 
 RECORDS = 48
 SIDES = {"mnist": (28, 28), "cifar10": (32, 32, 3), "cifar100": (32, 32, 3)}
@@ -53,7 +56,7 @@ def write(root, name, classes, columns) -> None:
 
 
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
-def test_recipe_trains(path, tmp_path):
+def test_recipe_trains(path, tmp_path, monkeypatch):
     recipe = load(path)
     small = {
         "training.batch_size": 4,
@@ -67,6 +70,8 @@ def test_recipe_trains(path, tmp_path):
         small["privacy.noise_multiplier"] = 0
     if hasattr(recipe.method, "draws"):
         small["method.draws"] = min(2, recipe.method.draws)
+    if recipe.method.withheld is not None:
+        small |= {"method.teachers": 2, "privacy.nominal_records": RECORDS}
     public = getattr(recipe.method, "redistribution", None)
     if public is not None:
         small["method.redistribution.steps"] = 1
@@ -90,6 +95,12 @@ def test_recipe_trains(path, tmp_path):
         pretrain(recipe, str(path))
     folder = RunFolder(tmp_path / "run")
     job = prepare(recipe, folder, str(path))
+    if recipe.method.withheld is not None:
+        without_ray(monkeypatch)
+        fit(job)
+        scores = Ensemble(folder).scores(data.load(job.source, "test").batch(slice(0, 2)))
+        assert len(scores) == 2 and np.isfinite(scores).all()
+        return
     run(job, Reducer(0, 1, torch.device("cpu")))
     trained = models.load(folder.model)
     values = torch.cat([p.flatten() for p in trained.parameters()])

@@ -44,6 +44,7 @@ ROOMS: dict[str, set[str]] = {
         "data",
         "models",
         "privacy",
+        "bulk",
         "sections",
         "methods",
         "runs",
@@ -76,7 +77,9 @@ ROOMS: dict[str, set[str]] = {
         "runs",
         "training",
     },
+    "evaluation": {"randomness", "models", "certification", "runs", "training"},
     "pipeline": {
+        "evaluation",
         "randomness",
         "cluster",
         "gradients",
@@ -102,6 +105,7 @@ ROOMS: dict[str, set[str]] = {
         "reports",
         "training",
         "tuning",
+        "evaluation",
         "pipeline",
     },
 }

@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from dpdist.audits.bank import TABLE, BankScores, read_scores
 from dpdist.audits.games import GAMES, Game
-from dpdist.audits.target import refuse_planted
+from dpdist.audits.target import refuse_planted, refuse_withheld
 from dpdist.base.errors import UserError
 from dpdist.base.fields import check_hex_key
 from dpdist.bulk.evaluation import Evaluation, Subject
-from dpdist.methods.catalogue import DEFAULT
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.runs.recipe import Recipe, parse
+from dpdist.runs.recipe import Recipe
 
 if TYPE_CHECKING:
     from dpdist.audits.bank_job import Bank
@@ -107,22 +106,17 @@ class Membership(Evaluation):
         A shadow is trained as the recipe says on fewer records. With coins their number is drawn:
         rate, divisor and steps follow from the expected one, as with privacy.nominal_records.
         """
-        from dpdist.training.planning import make_plan
+        from dpdist.training.planning import make_plan, ordinary, training_alone
 
         refuse_planted(recipe, "shadow models")
+        refuse_withheld(recipe)
         if recipe.tune is not None:
             raise UserError(
                 f"{recipe.name}: a private search is no single training; give the recipe.yaml "
                 "that a run of it wrote"
             )
-        raw = recipe.model_dump(mode="json") | dict.fromkeys(("certify", "tune", "audit"))
-        plain = raw | {"method": DEFAULT.model_dump(mode="json")}
-        plain["privacy"] = raw["privacy"] | {
-            "epsilon": None, "noise_multiplier": 0.0, "clipping": "none", "batch_cap": None
-        }  # fmt: skip
         size, found = self.rules.size(records), []
-        for one in (raw, plain):
-            own = parse(one, recipe.name)
+        for own in (training_alone(recipe), ordinary(recipe)):
             planned = own
             if self.rules.nominal:
                 privacy = own.privacy.model_copy(update={"nominal_records": size})

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,13 +17,9 @@ from dpdist.certification.expected import expected_log_scores
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.randomness.keys import derive_key
 from dpdist.randomness.places import place_of
-from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe
-from dpdist.training.job import CheckedTraining, TrainJob
-from dpdist.training.loop import run
+from dpdist.training.many import files_of, trained_here
 from dpdist.training.records import evaluation_data, source_of, training_data
-from dpdist.training.reducer import Reducer
-from dpdist.training.trainer import fit
 
 if TYPE_CHECKING:
     from dpdist.audits.games import Game
@@ -63,24 +57,13 @@ class ShadowTrainer:
     def __call__(self, number: int) -> dict[str, bytes]:
         shared, plain = self._shared, self._shared.game.plain(number)
         key = derive_key(shared.key, "shadow", number)
-        with tempfile.TemporaryDirectory(prefix="dpdist-shadow-") as place:
-            job = self._job(number, RunFolder(Path(place) / "run"), key)
-            fit(job, workers=lambda: run(job, Reducer(0, 1, torch.device("cpu"))))
-            folder = job.folder.model
-            model = models.load(folder, trusted_factory=shared.recipes[plain].model.name)
-            files = {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+        recipe, plan = shared.recipes[plain], shared.plans[plain]
+        members = shared.game.members(shared.key, number, len(self._records))
+        with trained_here(recipe, plan, self._records, members, key) as folder:
+            model = models.load(folder, trusted_factory=recipe.model.name)
+            files = files_of(folder)
         seed = derive_key(key, "scores").hex()
         return files | {"scores.safetensors": save(self._scores(model, number, seed))}
-
-    def _job(self, number: int, folder: RunFolder, key: bytes) -> TrainJob:
-        shared, plain = self._shared, self._shared.game.plain(number)
-        privacy = shared.recipes[plain].privacy.model_copy(update={"run_key": key.hex()})
-        recipe = shared.recipes[plain].model_copy(update={"privacy": privacy})
-        members = shared.game.members(shared.key, number, len(self._records))
-        checked = CheckedTraining(
-            recipe, folder, shared.plans[plain], self._records.only(members), None
-        )
-        return replace(checked.begin(), members=members)
 
     def _scores(self, model: nn.Module, number: int, seed: str) -> dict[str, np.ndarray]:
         """member (N,) uint8; for each number of passes the log-odds (N + Z,) and the largest

@@ -28,6 +28,7 @@ class Target:
     model: str | None = None
 
     def __post_init__(self) -> None:
+        refuse_withheld(self.recipe)
         if math.isinf(self.proved.epsilon) and self.claimed is None:
             raise UserError(
                 f"{self.recipe.name}: nothing to audit against: nothing is proved (no noise, or no "
@@ -77,6 +78,12 @@ def refuse_planted(recipe: Recipe, what: str) -> None:
             f"{recipe.name}: audit.kind: canaries plants records in this training; {what} are of a "
             "recipe without it"
         )
+
+
+def refuse_withheld(recipe: Recipe) -> None:
+    """Raise UserError for a recipe whose models never leave: nobody sees a step or a model."""
+    if recipe.method.withheld is not None:
+        raise UserError(f"{recipe.name}: nothing to audit: {recipe.method.withheld}")
 
 
 def of_recipe(recipe: Recipe, where: str) -> Target:

@@ -136,6 +136,7 @@ def _certified(
     from dpdist import pipeline
     from dpdist.certification import table as tables
     from dpdist.certification.catalogue import settings_of
+    from dpdist.evaluation import load_model
 
     folder.require_trained()
     recipe = pipeline.resolve(folder.read_recipe(), data_root=data_root)
@@ -143,7 +144,7 @@ def _certified(
     if recipe.certify is not None:
         settings = recipe.certify.model_dump()
     settings |= {key: value for key, value in given.items() if value is not None}
-    model = pipeline.load_model(recipe, folder)
+    model = load_model(recipe, folder)
     settings["sigma"] = smoothing(model, settings.get("sigma"), folder)
     chosen = settings_of(settings)
     with pipeline.session(folder):

@@ -28,13 +28,14 @@ def command(
     private)."""
     from dpdist import pipeline
     from dpdist.base import console
+    from dpdist.evaluation import load_model
     from dpdist.reports.figures import loss_landscape
     from dpdist.runs.folder import open_run
     from dpdist.training.landscape import landscape
 
     folder = open_run(run, runs)
     recipe = pipeline.resolve(folder.read_recipe(), data_root=data_root)
-    measured = landscape(recipe, folder, pipeline.load_model(recipe, folder), inputs, iterations)
+    measured = landscape(recipe, folder, load_model(recipe, folder), inputs, iterations)
     picture = folder.path / "report" / "landscape.png"
     picture.parent.mkdir(exist_ok=True)
     picture.write_bytes(loss_landscape(measured["alphas"], measured["losses"]))

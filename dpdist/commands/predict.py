@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import typer
@@ -14,6 +14,9 @@ from dpdist.base.errors import UserError
 from dpdist.base.fields import Number, Positive, Probability
 from dpdist.base.reading import reason, regular_file
 from dpdist.commands.options import RUNS, RunArgument, Runs, file_path, kind, smoothing
+
+if TYPE_CHECKING:
+    from dpdist.training.answering import Oracle
 
 Draws = Annotated[int, Number, Field(ge=1, le=10_000_000)]  # one process makes them
 
@@ -45,17 +48,24 @@ def command(
     ] = False,
 ) -> None:
     """Predict with fresh secret noise, on this machine."""
-    from dpdist import models, pipeline
+    from dpdist import models
     from dpdist.certification.catalogue import settings_of
     from dpdist.certification.predict import Predictor
+    from dpdist.evaluation import load_model
     from dpdist.runs.folder import open_run
+    from dpdist.training.answering import Oracle
 
     folder = open_run(run, runs)
     folder.require_trained()
     recipe = folder.read_recipe()
+    if recipe.method.withheld is not None:
+        if sigma is not None or label_only:
+            raise UserError("--sigma, --label-only: of smoothed answers; this run's are paid for")
+        _ask(Oracle(recipe, folder), images, as_json)
+        return
     spec = models.read_spec(folder.model)
     inputs = [_read(path, spec.input_shape) for path in images]
-    model = pipeline.load_model(recipe, folder)
+    model = load_model(recipe, folder)
     if sigma is None and recipe.certify is not None:
         sigma = recipe.certify.sigma
     sigma = smoothing(model, sigma, folder)
@@ -71,6 +81,20 @@ def command(
             verdict = predictor.certify(x)
             label, radius = verdict.prediction, verdict.radius
         _print(path, label, radius, sigma, alpha, as_json)
+
+
+def _ask(oracle: Oracle, images: list[Path], as_json: bool) -> None:
+    """Answers that are paid for, each counted; an image answered before is answered so again."""
+    import torch
+
+    inputs = torch.stack([_read(path, oracle.input_shape) for path in images])
+    for path, scores in zip(images, oracle(inputs).tolist(), strict=True):
+        label = scores.index(max(scores))
+        if as_json:
+            console.print_json({"image": str(path), "label": label, "scores": scores})
+        else:
+            typer.echo(f"{path}: {label}")
+    console.say(f"{oracle.left:,} answers are left")
 
 
 def _print(

@@ -20,14 +20,16 @@ def release(folder: RunFolder, *, not_private: bool = False) -> list[Path]:
     """Copy the model and write its privacy card; returns the files, which are all there is.
 
     The folder is made anew and whole. Raises UserError, and leaves it as it was, when training
-    never finished, canaries were trained on, the model is not the one that was trained or cannot be
-    loaded, release/ holds something else, or the run has no finite guarantee or a fixed key and
-    `not_private` is not given (the card then says so).
+    never finished, canaries were trained on, the run's models never leave, the model is not the one
+    that was trained or cannot be loaded, release/ holds something else, or the run has no finite
+    guarantee or a fixed key and `not_private` is not given (the card then says so).
     """
     _refuse_foreign(folder.release)
     facts = read_facts(folder)
     if facts.audited_run is not None:
         raise UserError(f"{folder.path}: an audited run is {facts.audited_run}")
+    if facts.recipe.method.withheld is not None:
+        raise UserError(f"{folder.path}: {facts.recipe.method.withheld}")
     described = facts.card()
     if not described["private"] and not not_private:
         reason = "its run key is fixed" if facts.fixed_key else "its proved epsilon is infinite"

@@ -22,6 +22,7 @@ from dpdist.privacy.releases import GaussianSteps
 from dpdist.sections.recipe import Sections
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor, nn
 
     from dpdist.data import Dataset
@@ -77,11 +78,22 @@ class Fixed:
     key: bytes = b""
 
 
+class Committee(Protocol):
+    """Models trained on disjoint shards of the records (`dpdist.training.teachers`)."""
+
+    def __len__(self) -> int: ...
+
+    def scores(self, inputs: Tensor) -> np.ndarray:
+        """PRIVATE: the logits of each, float64 (teachers, B, classes)."""
+
+
 class Run(Protocol):
     """A training in the hands of the driver, or of a search's trial; Ray is there.
 
     job: the `dpdist.training.job.TrainJob`. workers: starts the training workers, each of which
-    calls `Method.learn`, and waits for their end.
+    calls `Method.learn`, and waits for their end. teachers: trains so many models on disjoint
+    shards of the records, in bulk, and gives them; one record is in one of them. finish: sums up a
+    training that had no workers.
     """
 
     @property
@@ -89,6 +101,10 @@ class Run(Protocol):
 
     @property
     def workers(self) -> Callable[[], None]: ...
+
+    def teachers(self, count: int) -> Committee: ...
+
+    def finish(self) -> None: ...
 
 
 class Worker(Protocol):
@@ -159,6 +175,17 @@ class Method(Section):
         published: name and value. It may depend on public data and released parameters alone."""
         return []
 
+    @property
+    def withheld(self) -> str | None:
+        """Why no model may ever leave: it is only asked (`answer`), so often as the plan pays for.
+        None where the trained model is released."""
+        return None
+
+    @property
+    def evaluated(self) -> int | None:
+        """How many test inputs the evaluation asks about, where asking is paid; None: all."""
+        return None
+
     def words(self, plan: PrivacyPlan) -> str:
         """How a report tells what the training executed."""
         step = plan.step(0)
@@ -222,6 +249,13 @@ class Method(Section):
     def finish(self, spec: ModelSpec, fixed: Fixed) -> ModelSpec:
         """Give the trained model (fixed.model) what it carries at prediction; its description."""
         return spec
+
+    def answer(self, scores: np.ndarray, plan: PrivacyPlan, key: bytes) -> np.ndarray:
+        """Of models that are withheld, one answer that the plan pays for, float64 (classes,).
+
+        scores: what each teacher says of the input (teachers, classes). key: of this answer alone.
+        """
+        raise NotImplementedError(f"the model of method {self.name} is released, not asked")
 
     def train(self, run: Run) -> None:
         """A whole training, on the driver: work of one's own in bulk comes before the workers."""

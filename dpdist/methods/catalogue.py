@@ -18,6 +18,7 @@ from dpdist.methods.dplis import DPlis
 from dpdist.methods.hgm import HGMPixelDP
 from dpdist.methods.input_noise import InputNoise
 from dpdist.methods.pixeldp import PixelDP
+from dpdist.methods.private_prediction import PrivatePrediction
 from dpdist.methods.residual import ResidualPerturbation
 from dpdist.methods.secure_sgd import SecureSGD
 from dpdist.methods.transdenoiser import TransDenoiser
@@ -31,6 +32,7 @@ METHODS: tuple[type[Method], ...] = (
     SecureSGD,
     TransDenoiser,
     ResidualPerturbation,
+    PrivatePrediction,
 )
 
 _ELSEWHERE = "package.module:Class"

@@ -5,7 +5,6 @@ Safe to publish: it holds no run key, no seed, no training score and no trial of
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -62,7 +61,7 @@ def card(
         "accountant": main.source,
         "library": accounting.library_version(),
         "mechanism": [phase.words for phase in phases],
-        "clip_norm": plan.clip_norm if math.isfinite(plan.clip_norm) else "none",
+        "clip_norm": plan.clip_norm if plan.clips else "none",
         "records": plan.records if show_records else None,
         "records_are": "declared" if plan.nominal else "counted",
         "released_besides": [] if ledger is None else [e["name"] for e in ledger.events],

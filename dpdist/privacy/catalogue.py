@@ -7,12 +7,19 @@ from typing import Any
 
 from dpdist.privacy.combined import ParallelParts, RepeatAndSelect, WorstOf
 from dpdist.privacy.phases import Phase
-from dpdist.privacy.releases import GaussianReleases, GaussianSteps, LaplaceReleases, NonPrivate
+from dpdist.privacy.releases import (
+    GaussianAnswers,
+    GaussianReleases,
+    GaussianSteps,
+    LaplaceReleases,
+    NonPrivate,
+)
 
 _CLASSES: tuple[type[Phase], ...] = (
     GaussianSteps,
     LaplaceReleases,
     GaussianReleases,
+    GaussianAnswers,
     NonPrivate,
     ParallelParts,
     RepeatAndSelect,

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -34,6 +35,10 @@ class ReplayConflict(LedgerError):
     """Same epoch and step, different sum: the same noise would be added to it. Take a new epoch."""
 
 
+class NoAnswersLeft(LedgerError):
+    """All answers that the plan pays for were given, or were begun and lost."""
+
+
 class Ledger(OnJournal):
     """What was released under one plan. Use `open` to write, `read` to look at it."""
 
@@ -47,6 +52,8 @@ class Ledger(OnJournal):
         self._releases: dict[tuple[int, int], str] = {}
         self._per_step: Counter[int] = Counter()
         self._events: dict[str, dict[str, Any]] = {}
+        self._asked: list[str] = []
+        self._answers: dict[str, list[float]] = {}
         for record in journal.records:
             self._apply(record)
 
@@ -87,6 +94,10 @@ class Ledger(OnJournal):
             self._per_step[record["step"]] += 1
         elif kind == "event":
             self._events[record["id"]] = record
+        elif kind == "asked":
+            self._asked.append(record["id"])
+        elif kind == "answered":
+            self._answers[record["id"]] = record["values"]
         else:
             raise LedgerError(f"{self.path} holds an unknown kind of record: {kind!r}")
 
@@ -169,7 +180,33 @@ class Ledger(OnJournal):
         self._append(record)
         return "new"
 
+    def ask(self, question: str, plan: PrivacyPlan) -> int:
+        """Count an answer before its noise is drawn: its number, from 0; durable when this returns,
+        and counted whatever happens next. question: as an id in `record`.
+
+        Raises NoAnswersLeft, and counts nothing, beyond those that the plan pays for; LedgerError
+        if it cannot be made durable.
+        """
+        _check_id(question)
+        if self.asked >= plan.answers:
+            raise NoAnswersLeft(f"all {plan.answers:,} answers that epsilon pays for were given")
+        self._append({"kind": "asked", "id": question})
+        return self.asked - 1
+
+    def keep(self, question: str, values: Sequence[float]) -> None:
+        """Keep an answer that was counted, with its noise: to give it again costs nothing."""
+        self._append({"kind": "answered", "id": question, "values": list(values)})
+
     # --- reading
+
+    @property
+    def asked(self) -> int:
+        """Answers that were counted."""
+        return len(self._asked)
+
+    def answer(self, question: str) -> list[float] | None:
+        """The answer that was given to this question, or None."""
+        return self._answers.get(question)
 
     @property
     def anchor(self) -> Anchor:

@@ -68,6 +68,12 @@ class Phase(ABC):
         return None
 
     @property
+    def pays_for(self) -> int:
+        """How many answers it pays for that are given after training, one at a time: the ledger
+        counts each before its noise is drawn."""
+        return 0
+
+    @property
     def unproved(self) -> str | None:
         """Why no theorem covers it; None where one does."""
         return None

@@ -102,6 +102,17 @@ class PrivacyPlan:
         """Number of steps the training loop executes."""
         return sum(phase.steps for phase in self._loops)
 
+    @property
+    def answers(self) -> int:
+        """Number of answers that may be given after training."""
+        return sum(phase.pays_for for phase in self.phases)
+
+    @property
+    def clips(self) -> bool:
+        """Whether records' contributions to steps are clipped."""
+        steps = any(phase.loop is not None for phase in walk(self.phases))
+        return steps and math.isfinite(self.clip_norm)
+
     def phase_of(self, step: int) -> int:
         """Index of the phase, among those of the loop, that step 0 <= step < steps belongs to."""
         if step >= 0:
@@ -196,7 +207,7 @@ class PrivacyPlan:
     def assumptions(self) -> tuple[str, ...]:
         """What must hold for the guarantee to be true; the training loop sees to each."""
         lines = []
-        if math.isfinite(self.clip_norm):
+        if self.clips:
             lines.append(f"every record's contribution is clipped to L2 norm {self.clip_norm:g}")
         lines += [line for phase in walk(self.phases) for line in phase.assumptions]
         if self.nominal:

@@ -206,6 +206,38 @@ class GaussianReleases(_Releases):
         return dpa.GaussianDpEvent(self.noise_multiplier)
 
 
+@dataclass(frozen=True)
+class GaussianAnswers(GaussianReleases):
+    """At most `count` answers of models that are never released, trained on disjoint shards.
+
+    Each is a mean over models, in which one model is bounded: one record that comes or goes changes
+    one model, and moves the mean by at most c. The noise is noise_multiplier * c. Questions may be
+    chosen by earlier answers. All of them are charged from the beginning, given or not.
+    """
+
+    kind: ClassVar[str] = "gaussian-answers"
+    noun: ClassVar[str] = "answers at most, each a noisy mean over models of disjoint shards"
+    bounded: ClassVar[str] = (
+        "models are trained on disjoint shards by keyed hash and never released; one model's part "
+        "in an answer is bounded"
+    )
+
+    @property
+    def pays_for(self) -> int:
+        return self.count
+
+    def group_loss(self, size: int, grid: float) -> tuple[PrivacyLossDistribution, int] | None:
+        """`size` records change at most so many models."""
+        from dp_accounting.pld import privacy_loss_distribution as library
+
+        if self.sample_rate < 1 or self.noise_multiplier == 0:
+            return None
+        one = library.from_gaussian_mechanism(
+            self.noise_multiplier / size, value_discretization_interval=grid
+        )
+        return one.self_compose(self.count), self.count
+
+
 def _sampled(event: dpa.DpEvent, sample_rate: float) -> dpa.DpEvent:
     import dp_accounting as dpa
 

@@ -23,7 +23,7 @@ def write_report(folder: RunFolder) -> None:
     facts = read_facts(folder)
     clean = facts.evaluation["accuracy"] if facts.evaluation else None
     pictures = []
-    if facts.search is None:  # a search is paid for as a whole, not step by step
+    if facts.search is None and facts.plan.steps:  # what else there is, is paid for as a whole
         curve = privacy_spent(facts.plan.epsilon_curve(), facts.plan.delta)
         pictures.append(("Privacy spent", curve))
     if facts.tables:

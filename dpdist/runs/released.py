@@ -70,6 +70,8 @@ def _check(folder: RunFolder, plan: PrivacyPlan, ledger: Ledger, all_made: list[
         raise LedgerError(f"{ledger.path} was not written under the plan of {folder.plan}: {_LOST}")
     if max(ledger.releases, default=-1) >= plan.steps:
         raise LedgerError(f"{ledger.path} holds steps that {folder.plan} has not: {_LOST}")
+    if ledger.asked > plan.answers:
+        raise LedgerError(f"{ledger.path} holds more answers than {folder.plan} pays for: {_LOST}")
     for made in all_made:
         if made.steps > plan.steps:
             raise LedgerError(f"{made.what} has more steps than {folder.plan}: {_LOST}")

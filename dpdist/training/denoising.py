@@ -50,6 +50,8 @@ def put_together(
     if target.path.exists():
         raise UserError(f"{target.path}: exists already; choose another --name")
     recipe = folder.read_recipe()
+    if recipe.method.withheld is not None:
+        raise UserError(f"{folder.path}: {recipe.method.withheld}")
     own: Part = "denoiser" if part == "classifier" else "classifier"
     if part == "classifier" and recipe.model.classifier is None:
         raise UserError(f"{folder.path}: its model is no denoiser before a classifier")

@@ -25,6 +25,9 @@ def describe(recipe: Recipe, plan: PrivacyPlan) -> list[tuple[str, str]]:
     source = source_of(recipe)
     dataset = training_data(recipe, source)
     test = evaluation_data(recipe, source)
+    counted = ("records", f"{len(dataset):,} to train, {len(test):,} to test")
+    if not plan.steps:
+        return [("training", recipe.method.words(plan)), counted]
     step, resources = plan.step(0), recipe.resources
     module = initial_model(recipe, model_spec(recipe, dataset))
     engine = build_engine(recipe, module)
@@ -43,7 +46,7 @@ def describe(recipe: Recipe, plan: PrivacyPlan) -> list[tuple[str, str]]:
             f"{step.sample_rate:.4g} (Poisson; expected batch {step.expected_batch:g})",
         ),
         ("steps", f"{plan.steps:,}"),
-        ("records", f"{len(dataset):,} to train, {len(test):,} to test"),
+        counted,
         *([("audited run", recipe.planted.words(plan.records))] if recipe.planted else []),
         ("model", f"{recipe.model.name}, {engine.size:,} trainable parameters"),
         ("layers without a rule", ", ".join(engine.fallback_layers) or "none"),

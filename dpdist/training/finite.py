@@ -51,6 +51,10 @@ def check_start(model: nn.Module, inputs: Tensor, labels: Tensor, name: str) -> 
         )
 
 
+class Diverged(UserError):
+    """A training whose numbers are no numbers any more."""
+
+
 class Divergence:
     """Stops a training whose parameters, or answers to public inputs, are no numbers any more."""
 
@@ -58,7 +62,7 @@ class Divergence:
         self._model, self._inputs = model, inputs
 
     def check(self, flat: Tensor, step: int, last: bool) -> None:
-        """After the update of `step`; flat: all parameters. Raises UserError."""
+        """After the update of `step`; flat: all parameters. Raises Diverged."""
         what = ""
         if not torch.isfinite(flat).all():
             what = "the parameters are"
@@ -67,7 +71,7 @@ class Divergence:
                 if not torch.isfinite(self._model(self._inputs)).all():
                     what = "the logits for public test inputs are"
         if what:
-            raise UserError(
+            raise Diverged(
                 f"training diverged: after step {step + 1:,} {what} not finite. The steps so far "
                 "are charged; lower training.learning_rate (or privacy.clip_norm) and begin a new "
                 "run under another --name"

@@ -11,6 +11,7 @@ from typing import Any
 from dpdist import models
 from dpdist.base.storage import json_number, write_json
 from dpdist.privacy.ledger import Ledger
+from dpdist.runs.folder import RunFolder
 from dpdist.training.job import TrainJob
 
 _PROGRESS_SECONDS = 0.5
@@ -63,15 +64,22 @@ class Monitor:
         """Sum the training up. ledger: everything the saved model was made of is in it."""
         self.metrics.close()
         self._progress(self.steps)
-        write_json(
-            self.folder.trained,
-            {
-                "steps": self.steps,
-                "seconds": time.monotonic() - self.began,
-                "fallback_layers": fallback_layers,
-                "model": models.model_hash(self.folder.model),
-                "ledger": ledger.anchor.to_dict(),
-                "superseded_releases": ledger.superseded,
-                "attempt_epochs": (ledger.epoch or 0) + 1,
-            },
-        )
+        sum_up(
+            self.folder, ledger, self.steps, time.monotonic() - self.began,
+            fallback_layers=fallback_layers, model=models.model_hash(self.folder.model),
+        )  # fmt: skip
+
+
+def sum_up(folder: RunFolder, ledger: Ledger, steps: int, seconds: float, **made: Any) -> None:
+    """Write down that a training is finished, and how far its ledger goes. made: of the model."""
+    write_json(
+        folder.trained,
+        {
+            "steps": steps,
+            "seconds": seconds,
+            **made,
+            "ledger": ledger.anchor.to_dict(),
+            "superseded_releases": ledger.superseded,
+            "attempt_epochs": (ledger.epoch or 0) + 1,
+        },
+    )

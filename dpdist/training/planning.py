@@ -5,11 +5,14 @@ Training, searches, dry runs and previews all take the cost of a training from h
 
 from __future__ import annotations
 
+from typing import Any
+
 from dpdist.base.errors import UserError
+from dpdist.methods.catalogue import DEFAULT
 from dpdist.privacy.calibrate import least_noise
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.privacy.releases import GaussianSteps
-from dpdist.runs.recipe import Recipe, check_against_data, field_error, step_count
+from dpdist.runs.recipe import Recipe, check_against_data, field_error, parse, step_count
 
 
 def plan_at(recipe: Recipe, records: int, noise_multiplier: float) -> PrivacyPlan:
@@ -54,3 +57,22 @@ def make_plan(recipe: Recipe, records: int, where: str) -> PrivacyPlan:
         return plan_at(recipe, records, noise)
     except ValueError as error:
         raise UserError(f"{where}: privacy: {error}") from error
+
+
+def training_alone(recipe: Recipe) -> Recipe:
+    """The recipe of its training and nothing else."""
+    return parse(_raw(recipe), recipe.name)
+
+
+def ordinary(recipe: Recipe) -> Recipe:
+    """The recipe of the same training by ordinary SGD: without method, clip and noise."""
+    raw = _raw(recipe)
+    raw["method"] = DEFAULT.model_dump(mode="json")
+    raw["privacy"] |= {
+        "epsilon": None, "noise_multiplier": 0.0, "clipping": "none", "batch_cap": None
+    }  # fmt: skip
+    return parse(raw, recipe.name)
+
+
+def _raw(recipe: Recipe) -> dict[str, Any]:
+    return recipe.model_dump(mode="json") | dict.fromkeys(("certify", "tune", "audit"))

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,13 @@ from dpdist.cluster.packages import check_nodes
 from dpdist.cluster.session import Session
 from dpdist.cluster.waiting import Room
 from dpdist.privacy.budget import Charge
+from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.phases import Phase
 from dpdist.randomness.keys import key_id
 from dpdist.runs.archive import Archive
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe
-from dpdist.runs.released import begun, read_released
+from dpdist.runs.released import begun, check_released, read_released
 from dpdist.training import charging
 from dpdist.training.job import PACKAGES, TrainJob, read_run_key
 from dpdist.training.records import training_records
@@ -101,6 +102,21 @@ class _Run:
 
     job: TrainJob
     workers: Callable[[], None]
+    began: float = field(default_factory=time.monotonic)
+
+    def teachers(self, count: int) -> Any:
+        from dpdist.training.teachers import train_teachers
+
+        return train_teachers(self.job, count)
+
+    def finish(self) -> None:
+        from dpdist.training.monitor import sum_up
+
+        job = self.job
+        with Ledger.open(job.folder.ledger, job.plan.fingerprint()) as ledger:
+            check_released(job.folder, job.plan, ledger)
+            seconds = time.monotonic() - self.began
+            sum_up(job.folder, ledger, 0, seconds, fallback_layers=[])
 
 
 def fit(

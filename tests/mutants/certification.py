@@ -220,7 +220,7 @@ FAULTS: list[Fault] = [
          "Holm corrects for nothing"),
     ),
     *group(
-        "dpdist/pipeline.py", "reports/test_differences",
+        "dpdist/evaluation.py", "reports/test_differences",
         (".flatten() + start", ".flatten()", "wrong inputs are named by their place in a batch"),
     ),
     *group(

@@ -20,7 +20,13 @@ from dpdist.privacy.group import group_guarantee
 from dpdist.privacy.mechanisms import confident_gnmax_epsilon
 from dpdist.privacy.phases import Phase, walk
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.privacy.releases import GaussianReleases, GaussianSteps, LaplaceReleases, NonPrivate
+from dpdist.privacy.releases import (
+    GaussianAnswers,
+    GaussianReleases,
+    GaussianSteps,
+    LaplaceReleases,
+    NonPrivate,
+)
 
 STEPS = GaussianSteps(6057, 1.1, 256 / 60_000)
 CAPPED = GaussianSteps(30, 0.8, 0.1, 12)
@@ -28,7 +34,8 @@ RELEASE = GaussianReleases(20.0, 2, 0.1)
 PARTS = ParallelParts(((GaussianSteps(400, 4.0, 200 / 9000),), (GaussianReleases(9.5, 1),)))
 OWN_NOISE = WorstOf(((RELEASE, GaussianSteps(400, 4.0, 0.02)),), 1e-9)
 
-# Made by the code as it was before each kind had a class of its own; those with a WorstOf later.
+# Made by the code as it was before each kind had a class of its own; those with a WorstOf or
+# answers later.
 FINGERPRINTS = {
     "085e5e11e5993ee2de9b29a2ae83762e124aa217bfba681952401fc496d5a4bb": PrivacyPlan(
         60_000, (STEPS,), 1e-5
@@ -61,6 +68,9 @@ FINGERPRINTS = {
             ParallelParts(((CAPPED,), (STEPS,))),
         ),
         1e-6,
+    ),
+    "ee4612f4a4935e810cd7809adef3a87a01048926cb0a9478fec4547637f7a704": PrivacyPlan(
+        1000, (GaussianAnswers(10.0, 100),), 1e-5, nominal=True
     ),
 }
 

@@ -12,12 +12,13 @@ import torch
 from scipy import stats
 from support.training import make, train
 
-from dpdist import pipeline
+from dpdist import evaluation, pipeline
 from dpdist.base.errors import UserError
 from dpdist.certification import reading
 from dpdist.certification import table as tables
 from dpdist.certification.catalogue import settings_of
 from dpdist.certification.cohen import Cohen
+from dpdist.evaluation import load_model
 from dpdist.reports.differences import differences, grid, section
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
@@ -209,12 +210,12 @@ def test_a_run_says_which_inputs_it_got_wrong(
         model="linear", privacy__run_key=None,
     )  # fmt: skip
     train(recipe, run)
-    monkeypatch.setattr(pipeline, "_EVALUATION_BATCH", 100)
+    monkeypatch.setattr(evaluation, "_BATCH", 100)
     pipeline.evaluate_stage(recipe, run)
     facts = read_facts(run)
     test = evaluation_data(recipe, source_of(recipe))
     with torch.no_grad():
-        answers = pipeline.load_model(recipe, run)(test.batch(slice(None))).argmax(1)
+        answers = load_model(recipe, run)(test.batch(slice(None))).argmax(1)
     wrong = np.flatnonzero(answers.numpy() != np.asarray(test.labels))
     assert facts.evaluation and facts.evaluation["wrong"] == " ".join(map(str, wrong))
     ((row,), notes) = differences([facts, facts], {"l2": (), "linf": ()})

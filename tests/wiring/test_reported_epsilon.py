@@ -18,7 +18,7 @@ from support.training import execute, interrupted, make
 
 from dpdist.base.errors import UserError
 from dpdist.commands.releasing import release
-from dpdist.pipeline import evaluate_stage, load_model
+from dpdist.evaluation import evaluate_stage, load_model
 from dpdist.privacy.budgets import budgets_in
 from dpdist.privacy.guarantee import format_epsilon
 from dpdist.privacy.ledger import Ledger

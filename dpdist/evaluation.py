@@ -1,0 +1,90 @@
+"""The one door to a run's model, and its accuracy on the named test data."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dpdist import models
+from dpdist.base.errors import UserError
+from dpdist.base.storage import json_number, write_json
+from dpdist.certification.expected import expected_log_scores
+from dpdist.randomness.places import place_of
+from dpdist.runs.folder import RunFolder
+from dpdist.runs.recipe import Recipe
+from dpdist.training.answering import Oracle
+from dpdist.training.records import evaluation_data, source_of
+
+_BATCH = 1000
+_DRAWS = 16
+
+
+def require_model(recipe: Recipe, folder: RunFolder) -> None:
+    """Raise UserError unless the run has finished, and with a model that may be used."""
+    folder.require_trained()
+    if recipe.method.withheld is not None:
+        raise UserError(f"{folder.path}: {recipe.method.withheld}")
+
+
+def load_model(recipe: Recipe, folder: RunFolder) -> torch.nn.Module:
+    """The run's trained model; its own recipe names the factory, so that is trusted."""
+    require_model(recipe, folder)
+    return models.load(folder.model, trusted_factory=recipe.model.name)
+
+
+def evaluate_stage(recipe: Recipe, folder: RunFolder) -> None:
+    """Clean accuracy on the test split, into evaluation.json.
+
+    A model with noise of its own answers by its mean scores over a few fresh draws of it. Where
+    answers are paid for, the first few test inputs are asked about, or none.
+    """
+    if folder.evaluation.exists() or recipe.method.evaluated == 0:
+        return
+    dataset = evaluation_data(recipe, source_of(recipe)).first(recipe.method.evaluated)
+    answer, about = _answering(recipe, folder)
+    wrong: list[int] = []
+    loss = 0.0
+    with torch.inference_mode():
+        for start in range(0, len(dataset), _BATCH):
+            rows = slice(start, start + _BATCH)
+            inputs, targets = dataset.batch(rows), dataset.targets(rows)
+            outputs = answer(inputs, start)
+            missed = torch.nonzero(outputs.argmax(1) != targets).flatten() + start
+            wrong += missed.tolist()
+            loss += float(torch.nn.functional.cross_entropy(outputs, targets, reduction="sum"))
+    write_json(
+        folder.evaluation,
+        {
+            "data": dataset.name,
+            "inputs": len(dataset),
+            "correct": len(dataset) - len(wrong),
+            "accuracy": (len(dataset) - len(wrong)) / len(dataset),
+            "wrong": " ".join(map(str, wrong)),  # which inputs: two runs are compared by input
+            "fingerprint": dataset.fingerprint,
+            "cross_entropy": json_number(loss / len(dataset)),
+            "perplexity": json_number(math.exp(min(700.0, loss / len(dataset)))),
+            **about,
+        },
+    )
+
+
+def _answering(
+    recipe: Recipe, folder: RunFolder
+) -> tuple[Callable[[torch.Tensor, int], torch.Tensor], dict[str, Any]]:
+    """Scores of inputs that begin at a place in the data, and what the evaluation says of them."""
+    if recipe.method.withheld is not None:
+        oracle = Oracle(recipe, folder)
+        return lambda inputs, start: oracle(inputs), {"noise_draws": None}
+    model = load_model(recipe, folder)
+    about: dict[str, Any] = {"model": models.model_hash(folder.model)}
+    if not place_of(model).random:
+        return lambda inputs, start: model(inputs), about | {"noise_draws": None}
+    seed, draws = secrets.token_hex(16), _DRAWS
+    return (
+        lambda inputs, start: expected_log_scores(model, inputs, draws, seed, start),
+        about | {"noise_draws": draws},
+    )

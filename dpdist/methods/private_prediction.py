@@ -1,0 +1,126 @@
+"""Private prediction: teachers on disjoint shards answer together, with noise, so often and no
+more; the models themselves never leave."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from dpdist.base.fields import Count, CountOrZero, Number, Positive
+from dpdist.methods.base import Method
+from dpdist.privacy.plan import PrivacyPlan
+from dpdist.privacy.releases import GaussianAnswers, GaussianSteps
+from dpdist.sections.recipe import Sections
+
+if TYPE_CHECKING:
+    from dpdist.methods.base import Run
+    from dpdist.privacy.phases import Phase
+
+
+class PrivatePrediction(Method):
+    """(epsilon, delta)-DP answers; the models have no privacy of their own and are never released.
+
+    Each record is in the shard of one of the `teachers` by a keyed hash, and each teacher is
+    trained on its shard by the recipe's training section, without a clip or noise. An answer is the
+    mean of the teachers' logits, each centred and clipped to L2 norm `logit_bound`, plus Gaussian
+    noise: a record that comes or goes changes one teacher and moves the mean by at most
+    2 logit_bound / teachers. privacy.noise_multiplier, given or found for privacy.epsilon, is the
+    noise in units of that. Questions may follow from answers. At most `queries` are answered, of
+    which the run spends `evaluate` on the first test inputs.
+    """
+
+    name: Literal["private-prediction"] = "private-prediction"
+    teachers: Annotated[int, Number, Field(ge=1, le=10_000)]
+    logit_bound: Positive
+    queries: Count
+    evaluate: CountOrZero = 0
+
+    @model_validator(mode="after")
+    def _within(self) -> PrivatePrediction:
+        if self.evaluate > self.queries:
+            raise ValueError("evaluate: must be <= queries, of which they are a part")
+        return self
+
+    # --- said in the recipe, the plan and the report
+
+    def check(self, recipe: Sections) -> None:
+        privacy = recipe.privacy
+        refused = {
+            "certify": recipe.certify is not None,
+            "tune": recipe.tune is not None,
+            "audit": recipe.audit is not None,
+            "data.max_train, a share of the number of records (take data.fraction)": (
+                recipe.data.max_train is not None
+            ),
+            "privacy.clipping, clip_norm or batch_cap: teachers have none": (
+                privacy.clipping != "flat"
+                or privacy.clip_norm != 1.0
+                or privacy.batch_cap is not None
+            ),
+            "resources.archive_private: an archive does not know what was answered since": (
+                recipe.resources.archive_private
+            ),
+        }
+        for what, given in refused.items():
+            if given:
+                raise ValueError(f"method {self.name} does not go with {what}")
+
+    def cost(self, steps: GaussianSteps) -> tuple[Phase, ...]:
+        """The answers alone: training is not seen by anybody."""
+        return (GaussianAnswers(steps.noise_multiplier, self.queries),)
+
+    @property
+    def withheld(self) -> str:
+        return (
+            f"the models of method {self.name} are trained without privacy and never leave; ask "
+            "with `dpdist predict`"
+        )
+
+    @property
+    def evaluated(self) -> int:
+        return self.evaluate
+
+    def noise_std(self, plan: PrivacyPlan, teachers: int) -> float:
+        """Standard deviation of the noise on each logit of an answer."""
+        phase: Any = next(phase for phase in plan.phases if phase.pays_for)
+        return phase.noise_multiplier * 2 * self.logit_bound / teachers
+
+    def measured(self, private: Path) -> list[tuple[str, str]]:
+        from dpdist.privacy.ledger import Ledger
+
+        given = Ledger.read(private / "ledger.jsonl").asked
+        return [("answers", f"{given:,} given of {self.queries:,} that epsilon pays for")]
+
+    def words(self, plan: PrivacyPlan) -> str:
+        return (
+            f"{self.teachers:,} teachers on disjoint shards; at most {plan.answers:,} answers, "
+            f"logits clipped to {self.logit_bound:g}, noise "
+            f"{self.noise_std(plan, self.teachers):.4g} on their mean"
+        )
+
+    # --- done in training and after it
+
+    def train(self, run: Run) -> None:
+        run.teachers(self.teachers)
+        run.finish()
+
+    def answer(self, scores: np.ndarray, plan: PrivacyPlan, key: bytes) -> np.ndarray:
+        from dpdist.gradients.noise import add_noise
+
+        mean = bounded(scores, self.logit_bound).sum(axis=0) / len(scores)
+        return add_noise(mean, key, self.noise_std(plan, len(scores)))
+
+
+def bounded(scores: np.ndarray, bound: float) -> np.ndarray:
+    """Logits (teachers, classes), each teacher's centred and clipped to an L2 norm: its part in
+    an answer, whatever it says. A teacher that says no numbers has none."""
+    finite = np.isfinite(scores).all(axis=1, keepdims=True)
+    known = np.where(finite, scores, 0.0)
+    # Scaled first, so that squares of huge logits stay numbers.
+    largest = np.maximum(np.abs(known).max(axis=1, keepdims=True), 1.0)
+    centred = known / largest - (known / largest).mean(axis=1, keepdims=True)
+    norms = np.linalg.norm(centred, axis=1, keepdims=True)
+    return centred * np.minimum(largest, bound / np.maximum(norms, 1e-300))

@@ -1,0 +1,79 @@
+"""Asking a run whose models never leave: each answer is paid for, and counted before it is made."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dpdist.base.errors import UserError
+from dpdist.privacy.journal import JournalError
+from dpdist.privacy.ledger import Ledger
+from dpdist.randomness.keys import derive_key, new_run_key
+from dpdist.runs.folder import RunFolder
+from dpdist.runs.recipe import Recipe
+from dpdist.runs.released import check_released, read_released
+from dpdist.training.teachers import Ensemble
+
+
+class Oracle:
+    """Answers by a run's teachers, as its method releases them; no more than its plan pays for.
+
+    An input that was answered before gets the answer it got: that costs nothing, and nobody gains
+    by asking again. left: new answers that may still be given. Raises UserError.
+    """
+
+    def __init__(self, recipe: Recipe, folder: RunFolder) -> None:
+        folder.require_trained()
+        released = read_released(folder)
+        self._recipe, self._folder, self._plan = recipe, folder, released.plan
+        self._teachers = Ensemble(folder, recipe.model.name)
+        self.left = self._plan.answers - released.ledger.asked
+        self.input_shape = self._teachers.input_shape
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        """Noisy scores (B, classes), float64, of inputs (B, *input_shape).
+
+        Raises UserError, and nothing was asked, when fewer answers are left than are new.
+        """
+        questions = [_question(one) for one in inputs]
+        private = self._teachers.scores(inputs).swapaxes(0, 1)
+        try:
+            # Held to the end: of two processes at once, one takes the last answer.
+            with Ledger.open(self._folder.ledger, self._plan.fingerprint()) as ledger:
+                check_released(self._folder, self._plan, ledger)
+                new = sum(ledger.answer(one) is None for one in dict.fromkeys(questions))
+                self.left = self._plan.answers - ledger.asked
+                if new > self.left:
+                    raise UserError(
+                        f"{self._folder.path}: {self.left:,} of {self._plan.answers:,} answers are "
+                        f"left, {new:,} would be needed; nothing was asked"
+                    )
+                found = [
+                    self._answer(ledger, *each) for each in zip(questions, private, strict=True)
+                ]
+                self.left = self._plan.answers - ledger.asked
+        except JournalError as error:
+            raise UserError(str(error)) from error
+        return torch.tensor(found, dtype=torch.float64)
+
+    def _answer(self, ledger: Ledger, question: str, scores: np.ndarray) -> list[float]:
+        known = ledger.answer(question)
+        if known is not None:
+            return known
+        number = ledger.ask(question, self._plan)
+        fixed = self._recipe.privacy.run_key is not None  # for tests, which want the same again
+        key = derive_key(self._folder.read_key() if fixed else new_run_key(), "answer", number)
+        values = self._recipe.method.answer(scores, self._plan, key).tolist()
+        ledger.keep(question, values)
+        return values
+
+
+def _question(one: Tensor) -> str:
+    """Names an input."""
+    digest = hashlib.blake2b(digest_size=32, person=b"dpdist.asked")
+    digest.update(str(tuple(one.shape)).encode())
+    digest.update((one + 0.0).contiguous().numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,331 @@
+"""Private prediction: what one record can move, what noise hides it, and that no answer is free."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from scipy.optimize import brentq
+from scipy.stats import chi2, norm
+from support.here import Done, command, without_ray
+
+from dpdist.base.errors import UserError
+from dpdist.commands.releasing import release
+from dpdist.evaluation import require_model
+from dpdist.methods.private_prediction import PrivatePrediction, bounded
+from dpdist.privacy.ledger import Ledger, LedgerError, NoAnswersLeft
+from dpdist.privacy.phases import Phase
+from dpdist.privacy.plan import PrivacyPlan
+from dpdist.privacy.releases import GaussianAnswers, GaussianSteps
+from dpdist.runs import archive as archives
+from dpdist.runs.archive import Archive
+from dpdist.runs.exporting import export, unpack
+from dpdist.runs.folder import RunFolder
+from dpdist.runs.recipe import parse
+from dpdist.runs.released import read_released
+from dpdist.training.answering import Oracle
+from dpdist.training.records import evaluation_data, source_of
+
+METHOD = {"name": "private-prediction", "teachers": 5, "logit_bound": 2.0, "queries": 6}
+RAW: dict[str, Any] = {
+    "name": "x",
+    "data": {"name": "digits"},
+    "model": "linear",
+    "method": METHOD | {"evaluate": 3},
+    "privacy": {"noise_multiplier": 2.0, "delta": 1e-4, "nominal_records": 1400},
+    "training": {"batch_size": 50, "steps": 3, "learning_rate": 0.5},
+}
+
+
+def method(**more: Any) -> PrivatePrediction:
+    return PrivatePrediction(**(METHOD | more))
+
+
+def plan_of(noise: float, queries: int = 6, **more: Any) -> PrivacyPlan:
+    phases: tuple[Phase, ...] = (GaussianAnswers(noise, queries),)
+    return PrivacyPlan(1400, phases, 1e-5, nominal=True, **more)
+
+
+# ---- what one record moves
+
+
+def extremes(rng: np.random.Generator) -> list[np.ndarray]:
+    """What a teacher could say: anything."""
+    few = [np.zeros(4), np.array([1e300, -1e300, 0, 0]), np.array([np.nan, 1, 2, 3])]
+    few += [np.array([np.inf, 0, 0, 0]), np.full(4, -1e308), np.array([1.0, -1, 0, 0]) * 1e-200]
+    return few + [rng.normal(size=4) * 10.0 ** rng.integers(-3, 4) for _ in range(30)]
+
+
+def test_one_teacher_moves_an_answer_by_its_share_at_most() -> None:
+    rng, bound, teachers = np.random.default_rng(5), 2.0, 5
+    everything, others = extremes(rng), rng.normal(size=(4, 4)) * 3
+    one = method(logit_bound=bound, teachers=teachers)
+
+    def mean(said: np.ndarray) -> np.ndarray:
+        scores = np.vstack([others, said])
+        return one.answer(scores, plan_of(0.0), b"k" * 32)
+
+    answers = np.array([mean(said) for said in everything])
+    apart = np.linalg.norm(answers[:, None] - answers[None], axis=2)
+    most = 2 * bound / teachers
+    assert apart.max() <= most * (1 + 1e-12)
+    opposed = np.array([3.0, -3, 0, 0])
+    assert np.linalg.norm(mean(opposed) - mean(-opposed)) == pytest.approx(most)  # attained
+    # The noise is in units of that.
+    assert one.noise_std(plan_of(2.5), teachers) == pytest.approx(2.5 * most)
+
+
+def test_what_is_within_the_bound_stays_but_for_its_mean() -> None:
+    said = np.array([[1.0, 2.0, 6.0], [0.0, 0.1, -0.1]])
+    centred = said - said.mean(axis=1, keepdims=True)
+    assert np.allclose(bounded(said, 10.0), centred)
+    assert np.allclose(bounded(said, 1.0)[0], centred[0] / np.linalg.norm(centred[0]))
+
+
+def is_noise_of(std: float, values: np.ndarray) -> bool:
+    """A two-sided test of the variance that is wrong about the right one with probability 1e-6."""
+    total = float((values**2).sum()) / std**2
+    return chi2.ppf(5e-7, values.size) <= total <= chi2.ppf(1 - 5e-7, values.size)
+
+
+def test_the_noise_is_the_plans() -> None:
+    one, plan = method(), plan_of(3.0)
+    keys = [i.to_bytes(32, "little") for i in range(300)]
+    found = np.array([one.answer(np.zeros((5, 10)), plan, key) for key in keys])
+    std = 3.0 * 2 * 2.0 / 5  # noise multiplier, 2 B / K
+    assert is_noise_of(std, found)
+    assert not is_noise_of(std * 2 / 3, found) and not is_noise_of(std * 3 / 2, found)
+    assert not is_noise_of(std * 0.9, found)
+    assert np.array_equal(one.answer(np.zeros((5, 10)), plan, keys[0]), found[0])
+    # It hides a constant, and does not change with what it hides.
+    scores = np.random.default_rng(0).normal(size=(5, 10))
+    exact = bounded(scores, 2.0).mean(axis=0)
+    hidden = one.answer(scores, plan, keys[0]) - exact
+    assert np.allclose(hidden, found[0], atol=1e-6)
+
+
+# ---- what it costs
+
+
+def gaussian_epsilon(mu: float, delta: float) -> float:
+    """Balle and Wang 2018, Theorem 8, for one Gaussian of sensitivity / noise mu."""
+
+    def over(eps: float) -> float:
+        tail = norm.logcdf(-eps / mu - mu / 2) + eps
+        return norm.cdf(mu / 2 - eps / mu) - math.exp(tail) - delta
+
+    return float(brentq(over, 0, 500))
+
+
+@pytest.mark.parametrize(("teachers", "bound", "std", "queries"), [(100, 5, 1, 100), (7, 2, 3, 13)])
+def test_epsilon_is_that_of_one_gaussian(
+    teachers: int, bound: float, std: float, queries: int
+) -> None:
+    mu = 2 * bound * math.sqrt(queries) / (teachers * std)
+    one = method(teachers=teachers, logit_bound=bound, queries=queries)
+    steps = GaussianSteps(5, teachers * std / (2 * bound), 0.1)
+    phases = one.cost(steps)
+    plan = PrivacyPlan(1400, phases, 1e-5, nominal=True)
+    assert one.noise_std(plan, teachers) == pytest.approx(std)
+    assert plan.steps == 0 and plan.answers == queries
+    found = plan.guarantee()
+    assert found.epsilon == pytest.approx(gaussian_epsilon(mu, 1e-5), rel=1e-3)
+    assert found.relation == "add-or-remove-one"  # nothing follows the number of records
+    assert not any("clipped to L2 norm" in line for line in found.assumptions)
+    # A record in place of another changes two teachers.
+    replaced = PrivacyPlan(1400, phases, 1e-5, neighbours="replace-one", nominal=True)
+    assert replaced.guarantee().epsilon == pytest.approx(gaussian_epsilon(2 * mu, 1e-5), rel=1e-3)
+    assert PrivacyPlan.from_dict(plan.to_dict()) == plan
+
+
+@pytest.mark.parametrize(
+    ("section", "given", "said"),
+    [
+        ("data", {"max_train": 100}, "does not go with data.max_train"),
+        ("privacy", {"clip_norm": 2.0}, "teachers have none"),
+        ("privacy", {"neighbours": "replace-one", "nominal_records": None, "batch_cap": 60},
+         "teachers have none"),
+        ("certify", {"sigma": 0.5}, "does not go with certify"),
+        ("resources", {"archive": "s3://a/b", "archive_private": True}, "does not know what was"),
+        ("method", {"evaluate": 7}, "evaluate: must be <= queries"),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_with_it_is_refused(section: str, given: Any, said: str) -> None:
+    raw = RAW | {section: {**RAW.get(section, {}), **given}}
+    with pytest.raises(UserError, match=said) as error:
+        parse(raw, "test")
+    assert len(str(error.value).splitlines()) == 1
+
+
+# ---- counting
+
+
+def test_the_ledger_counts_before_and_no_further(tmp_path: Path) -> None:
+    plan, path = plan_of(1.0, queries=2), tmp_path / "ledger.jsonl"
+    with Ledger.open(path, plan.fingerprint()) as ledger:
+        assert ledger.ask("aa" * 32, plan) == 0
+        assert Ledger.read(path).asked == 1  # durable before there is any noise
+        ledger.keep("aa" * 32, [1.0, 2.0])
+        assert ledger.ask("bb" * 32, plan) == 1
+        with pytest.raises(NoAnswersLeft, match="all 2 answers"):
+            ledger.ask("cc" * 32, plan)
+        with pytest.raises(ValueError, match="32 bytes in hex"):
+            ledger.ask("aa", plan)
+    again = Ledger.read(path)
+    assert again.asked == 2 and again.answer("aa" * 32) == [1.0, 2.0]
+    assert again.answer("bb" * 32) is None  # it was lost, and stays counted
+    assert again.phases(plan) == plan.phases  # all of them are charged from the beginning
+    assert GaussianAnswers(1.0, 2).group_loss(3, 1e-3) is not None
+
+
+# ---- the whole
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Any:
+    without_ray(monkeypatch)
+    before = torch.get_num_threads()
+    (tmp_path / "x.yaml").write_text(yaml.safe_dump(RAW))
+    rng = np.random.default_rng(0)
+    for n in range(5):
+        np.save(tmp_path / f"{n}.npy", rng.integers(0, 256, (1, 8, 8), dtype=np.uint8))
+
+    def dpdist(*arguments: object) -> Done:
+        return command(monkeypatch, capsys, tmp_path, *arguments)
+
+    yield dpdist
+    torch.set_num_threads(before)
+
+
+def one_line(done: Done, said: str) -> None:
+    lines = [line for line in done.err.splitlines() if "error" in line or said in line]
+    assert done.code == 2 and said in done.err and len(lines) == 1, done.err
+
+
+def test_a_run_answers_and_then_no_more(here: Any, tmp_path: Path) -> None:
+    done = here("run", "x.yaml")
+    assert done.code == 0, done.err
+    folder = RunFolder(tmp_path / "runs" / "x")
+    for said in ("3 given of 6 that epsilon pays for", "% of 3 (digits/test)", "5 teachers on dis"):
+        assert said in done.out
+    assert "clean accuracy" in folder.report.read_text()
+    assert not folder.model.exists()
+
+    first = here("predict", "x", "0.npy", "1.npy")
+    assert first.code == 0 and "1 answers are left" in first.err, first.err
+    again = here("predict", "x", "1.npy", "0.npy")  # the same answers, for nothing
+    assert again.out.splitlines() == first.out.splitlines()[::-1] and "1 answers" in again.err
+    one_line(here("predict", "x", "2.npy", "3.npy"), "1 of 6 answers are left, 2 would be needed")
+    assert read_released(folder).ledger.asked == 5  # nothing was asked
+    last = here("predict", "x", "2.npy", "2.npy", "--json")
+    told = [json.loads(line) for line in last.out.splitlines()]
+    assert told[0] == told[1] and len(told[0]["scores"]) == 10
+    assert told[0]["label"] == int(np.argmax(told[0]["scores"]))
+    one_line(here("predict", "x", "4.npy"), "0 of 6 answers are left, 1 would be needed")
+    assert here("predict", "x", "0.npy").code == 0
+    one_line(here("predict", "x", "0.npy", "--label-only"), "of smoothed answers")
+    # The same command finds everything done; epsilon is that of all six, whenever it is asked.
+    assert here("run", "x.yaml").code == 0
+    assert read_released(folder).ledger.asked == 6
+
+    why = "trained without privacy and never leave"
+    for asked in (
+        ("release", "x"), ("release", "x", "--not-private"), ("certify", "x", "--sigma", 0.5),
+        ("attack", "x", "--norm", "l2"), ("landscape", "x"), ("membership", "x.yaml"),
+        ("audit", "x"), ("audit", "x.yaml"), ("denoise", "x", "--classifier", "x", "--name", "y"),
+    ):  # fmt: skip
+        one_line(here(*asked), why)
+    dry = here("run", "x.yaml", "--name", "other", "--dry-run")
+    assert dry.code == 0 and "5 teachers on disjoint shards" in dry.out, dry.err
+    _nothing_leaves(folder, tmp_path)
+    # A ledger with more answers than the plan pays for was not written by this run.
+    with Ledger.open(folder.ledger, folder.read_plan().fingerprint()) as ledger:
+        ledger.ask("aa" * 32, plan_of(1.0, queries=9))
+    with pytest.raises(UserError, match="holds more answers than"):
+        read_released(folder)
+
+
+def _nothing_leaves(folder: RunFolder, tmp_path: Path) -> None:
+    """Neither teachers, nor a hash of them, by any door."""
+    secrets = [*(folder.private / "teachers").rglob("*.safetensors")]
+    assert len(secrets) == 5
+    assert "model" not in json.loads(folder.evaluation.read_text())
+    unpack(export(folder), tmp_path / "fetched")
+    archive = Archive.begin(folder, f"file://{tmp_path}/archive", False)
+    assert archive is not None
+    archive.update()
+    archives.fetch(f"file://{tmp_path}/archive", tmp_path / "archived")
+    for place in ("fetched", "archived", "archive"):
+        names = [path.name for path in (tmp_path / place).rglob("*")]
+        assert "index.html" in names or place == "archive"
+        assert not any("teacher" in name or "safetensors" in name for name in names)
+    with pytest.raises(UserError, match="never leave"):
+        release(folder)
+    with pytest.raises(UserError, match="never leave"):
+        require_model(folder.read_recipe(), folder)
+
+
+def test_a_crash_counts_and_two_at_once_take_one(
+    here: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert here("run", "x.yaml").code == 0
+    folder = RunFolder(tmp_path / "runs" / "x")
+    recipe = folder.read_recipe()
+    test = evaluation_data(recipe, source_of(recipe))
+    inputs, real = test.batch(slice(100, 104)), PrivatePrediction.answer
+
+    def dies(self: PrivatePrediction, scores: Any, plan: Any, key: bytes) -> Any:
+        assert Ledger.read(folder.ledger).asked == 4  # on the disk, before its noise
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as inner, pytest.raises(KeyboardInterrupt):
+        inner.setattr(PrivatePrediction, "answer", dies)
+        Oracle(recipe, folder)(inputs[:1])
+    assert Oracle(recipe, folder).left == 2
+
+    keys: list[bytes] = []
+
+    def noted(self: PrivatePrediction, scores: Any, plan: Any, key: bytes) -> Any:
+        keys.append(key)
+        return real(self, scores, plan, key)
+
+    monkeypatch.setattr(PrivatePrediction, "answer", noted)
+    Oracle(recipe, folder)(inputs[:1])  # the answer that was lost is a new one
+    outcomes: list[str] = []
+    meet = threading.Barrier(2)
+
+    def ask(number: int) -> None:
+        oracle = Oracle(recipe, folder)
+        meet.wait()
+        try:
+            oracle(inputs[number : number + 1])
+            outcomes.append("answered")
+        except UserError as error:
+            outcomes.append(str(error))
+
+    both = [threading.Thread(target=ask, args=(number,)) for number in (1, 2)]
+    for thread in both:
+        thread.start()
+    for thread in both:
+        thread.join()
+    assert sorted("0 of 6 answers" in one for one in outcomes) == [False, True]
+    assert "answered" in outcomes and read_released(folder).ledger.asked == 6
+    assert len(set(keys)) == 2  # noise of its own
+    with pytest.raises(LedgerError, match="holds more"):
+        _one_too_many(folder)
+
+
+def _one_too_many(folder: RunFolder) -> None:
+    from dpdist.runs.released import check_released
+
+    plan = folder.read_plan()
+    with Ledger.open(folder.ledger, plan.fingerprint()) as ledger:
+        ledger.ask("aa" * 32, plan_of(1.0, queries=9))
+        check_released(folder, plan, ledger)

@@ -1,0 +1,214 @@
+"""Teachers on disjoint shards: one record is one teacher's, and nobody else's in any way."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.torch import load
+from support.here import without_ray
+
+from dpdist import bulk
+from dpdist.base.errors import UserError
+from dpdist.runs.folder import RunFolder
+from dpdist.runs.recipe import Recipe, parse
+from dpdist.training import teachers
+from dpdist.training.building import initial_model, model_spec
+from dpdist.training.finite import Diverged, Divergence
+from dpdist.training.job import TrainJob, prepare
+from dpdist.training.planning import ordinary
+from dpdist.training.teachers import (
+    Ensemble,
+    TeacherSetup,
+    TeacherTrainer,
+    plan_of_shard,
+    shards_by_hash,
+    train_teachers,
+)
+
+COUNT, RECORDS = 3, 40
+KEY = "5a" * 32
+
+
+@pytest.fixture(autouse=True)
+def _here(monkeypatch: pytest.MonkeyPatch) -> Any:
+    before = torch.get_num_threads()
+    without_ray(monkeypatch)
+    yield
+    torch.set_num_threads(before)
+
+
+def write(root: Path, keep: np.ndarray | slice) -> None:
+    """A data set of made-up features, with two equal inputs under two labels; of its training
+    records those in `keep`."""
+    rng = np.random.default_rng(3)
+    inputs = rng.random((RECORDS + 8, 6), dtype=np.float32)
+    inputs[7] = inputs[30]
+    labels = rng.integers(0, 3, len(inputs))
+    (root / "made").mkdir(parents=True)
+    train, test = np.arange(RECORDS)[keep], np.arange(RECORDS, len(inputs))
+    for split, rows in (("train", train), ("test", test)):
+        table = pa.table({"x": inputs[rows].tolist(), "label": labels[rows]})
+        pq.write_table(table, root / "made" / f"{split}.parquet")
+
+
+def job_of(home: Path, keep: np.ndarray | slice = slice(None), **training: Any) -> TrainJob:
+    """Epochs, momentum and a batch that no shard is a multiple of: whatever could follow N."""
+    write(home / "data", keep)
+    raw = {
+        "name": "x",
+        "data": {
+            "name": "made", "root": str(home / "data"), "classes": 3,
+            "columns": {"features": ["x"]},
+        },
+        "model": "linear",
+        "method": {
+            "name": "private-prediction", "teachers": COUNT, "logit_bound": 1, "queries": 2
+        },
+        "privacy": {"noise_multiplier": 1.0, "delta": 1e-3, "run_key": KEY},
+        "training": {
+            "batch_size": 6, "epochs": 2, "learning_rate": 0.5, "momentum": 0.5, **training
+        },
+    }  # fmt: skip
+    return prepare(parse(raw, "test"), RunFolder(home / "run"), "test")
+
+
+def models_of(job: TrainJob, count: int = COUNT) -> list[bytes]:
+    train_teachers(job, count)
+    home = job.folder.private / "teachers" / "models"
+    return [(home / f"{n:04d}" / "model.safetensors").read_bytes() for n in range(count)]
+
+
+def changed(first: list[bytes], second: list[bytes]) -> list[int]:
+    return [n for n, pair in enumerate(zip(first, second, strict=True)) if pair[0] != pair[1]]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainJob, list[bytes], np.ndarray]:
+    """All teachers of all records, and in whose shard each record is."""
+    with pytest.MonkeyPatch.context() as patch:
+        without_ray(patch)
+        job = job_of(tmp_path_factory.mktemp("whole"))
+        found = models_of(job)
+        about = bulk.about_table(
+            bulk.read_table(job.folder.private / "teachers/teachers.parquet", teachers.COLUMNS,
+                            teachers.KEY), teachers.KEY)  # fmt: skip
+        shared = TeacherSetup(job.recipe, COUNT, bytes.fromhex(about["seed"]))
+        return job, found, TeacherTrainer(shared)._shards
+
+
+@pytest.mark.parametrize("gone", [0, 7])
+def test_one_record_is_one_teachers(gone: int, whole: Any, tmp_path: Path) -> None:
+    """The first one, whose leaving moves every other; one of two equal ones."""
+    _, before, shards = whole
+    keep = np.arange(RECORDS) != gone
+    assert changed(before, models_of(job_of(tmp_path, keep))) == [shards[gone]]
+
+
+def test_shards_by_place_would_be_found(
+    whole: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def by_place(hashes: np.ndarray, key: bytes, count: int) -> np.ndarray:
+        return np.arange(len(hashes)) % count
+
+    monkeypatch.setattr(teachers, "shards_by_hash", by_place)
+    every, fewer = tmp_path / "every", tmp_path / "fewer"
+    one, other = job_of(every), job_of(fewer, np.arange(RECORDS) != 0)
+    assert changed(models_of(one, 2), models_of(other, 2)) == [0, 1]
+
+
+def test_a_records_shard_follows_from_key_and_input_alone(whole: Any) -> None:
+    _, _, shards = whole
+    assert shards[7] == shards[30]  # equal inputs
+    hashes = np.random.default_rng(0).bytes(16 * 3000)
+    many = np.frombuffer(hashes, "V16")
+    first, second = (shards_by_hash(many, key * 32, 10) for key in (b"a", b"b"))
+    # 10 shards of 300: a sum of squares above 1.5 times its mean has probability below 1e-8.
+    for found in (first, second):
+        counts = np.bincount(found, minlength=10)
+        assert ((counts - 300) ** 2).sum() < 10 * 300 * 5
+    # Without the key nobody knows them: two keys agree by chance, on 300 +- 16.4 records.
+    assert abs((first == second).sum() - 300) < 100
+    order = np.random.default_rng(1).permutation(3000)
+    assert np.array_equal(shards_by_hash(many[order], b"a" * 32, 10), first[order])
+    assert np.array_equal(shards_by_hash(many[1:], b"a" * 32, 10), first[1:])
+
+
+def test_an_empty_shard_and_one_that_diverges_stop_nothing(
+    whole: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether they do is a secret of the records."""
+    job = whole[0]
+    began = initial_model(job.recipe, model_spec(job.recipe, job.own_records())).state_dict()
+    trainer = TeacherTrainer(TeacherSetup(ordinary(job.recipe), COUNT, b"k" * 32))
+    trainer._shards[:] = 0
+
+    def untrained(number: int) -> bool:
+        found = load(trainer(number)["model.safetensors"])
+        return all(torch.equal(found[name], value) for name, value in began.items())
+
+    assert untrained(1) and not untrained(0)
+
+    def diverged(*_: Any) -> None:
+        raise Diverged
+
+    monkeypatch.setattr(Divergence, "check", diverged)
+    assert untrained(0)
+
+
+def test_a_shard_smaller_than_a_batch_is_its_batch(whole: Any) -> None:
+    recipe = ordinary(whole[0].recipe)
+    for records, batch, steps in ((3, 3, 2), (6, 6, 2), (20, 6, 6)):
+        own, plan = plan_of_shard(recipe, records)
+        assert (own.training.batch_size, plan.steps, plan.records) == (batch, steps, records)
+        assert plan.step(0).expected_batch == batch and plan.step(0).noise_std == 0
+    assert math.isinf(plan.clip_norm)
+
+
+def test_interrupted_it_continues_to_the_same_bytes(
+    whole: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, expected, _ = whole
+    job = job_of(tmp_path)
+    real, calls = TeacherTrainer.__call__, []
+
+    def dies(self: TeacherTrainer, number: int) -> Any:
+        calls.append(number)
+        if calls == [0, 1]:
+            raise KeyboardInterrupt
+        return real(self, number)
+
+    monkeypatch.setattr(TeacherTrainer, "__call__", dies)
+    with pytest.raises(KeyboardInterrupt):
+        train_teachers(job, COUNT)
+    several = _with_actors(job, 3)  # which answer in another order
+    assert models_of(several) == expected
+    assert sorted(calls) == [0, 1, 1, 2]  # what was done is not done again
+    table = job.folder.private / "teachers" / "teachers.parquet"
+    assert (
+        table.read_bytes() == (whole[0].folder.private / "teachers/teachers.parquet").read_bytes()
+    )
+    assert table.parent.stat().st_mode & 0o077 == 0
+
+
+def _with_actors(job: TrainJob, actors: int) -> TrainJob:
+    raw = job.recipe.model_dump(mode="json")
+    raw["resources"]["certify_actors"] = actors
+    recipe: Recipe = parse(raw, "test")
+    return TrainJob(recipe, job.plan, job.folder, job.source, job.packages)
+
+
+def test_another_teacher_than_the_trained_one_is_refused(whole: Any, tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    shutil.copytree(whole[0].folder.path, folder.path)
+    models = folder.private / "teachers" / "models"
+    shutil.copy(models / "0000/model.safetensors", models / "0001/model.safetensors")
+    with pytest.raises(UserError, match="0001: damaged: not the teacher that this run trained"):
+        Ensemble(folder)
