@@ -149,6 +149,7 @@ FAULTY = {
 }
 
 
+@pytest.mark.long
 def test_killed_workers_a_killed_driver_and_an_interrupt_change_nothing(tmp_path, dpdist):
     """kill -9 a worker and the driver, and Ctrl-C: same parameters, same ledger as undisturbed and
     without Ray. Ctrl-C is clean: exit code 130, one line, no processes left behind."""

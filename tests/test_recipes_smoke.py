@@ -55,7 +55,18 @@ def write(root, name, classes, columns) -> None:
         pq.write_table(table, root / name / f"{split}.parquet")
 
 
-@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
+# Large ones, each of which has a smaller relative among the others.
+LARGE = {
+    "cifar10-flagship", "dplis-cifar10-mlp", "dplis-reddit-lstm", "hgm-pixeldp-cifar10",
+    "residual-cifar10-en5", "residual-cifar10-multiplicative", "transdenoiser-cifar10",
+}  # fmt: skip
+PATHS = [
+    pytest.param(path, id=path.stem, marks=[pytest.mark.long] if path.stem in LARGE else [])
+    for path in sorted(RECIPES.glob("*.yaml"))
+]
+
+
+@pytest.mark.parametrize("path", PATHS)
 def test_recipe_trains(path, tmp_path, monkeypatch):
     recipe = load(path)
     small = {

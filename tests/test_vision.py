@@ -12,8 +12,8 @@ import pytest
     "code",
     [
         "from dpdist.base.vision import torchvision; torchvision('models').resnet18()",
-        "from dpdist.base import vision; vision.install(); import torchvision.transforms",
-        "from dpdist.base import vision; vision.install(); vision.install(); vision.torchvision()",
+        "from dpdist.base import vision; vision.install(); vision.install(); "
+        "import torchvision.transforms; vision.torchvision()",
     ],
 )
 def test_torchvision_can_be_imported(code):

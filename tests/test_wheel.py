@@ -41,7 +41,10 @@ def wheel(tmp_path_factory) -> Path:
     return build_wheel(tmp_path_factory.mktemp("wheel"))
 
 
-@pytest.fixture(scope="module", params=["checkout", "--target", "--user"])
+PLACES = ["checkout", "--target", pytest.param("--user", marks=pytest.mark.long)]
+
+
+@pytest.fixture(scope="module", params=PLACES)
 def place(request, tmp_path_factory) -> tuple[str, Path, dict[str, str]]:
     """(interpreter, where dpdist lies, what the environment says of it)."""
     if request.param == "checkout":

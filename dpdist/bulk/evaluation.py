@@ -29,6 +29,8 @@ class Folders(Protocol):
     @property
     def private(self) -> Path: ...
 
+    def around(self, path: Path) -> Folders | None: ...
+
 
 @dataclass(frozen=True)
 class Subject:
@@ -91,11 +93,10 @@ class Evaluation:
         """The folder of this one's results. Raises UserError where they would not stay private."""
         if output is None:
             return self.home(run) / self.folder_name
-        inside = output.resolve()
-        public = inside.is_relative_to(run.path.resolve())
-        if self.private and public and not inside.is_relative_to(run.private.resolve()):
+        around = run.around(output)
+        if self.private and around and not output.resolve().is_relative_to(around.private):
             raise UserError(
                 f"{output}: {self.name} says something of training records, and what lies there "
-                f"may be published; choose a folder in {run.private}, or outside the run"
+                f"may be published; choose a folder in {around.private}, or outside the run"
             )
         return output

@@ -51,6 +51,7 @@ def command(
     from dpdist.audits.target import of_recipe, of_run
     from dpdist.base import console
     from dpdist.reports.facts import read_facts
+    from dpdist.runs.folder import RunFolder
 
     if zoo:
         _visit_zoo()
@@ -68,8 +69,8 @@ def command(
     target = (
         of_recipe(recipe, name) if folder is None else of_run(folder, read_facts(folder).guarantee)
     )
-    if folder is not None:
-        output = result.place(folder, output)
+    if folder is not None or output is not None:
+        output = result.place(folder or RunFolder(runs / recipe.name), output)
     output = output or runs / f"{recipe.name}.audit" / asked.folder_name
     with console.progress(f"audit, {asked.folder_name}", "trials", "trials") as show:
         found = catalogue.make_audit(

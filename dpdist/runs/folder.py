@@ -49,6 +49,14 @@ class RunFolder:
         """The trained model; differentially private, but released only by `dpdist release`."""
         return self.private / "model"
 
+    def around(self, path: Path) -> RunFolder | None:
+        """The run folder, this or another, in which a path lies; resolved."""
+        inside = path.resolve()
+        for parent in (inside, *inside.parents):
+            if parent == self.path.resolve() or _holds_a_run(parent):
+                return RunFolder(parent)
+        return None
+
     @property
     def ledger(self) -> Path:
         return self.private / "ledger.jsonl"
@@ -264,8 +272,12 @@ def open_run(name: str, runs: Path) -> RunFolder:
     """The run folder given by path or by name under `runs`. Raises UserError when there is none."""
     given = usable_path(name)
     for path in (usable_path(runs) / given, given):
-        if (path / "run.json").exists():
+        if _holds_a_run(path):
             folder = RunFolder(path)
             folder.check_format()
             return folder
     raise UserError(f"{name}: no such run under {runs}/")
+
+
+def _holds_a_run(path: Path) -> bool:
+    return (path / "run.json").exists()

@@ -133,6 +133,27 @@ def test_bad_input(dpdist, tmp_path, options, words):
     assert not list(tmp_path.iterdir())
 
 
+def test_what_stays_private_is_not_written_among_public_files(dpdist, tmp_path):
+    """Nor into another run's folder, whatever is audited."""
+    other = tmp_path / "other"
+    (other / "private").mkdir(parents=True)
+    (other / "run.json").write_text("{}")
+    for output in (other, other / "audit", other / "private" / ".." / "audit"):
+        done = dpdist(
+            "audit",
+            "digits",
+            "--kind",
+            "many-runs",
+            "--output",
+            output,
+            "--runs",
+            tmp_path / "runs",
+        )
+        assert done.code == 2 and "may be published" in done.err, done.err
+        assert str(other / "private") in done.err
+    assert {path.name for path in other.rglob("*")} == {"private", "run.json"}
+
+
 def test_nothing_to_audit_against(dpdist, tmp_path):
     recipe, _ = make(tmp_path, privacy={"noise_multiplier": 0, "delta": 1e-3}, model="linear")
     path = tmp_path / "r.yaml"

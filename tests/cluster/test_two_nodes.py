@@ -85,6 +85,7 @@ def nodes(tmp_path) -> Iterator[subprocess.Popen]:
     process.communicate("\n\n", timeout=60)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_pool_grows_and_a_recipe_runs_unchanged(nodes, tmp_path):
     """The pool begins on one node and goes on with the second; the workers of a run lie on both."""

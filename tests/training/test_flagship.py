@@ -10,7 +10,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from support.here import without_ray
 
+from dpdist.cluster import session
 from dpdist.runs.recipe import load
 
 PATH = Path(__file__).parents[2] / "benchmarks" / "flagship.py"
@@ -44,7 +46,9 @@ def test_every_row_changes_what_it_says(flagship, tmp_path):
     assert found["no-public"].model.initial is None and found["no-public"].public is None
 
 
-def test_the_table_shows_the_runs_beside_what_is_published(flagship, tmp_path):
+def test_the_table_shows_the_runs_beside_what_is_published(flagship, tmp_path, monkeypatch):
+    without_ray(monkeypatch)
+    monkeypatch.setattr(flagship, "connect", session.connect)
     arguments = ["--quick", "--out", str(tmp_path), "--only", "flagship-0", "--all"]
     flagship.main(arguments)
     text = (tmp_path / "table.md").read_text()

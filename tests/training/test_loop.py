@@ -314,12 +314,11 @@ def test_neighbour_replay_catches_a_clip_per_batch(tmp_path, monkeypatch):
 
 
 def _replay(tmp_path, monkeypatch, method, workers):
-    """The first pre-noise sum for 12 keys (6 with several workers), on D and on D' (the special
-    record never joins).
+    """The first pre-noise sum for six keys, on D and on D' (the special record never joins).
 
     Returns the norms of the differences, and whether the record was drawn on D.
     """
-    records, special, keys = 60, 17, 12 if workers == 1 else 6
+    records, special, keys = 60, 17, 6
     sums: dict[bool, list[np.ndarray]] = {True: [], False: []}
     drawn = [False] * keys
     sample = loop.poisson_sample

@@ -52,6 +52,7 @@ def tune(session, monkeypatch, capsys):
     return run
 
 
+@pytest.mark.long
 def test_a_killed_driver_is_resumed_to_the_same_winner(
     recipe, begin, run_trials, tmp_path, request
 ):

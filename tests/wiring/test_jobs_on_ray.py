@@ -80,6 +80,7 @@ def here() -> Iterator[None]:
         yield
 
 
+@pytest.mark.long
 def test_a_killed_driver_loses_nothing(ray_session: None, model: Path, tmp_path: Path) -> None:
     """Certificates by a driver that is killed, and the rest by another, with two actors."""
     script = textwrap.dedent(
