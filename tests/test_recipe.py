@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from dpdist.base.errors import UserError
 from dpdist.runs.recipe import Recipe, load, parse
 
 RECIPE = {
@@ -61,3 +62,22 @@ def test_every_path_is_absolute_once_read(changed, count, tmp_path, monkeypatch)
     monkeypatch.chdir(other)
     assert load(tmp_path / "recipe.yaml") == recipe
     assert Recipe.model_validate(raw) != recipe  # read there, they lie there
+
+
+@pytest.mark.parametrize(
+    ("section", "changed", "said"),
+    [
+        ("training", {"schedule": "step"}, "schedule: step and milestones belong together"),
+        ("training", {"milestones": [0.5]}, "schedule: step and milestones belong together"),
+        ("training", {"schedule": "step", "milestones": [0.7, 0.5]}, "milestones must ascend"),
+        ("training", {"schedule": "step", "milestones": [1.5]}, "milestones.0: must be < 1"),
+        ("training", {"weight_decay": -1}, "training.weight_decay: must be >= 0"),
+        ("training", {"crop": 65}, "training.crop: must be <= 64"),
+        ("data", {"labels": [3]}, "data.labels: two or more of 0 to 9, each once"),
+        ("data", {"labels": [3, 3]}, "data.labels: two or more of 0 to 9, each once"),
+        ("data", {"labels": [3, 10]}, "data.labels: two or more of 0 to 9, each once"),
+    ],
+)
+def test_what_does_not_fit_is_told(section, changed, said):
+    with pytest.raises(UserError, match=said):
+        parse({**RECIPE, section: {**RECIPE[section], **changed}}, "test")

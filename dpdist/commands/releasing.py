@@ -70,7 +70,7 @@ def _check_model(facts: Facts, copied: Path) -> None:
             f"{where}: is not the model that this run trained, and its guarantee does not speak of "
             "it; put the trained model back"
         )
-    name, classes = facts.recipe.model.name, facts.recipe.data.classes
+    name, classes = facts.recipe.model.name, facts.recipe.data.told_apart
     try:
         spec = models.read_spec(copied)
         module = models.load(copied, trusted_factory=name)

@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -24,7 +25,7 @@ from dpdist.data.parquet import Columns, load_parquet, split_files
 @dataclass(frozen=True)
 class Source:
     """Where a data set lies. root None means built in. Splits are names of Parquet files or
-    folders."""
+    folders. labels: only the records of these, renumbered in this order; () for all."""
 
     name: str
     classes: int
@@ -32,6 +33,7 @@ class Source:
     train: str = "train"
     test: str = "test"
     columns: Columns = field(default_factory=Columns)
+    labels: tuple[int, ...] = ()
 
 
 BUILT_IN = {"digits": 10}
@@ -49,6 +51,11 @@ def load(source: Source, split: str) -> Dataset:
     Raises UserError for an unknown name, a missing root, and whatever `load_parquet` finds wrong.
     """
     cache = cache_folder()
+    whole = _whole(source, split, cache)
+    return of_labels(whole, source.labels, cache) if source.labels else whole
+
+
+def _whole(source: Source, split: str, cache: Path) -> Dataset:
     name = f"{source.name}/{split}"
     if source.root is None:
         if source.name not in BUILT_IN:
@@ -103,12 +110,41 @@ def _digits(split: str, cache: Path) -> Dataset:
         labels = digits.target[chosen].astype(np.int64)
         fingerprint = hashlib.blake2b(inputs.tobytes() + labels.tobytes(), digest_size=16)
         meta = {"name": f"digits/{split}", "classes": 10, "fingerprint": fingerprint.hexdigest()}
-        with built_aside(folder, first=True) as aside:
-            private_folder(aside)
-            np.save(aside / "inputs.npy", inputs)
-            np.save(aside / "labels.npy", labels)
-            (aside / "meta.json").write_text(json.dumps(meta))
+        _write(folder, inputs, labels, meta)
     return Dataset.open(folder)
+
+
+def of_labels(whole: Dataset, labels: tuple[int, ...], cache: Path) -> Dataset:
+    """The records of a whole split with these labels, renumbered in this order: a data set of its
+    own, to whose fingerprint no other record adds. Raises UserError when there are none."""
+    folder = cache / f"{whole.folder.name}-labels-{'-'.join(map(str, labels))}"
+    if not (folder / "meta.json").exists():
+        found = np.asarray(whole.labels)
+        rows = np.flatnonzero(np.isin(found, labels))
+        if not len(rows):
+            raise UserError(f"data.labels: {whole.name} has no record with one of {list(labels)}")
+        numbers = np.full(whole.classes, -1, dtype=np.int64)
+        numbers[list(labels)] = np.arange(len(labels))
+        inputs, marks = np.ascontiguousarray(whole.inputs[rows]), numbers[found[rows]]
+        digest = hashlib.blake2b(digest_size=16, person=b"dpdist.data")
+        digest.update(inputs.tobytes())
+        digest.update(marks.tobytes())
+        meta = {
+            "name": whole.name,
+            "classes": len(labels),
+            "fingerprint": digest.hexdigest(),
+            "largest_group": whole.largest_group,  # of all labels: at least that of these
+        }
+        _write(folder, inputs, marks, meta)
+    return Dataset.open(folder)
+
+
+def _write(folder: Path, inputs: np.ndarray, labels: np.ndarray, meta: dict[str, Any]) -> None:
+    with built_aside(folder, first=True) as aside:
+        private_folder(aside)
+        np.save(aside / "inputs.npy", inputs)
+        np.save(aside / "labels.npy", labels)
+        (aside / "meta.json").write_text(json.dumps(meta))
 
 
 def fetch(name: str, root: Path, progress: Callable[[str], None] = lambda line: None) -> Path:

@@ -35,9 +35,9 @@ def agreed_targets(
     parts = []
     with torch.no_grad():
         for rows, real in passes or [(torch.arange(0), 0)]:
-            seen, ids = inputs[rows], record_ids[rows]
+            ids = record_ids[rows]
             copies = [
-                engine.model(engine.draws.inputs(seen, ids, draw_key, k)).softmax(1)
+                engine.model(engine.seen(inputs[rows], ids, draw_key, k)).softmax(1)
                 for k in range(engine.draws.count)
             ]
             parts.append(torch.stack(copies).mean(0)[:real])

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from dpdist.base.errors import UserError
 from dpdist.gradients.allocator import keep_freed_memory
+from dpdist.gradients.augmentation import CropAndFlip
 from dpdist.gradients.blocks import Blocks, padded
 from dpdist.gradients.capture import Layer, Objective, OnCall, find_layers, run_pass
 from dpdist.gradients.clipping import Clipping, rounding_slack, short_run, sum_slack
@@ -111,6 +112,7 @@ class GradientEngine:
         self._row = [self.layers.index(owner[slot]) for slot in range(len(self.parameters))]
         clipping.check(self.layers)
         self.draws = draws or Draws()
+        self.augmentation: CropAndFlip | None = None  # of what every draw sees
         self._channels_last = self.parameters[0].device.type == "cpu" and any(
             isinstance(module, nn.Conv2d) for module in model.modules()
         )
@@ -265,7 +267,7 @@ class GradientEngine:
         draws, gradients = self.draws, self._empty_gradients()
         total = torch.zeros(len(inputs), dtype=torch.float64, device=inputs.device)
         for draw in range(draws.count):
-            seen = draws.inputs(inputs, record_ids, draw_key, draw)
+            seen = self.seen(inputs, record_ids, draw_key, draw)
             if self.isolate or draws.per_example:
                 losses = self._isolated_pass(seen, targets, draw_key, record_ids, draw, gradients)
             else:
@@ -281,6 +283,14 @@ class GradientEngine:
                     )  # fmt: skip
             total += losses.double()
         return gradients, total / draws.count
+
+    def seen(self, inputs: Tensor, record_ids: Tensor | None, draw_key: bytes, draw: int) -> Tensor:
+        """Inputs (B, ...) as a draw has them: augmented, then perturbed."""
+        if self.augmentation is not None:
+            if record_ids is None:
+                raise UserError("augmentation needs record_ids: it is drawn for each record")
+            inputs = self.augmentation(inputs, record_ids, draw_key, draw)
+        return self.draws.inputs(inputs, record_ids, draw_key, draw)
 
     def _hidden_noise(
         self, record_ids: Tensor | None, draw_key: bytes, draw: int

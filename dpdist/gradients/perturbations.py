@@ -13,7 +13,7 @@ Philox stream (numpy) whose key is derived by BLAKE2b from the step's draw key.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
@@ -41,12 +41,28 @@ def standard_normal_per_record(
 
     The record id sits in the high words of Philox' 256-bit counter, so streams never overlap.
     """
-    key = _philox_key(draw_key, purpose, draw)
     out = np.empty((len(record_ids), size), dtype=np.float32)
-    for row, record in zip(out, record_ids.tolist(), strict=True):
-        philox = np.random.Philox(key=key, counter=[0, 0, record, 1])
+    streams = _per_record(draw_key, purpose, draw, record_ids)
+    for row, philox in zip(out, streams, strict=True):
         np.random.Generator(philox).standard_normal(dtype=np.float32, out=row)
     return torch.from_numpy(out)
+
+
+def words_per_record(
+    draw_key: bytes, purpose: str, draw: int, record_ids: Tensor, count: int
+) -> np.ndarray:
+    """(B, count) uniform uint64; row b depends on the key, the draw and record_ids[b]."""
+    streams = _per_record(draw_key, purpose, draw, record_ids)
+    rows = [philox.random_raw(count) for philox in streams]
+    return np.array(rows, dtype=np.uint64).reshape(len(record_ids), count)
+
+
+def _per_record(
+    draw_key: bytes, purpose: str, draw: int, record_ids: Tensor
+) -> Iterator[np.random.Philox]:
+    key = _philox_key(draw_key, purpose, draw)
+    for record in record_ids.tolist():
+        yield np.random.Philox(key=key, counter=[0, 0, record, 1])
 
 
 def _philox_key(draw_key: bytes, purpose: str, draw: int) -> int:

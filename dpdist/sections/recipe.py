@@ -25,14 +25,14 @@ from dpdist.base.fields import (
     Processes,
     RunName,
     Section,
-    Seed,
     Share,
-    Steps,
     Text,
+    of_key,
 )
 from dpdist.certification.catalogue import AnyCertificate
 from dpdist.sections.audit import AnyAudit, CanaryAudit
 from dpdist.sections.search import TuneRecipe
+from dpdist.sections.training import AugmentRecipe, TrainingRecipe
 
 # The name of a split: a file's name without its ending, or a folder's.
 SplitName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
@@ -56,11 +56,15 @@ class ColumnNames(Section):
 
 
 class DataRecipe(Section):
-    """The data set: a built-in name (digits), or a folder NAME of Parquet files under `root`."""
+    """The data set: a built-in name (digits), or a folder NAME of Parquet files under `root`.
+
+    classes: of the files. labels: use the records of these alone, renumbered in this order.
+    """
 
     name: DataName
     root: FilePath | None = None
     classes: Classes = 10
+    labels: list[CountOrZero] = Field(default=[], max_length=1000)
     train: SplitName = "train"
     test: SplitName = "test"
     columns: ColumnNames = ColumnNames()
@@ -79,6 +83,20 @@ class DataRecipe(Section):
     fraction: Share = Field(
         default=1.0, description="train on this fraction (by hash) of the others"
     )
+
+    @model_validator(mode="after")
+    def _labels_fit(self) -> DataRecipe:
+        wrong = [label for label in self.labels if label >= self.classes]
+        if wrong or len(set(self.labels)) != len(self.labels) or len(self.labels) == 1:
+            raise of_key(
+                "labels", f"two or more of 0 to {self.classes - 1}, each once, got {self.labels}"
+            )
+        return self
+
+    @property
+    def told_apart(self) -> int:
+        """How many classes a model of these records has."""
+        return len(self.labels) or self.classes
 
 
 class PretrainedRecipe(Section):
@@ -204,59 +222,6 @@ class PrivacyRecipe(Section):
     def sensitivity(self) -> float:
         """The most that one record adds to a sum: the clip norm, infinite without clipping."""
         return math.inf if self.clipping == "none" else self.clip_norm
-
-
-class TrainingRecipe(Section):
-    """The loop. batch_size is the expected batch L; the Poisson batch varies around it."""
-
-    batch_size: Count
-    steps: Steps | None = None
-    epochs: Count | None = Field(default=None, description="steps = epochs * records // batch_size")
-    optimizer: Literal["sgd", "adam"] = "sgd"
-    learning_rate: Positive
-    schedule: Literal["constant", "cosine", "linear"] = "constant"
-    momentum: Part = 0.0
-    ema: Probability | None = Field(
-        default=None, description="average the parameters with this decay (post-processing, free)"
-    )
-    init_seed: Seed = 0
-    reproducible: bool = Field(
-        default=False,
-        description="bit-identical on any number of workers (canonical shards, slower)",
-    )
-
-    @model_validator(mode="after")
-    def _one_length(self) -> TrainingRecipe:
-        if (self.steps is None) == (self.epochs is None):
-            raise ValueError("give exactly one of steps and epochs")
-        if self.momentum and self.optimizer != "sgd":
-            raise ValueError("momentum belongs to optimizer: sgd")
-        return self
-
-
-class AugmentRecipe(Section):
-    """How public images are deformed at random; the defaults turn 8 x 8 digits into pen strokes.
-
-    Angles in radians; lengths in half widths of the canvas. scale: width and height of the whole
-    image on the canvas, drawn apart. elastic: standard deviation of the displacements on a 5 x 5
-    lattice. contrast: grey values become contrast * (value - middle) + 1/2, cut to [0, 1].
-    """
-
-    rotate: PositiveOrZero = 0.3
-    shear: PositiveOrZero = 0.35
-    scale: tuple[Positive, Positive] = (0.6, 0.95)
-    shift: PositiveOrZero = 0.15
-    elastic: PositiveOrZero = 0.07
-    middle: tuple[Probability, Probability] = (0.3, 0.65)
-    contrast: tuple[Positive, Positive] | None = (2.0, 5.0)
-
-    @model_validator(mode="after")
-    def _ranges(self) -> AugmentRecipe:
-        for name in ("scale", "middle", "contrast"):
-            pair = getattr(self, name)
-            if pair is not None and pair[0] > pair[1]:
-                raise ValueError(f"{name}: a range, low to high, got {list(pair)}")
-        return self
 
 
 class PublicRecipe(Section):

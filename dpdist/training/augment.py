@@ -1,7 +1,8 @@
 """Random deformations of public images, so that few of them teach a network much.
 
-Only public pre-training uses them: they cost nothing and prove nothing. Private training has its
-own perturbations (`dpdist.gradients.perturbations`), which stay within a record.
+Only public pre-training uses them: they cost nothing and prove nothing. What a private training
+does to a record at random stays within the record: `dpdist.gradients.perturbations`, and crop and
+flip of `dpdist.gradients.augmentation`, which public training has as well.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dpdist.base.errors import UserError
-from dpdist.sections.recipe import AugmentRecipe
+from dpdist.sections.training import AugmentRecipe
 
 _LATTICE = 5  # points a side that the elastic displacement is interpolated from
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 import torch
 
 from dpdist import data, models
+from dpdist.base.errors import UserError
+from dpdist.gradients.augmentation import CropAndFlip
 from dpdist.gradients.clipping import clipping_for
 from dpdist.gradients.engine import GradientEngine
+from dpdist.gradients.task import the_inputs
 from dpdist.models import ModelSpec
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.runs.recipe import Recipe
+from dpdist.sections.training import TrainingRecipe
 from dpdist.training.canaries import check_places
 from dpdist.training.finite import check_start, probe
 from dpdist.training.provenance import load_frozen, with_frozen
@@ -33,6 +37,8 @@ def model_spec(recipe: Recipe, dataset: data.Dataset) -> ModelSpec:
 def check_model(recipe: Recipe, dataset: data.Dataset) -> None:
     """Raise UserError for a model that cannot be trained privately on these inputs."""
     spec = model_spec(recipe, dataset)
+    if recipe.training.augmented:
+        _check_augmented(recipe, spec)
     module = initial_model(recipe, spec)
     engine = build_engine(recipe, module)
     if recipe.planted is not None:
@@ -40,6 +46,15 @@ def check_model(recipe: Recipe, dataset: data.Dataset) -> None:
     models.check_outputs(module, spec)
     check_start(module, *probe(data.load(source_of(recipe), "test")), spec.name)
     recipe.method.constraint(module)  # refuses a model that it cannot be applied to
+
+
+def _check_augmented(recipe: Recipe, spec: ModelSpec) -> None:
+    """Raise UserError for records or a task that crop and flip do not fit."""
+    where = f"{recipe.name}: training.crop and flip"
+    if len(spec.input_shape) != 3:
+        raise UserError(f"{where}: need images, got records of shape {spec.input_shape}")
+    if recipe.method.task().targets is the_inputs:
+        raise UserError(f"{where}: what this method learns is the record as it is; leave them out")
 
 
 def initial_model(recipe: Recipe, spec: ModelSpec) -> torch.nn.Module:
@@ -62,7 +77,7 @@ def build_engine(
     steps, expected_batch = 1, float(recipe.training.batch_size)
     if plan is not None and plan.steps:
         steps, expected_batch = plan.steps, plan.step(0).expected_batch
-    return recipe.method.engine(
+    engine = recipe.method.engine(
         model,
         clipping_for(recipe.privacy.clipping, recipe.privacy.clip_norm),
         expected_batch=expected_batch,
@@ -70,3 +85,10 @@ def build_engine(
         micro_batch=recipe.resources.micro_batch,
         isolate=recipe.model.isolate,
     )
+    engine.augmentation = augmentation(recipe.training)
+    return engine
+
+
+def augmentation(training: TrainingRecipe) -> CropAndFlip | None:
+    """What every draw of a record does to its image, by the recipe."""
+    return CropAndFlip(training.crop, training.flip) if training.augmented else None

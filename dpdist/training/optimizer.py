@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from dpdist.sections.recipe import TrainingRecipe
+from dpdist.sections.training import TrainingRecipe
 
 _ADAM_BETA1, _ADAM_BETA2, _ADAM_EPSILON = 0.9, 0.999, 1e-8
 
@@ -29,13 +29,21 @@ class FlatOptimizer:
 
     def learning_rate(self, step: int) -> float:
         """The rate of step 0 <= step < steps."""
+        training = self.training
         done = step / self.steps
-        factor = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
-        return self.training.learning_rate * factor[self.training.schedule]
+        factor = {
+            "constant": 1.0,
+            "linear": 1 - done,
+            "cosine": (1 + math.cos(math.pi * done)) / 2,
+            "step": training.factor ** sum(done >= passed for passed in training.milestones),
+        }
+        return training.learning_rate * factor[training.schedule]
 
     def update(self, flat: Tensor, gradient: Tensor, step: int) -> None:
         """One step; exact: no fused kernels, the same operations on every machine."""
         rate = self.learning_rate(step)
+        if self.training.weight_decay:
+            gradient = gradient.add(flat, alpha=self.training.weight_decay)
         if self.training.optimizer == "adam":
             mean, square = self.slots["mean"], self.slots["square"]
             mean.mul_(_ADAM_BETA1).add_(gradient, alpha=1 - _ADAM_BETA1)

@@ -6,6 +6,7 @@ Ordinary minibatches of shuffled records on one process. The model folder says w
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -26,9 +27,11 @@ from dpdist.gradients.task import cross_entropy, squared_error
 from dpdist.methods.hgm_shares import resized
 from dpdist.models import ModelSpec
 from dpdist.models.torchvision_zoo import estimating, published_weights
+from dpdist.randomness.keys import derive_key
 from dpdist.runs.recipe import Recipe
 from dpdist.sections.recipe import ModelRecipe, PublicRecipe
 from dpdist.training.augment import deformed
+from dpdist.training.building import augmentation
 from dpdist.training.optimizer import FlatOptimizer
 from dpdist.training.provenance import AMONG_PUBLIC, write_provenance
 from dpdist.training.records import declared_public, named_public, private_data, source_of
@@ -92,10 +95,10 @@ def _public_records(
         records = declared_public(recipe, source)
     else:
         found = named_public(section.data)
-        if found.classes != recipe.data.classes:
+        if found.classes != recipe.data.told_apart:
             raise UserError(
                 f"{where}: public.data: {found.classes} classes, the private data have "
-                f"{recipe.data.classes}"
+                f"{recipe.data.told_apart}"
             )
         records = found
     test = data.load(source, "test")
@@ -135,7 +138,8 @@ def _train(
     optimizer = FlatOptimizer(training, steps, flat)
     order = np.random.default_rng(training.init_seed)
     generator = torch.Generator().manual_seed(training.init_seed)
-    queue = np.empty(0, dtype=np.int64)
+    key = hashlib.blake2b(f"dpdist.pretrain/{training.init_seed}".encode(), digest_size=32).digest()
+    changed, queue = augmentation(training), np.empty(0, dtype=np.int64)
     began = time.monotonic()
     with estimating(model.train()):
         for step in range(steps):
@@ -147,6 +151,8 @@ def _train(
                 inputs = _fit(inputs, shape, records)
             else:
                 inputs = deformed(inputs, shape, section.augment, generator)
+            if changed is not None:
+                inputs = changed(inputs, torch.from_numpy(rows), derive_key(key, "step", step), 0)
             noisy = inputs
             if section.sigma is not None:
                 noisy = inputs + section.sigma * torch.randn(inputs.shape, generator=generator)

@@ -29,8 +29,9 @@ def _source(section: DataRecipe) -> data.Source:
         section.columns.group,
     )
     return data.Source(
-        section.name, section.classes, section.root, section.train, section.test, columns
-    )
+        section.name, section.classes, section.root, section.train, section.test, columns,
+        tuple(section.labels),
+    )  # fmt: skip
 
 
 def training_data(recipe: Recipe, source: data.Source) -> data.Dataset:
@@ -126,9 +127,9 @@ def public_data(recipe: Recipe) -> data.Dataset | None:
         found = data.load(data.Source(named.data, named.classes, root), "train")
     except UserError as error:
         raise UserError(f"{named.field}: {error}") from None
-    if recipe.model.classifier is not None and found.classes != recipe.data.classes:
+    if recipe.model.classifier is not None and found.classes != recipe.data.told_apart:
         raise UserError(
             f"{named.field}: {found.name} has {found.classes} classes, the frozen "
-            f"classifier tells {recipe.data.classes}; take other public records, or source: paid"
+            f"classifier tells {recipe.data.told_apart}; take other public records, or source: paid"
         )
     return found

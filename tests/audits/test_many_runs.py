@@ -101,12 +101,15 @@ def test_without_noise_the_model_gives_the_canary_away(
     assert 0.5 < found.epsilon <= found.details["at_most"] < 1.2
 
 
+@pytest.mark.parametrize(
+    "more", [{"privacy__clipping": "per-layer"}, {"training__crop": 1}, {"training__flip": True}]
+)
 def test_what_is_more_than_gradients_and_noise_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
 ) -> None:
     without_ray(monkeypatch)
-    target = target_of(tmp_path, privacy__clipping="per-layer")
-    with pytest.raises(UserError, match="clipping per-layer draws noise or clips by layer"):
+    target = target_of(tmp_path, **more)
+    with pytest.raises(UserError, match="draws noise, crops or flips, or clips by layer"):
         Trainings(
             target.recipe, target.plan, training_data(target.recipe, source_of(target.recipe))
         )

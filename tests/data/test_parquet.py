@@ -54,6 +54,25 @@ def test_shards_are_one_data_set_and_cache_is_used(tmp_path):
     assert load(source, "train").folder == first.folder
 
 
+def test_some_labels_are_a_data_set_of_their_own(tmp_path):
+    """Renumbered in the order asked for; no other record shows in anything, its number included."""
+    write(tmp_path, labels=[3, 0, 5, 3, 1, 5])
+    source = Source("shapes", 6, tmp_path, labels=(5, 3))
+    chosen = load(source, "train")
+    assert (chosen.classes, chosen.labels.tolist()) == (2, [1, 0, 1, 0])
+    assert np.array_equal(chosen.inputs[:, 0], np.stack(images())[[0, 2, 3, 5]])
+    assert chosen.folder.stat().st_mode & 0o077 == 0
+    first = chosen.first(3)  # not a part: it is whole
+    assert len(first) == 3
+    kept = [image for place, image in enumerate(images()) if place in (0, 2, 3, 5)]
+    rows = [{"bytes": png(image), "path": ""} for image in kept]
+    write(tmp_path, name="alone", rows=rows, labels=[1, 0, 1, 0])
+    alone = load(Source("alone", 2, tmp_path), "train")
+    assert chosen.fingerprint == alone.fingerprint
+    with pytest.raises(UserError, match=r"data\.labels: .*/train has no record with one of \[2"):
+        load(Source("shapes", 6, tmp_path, labels=(2, 4)), "train")
+
+
 def test_dataset_pickles_small_and_first_is_another_data_set(tmp_path):
     write(tmp_path)
     dataset = load(Source("shapes", 6, tmp_path), "train")

@@ -12,6 +12,7 @@ from scipy import stats
 from torch import Tensor, nn
 
 from dpdist.base.errors import UserError
+from dpdist.gradients.augmentation import CropAndFlip
 from dpdist.gradients.clipping import FlatClipping
 from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.perturbations import (
@@ -230,6 +231,59 @@ def test_parameter_noise_has_the_asked_scale():
     noisy = ParameterDraws(1, {"a": 0.3}).parameters(values, KEY, 0)
     assert torch.equal(noisy["b"], values["b"])
     assert kolmogorov((noisy["a"] - 1).numpy().ravel(), 0.3) > 1e-6
+
+
+# ---- crop and flip
+
+
+@pytest.mark.parametrize("shape", [(1, 6, 6), (3, 5, 7)])
+def test_a_copy_is_of_record_key_and_draw(shape):
+    """In whatever company and place, on whichever worker; and it is one of the possible copies."""
+    changed, ids = CropAndFlip(2, flip=True), torch.arange(40) * 7
+    images = torch.rand(40, *shape, generator=torch.Generator().manual_seed(1))
+    first = changed(images, ids, KEY, 0)
+    some = torch.randperm(40, generator=torch.Generator().manual_seed(2))[:9]
+    assert torch.equal(changed(images[some], ids[some], KEY, 0), first[some])
+    for key, draw in ((KEY, 1), (OTHER_KEY, 0)):
+        same = (changed(images, ids, key, draw) == first).flatten(1).all(1)
+        assert int(same.sum()) < 10  # of 40, each with probability 1/50
+    height, width = shape[1:]
+    padded = F.pad(images, [2] * 4)
+    places = set()
+    for image, copy in zip(padded, first, strict=True):
+        windows = {
+            (y, x, f): window.flip(2) if f else window
+            for y in range(5)
+            for x in range(5)
+            for window in [image[:, y : y + height, x : x + width]]
+            for f in (False, True)
+        }
+        places |= {place for place, window in windows.items() if torch.equal(window, copy)}
+    assert {y for y, _, _ in places} == {x for _, x, _ in places} == set(range(5))
+    assert {f for *_, f in places} == {False, True}
+    still = CropAndFlip(0, flip=False)(images, ids, KEY, 0)
+    assert torch.equal(still, images)
+    assert changed(images[:0], ids[:0], KEY, 0).shape == (0, *shape)
+
+
+@pytest.mark.parametrize("draws", [Draws(), InputDraws(2, 0.5)], ids=lambda d: type(d).__name__)
+def test_an_augmented_record_adds_its_own_gradient_whatever_the_batch(draws):
+    """So one record more or less changes the sum by its clipped gradient: the neighbour's bound."""
+    engine = GradientEngine(network(), cross_entropy, clipping=FlatClipping(0.1), draws=draws)
+    engine.augmentation = CropAndFlip(2, flip=True)
+    inputs, targets = batch()
+
+    def of(*rows: int) -> Tensor:
+        chosen = list(rows)
+        return engine.clipped_sum(
+            inputs[chosen], targets[chosen], draw_key=KEY, record_ids=IDS[chosen]
+        ).flat
+
+    added = of(4, 2, 0, 1, 3) - of(1, 2, 0, 4)
+    torch.testing.assert_close(added, of(3), rtol=1e-4, atol=1e-6)
+    assert float(added.norm()) <= 0.1
+    with pytest.raises(UserError, match="augmentation needs record_ids"):
+        engine.clipped_sum(inputs, targets, draw_key=KEY)
 
 
 # ---- mistakes

@@ -88,6 +88,16 @@ FAULTS: list[Fault] = [
          "the one hidden noise has no scale"),
     ),
     *group(
+        "dpdist/gradients/augmentation.py",
+        f"gradients/test_perturbations::test_a_copy_is_of_record_key_and_draw {STEP}::test_every_method",
+        ('"draws/augment", draw, record_ids, 3)', '"draws/augment", draw, record_ids - record_ids[0], 3)',
+         "crops are drawn by the place in the batch"),
+        ('"draws/augment", draw, record_ids, 3)', '"draws/augment", 0, record_ids, 3)',
+         "all draws see one crop"),
+        ("columns[mirrored].flip(1)", "columns[mirrored]", "nothing is mirrored"),
+        ("2 * self.crop + 1)", "2 * self.crop)", "one of the places is never cut out"),
+    ),
+    *group(
         "dpdist/methods/dplis.py", f"{STEP}::test_every_method methods/test_dplis",
         ("radius * (learning_rate / batch_size) * noise_multiplier * clip_norm",
          "radius * learning_rate * noise_multiplier * clip_norm", "smoothing without the batch size"),

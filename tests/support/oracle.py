@@ -48,6 +48,7 @@ class Oracle:
             "constant": 1.0,
             "linear": 1 - done,
             "cosine": 0.5 + math.cos(math.pi * done) / 2,
+            "step": multi_step(training, self.plan.steps, t),
         }
         return training.learning_rate * factors[training.schedule]
 
@@ -147,7 +148,7 @@ class Oracle:
         self, x: Tensor, label: Tensor, i: int, draw_key: bytes, draw: int, t: int
     ) -> np.ndarray:
         load(self.parameters, self.flat + self._parameter_noise(i, draw_key, draw, t))
-        seen = x + self._input_noise(x, i, draw_key, draw)
+        seen = self._seen(x, i, draw_key, draw)
         handle = self._hidden_hook(i, draw_key, draw)
         try:
             loss = self._loss(self.model(seen), x, label, i, draw_key)
@@ -165,10 +166,27 @@ class Oracle:
         if weight:
             with torch.no_grad():
                 count = self.recipe.method.draws  # type: ignore[union-attr]
-                copies = [x + self._input_noise(x, i, draw_key, k) for k in range(count)]
+                copies = [self._seen(x, i, draw_key, k) for k in range(count)]
                 mean = torch.stack([self.model(copy).softmax(1) for copy in copies]).mean(0)
             losses = losses - weight * (mean * output.log_softmax(1)).sum()
         return losses
+
+    def _seen(self, x: Tensor, i: int, draw_key: bytes, draw: int) -> Tensor:
+        """Record i, (1, ...), in one draw: cropped and flipped, then with noise on it."""
+        training = self.recipe.training
+        if training.augmented:
+            words = perturbations.words_per_record(
+                draw_key, "draws/augment", draw, torch.tensor([i]), 3
+            )[0].tolist()
+            border = training.crop
+            down, right = (word % (2 * border + 1) for word in words[:2])
+            room = torch.zeros(*x.shape[:2], x.shape[2] + 2 * border, x.shape[3] + 2 * border)
+            room = room.to(x)
+            room[:, :, border : border + x.shape[2], border : border + x.shape[3]] = x
+            x = room[:, :, down : down + x.shape[2], right : right + x.shape[3]]
+            if training.flip and words[2] >= 2**63:
+                x = x.flip(3)
+        return x + self._input_noise(x, i, draw_key, draw)
 
     # --- its noises
 
@@ -232,8 +250,20 @@ def load(parameters: list[Tensor], flat: Tensor) -> None:
         parameter.data.copy_(piece.view(parameter.shape))
 
 
+def multi_step(training: Any, steps: int, t: int) -> float:
+    """What torch's MultiStepLR multiplies the rate of step t by."""
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    milestones = [round(passed * steps) for passed in training.milestones]
+    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones, training.factor)
+    for _ in range(t):
+        optimizer.step()
+        schedule.step()
+    return schedule.get_last_lr()[0]
+
+
 def torch_optimizer(recipe: Recipe, leaf: Tensor) -> torch.optim.Optimizer:
     training = recipe.training
+    rate, decay = training.learning_rate, training.weight_decay
     if training.optimizer == "adam":
-        return torch.optim.Adam([leaf], lr=training.learning_rate)
-    return torch.optim.SGD([leaf], lr=training.learning_rate, momentum=training.momentum)
+        return torch.optim.Adam([leaf], lr=rate, weight_decay=decay)
+    return torch.optim.SGD([leaf], lr=rate, momentum=training.momentum, weight_decay=decay)

@@ -14,7 +14,7 @@ from dpdist.base.errors import UserError
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse
-from dpdist.sections.recipe import AugmentRecipe
+from dpdist.sections.training import AugmentRecipe
 from dpdist.training import loop
 from dpdist.training.augment import deformed
 from dpdist.training.building import initial_model, model_spec
@@ -126,6 +126,17 @@ def test_a_run_begins_with_them_and_its_card_says_what_they_saw(weights, tmp_pat
     assert accuracy(models.load(folder.model).eval(), dataset) > 0.5
     saw = read_facts(folder).card()["extra"]["initial weights trained on"]
     assert "public records of digits" in saw and "compared by content" in saw
+
+
+def test_public_records_are_cropped_and_flipped_too(tmp_path):
+    seen = []
+    for name, more in (("plain", {}), ("crop", {"crop": 1}), ("again", {"crop": 1})):
+        described = raw(tmp_path / name)
+        described["public"]["training"] |= {"steps": 2, **more}
+        pretrain(parse(described, "test"), "test")
+        loaded = models.load(tmp_path / name).parameters()
+        seen.append(torch.cat([p.flatten() for p in loaded]))
+    assert not torch.equal(seen[0], seen[1]) and torch.equal(seen[1], seen[2])
 
 
 def test_noise_in_pretraining_is_for_noisy_inputs(tmp_path):

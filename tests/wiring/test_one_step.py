@@ -9,6 +9,9 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -17,6 +20,7 @@ from support.oracle import Oracle, flatten
 from support.training import execute, make, parameters
 
 from dpdist import models
+from dpdist.base.errors import UserError
 from dpdist.models import ModelSpec
 from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.plan import PrivacyPlan
@@ -99,6 +103,14 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "ema-momentum-cosine": {
         "training__ema": 0.15, "training__momentum": 0.7, "training__schedule": "cosine",
     },
+    "as-he-et-al": {  # with a decay that shows in one step
+        "training__schedule": "step", "training__milestones": [0.5, 0.75],
+        "training__momentum": 0.9, "training__weight_decay": 0.3,
+    },
+    "adam-weight-decay": {
+        "training__optimizer": "adam", "training__learning_rate": 0.02,
+        "training__weight_decay": 0.3,
+    },
     "adam-ema-linear": {
         "training__optimizer": "adam", "training__ema": 0.9, "training__schedule": "linear",
     },
@@ -138,6 +150,11 @@ METHODS: dict[str, dict[str, Any]] = {
         "method": {"name": "dplis", "draws": 2, "sigma": 0.2}, "training__schedule": "linear",
     },
     "input-noise": {"method": {"name": "input-noise", "sigma": 0.3, "draws": 2}},
+    "crop-and-flip": {"training__crop": 2, "training__flip": True},
+    "crop-and-noise": {
+        "method": {"name": "input-noise", "sigma": 0.3, "draws": 2, "consistency": 2.0},
+        "training__crop": 1, "training__flip": True,
+    },
     "consistency": {
         "method": {"name": "input-noise", "sigma": 0.3, "draws": 2, "consistency": 2.0}
     },
@@ -164,20 +181,33 @@ def test_every_method(tmp_path, monkeypatch, name):
 def test_a_denoiser_before_a_frozen_classifier(tmp_path, monkeypatch):
     spec = ModelSpec("small-cnn", (1, 8, 8), 10, {"width": 2})
     models.save(models.initialise(spec, 3), spec, tmp_path / "classifier")
-    job = job_of(
-        tmp_path,
-        method={"name": "transdenoiser", "sigma": 0.25, "draws": 2},
-        model={
+    described: dict[str, Any] = {
+        "method": {"name": "transdenoiser", "sigma": 0.25, "draws": 2},
+        "model": {
             "name": "conv-autoencoder", "options": {"channels": [2]},
             "classifier": {"folder": str(tmp_path / "classifier"), "saw": "nothing"},
         },
-        training__learning_rate=0.02,
-    )  # fmt: skip
+        "training__learning_rate": 0.02,
+    }  # fmt: skip
+    with pytest.raises(UserError, match="what this method learns is the record as it is"):
+        job_of(tmp_path, **described, training__crop=1)
+    job = job_of(tmp_path, **described)
     frozen = load_file(tmp_path / "classifier" / "model.safetensors")
     follow(job, monkeypatch)
     saved = load_file(job.folder.model / "model.safetensors")
     for name, value in frozen.items():
         assert torch.equal(saved[f"classifier.{name}"], value), "the frozen part stays as it is"
+
+
+def test_what_is_no_image_is_not_cropped(tmp_path):
+    table = pa.table({"f": np.random.default_rng(0).random((60, 5)).tolist(), "label": [0, 1] * 30})
+    for split, rows in (("train", table.slice(0, 40)), ("test", table.slice(40))):
+        (tmp_path / "features").mkdir(exist_ok=True)
+        pq.write_table(rows, tmp_path / "features" / f"{split}.parquet")
+    data = {"name": "features", "root": str(tmp_path), "classes": 2, "columns": {"features": ["f"]}}
+    with pytest.raises(UserError, match=r"training.crop and flip: need images, got .* shape .5,"):
+        job_of(tmp_path, data=data, training__flip=True)
+    job_of(tmp_path, data=data)
 
 
 def test_several_phases_each_with_its_own_rate_and_noise(tmp_path, monkeypatch):
