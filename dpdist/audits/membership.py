@@ -33,14 +33,14 @@ class Membership(Evaluation):
     """A bank of shadow models of a recipe.
 
     game: who is in which model. models: how many. passes: of a model with noise of its own, over
-    which the mean is taken; one pass is scored as well. population: test records, scored beside
+    how many means are taken; one pass is scored as well. population: test records, scored beside
     the training records. seed: of coins, trainings and noise (64 hex digits); None draws a secret
     one. With a given seed the split is nobody's secret, and no guarantee bounds an attack.
     """
 
     game: str = "coins"
     models: int = 16
-    passes: int = 100
+    passes: tuple[int, ...] = (100,)
     population: int = 5000
     seed: str | None = None
 
@@ -53,7 +53,7 @@ class Membership(Evaluation):
     def __post_init__(self) -> None:
         if self.game not in GAMES:
             raise UserError(f"membership.game: must be one of {', '.join(GAMES)}, got {self.game}")
-        if self.models < 1 or self.passes < 1 or self.population < 1:
+        if self.models < 1 or self.population < 1 or min(self.passes, default=0) < 1:
             raise UserError("membership: models, passes and population must be at least 1")
         if self.seed is not None:
             try:
@@ -82,7 +82,7 @@ class Membership(Evaluation):
             "settings": {
                 "game": self.game,
                 "models": self.models,
-                "passes": self.passes,
+                "passes": list(self.passes),
                 "outside": self.population,
                 "seed_given": self.seed is not None,
                 **_flat(recipe.model_dump(mode="json", exclude=_NOT_IN_A_MODEL)),
@@ -92,8 +92,8 @@ class Membership(Evaluation):
         def share(seed: str) -> ShadowSetup:
             from dpdist.audits.shadow import ShadowSetup
 
-            passes = (1, self.passes) if self.passes > 1 else (1,)
             recipes, plans = zip(*shadow, strict=True)
+            passes = tuple(sorted({1, *self.passes}))
             return ShadowSetup(
                 self.rules, bytes.fromhex(seed), recipes, plans, passes, self.population
             )

@@ -72,7 +72,9 @@ class ShadowTrainer:
         members = shared.game.members(shared.key, number, records)
         found: dict[str, np.ndarray] = {"member": members.astype(np.uint8)}
         noisy = place_of(model).random
-        for passes in shared.passes:
+        # One pass of a plain model is its mean of many, beside a target with noise of its own.
+        several = noisy or shared.recipes[0].method.carries_noise
+        for passes in shared.passes if several else shared.passes[:1]:
             parts = [
                 part
                 for dataset in (self._records, self._test.first(shared.population))
@@ -80,8 +82,6 @@ class ShadowTrainer:
             ]
             found[f"phi/{passes}"] = np.concatenate([phi for phi, _ in parts])
             found[f"top/{passes}"] = np.concatenate([top for _, top in parts])
-            if not noisy:
-                break
         return found
 
 

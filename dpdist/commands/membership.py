@@ -30,13 +30,14 @@ if TYPE_CHECKING:
     from dpdist.runs.recipe import Recipe
 
 
+_MOST = 100_000  # passes of one model
 _Models = Annotated[int, typer.Option(callback=kind(Count), help="Shadow models in the bank.")]
 _Attack = Annotated[str, typer.Option(help="Out of shadow,lira,lira-offline,rmia,rmia-offline.")]
 _Game = Annotated[
     str, typer.Option(help="Who is in a model: coins, or halves (shadow has its own).")
 ]
 _Passes = Annotated[
-    int, typer.Option(callback=kind(Count), help="Averaged, of a model with noise of its own.")
+    str, typer.Option(help="Averaged, of a model with noise of its own: 100, or 10,100.")
 ]
 _Seed = Annotated[
     str | None, typer.Option(help="64 hex digits (default: secret, stored in private/).")
@@ -51,7 +52,7 @@ def command(
     models: _Models = 16,
     attack: _Attack = "shadow,lira,rmia",
     game: _Game = "coins",
-    passes: _Passes = 100,
+    passes: _Passes = "100",
     seed: _Seed = None,
     picture: _Picture = None,
     name: Name = None,
@@ -71,11 +72,11 @@ def command(
 
     resolved = pipeline.resolve(recipe, name=name, data_root=data_root)
     folder, chosen = RunFolder(runs / resolved.name), _attacks(attack)
-    banks = []
+    averaged, banks = _passes(passes), []
     if quarters := [one for one in chosen if one.quarters]:
-        banks.append((Membership("quarters", 2, passes, seed=seed), quarters))
+        banks.append((Membership("quarters", 2, averaged, seed=seed), quarters))
     if others := [one for one in chosen if not one.quarters]:
-        banks.append((Membership(game, models, passes, seed=seed), others))
+        banks.append((Membership(game, models, averaged, seed=seed), others))
     _check(resolved, folder, banks, [output, picture], recipe)
     folder.begin(resolved)
     with pipeline.session(folder):
@@ -111,6 +112,13 @@ def _check(
     dataset, _ = check_trainable(recipe, where)
     for bank, _ in banks:
         bank.shadows(recipe, len(dataset))
+
+
+def _passes(numbers: str) -> tuple[int, ...]:
+    wrong = [one for one in numbers.split(",") if not (one.isdecimal() and 1 <= int(one) <= _MOST)]
+    if wrong:
+        raise UserError(f"--passes: must be numbers from 1 to {_MOST:,}, got {wrong[0]!r}")
+    return tuple(sorted({int(one) for one in numbers.split(",")}))
 
 
 def _attacks(names: str) -> list[Inference]:

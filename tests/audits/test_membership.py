@@ -186,10 +186,16 @@ def test_nothing_of_it_leaves_by_any_door(run: Any, tmp_path: Path) -> None:
 def test_noise_of_its_own_is_scored_by_one_pass_and_by_many(run: Any, tmp_path: Path) -> None:
     method = {"name": "pixeldp", "sigma": 0.5}
     recipe = recipe_of(tmp_path, model="small-cnn", method=method, privacy__noise_multiplier=0.0)
-    settings = Membership(models=2, passes=7, population=10, seed=SEED)
+    settings = Membership(models=2, passes=(7,), population=10, seed=SEED)
     _, banks = settings.read(pipeline.evaluation_stage(recipe, _begun(recipe, tmp_path), settings))
     assert sorted(banks) == [1, 7] and banks[1].population.shape == (2, 10)
     assert (banks[1].phi != banks[7].phi).all()
+    # The plain shadow of the paper's protocol says the same in every pass, and is asked as often.
+    settings = Membership("quarters", 2, passes=(7, 2), population=10, seed=SEED)
+    _, banks = settings.read(pipeline.evaluation_stage(recipe, _begun(recipe, tmp_path), settings))
+    assert sorted(banks) == [1, 2, 7]
+    assert all(bank.phi.shape == (2, 108) for bank in banks.values())
+    assert (banks[1].phi[1] == banks[7].phi[1]).all() and (banks[2].phi[0] != banks[7].phi[0]).all()
 
 
 @pytest.mark.parametrize(
@@ -197,6 +203,7 @@ def test_noise_of_its_own_is_scored_by_one_pass_and_by_many(run: Any, tmp_path: 
     [
         (["--models", 3, "--attack", "lira"], "lira needs at least 4 models, got 3"),
         (["--attack", "mira"], "--attack: must be out of shadow, lira,"),
+        (["--passes", "10,0"], "--passes: must be numbers from 1 to 100,000, got '0'"),
         (["--game", "dice"], "membership.game: must be one of coins, halves, quarters"),
         (["--seed", "12"], "membership.seed: must be 64 lower-case hex digits"),
         (["--models", 4, "--attack", "rmia", "--output", "runs/x/attacks/m"], "training records"),
