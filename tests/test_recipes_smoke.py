@@ -23,7 +23,7 @@ from dpdist.training.teachers import Ensemble
 from dpdist.training.trainer import fit
 
 RECORDS = 48
-SIDES = {"mnist": (28, 28), "cifar10": (32, 32, 3), "cifar100": (32, 32, 3)}
+SIDES = {"mnist": (28, 28), "cifar10": (32, 32, 3), "cifar100": (32, 32, 3), "idc": (50, 50, 3)}
 FEATURES = {"cifar100-features": 1280, "pubfig83-features": 2048, "celeba1000-features": 2048}
 TOKENS = {"reddit-next-word": 20}
 

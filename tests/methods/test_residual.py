@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -12,11 +13,17 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from scipy.linalg import expm
 from support.here import command, without_ray
+from support.training import interrupted, make, train
 from torch import Tensor, nn
 
+import dpdist.data
 from dpdist import models
+from dpdist.audits.roc import Roc
+from dpdist.audits.scores import log_odds
 from dpdist.base.errors import UserError
+from dpdist.certification.expected import expected_log_scores
 from dpdist.gradients.clipping import NoClipping
 from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.perturbations import BlockDraws
@@ -29,7 +36,10 @@ from dpdist.models.residual import ResidualBlock, residual_blocks
 from dpdist.privacy import claims
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.randomness.places import Several, place_of
+from dpdist.reports.facts import read_facts
+from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse
+from dpdist.training.planning import make_plan
 from dpdist.training.records import evaluation_data, source_of
 
 SHAPE, KEY = (1, 8, 8), b"k" * 32
@@ -232,6 +242,71 @@ def test_a_run_is_trained_evaluated_certified_and_says_what_it_is_worth(
     assert "assumed by the claim, measured" in (run / "report/index.html").read_text()
 
 
+def test_every_stage_of_a_private_run_on_two_workers(tmp_path, monkeypatch, capsys) -> None:
+    """Through all of its noise: certified at sigma = pi, predicted, attacked, released."""
+    without_ray(monkeypatch)
+    recipe = {
+        **RECIPE,
+        "privacy": {"noise_multiplier": 2.0, "delta": 1e-5},
+        "training": {**RECIPE["training"], "steps": 3, "crop": 1, "flip": True},
+        "resources": {"workers": 2},
+    }
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe))
+    np.save(tmp_path / "x.npy", np.full(SHAPE, 0.5, dtype=np.float32))
+
+    def dpdist(*arguments: object) -> str:
+        done = command(monkeypatch, capsys, tmp_path, *arguments)
+        assert done.code == 0, f"{done.out}\n{done.err}"
+        return " ".join(done.out.split())
+
+    out = dpdist("run", "r.yaml")
+    assert "assumed by the claim" not in out and "claimed" not in out  # DP-SGD's holds, no other
+    folder, same = RunFolder(tmp_path / "runs/r"), {**recipe, "method": {"name": "dp-sgd"}}
+    plan = folder.read_plan()
+    assert plan == make_plan(parse(same, "r"), plan.records, "r")
+    assert 0 < read_facts(folder).guarantee.epsilon == plan.guarantee().epsilon < math.inf
+    label = {str(n) for n in range(10)} | {"ABSTAIN"}
+    said = dpdist("predict", "r", "x.npy", "--n", 100)
+    assert label & set(said.split()), said
+    assert dpdist("predict", "r", "x.npy", "--n", 100, "--label-only")
+    assert "fgsm" in dpdist(
+        "attack", "r", "--norm", "l2", "--sizes", "0.5", "--attacks", "fgsm", "--n", 20,
+        "--draws", 2, "--max-inputs", 2,
+    )  # fmt: skip
+    said = dpdist(
+        "membership", "r.yaml", "--models", 4, "--attack", "lira,shadow", "--passes", "2,3"
+    )
+    for title in ("lira, mean of 2 passes", "lira, mean of 3", "shadow, mean of 3", "shadow: "):
+        assert title in said
+    assert "ceiling, proved" in said
+    dpdist("release", "r")
+    released = models.load(tmp_path / "runs/r/release")
+    stds = {f"network.members.{m}.{b}": 0.5 for m in (0, 1) for b in (1, 2, 3)}
+    assert place_of(released) == Several(stds, input_std=0.25)
+
+
+def test_a_killed_training_goes_on_and_measures_as_if_it_had_not_been(
+    tmp_path, monkeypatch
+) -> None:
+    found = []
+    for name, killed in (("whole", False), ("killed", True)):
+        recipe, folder = make(
+            tmp_path, name, data__max_train=200, model=RECIPE["model"], method=RECIPE["method"],
+            privacy__noise_multiplier=0, privacy__clipping="none", training__batch_size=20,
+            training__steps=3, training__learning_rate=0.1,
+        )  # fmt: skip
+        if killed:
+            interrupted(recipe, folder, monkeypatch, 2)
+            assert set(json.loads((folder.private / "assumptions.json").read_text())) == {
+                "images", "within", "before",
+            }  # fmt: skip
+        last = train(recipe, folder)
+        found.append((last, json.loads((folder.private / "assumptions.json").read_text())))
+        ((_, said),) = recipe.method.measured(folder.private)
+        assert "before training" in said and "after" in said
+    assert torch.equal(found[0][0], found[1][0]) and found[0][1] == found[1][1]
+
+
 def test_a_certificate_needs_the_sigma_of_its_input_noise() -> None:
     section = {"sigma": None, "n": 20}
     with pytest.raises(UserError, match=r"certify\.sigma is required: .*; 0\.25 is that of train"):
@@ -252,3 +327,86 @@ def test_the_swirl_is_undone_but_for_noise_that_averages_away() -> None:
         fresh, without, mean = [psnr(panel, x) for panel in list(panels.values())[1:]]
         assert (fresh, without) == pytest.approx(want, abs=1)
         assert mean - without == pytest.approx(10 * np.log10(queries), abs=1)
+
+
+# ---- counterexamples
+
+
+def test_queries_compose_the_mean_of_many_answers_tells_more() -> None:
+    """Theorem 2 is of one answer, "however we query" is not in it: noise that is drawn afresh
+    averages away, and with it what hid the members."""
+    digits = dpdist.data.Source("digits", 10)
+    splits = [dpdist.data.load(digits, split) for split in ("train", "test")]
+    x = torch.cat([records.batch(slice(60)) for records in splits])
+    y = torch.cat([records.targets(slice(60)) for records in splits])
+    member, rng = np.arange(120) < 60, torch.Generator().manual_seed(0)
+    model = models.initialise(ModelSpec("resnet-rp", SHAPE, 10, OPTIONS), 0)
+    place = ResidualPerturbation(gamma=1.0).place(model)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    for _ in range(200):
+        normals = torch.randn(60, *place.normals_shape(model, SHAPE), generator=rng)
+        optimizer.zero_grad()
+        cross_entropy(place.logits(model, x[:60], normals), y[:60]).mean().backward()
+        optimizer.step()
+    place.attach(model)
+    aucs = []
+    for passes in (1, 10, 100):
+        answers = [expected_log_scores(model, x, passes, str(seed)).numpy() for seed in range(2)]
+        rocs = [Roc.of(log_odds(answer, y.numpy()), member) for answer in answers]
+        aucs.append(float(np.mean([roc.auc.value for roc in rocs])))
+    print("AUC of the mean of 1, 10, 100 answers:", *aucs)
+    assert aucs[1] > aucs[0] + 0.04 and aucs[2] > aucs[1] + 0.005, aucs
+
+
+def test_theorem_three_holds_by_a_constant_that_a_classifier_does_not_notice() -> None:
+    """y(T) = exp(-g^2 T / 2 + g B) x(T) solves dy = U y dt + g y dB for any U, circulant or not, so
+    E y^p = exp(-p (1 - p) g^2 T / 2) x(T)^p for every input: the complexity shrinks by that factor.
+    The printed proof takes (exp(UT) x)^p for exp(p U T) x^p, which it is not. d = 3, N = 4."""
+    gamma, time, power = 1.3, 0.7, 0.4
+    rng = np.random.default_rng(0)
+    inputs = rng.random((4, 3)) + 0.1
+    shifts = [np.roll(np.eye(3), k, axis=1) for k in range(3)]
+    matrices = [sum(c * s for c, s in zip(rng.random(3), shifts, strict=True)) for _ in range(50)]
+    nodes, weights = np.polynomial.hermite_e.hermegauss(60)
+    paths = np.exp(-(gamma**2) * time / 2 + gamma * np.sqrt(time) * nodes)
+    weights = weights / weights.sum()
+    ode = [np.stack([expm(u * time) @ x for x in inputs]) for u in matrices]
+    plain = [x**power for x in ode]
+    noisy = [np.einsum("k,kij->ij", weights, (paths[:, None, None] * x) ** power) for x in ode]
+    signs = np.array(list(itertools.product((-1, 1), repeat=4)))
+
+    def complexity(features: list[np.ndarray], most: float = 1.0) -> float:
+        """The supremum over |w| <= most and the matrices, its mean over all signs."""
+        norms = [np.linalg.norm(signs @ each, axis=1) for each in features]
+        return float(most * np.max(norms, axis=0).mean() / len(inputs))
+
+    factor = math.exp(-power * (1 - power) * gamma**2 * time / 2)
+    assert complexity(noisy) == pytest.approx(factor * complexity(plain), rel=1e-9)
+    assert complexity(noisy, 1 / factor) == pytest.approx(complexity(plain), rel=1e-9)
+    printed = [np.stack([expm(power * u * time) @ x**power for x in inputs]) for u in matrices]
+    apart = [np.abs(a - b).max() / np.abs(a).max() for a, b in zip(plain, printed, strict=True)]
+    assert max(apart) > 0.05
+
+
+def test_the_benchmark_makes_its_tables_and_continues(tmp_path, monkeypatch, capsys) -> None:
+    benchmark = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "residual.py"))
+    module = benchmark["make"].__globals__
+    digits = {"data": {"name": "digits", "root": None}, "mean": [0.3], "std": [0.4]}
+    rows = {"none": benchmark["PLAIN"], "En1": benchmark["noisy"](0.5)}
+    monkeypatch.setitem(module["DATA"], "digits", digits)
+    monkeypatch.setitem(module, "ROWS", {"digits": rows})
+    order = (("digits", "shadow", None), ("digits", "lira", ["En1"]), ("digits", "audit", ["En1"]))
+    monkeypatch.setitem(module, "ORDER", order)
+    results = tmp_path / "results.jsonl"
+    asked = {
+        "data-root": tmp_path, "records": 240, "epochs": 1, "batch": 10, "passes": 2, "seeds": 1,
+        "population": 20, "canaries": 20, "runs": tmp_path / "runs", "results": results,
+    }  # fmt: skip
+    words = [word for name, value in asked.items() for word in (f"--{name}", str(value))]
+    monkeypatch.setattr("sys.argv", ["residual.py", *words])
+    for _ in range(2):
+        benchmark["main"]()
+        assert len(results.read_text().splitlines()) == 4  # the second time nothing is made again
+    lines = capsys.readouterr().out.splitlines()
+    assert "| En1 | inf | 0." in "\n".join(lines[-3:]), lines
+    assert lines[-1].count("|") == lines[-3].count("|") == 13

@@ -1,0 +1,394 @@
+"""Residual perturbation's tables at a size that two cores allow: accuracy, gap, and what leaks.
+
+In this process, by the parts that runs and `dpdist membership` are made of. For each row:
+
+* shadow: the paper's protocol, once for each seed: a target on a quarter of the records, judged by
+  a network that learnt from one plain shadow (the same for all rows of a seed).
+* lira: four models, each with about half of half of the records by coins; each is attacked with
+  the help of the three others.
+* audit: a training with mislabelled canaries behind a quarter, and what they bound epsilon by.
+
+Each result is a line of --results; what is there is not made again. --table prints Markdown.
+
+    nice python benchmarks/residual.py --data-root DATA [--tasks shadow,lira,audit] [--seeds 3]
+    python benchmarks/residual.py --table
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import io
+import json
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from PIL import Image
+from safetensors.numpy import load as load_tensors
+from scipy.special import expit
+
+from dpdist.audits.bank import BankScores
+from dpdist.audits.canaries import audit_canaries
+from dpdist.audits.games import GAMES, Game
+from dpdist.audits.inference import Lira, Shadow
+from dpdist.audits.membership import Membership
+from dpdist.audits.roc import Estimate, Roc
+from dpdist.audits.shadow import ShadowSetup, ShadowTrainer
+from dpdist.audits.target import of_run
+from dpdist.data.images import decode
+from dpdist.data.parquet import split_files
+from dpdist.privacy.guarantee import format_epsilon
+from dpdist.reports.facts import read_facts
+from dpdist.runs.folder import RunFolder
+from dpdist.runs.recipe import Recipe, parse
+from dpdist.sections.audit import CanaryAudit
+from dpdist.training import loop
+from dpdist.training.job import prepare
+from dpdist.training.records import source_of, training_data
+from dpdist.training.reducer import Reducer
+
+RESULTS = Path(__file__).with_suffix(".jsonl")
+Scores = dict[str, np.ndarray]
+
+# --- the rows
+
+DATA: dict[str, dict[str, Any]] = {
+    "cifar10": {"mean": [0.4914, 0.4822, 0.4465], "std": [0.2470, 0.2435, 0.2616]},
+    "cifar10-2": {
+        "data": {"name": "cifar10", "labels": [3, 5]},
+        "mean": [0.4914, 0.4822, 0.4465], "std": [0.2470, 0.2435, 0.2616],
+    },
+    "mnist": {"mean": [0.1307], "std": [0.3081]},
+}  # fmt: skip
+PRIVATE = {
+    "privacy": {"noise_multiplier": 1.1, "clip_norm": 1.0},
+    "training": {
+        "learning_rate": 0.5, "momentum": 0.0, "weight_decay": 0.0,
+        "milestones": [0.2, 0.4, 0.6, 0.8], "factor": 0.5,
+    },
+}  # fmt: skip
+
+
+def noisy(gamma: float, ensemble: int = 1, skip: bool = True, **method: Any) -> dict[str, Any]:
+    options = {"ensemble": ensemble, "skip": skip}
+    return {"method": {"name": "residual", "gamma": gamma, **method}, "options": options}
+
+
+PLAIN: dict[str, Any] = {}
+ROWS: dict[str, dict[str, dict[str, Any]]] = {
+    "cifar10": {
+        "none": PLAIN,
+        "crop and flip": {"training": {"crop": 4, "flip": True}},
+        "DP-SGD, noise multiplier 1.1": PRIVATE,
+        "En1, gamma 0.75": noisy(0.75),
+        "En1, gamma 2": noisy(2.0),
+        "En1, gamma 4.5": noisy(4.5),
+        "En1, gamma 0.75, no skip": noisy(0.75, skip=False),
+        "En1, Strategy II, gamma 2": noisy(2.0, strategy="multiplicative"),
+        "En2, gamma 0.75": noisy(0.75, 2),
+        "En5, gamma 0.75": noisy(0.75, 5),
+    },
+    "cifar10-2": {
+        "none": PLAIN,
+        "DP-SGD, noise multiplier 1.1": PRIVATE,
+        "En1, gamma 0.5": noisy(0.5),
+        "En1, Strategy II, gamma 0.5": noisy(0.5, strategy="multiplicative"),
+    },
+    "mnist": {
+        "none": PLAIN,
+        "DP-SGD, noise multiplier 1.1": PRIVATE,
+        "En1, gamma 0.5": noisy(0.5),
+        "En1, gamma 2.5": noisy(2.5),
+    },
+}
+CORE = [
+    "none", "DP-SGD, noise multiplier 1.1", "En1, gamma 0.75", "En1, gamma 4.5",
+    "En1, gamma 0.75, no skip", "En5, gamma 0.75",
+]  # fmt: skip
+PROMISED = ["DP-SGD, noise multiplier 1.1", "En1, gamma 0.75", "En1, gamma 4.5"]  # to audit against
+ORDER: tuple[tuple[str, str, list[str] | None], ...] = (  # what is made first; None: all rows
+    ("cifar10", "shadow", CORE), ("cifar10", "lira", CORE[:4]), ("cifar10", "audit", PROMISED),
+    ("cifar10", "shadow", None), ("cifar10-2", "shadow", None), ("mnist", "shadow", None),
+    ("cifar10", "lira", None),
+)  # fmt: skip
+SIZE = ("records", "side", "epochs", "width")  # what a result is of, besides its row
+LONG = 100  # passes, of the rows in QUERIES; elsewhere `--passes`
+QUERIES = {"En1, gamma 0.75"}
+
+
+def recipe_of(data: str, row: str, given: argparse.Namespace, seed: int, part: float) -> Recipe:
+    """part: of the --records that are in the pool."""
+    setting, changes = DATA[data], ROWS[data][row]
+    raw: dict[str, Any] = {
+        "name": "row",
+        "data": {
+            "name": data, "root": str(given.data_root), **setting.get("data", {}),
+            "max_train": round(part * given.records),
+        },
+        "model": {
+            "name": "resnet-rp", "mean": setting["mean"], "std": setting["std"],
+            "options": {"width": given.width, "groups": given.width // 2}
+            | changes.get("options", {}),
+        },
+        "method": dict(changes.get("method", {"name": "dp-sgd"})),
+        "privacy": changes.get("privacy", {"noise_multiplier": 0, "clipping": "none"})
+        | {"delta": 1e-5},
+        "training": {
+            "batch_size": given.batch, "epochs": given.epochs, "learning_rate": given.rate,
+            "schedule": "step", "milestones": [0.5, 0.75], "momentum": 0.9,
+            "weight_decay": 1e-4, "init_seed": seed, **changes.get("training", {}),
+        },
+        "resources": {"checkpoint_seconds": 1e6},
+    }  # fmt: skip
+    if "gamma" in raw["method"]:  # pi = gamma / 2 on standardised pixels, as in the paper
+        raw["method"]["pi"] = round(raw["method"]["gamma"] / 2 * float(np.mean(setting["std"])), 4)
+    return parse(raw, row)
+
+
+def smaller(given: argparse.Namespace, name: str) -> Path:
+    """A data root with the data set at --side pixels a side, means of squares of the original's,
+    and no more records than are needed (by place: the files are in random order)."""
+    root = given.runs / f"data-{given.side}-{given.records}"
+    needed = {"train": 6 * given.records, "test": given.population + 4 * given.canaries}
+    for split, count in needed.items():
+        path = root / name / f"{split}.parquet"
+        if path.exists():
+            continue
+        (file,) = split_files(given.data_root, name, split)
+        table = pq.read_table(file).slice(0, count)
+        images = []
+        for one in table["image"].to_pylist():
+            picture = decode(one["bytes"])
+            channels, side = picture.shape[0], picture.shape[1] // given.side
+            cells = picture.reshape(channels, given.side, side, given.side, side)
+            pixels = cells.mean((2, 4)).round().astype(np.uint8).transpose(1, 2, 0).squeeze()
+            buffer = io.BytesIO()
+            Image.fromarray(pixels).save(buffer, format="PNG")
+            images.append({"bytes": buffer.getvalue(), "path": ""})
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(pa.table({"image": images, "label": table["label"]}), path)
+    return root
+
+
+# --- trainings and what they say
+
+
+def scores_of(
+    recipe: Recipe, plain: Recipe, game: Game, key: bytes, number: int, passes: tuple[int, ...],
+    population: int,
+) -> tuple[Scores, float]:  # fmt: skip
+    """Of one model of a bank, and the proved epsilon of its training. plain: of the shadow."""
+    records = len(training_data(recipe, source_of(recipe)))
+    settings = Membership(game.name, game.models)
+    both = [settings.shadows(one, records)[0] for one in (recipe, plain)]
+    recipes, plans = zip(*both, strict=True)
+    setup = ShadowSetup(game, key, recipes, plans, passes, population)
+    found = load_tensors(ShadowTrainer(setup)(number)["scores.safetensors"])
+    return found, plans[0].guarantee().epsilon
+
+
+def key_of(*labels: object) -> bytes:
+    return hashlib.blake2b("/".join(map(str, labels)).encode(), digest_size=32).digest()
+
+
+def bank_of(models: list[Scores], passes: int) -> BankScores:
+    """A model without noise of its own says the same in every pass."""
+    member = np.stack([one["member"] == 1 for one in models])
+    count = member.shape[1]
+
+    def stacked(name: str) -> np.ndarray:
+        return np.stack([one.get(f"{name}/{passes}", one[f"{name}/1"]) for one in models])
+
+    phi, top = stacked("phi"), stacked("top")
+    return BankScores(member, phi[:, :count], top[:, :count], phi[:, count:])
+
+
+def accuracies(scores: Scores, passes: int) -> tuple[float, float]:
+    """Of the members, and of test records."""
+    phi, top = (scores.get(f"{name}/{passes}", scores[f"{name}/1"]) for name in ("phi", "top"))
+    right = expit(phi) >= top[:, 0] - 1e-9
+    count = len(scores["member"])
+    return float(right[:count][scores["member"] == 1].mean()), float(right[count:].mean())
+
+
+def shadow(data: str, row: str, seed: int, given: argparse.Namespace, shadows: Path) -> Any:
+    game, key = GAMES["quarters"](2), key_of("residual", data, seed)
+    recipe = recipe_of(data, row, given, seed, 1.0)
+    plain = recipe_of(data, "none", given, seed, 1.0)
+    kept = shadows / f"{data}-{'-'.join(str(getattr(given, key)) for key in SIZE)}-{seed}.npz"
+    if not kept.exists():
+        found, _ = scores_of(plain, plain, game, key, 1, (1,), given.population)
+        np.savez(kept, **found)
+    beside = dict(np.load(kept))
+    most = LONG if row in QUERIES else given.passes
+    passes = tuple(sorted({1, given.passes, most}))
+    target, epsilon = scores_of(recipe, plain, game, key, 0, passes, given.population)
+    judged, out = (game.judged(key, model, len(target["member"])) for model in (0, 1))
+    line: dict[str, Any] = {"epsilon": format_epsilon(epsilon), "auc": {}, "train": {}, "test": {}}
+    for each in passes:
+        bank = bank_of([target, beside], each)
+        roc = Roc.of(Shadow().score(bank, 0, out, seed)[judged], bank.member[0][judged])
+        own = Roc.of(bank.phi[0][judged], bank.member[0][judged])
+        line["auc"][each] = roc.auc.value
+        line.setdefault("auc_log_odds", {})[each] = own.auc.value
+        line["train"][each], line["test"][each] = accuracies(target, each)
+    return line
+
+
+def lira(data: str, row: str, seed: int, given: argparse.Namespace, shadows: Path) -> Any:
+    game, key = GAMES["coins"](4), key_of("residual", data, "coins")
+    recipe = recipe_of(data, row, given, seed, 0.5)
+    every = range(game.models)
+    passes = (1, given.passes)
+    models = [
+        scores_of(recipe, recipe, game, key, number, passes, given.population)[0]
+        for number in every
+    ]
+    line: dict[str, Any] = {"aucs": {}, "tpr": {}}
+    for each in passes:
+        bank = bank_of(models, each)
+        judged = np.ones(bank.member.shape[1], dtype=bool)
+        rocs = [Roc.of(Lira().score(bank, t, judged, 0), bank.member[t]) for t in every]
+        line["aucs"][each] = [roc.auc.value for roc in rocs]
+        line["tpr"][each] = [roc.at(0.01)[0].value for roc in rocs]
+    return line
+
+
+def audit(data: str, row: str, seed: int, given: argparse.Namespace, shadows: Path) -> Any:
+    options = CanaryAudit(
+        canaries=given.canaries, canary="mislabelled", guesses=min(100, given.canaries)
+    )
+    recipe = recipe_of(data, row, given, seed, 0.25)
+    raw = recipe.model_dump(mode="json") | {"audit": options.model_dump(mode="json")}
+    if recipe.privacy.noise_multiplier == 0:  # what the paper claims it of
+        raw["privacy"]["neighbours"] = "replace-one"
+    recipe = parse(raw, row)
+    with tempfile.TemporaryDirectory(prefix="dpdist-residual-") as place:
+        folder = RunFolder(Path(place) / "run")
+        loop.run(prepare(recipe, folder, row), Reducer(0, 1, torch.device("cpu")))
+        target = of_run(folder, read_facts(folder).guarantee)
+        found = audit_canaries(options, target, folder.path, lambda done, total: None)
+    proved, claimed = (
+        None if one is None else format_epsilon(one)
+        for one in (target.proved.epsilon, target.claimed)
+    )
+    return {
+        "proved": proved, "claimed": claimed, "at_least": found.epsilon,
+        "right": found.details["right"], "of": options.guessed,
+        "by_counting": found.details["epsilon_by_counting"],
+    }  # fmt: skip
+
+
+TASKS = {"shadow": shadow, "lira": lira, "audit": audit}
+
+
+# --- the table
+
+
+def line_of(found: list[dict[str, Any]], data: str, row: str) -> str | None:
+    """A line of Markdown; intervals are Student's over trainings."""
+    own = [one for one in found if (one["data"], one["row"]) == (data, row)]
+    shadows = [one for one in own if one["task"] == "shadow"]
+    if not shadows:
+        return None
+    one, most = "1", max(shadows[0]["auc"], key=int)
+    gap = [each["train"][one] - each["test"][one] for each in shadows]
+    cells = [row, shadows[0]["epsilon"]]
+    cells += [_mean([each[what][one] for each in shadows]) for what in ("train", "test")]
+    cells.append(_mean(gap))
+    cells += [_mean([each["auc"][at] for each in shadows]) for at in (one, most)]
+    cells += [_mean([each["auc_log_odds"][at] for each in shadows]) for at in (one, most)]
+    attacked = [each["aucs"] for each in own if each["task"] == "lira"]
+    cells.append(_mean(attacked[0][max(attacked[0], key=int)]) if attacked else "")
+    audits = [each for each in own if each["task"] == "audit"]
+    cells.append(", ".join(f"{each['at_least']:.2f}" for each in audits))
+    return f"| {' | '.join(cells)} | {len(shadows)} |"
+
+
+def _mean(values: list[float]) -> str:
+    estimate = Estimate.mean(values)
+    if len(values) < 2:
+        return f"{estimate.value:.3f}"
+    return f"{estimate.value:.3f} ± {estimate.high - estimate.value:.3f}"
+
+
+HEAD = (
+    "| row | proved ε | train | test | gap | AUC shadow | of the mean of many | AUC log-odds | "
+    "of the mean of many | AUC LiRA | audited ε ≥ | seeds |"
+)
+
+
+def tables(found: list[dict[str, Any]]) -> Iterator[str]:
+    for data, rows in ROWS.items():
+        lines = [line for row in rows if (line := line_of(found, data, row)) is not None]
+        if lines:
+            yield from (f"\n{data}\n", HEAD, "|" + (HEAD.count("|") - 1) * "---|", *lines)
+
+
+# --- the command
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def make(given: argparse.Namespace) -> None:
+    """All results that are not there yet, the most telling first."""
+    torch.set_num_threads(1)
+    given.runs.mkdir(parents=True, exist_ok=True)
+    chosen, original = given.tasks.split(","), given.data_root
+    size = {key: getattr(given, key) for key in SIZE}
+    for data, task, some in ORDER:
+        if task not in chosen or (given.data and data not in given.data.split(",")):
+            continue
+        if given.side:
+            given.data_root = original
+            given.data_root = smaller(given, DATA[data].get("data", {}).get("name", data))
+        for seed in range(1 if task == "lira" else given.seeds):
+            for row in some or ROWS[data]:
+                name = {"data": data, "task": task, "row": row, "seed": seed, "size": size}
+                if any(name.items() <= one.items() for one in read(given.results)):
+                    continue
+                began = time.monotonic()
+                found = TASKS[task](data, row, seed, given, given.runs)
+                seconds = round(time.monotonic() - began, 1)
+                line = json.dumps(name | found | {"seconds": seconds})
+                with given.results.open("a") as file:
+                    file.write(line + "\n")
+                print(line, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--data-root", type=Path, default=Path("../shared/data"))
+    parser.add_argument("--data", help="cifar10, cifar10-2 or mnist (default: all)")
+    parser.add_argument("--tasks", default="shadow,lira,audit")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--records", type=int, default=10_000, help="of all four quarters")
+    parser.add_argument("--side", type=int, default=0, help="pixels (default: the original's)")
+    parser.add_argument("--epochs", type=int, default=30)
+    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--rate", type=float, default=0.1)
+    parser.add_argument("--width", type=int, default=4)
+    parser.add_argument("--passes", type=int, default=10)
+    parser.add_argument("--population", type=int, default=2000)
+    parser.add_argument("--canaries", type=int, default=500)
+    parser.add_argument("--runs", type=Path, default=Path("runs/residual"))
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--table", action="store_true")
+    given = parser.parse_args()
+    given.data_root = given.data_root.resolve()
+    if not given.table:
+        make(given)
+    print("\n".join(tables(read(given.results))))
+
+
+if __name__ == "__main__":
+    main()
