@@ -29,6 +29,11 @@ class Target:
 
     def __post_init__(self) -> None:
         refuse_withheld(self.recipe)
+        if self.recipe.method.local:
+            raise UserError(
+                f"{self.recipe.name}: nothing to audit: the records were noised before the steps, "
+                "and steps are what audits drive"
+            )
         if math.isinf(self.proved.epsilon) and self.claimed is None:
             raise UserError(
                 f"{self.recipe.name}: nothing to audit against: nothing is proved (no noise, or no "

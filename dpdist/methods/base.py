@@ -127,6 +127,11 @@ class Method(Section):
 
     def check(self, recipe: Sections) -> None:
         """Raise ValueError for a recipe in which the method would not be what it says."""
+        privacy = recipe.privacy
+        if privacy.clipping == "none" and privacy.noise_multiplier != 0 and not self.local:
+            raise ValueError(
+                "privacy.clipping: none is training without privacy: noise_multiplier: 0"
+            )
         if recipe.certify is not None and recipe.certify.sigma is None and not self.carries_noise:
             raise ValueError(
                 "certify.sigma is required: the model of this method has no noise of its own"
@@ -176,6 +181,12 @@ class Method(Section):
         return []
 
     @property
+    def local(self) -> bool:
+        """Whether each record is released with noise before the steps (`seen`), which are then
+        post-processing, without noise of their own."""
+        return False
+
+    @property
     def withheld(self) -> str | None:
         """Why no model may ever leave: it is only asked (`answer`), so often as the plan pays for.
         None where the trained model is released."""
@@ -214,6 +225,11 @@ class Method(Section):
     def stand_in(self, model: nn.Module, input_shape: tuple[int, ...]) -> dict[str, Tensor]:
         """In place of `fix` where only its shapes matter; reads no record."""
         return {}
+
+    def seen(self, records: Any, plan: PrivacyPlan, key: bytes) -> Any:
+        """What the steps are taken on in place of the records: their len, batch and targets. key:
+        secret, and the same in all steps and attempts of a run."""
+        return records
 
     def perturbation(self, step: StepPlan, learning_rate: float, fixed: Fixed) -> Draws:
         """The perturbation of one step. Scales come from public hyper-parameters only."""

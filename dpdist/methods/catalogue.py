@@ -17,6 +17,7 @@ from dpdist.methods.dp_sgd import DPSGD
 from dpdist.methods.dplis import DPlis
 from dpdist.methods.hgm import HGMPixelDP
 from dpdist.methods.input_noise import InputNoise
+from dpdist.methods.noisy_records import NoisyRecordsMethod
 from dpdist.methods.pixeldp import PixelDP
 from dpdist.methods.private_prediction import PrivatePrediction
 from dpdist.methods.residual import ResidualPerturbation
@@ -33,6 +34,7 @@ METHODS: tuple[type[Method], ...] = (
     TransDenoiser,
     ResidualPerturbation,
     PrivatePrediction,
+    NoisyRecordsMethod,
 )
 
 _ELSEWHERE = "package.module:Class"

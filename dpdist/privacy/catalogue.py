@@ -12,6 +12,7 @@ from dpdist.privacy.releases import (
     GaussianReleases,
     GaussianSteps,
     LaplaceReleases,
+    NoisyRecords,
     NonPrivate,
 )
 
@@ -20,6 +21,7 @@ _CLASSES: tuple[type[Phase], ...] = (
     LaplaceReleases,
     GaussianReleases,
     GaussianAnswers,
+    NoisyRecords,
     NonPrivate,
     ParallelParts,
     RepeatAndSelect,

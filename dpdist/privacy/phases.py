@@ -11,7 +11,7 @@ import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dpdist.privacy.guarantee import Neighbours
@@ -66,6 +66,11 @@ class Phase(ABC):
     def loop(self) -> GaussianSteps | None:
         """What of it the training loop executes; None: it is charged in full from the start."""
         return None
+
+    def taken(self, steps: int) -> tuple[Phase, ...]:
+        """What was released of it when the training loop took so many of its steps."""
+        loop = self.loop
+        return (replace(loop, steps=steps),) if loop is not None and steps else ()
 
     @property
     def pays_for(self) -> int:

@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dpdist.privacy.catalogue import phases_from
@@ -151,15 +151,12 @@ class PrivacyPlan:
         return counts
 
     def with_counts(self, counts: Sequence[int]) -> tuple[Phase, ...]:
-        """The plan's phases with counts[j] steps in the j-th that the loop executes, dropped at
-        0."""
+        """The plan's phases as released with counts[j] steps taken of the j-th that the loop
+        executes."""
         given = iter(counts)
         phases: list[Phase] = []
         for phase in self.phases:
-            if (loop := phase.loop) is None:
-                phases.append(phase)
-            elif (count := next(given)) > 0:
-                phases.append(replace(loop, steps=count))
+            phases += (phase,) if phase.loop is None else phase.taken(next(given))
         return tuple(phases)
 
     def alternatives(self, phases: Sequence[Phase]) -> list[dpa.DpEvent]:

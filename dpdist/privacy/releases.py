@@ -7,6 +7,7 @@ from abc import abstractmethod
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
+from dpdist.privacy.guarantee import Neighbours
 from dpdist.privacy.phases import Phase
 
 if TYPE_CHECKING:
@@ -236,6 +237,59 @@ class GaussianAnswers(GaussianReleases):
             self.noise_multiplier / size, value_discretization_interval=grid
         )
         return one.self_compose(self.count), self.count
+
+
+@dataclass(frozen=True)
+class NoisyRecords(Phase):
+    """Every record released once, with noise of its own, before `steps` steps on nothing else.
+
+    An input is clipped to some L2 norm c and gets Gaussian noise of noise_multiplier * c; a label
+    is released by a mechanism of pure label_epsilon. The steps are post-processing, and free.
+    """
+
+    kind: ClassVar[str] = "noisy-records"
+    noise_multiplier: float
+    label_epsilon: float
+    steps: int
+    sample_rate: float
+    batch_cap: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_release(self.noise_multiplier, self.sample_rate)
+        if not (math.isfinite(self.label_epsilon) and self.label_epsilon > 0):
+            raise ValueError(f"label_epsilon must be > 0 and finite, got {self.label_epsilon}")
+
+    def events(self, records: int) -> list[dpa.DpEvent]:
+        import dp_accounting as dpa
+
+        # Of all mechanisms of pure epsilon, randomised response on one bit tells most.
+        label = dpa.RandomizedResponseDpEvent(2 / (math.exp(self.label_epsilon) + 1), 2)
+        return [dpa.ComposedDpEvent([dpa.GaussianDpEvent(self.noise_multiplier), label])]
+
+    @property
+    def loop(self) -> GaussianSteps:
+        return GaussianSteps(self.steps, 0.0, self.sample_rate, self.batch_cap)
+
+    def taken(self, steps: int) -> tuple[Phase, ...]:
+        """All of it from the beginning, and no more for steps that were taken again."""
+        return (self,)
+
+    def refused(self, neighbours: Neighbours) -> str | None:
+        if neighbours == "replace-one":
+            return None
+        return "noisy records are released one by one: replace-one is what can be proved"
+
+    @property
+    def words(self) -> str:
+        return (
+            f"every record released once: its input with noise multiplier "
+            f"{self.noise_multiplier:.6g}, its label by randomised response of epsilon "
+            f"{self.label_epsilon:g}; {self.steps} steps on what was released"
+        )
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        return ("inputs are clipped before their noise, which is drawn once for each record",)
 
 
 def _sampled(event: dpa.DpEvent, sample_rate: float) -> dpa.DpEvent:

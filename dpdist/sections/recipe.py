@@ -214,8 +214,6 @@ class PrivacyRecipe(Section):
                 "nominal_records does not go with batch_cap: what a capped batch costs depends on "
                 "the true number of records"
             )
-        if self.clipping == "none" and self.noise_multiplier != 0:
-            raise ValueError("clipping: none is training without privacy: noise_multiplier: 0")
         return self
 
     @property

@@ -185,6 +185,7 @@ class Loop(Mechanism):
         self.key = derive_key(
             read_run_key(folder), "run", plan.fingerprint(), self.dataset.fingerprint, "trial", 0
         )
+        self.dataset = self.method.seen(self.dataset, plan, derive_key(self.key, "records"))
         self.spec = model_spec(recipe, self.dataset)
         self.model = initial_model(recipe, self.spec).to(reducer.device)
         self.engine, self.task = build_engine(recipe, self.model, plan), self.method.task()

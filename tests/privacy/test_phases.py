@@ -25,6 +25,7 @@ from dpdist.privacy.releases import (
     GaussianReleases,
     GaussianSteps,
     LaplaceReleases,
+    NoisyRecords,
     NonPrivate,
 )
 
@@ -71,6 +72,9 @@ FINGERPRINTS = {
     ),
     "ee4612f4a4935e810cd7809adef3a87a01048926cb0a9478fec4547637f7a704": PrivacyPlan(
         1000, (GaussianAnswers(10.0, 100),), 1e-5, nominal=True
+    ),
+    "f17095f57bf0e8b36e8aef49dc1065c01c220c041579a54dc2da470290316859": PrivacyPlan(
+        1000, (NoisyRecords(2.0, 1.0, 50, 0.1),), 1e-5, 1.0, "replace-one"
     ),
 }
 

@@ -1,0 +1,143 @@
+"""Noisy records: each record is noised once, before training, and everything after that is free."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from dpdist.base.fields import Positive
+from dpdist.methods.base import Method
+from dpdist.privacy.plan import PrivacyPlan
+from dpdist.privacy.releases import GaussianSteps, NoisyRecords
+from dpdist.sections.recipe import Sections
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from dpdist.privacy.phases import Phase
+
+
+class NoisyRecordsMethod(Method):
+    """(epsilon, delta)-DP of each record by itself (local), whatever is done with the noisy ones.
+
+    An input, clipped to L2 norm `input_norm` (input units), gets Gaussian noise once, of standard
+    deviation privacy.noise_multiplier (given, or found for privacy.epsilon) times input_norm; its
+    label is kept with probability e^label_epsilon / (e^label_epsilon + classes - 1), and is each
+    other one with equal probability else. Training sees nothing else, so the model may be released.
+    What follows soundly from the noise that residual perturbation puts on inputs.
+    """
+
+    name: Literal["noisy-records"] = "noisy-records"
+    input_norm: Positive
+    label_epsilon: Positive
+
+    def check(self, recipe: Sections) -> None:
+        super().check(recipe)
+        if recipe.privacy.neighbours != "replace-one":
+            raise ValueError(
+                "privacy.neighbours: must be replace-one: each record is released, and how many "
+                "there are is seen"
+            )
+        for what, given in (("audit", recipe.audit), ("tune", recipe.tune)):
+            if given is not None:
+                raise ValueError(f"method {self.name} does not go with {what}")
+
+    @property
+    def local(self) -> bool:
+        return True
+
+    def cost(self, steps: GaussianSteps) -> tuple[Phase, ...]:
+        return (
+            NoisyRecords(
+                steps.noise_multiplier, self.label_epsilon, steps.steps, steps.sample_rate,
+                steps.batch_cap,
+            ),
+        )  # fmt: skip
+
+    def noise_std(self, plan: PrivacyPlan) -> float:
+        """Standard deviation of the noise on an input."""
+        phase: Any = plan.phases[0]
+        return phase.noise_multiplier * self.input_norm
+
+    def words(self, plan: PrivacyPlan) -> str:
+        step = plan.step(0)
+        return (
+            f"inputs clipped to {self.input_norm:g} with noise {self.noise_std(plan):.4g}, drawn "
+            f"once; labels by randomised response; then {plan.steps:,} steps, expected batch "
+            f"{step.expected_batch:g}"
+        )
+
+    def seen(self, records: Any, plan: PrivacyPlan, key: bytes) -> Noised:
+        return Noised(records, key, self.input_norm, self.noise_std(plan), self.label_epsilon)
+
+
+@dataclass(frozen=True)
+class Noised:
+    """Records with noise of their own, the same whenever they are asked for; nothing else of them
+    is here. std: of the noise on an input clipped to `norm`."""
+
+    _records: Any
+    _key: bytes
+    norm: float
+    std: float
+    label_epsilon: float
+
+    @property
+    def name(self) -> str:
+        return self._records.name
+
+    @property
+    def classes(self) -> int:
+        return self._records.classes
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        return self._records.input_shape
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    @cached_property
+    def _places(self) -> np.ndarray:
+        return np.arange(len(self))
+
+    def batch(self, indices: np.ndarray | slice) -> Tensor:
+        """Noisy inputs, float32 (B, *input_shape). Noise follows the place: that of equal records
+        must differ, or their equality would be seen."""
+        import torch
+
+        from dpdist.gradients.noise import add_noise
+        from dpdist.randomness.keys import derive_key
+
+        inputs = self._records.batch(indices).double().flatten(1).numpy()
+        inputs = np.where(np.isfinite(inputs), inputs, 0.0)
+        norms = np.linalg.norm(inputs, axis=1, keepdims=True)
+        inputs = inputs * np.minimum(1.0, self.norm / np.maximum(norms, 1e-300))
+        noisy = [
+            add_noise(row, derive_key(self._key, "input", place), self.std)
+            for place, row in zip(self._places[indices].tolist(), inputs, strict=True)
+        ]
+        shape = (len(noisy), *self.input_shape)
+        return torch.from_numpy(np.array(noisy, dtype=np.float32).reshape(shape))
+
+    def targets(self, indices: np.ndarray | slice) -> Tensor:
+        """Labels by randomised response, int64 (B,)."""
+        import torch
+
+        labels = self._records.targets(indices).numpy()
+        return torch.from_numpy((labels + self._moved[indices]) % self.classes)
+
+    @cached_property
+    def _moved(self) -> np.ndarray:
+        """By how much each label is moved, 0 where it is kept: int64 (N,)."""
+        from dpdist.randomness.keys import derive_key, words
+
+        others = self.classes - 1
+        kept = 1 / (1 + others * math.exp(-self.label_epsilon))
+        bits = words(derive_key(self._key, "labels"), 0, 2 * len(self)).reshape(-1, 2)
+        other = 1 + (bits[:, 1] % np.uint64(max(1, others))).astype(np.int64)
+        return np.where((bits[:, 0] >> np.uint64(11)) * 2.0**-53 < kept, 0, other)

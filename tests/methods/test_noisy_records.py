@@ -1,0 +1,186 @@
+"""Noisy records: one draw for each record, whose cost is that of one release; the rest is free."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from scipy.stats import binom, chi2, norm
+from support.here import command, without_ray
+from support.training import make, train
+
+from dpdist.base.errors import UserError
+from dpdist.methods.noisy_records import Noised, NoisyRecordsMethod
+from dpdist.privacy.claims import residual_input_guarantee
+from dpdist.privacy.plan import PrivacyPlan
+from dpdist.privacy.releases import GaussianSteps, NoisyRecords
+from dpdist.runs.recipe import parse
+from dpdist.runs.released import read_released
+
+CLASSES = 4
+RAW: dict[str, Any] = {
+    "name": "x",
+    "data": {"name": "digits"},
+    "model": "linear",
+    "method": {"name": "noisy-records", "input_norm": 4.0, "label_epsilon": 3.0},
+    "privacy": {"noise_multiplier": 0.5, "delta": 1e-4, "neighbours": "replace-one"},
+    "training": {"batch_size": 100, "steps": 3, "learning_rate": 0.5},
+}
+
+
+class Records:
+    """Of one input, many times, one of them broken."""
+
+    name, classes, input_shape = "made", CLASSES, (1, 2, 3)
+
+    def __init__(self, count: int) -> None:
+        self.inputs = torch.ones(count, 1, 2, 3)
+        self.inputs[1] = torch.tensor(math.nan)
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def batch(self, indices: Any) -> torch.Tensor:
+        return self.inputs[indices]
+
+    def targets(self, indices: Any) -> torch.Tensor:
+        return (torch.arange(len(self)) % CLASSES)[indices]
+
+
+def noised(count: int, **more: Any) -> Noised:
+    given = {"norm": 1.0, "std": 2.0, "label_epsilon": 1.0} | more
+    return Noised(Records(count), b"k" * 32, **given)
+
+
+def test_each_input_is_clipped_and_noised_once() -> None:
+    every = slice(None)
+    quiet = noised(4, std=0.0).batch(every)
+    assert quiet.shape == (4, 1, 2, 3) and quiet.dtype == torch.float32
+    assert torch.allclose(quiet[0].norm(), torch.tensor(1.0)) and (quiet[1] == 0).all()
+    assert torch.allclose(noised(4, std=0.0, norm=9.0).batch(every)[0], torch.ones(1, 2, 3))
+    records = noised(2000)
+    found = records.batch(every)
+    noise = (found - noised(2000, std=0.0).batch(every)).double().numpy()
+    total = (noise**2).sum() / 2.0**2  # wrong about the right one with probability 1e-6
+    low, high = chi2.ppf(5e-7, noise.size), chi2.ppf(1 - 5e-7, noise.size)
+    assert low <= total <= high
+    assert not low <= total * 0.95**2 <= high and not low <= total * 1.05**2 <= high
+    # Whoever asks, in whatever order; and equal records have noise of their own.
+    some = np.array([7, 3, 1999])
+    assert torch.equal(records.batch(some), found[some])
+    assert torch.equal(noised(2000).batch(slice(3, 9)), found[3:9])
+    assert len(np.unique(noise[:, 0, 0, 0])) == 2000
+
+
+@pytest.mark.parametrize("epsilon", [0.5, 3.0])
+def test_labels_are_kept_as_often_as_they_may_be(epsilon: float) -> None:
+    count = 40_000
+    records = noised(count, label_epsilon=epsilon)
+    moved = (records.targets(slice(None)) - Records(count).targets(slice(None))) % CLASSES
+    seen = np.bincount(moved.numpy(), minlength=CLASSES)
+    kept = math.exp(epsilon) / (math.exp(epsilon) + CLASSES - 1)
+    for number, share in enumerate([kept, *[(1 - kept) / (CLASSES - 1)] * (CLASSES - 1)]):
+        low, high = binom.ppf([1e-7, 1 - 1e-7], count, share)
+        assert low <= seen[number] <= high
+    assert torch.equal(records.targets(np.array([5, 2])), records.targets(slice(None))[[5, 2]])
+
+
+# ---- what it costs
+
+
+def delta_of(mu: float, label: float, epsilon: float) -> float:
+    """Of a Gaussian (Balle and Wang 2018) beside randomised response on one bit."""
+
+    def gaussian(at: float) -> float:
+        return norm.cdf(mu / 2 - at / mu) - math.exp(at + norm.logcdf(-at / mu - mu / 2))
+
+    told = 1 / (1 + math.exp(-label))
+    return told * gaussian(epsilon - label) + (1 - told) * gaussian(epsilon + label)
+
+
+@pytest.mark.parametrize(("noise", "label"), [(2.0, 1.0), (0.5, 2.0), (2.25 / 30, 3.0)])
+def test_epsilon_is_that_of_one_release(noise: float, label: float) -> None:
+    method = NoisyRecordsMethod(input_norm=30, label_epsilon=label)
+    phases = method.cost(GaussianSteps(500, noise, 0.1))
+    plan = PrivacyPlan(1000, phases, 1e-5, math.inf, "replace-one")
+    assert method.noise_std(plan) == pytest.approx(30 * noise)
+    found, mu = plan.guarantee().epsilon, 2 / noise
+    assert delta_of(mu, label, found) <= 1e-5 * (1 + 1e-6)
+    assert delta_of(mu, label, found * (1 - 2e-3)) > 1e-5
+    # The pass is paid for once: as much after no step, and after all of them twice.
+    assert plan.steps == 500 and plan.guarantee(0).epsilon == found
+    assert plan.with_counts([1000]) == phases and PrivacyPlan.from_dict(plan.to_dict()) == plan
+    alone = residual_input_guarantee(noise, 1, 1).epsilon
+    assert alone < found < alone + label
+
+
+def test_the_published_setting_drawn_once() -> None:
+    """CIFAR-10's pi and R: 468 instead of 36,692 for 100 passes; k = 20, R = 1, pi = 2: 4.4."""
+    assert residual_input_guarantee(2.25, 30, 1).epsilon == pytest.approx(468, abs=0.5)
+    assert residual_input_guarantee(2.25, 30, 100).epsilon == pytest.approx(36_692, rel=1e-3)
+    assert residual_input_guarantee(2, 1, 1).epsilon == pytest.approx(4.38, abs=0.01)
+
+
+def test_what_it_does_not_protect_is_refused() -> None:
+    with pytest.raises(ValueError, match="replace-one is what can be proved"):
+        PrivacyPlan(1000, (NoisyRecords(1.0, 1.0, 5, 0.1),), 1e-5)
+    for section, given, said in (
+        ("privacy", {"neighbours": "add-or-remove-one"}, "must be replace-one"),
+        ("audit", {"kind": "canaries"}, "does not go with audit"),
+    ):
+        with pytest.raises(UserError, match=said):
+            parse(RAW | {section: RAW.get(section, {}) | given}, "test")
+    plain = RAW | {"method": "dp-sgd", "privacy": RAW["privacy"] | {"clipping": "none"}}
+    with pytest.raises(UserError, match="clipping: none is training without privacy"):
+        parse(plain, "test")
+
+
+# ---- the whole
+
+
+def test_a_run_is_trained_on_them_and_released(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    without_ray(monkeypatch)
+    (tmp_path / "x.yaml").write_text(yaml.safe_dump(RAW))
+    done = command(monkeypatch, capsys, tmp_path, "run", "x.yaml")
+    assert done.code == 0 and "with noise 2, drawn once; labels by" in done.out, done.err
+    assert "replace-one (proved, PLD" in done.out
+    released = command(monkeypatch, capsys, tmp_path, "release", "x")
+    assert released.code == 0, released.err
+    card = json.loads((tmp_path / "runs/x/release/privacy_card.json").read_text())
+    assert card["private"] and card["mechanism"][0].startswith("every record released once")
+    assert "inputs are clipped before their noise" in card["assumptions"][0] or any(
+        "drawn once for each record" in line for line in card["assumptions"]
+    )
+    audit = command(monkeypatch, capsys, tmp_path, "audit", "x.yaml")
+    assert audit.code == 2 and "noised before the steps" in audit.err
+
+
+def test_the_steps_see_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inputs are all but nothing, labels are coins: nothing else of a record reaches a step."""
+    more = {"method": {"name": "noisy-records", "input_norm": 1e-6, "label_epsilon": 1e-9}}
+    privacy = RAW["privacy"] | {"run_key": "5a" * 32, "clipping": "none"}
+    recipe, folder = make(tmp_path, "a", **more, privacy=privacy, model="linear")
+    found = train(recipe, folder)
+    ledger, plan = read_released(folder).ledger, folder.read_plan()
+    assert len(ledger.releases) == 12 and ledger.guarantee(plan) == plan.guarantee(0)
+    seen: list[float] = []
+    real = Noised.batch
+
+    def watched(self: Noised, indices: Any) -> torch.Tensor:
+        inputs = real(self, indices)
+        seen.append(float(inputs.abs().max()))
+        return inputs
+
+    monkeypatch.setattr(Noised, "batch", watched)
+    again = train(recipe, make(tmp_path, "b", **more, privacy=privacy, model="linear")[1])
+    assert torch.equal(found, again) and len(seen) == 12 and max(seen) < 1e-5
+    two = train(recipe, make(tmp_path, "c", **more, privacy=privacy, model="linear")[1], 2)
+    assert torch.allclose(found, two, atol=1e-5)  # the same noise on any worker
