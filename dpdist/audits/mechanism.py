@@ -217,6 +217,11 @@ def audit_mechanism(options: MechanismAudit, target: Target, output: Path, show:
             f"{target.recipe.name}: its steps add no noise, so their mechanism promises nothing "
             "that releases could break"
         )
+    if not target.recipe.method.stepwise:
+        raise UserError(
+            f"{target.recipe.name}: method {target.recipe.method.name} releases no sums of clipped "
+            "gradients, which are what this audit drives"
+        )
     alpha = shared_alpha(options.alpha, options.audits)
     key = derive_key(bytes(32), "audit", options.seed)
 

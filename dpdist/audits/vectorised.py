@@ -93,12 +93,12 @@ class Trainings:
         self._clipping = clipping_for(recipe.privacy.clipping, recipe.privacy.clip_norm)
         rate = recipe.training.learning_rate
         draws = recipe.method.perturbation(plan.step(0), rate, Fixed(model)) if plan.steps else None
-        own = type(draws) is not Draws or recipe.training.augmented
+        own = type(draws) is not Draws or recipe.training.augmented or not recipe.method.stepwise
         if own or recipe.privacy.clipping == "per-layer":
             raise UserError(
                 f"{recipe.name}: many runs at once: method {recipe.method.name} with clipping "
-                f"{recipe.privacy.clipping} draws noise, crops or flips, or clips by layer, which "
-                "only the loop does; audit it by canaries in one run"
+                f"{recipe.privacy.clipping} draws noise, crops or flips, clips by layer, or takes no "
+                "steps, which only the loop does; audit it by canaries in one run"
             )
         everything = slice(0, len(dataset))
         self._inputs, self._labels = dataset.batch(everything), dataset.targets(everything)

@@ -153,6 +153,11 @@ class Method(Section):
         return False
 
     @property
+    def stepwise(self) -> bool:
+        """Whether the plan's steps are sums of clipped gradients, as audits take them apart."""
+        return True
+
+    @property
     def public_records(self) -> PublicRecords | None:
         """Public records that it reads; they are held against the private ones."""
         return None
@@ -236,6 +241,11 @@ class Method(Section):
         from dpdist.gradients.perturbations import Draws
 
         return Draws()
+
+    def slots(self, model: nn.Module) -> dict[str, Tensor]:
+        """What a checkpoint keeps for `learn` besides parameters, as it is before the first step.
+        `learn` finds it in the worker's `slots`."""
+        return {}
 
     def engine(
         self,

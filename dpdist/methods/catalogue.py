@@ -15,6 +15,7 @@ from dpdist.base.reading import reason, shown
 from dpdist.methods.base import Method
 from dpdist.methods.dp_sgd import DPSGD
 from dpdist.methods.dplis import DPlis
+from dpdist.methods.functional import Functional
 from dpdist.methods.hgm import HGMPixelDP
 from dpdist.methods.input_noise import InputNoise
 from dpdist.methods.noisy_records import NoisyRecordsMethod
@@ -27,6 +28,7 @@ from dpdist.methods.transdenoiser import TransDenoiser
 METHODS: tuple[type[Method], ...] = (
     DPSGD,
     DPlis,
+    Functional,
     InputNoise,
     PixelDP,
     HGMPixelDP,

@@ -15,6 +15,7 @@ from dpdist.models.build import (
     save,
 )
 from dpdist.models.company import mixing
+from dpdist.models.head import last_linear
 from dpdist.models.hidden import BlockNoise, attach_block_noise, attach_noise
 from dpdist.models.residual import residual_blocks
 from dpdist.models.split import SplitModel, require_split, split_first
@@ -31,6 +32,7 @@ __all__ = [
     "check_denoiser",
     "check_outputs",
     "initialise",
+    "last_linear",
     "load",
     "load_weights",
     "mixing",

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from dpdist.models.activations import activation_layer
 from dpdist.models.denoiser import conv_autoencoder, dncnn
 from dpdist.models.residual import resnet_gn, resnet_rp
+from dpdist.models.scattering import scattering
 from dpdist.models.torchvision_zoo import torchvision_classifier
 
 
@@ -172,5 +173,6 @@ ZOO: dict[str, Callable[..., nn.Module]] = {
     "next-word-lstm": next_word_lstm,
     "conv-autoencoder": conv_autoencoder,
     "dncnn": dncnn,
+    "scattering": scattering,
     "torchvision": torchvision_classifier,
 }

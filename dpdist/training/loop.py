@@ -199,6 +199,7 @@ class Loop(Mechanism):
         self.constrain = self.method.constraint(self.model)
         self.constrain()
         self.optimizer = FlatOptimizer(recipe.training, plan.steps, self.flat)
+        self.slots = {n: t.to(reducer.device) for n, t in self.method.slots(self.model).items()}
         self.canaries = plant(self.dataset, read_run_key(folder), plan, self.engine.size)
         self.attempt = self._begin_attempt(stack)
         self.start = self._newest_checkpoint()
@@ -231,7 +232,7 @@ class Loop(Mechanism):
     @property
     def _slots(self) -> dict[str, Tensor]:
         """What a checkpoint keeps besides the parameters."""
-        return {**self.optimizer.slots, **self.canaries.slots}
+        return {**self.optimizer.slots, **self.slots, **self.canaries.slots}
 
     def _newest_checkpoint(self) -> int:
         """Take over the newest checkpoint: the steps taken before it."""

@@ -125,7 +125,7 @@ FAULTS: list[Fault] = [
         "dpdist/training/loop.py", ONE,
         ("        self.canaries.watch(noisy, todo, self.reducer)\n", "", "nobody watches the steps"),
         ("            members = self.canaries.fed(members)\n", "", "canaries are taken for records"),
-        ("return {**self.optimizer.slots, **self.canaries.slots}", "return dict(self.optimizer.slots)",
+        ("return {**self.optimizer.slots, **self.slots, **self.canaries.slots}", "return dict(self.optimizer.slots)",
          "a checkpoint forgets the scores"),
     ),
     *group(

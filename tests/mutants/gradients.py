@@ -6,6 +6,7 @@ from mutants.fault import Fault, group
 
 STEP = "wiring/test_one_step"
 CLIP = f"{STEP}::test_every_clip_and_noise gradients/test_engine gradients/test_engine_neighbours"
+FUNCTIONAL = "methods/test_functional"
 
 FAULTS: list[Fault] = [
     *group(
@@ -129,6 +130,38 @@ FAULTS: list[Fault] = [
          "the paid sum's noise has no multiplier"),
         ("factors = (clip_norm / norms", "factors = (10 * clip_norm / norms",
          "the paid sum's clip is ten times as wide"),
+    ),
+    *group(
+        "dpdist/methods/functional_sums.py", FUNCTIONAL,
+        ("away = bounded(self.of_centre(inputs) * method.clip - centre, method.radius)",
+         "away = self.of_centre(inputs) * method.clip - centre", "directions are not clipped"),
+        ("return bounded(self._features(inputs.double()), self.method.clip) / self.method.clip",
+         "return self._features(inputs.double()) / self.method.clip", "features are not clipped"),
+        ("math.sqrt(1 - method.constant**2) / method.radius)\n        return torch.cat",
+         "1 / method.radius)\n        return torch.cat", "a direction is longer than 1 by its constant"),
+        ("parts = (packed(squares) * math.sqrt(1 - labels), cross.flatten() * math.sqrt(labels))",
+         "parts = (packed(squares), cross.flatten())", "both sums have the whole norm"),
+        ("return matrix[rows, columns] * torch.where(rows == columns, 1.0, math.sqrt(2)).to(matrix)",
+         "return matrix[rows, columns] * torch.where(rows == columns, 1.0, 2.0).to(matrix)",
+         "what is off the diagonal counts too much"),
+        ("squares += weight * (h.T @ h)", "squares += h.T @ h", "noisy copies add up"),
+        ("vectors = torch.where(finite, vectors, 0.0)", "vectors = vectors.nan_to_num(1e9)",
+         "a record that is no number counts"),
+    ),
+    *group(
+        "dpdist/methods/functional.py", FUNCTIONAL,
+        ("noise / math.sqrt(part)", "noise * math.sqrt(part)", "less noise than the two sums need"),
+        ("sums.centre(released, plan.records)", "sums.centre(released, len(worker.dataset))",
+         "the sum is divided by the realised number of records"),
+        ("worker.release(step, self._rows(worker, sums, step), todo.noise_std)",
+         "worker.release(step, self._rows(worker, sums, step), todo.noise_std * 2 / 3)",
+         "two thirds of the noise"),
+        ("worker.release(step, self._rows(worker, sums, step), todo.noise_std)",
+         "worker.release(0, self._rows(worker, sums, step), todo.noise_std)",
+         "both sums have the key of the first"),
+        ("for row, begin, end in worker.shards.mine:", "for row, begin, end in worker.shards.mine[:1]:",
+         "only a worker's first shard counts"),
+        ("            _from_first(reducer, worker.flat)", "            pass", "the workers' heads differ"),
     ),
     *group(
         "dpdist/methods/dp_sgd.py", f"{STEP}::test_every_method",
