@@ -72,8 +72,10 @@ class Functional(Method):
                 "method functional bounds what it sums by itself: leave out privacy.clipping, "
                 "clip_norm and batch_cap"
             )
-        if recipe.training.ema is not None:
-            raise ValueError("method functional takes no steps to average: leave out training.ema")
+        if recipe.training.ema is not None or recipe.training.augmented:
+            raise ValueError(
+                "method functional takes no steps: leave out training.ema, crop and flip"
+            )
         if recipe.model.classifier is not None:
             raise ValueError("method functional fits the last layer, which is frozen here")
         if planted is not None and planted.in_sums:

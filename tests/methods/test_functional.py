@@ -244,7 +244,8 @@ def test_a_declared_number_of_records_divides(
     [
         ({"privacy": {"clip_norm": 2.0}}, "leave out privacy.clipping, clip_norm"),
         ({"privacy": {"batch_cap": 50}}, "leave out privacy.clipping, clip_norm and batch_cap"),
-        ({"training": {"ema": 0.5}}, "leave out training.ema"),
+        ({"training": {"ema": 0.5}}, "leave out training.ema, crop and flip"),
+        ({"training": {"flip": True}}, "leave out training.ema, crop and flip"),
         ({"audit": {"kind": "canaries"}}, "must be mislabelled or blank"),
         ({"model": {**MODEL, "isolate": True}}, "runs records together"),
         ({"method": {**METHOD, "centre": 1.0}}, "method.centre"),
