@@ -97,8 +97,8 @@ class Trainings:
         if own or recipe.privacy.clipping == "per-layer":
             raise UserError(
                 f"{recipe.name}: many runs at once: method {recipe.method.name} with clipping "
-                f"{recipe.privacy.clipping} draws noise, crops or flips, clips by layer, or takes no "
-                "steps, which only the loop does; audit it by canaries in one run"
+                f"{recipe.privacy.clipping} draws noise, crops or flips, clips by layer, or takes "
+                "no steps, which only the loop does; audit it by canaries in one run"
             )
         everything = slice(0, len(dataset))
         self._inputs, self._labels = dataset.batch(everything), dataset.targets(everything)
