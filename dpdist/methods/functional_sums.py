@@ -37,7 +37,7 @@ def slack(records: int) -> float:
     return 2.0**-26 * max(1.0, records / 2**16) ** 2
 
 
-def within(vectors: Tensor, norm: float) -> Tensor:
+def clipped_to(vectors: Tensor, norm: float) -> Tensor:
     """Each row scaled back to `norm`; a row that is not finite becomes 0."""
     finite = vectors.isfinite().all(1, keepdim=True)
     vectors = torch.where(finite, vectors, 0.0)
@@ -83,12 +83,12 @@ class Sums:
 
     def of_centre(self, inputs: Tensor) -> Tensor:
         """Each record's vector in the first sum: (B, D), norms at most 1. inputs: (B, ...)."""
-        return within(self._features(inputs.double()), self.method.clip) / self.method.clip
+        return clipped_to(self._features(inputs.double()), self.method.clip) / self.method.clip
 
     def directions(self, inputs: Tensor, centre: Tensor) -> Tensor:
         """h of each record: (B, D + 1), norms at most 1; 0 beside the constant at the centre."""
         method = self.method
-        away = within(self.of_centre(inputs) * method.clip - centre, method.radius)
+        away = clipped_to(self.of_centre(inputs) * method.clip - centre, method.radius)
         away = away * (math.sqrt(1 - method.constant**2) / method.radius)
         return torch.cat([away, away.new_full((len(away), 1), method.constant)], 1)
 
@@ -111,7 +111,7 @@ class Sums:
     def centre(self, noisy: Tensor, records: int) -> Tensor:
         """The mean features: of a noisy first sum (D,), by the public number of records."""
         mean = noisy * (self.method.clip / records)
-        return within(mean[None], self.method.clip)[0]
+        return clipped_to(mean[None], self.method.clip)[0]
 
     def head(
         self, noisy: Tensor, centre: Tensor, noise_multiplier: float, records: int

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from dpdist import models
 from dpdist.base.errors import UserError
 from dpdist.methods.functional import Functional
-from dpdist.methods.functional_sums import Sums, packed, unpacked, within
+from dpdist.methods.functional_sums import Sums, clipped_to, packed, unpacked
 from dpdist.models import ModelSpec
 from dpdist.privacy import mechanisms
 from dpdist.privacy.ledger import Ledger
@@ -69,7 +69,7 @@ def records(rng: np.random.Generator) -> Tensor:
 def test_one_record_moves_each_sum_by_at_most_one(method: Functional) -> None:
     rng, made = np.random.default_rng(0), sums(method)
     x, y = records(rng), torch.from_numpy(rng.integers(0, CLASSES, RECORDS))
-    centre = within(torch.from_numpy(rng.normal(size=(1, made.features))), 1.0)[0] * 0.3
+    centre = clipped_to(torch.from_numpy(rng.normal(size=(1, made.features))), 1.0)[0] * 0.3
     largest = [0.0, 0.0]
     for step in (0, 1):
         whole = made.shard(step, [(x, y, 1.0)], centre)

@@ -133,9 +133,9 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/methods/functional_sums.py", FUNCTIONAL,
-        ("away = within(self.of_centre(inputs) * method.clip - centre, method.radius)",
+        ("away = clipped_to(self.of_centre(inputs) * method.clip - centre, method.radius)",
          "away = self.of_centre(inputs) * method.clip - centre", "directions are not clipped"),
-        ("return within(self._features(inputs.double()), self.method.clip) / self.method.clip",
+        ("return clipped_to(self._features(inputs.double()), self.method.clip) / self.method.clip",
          "return self._features(inputs.double()) / self.method.clip", "features are not clipped"),
         ("math.sqrt(1 - method.constant**2) / method.radius)\n        return torch.cat",
          "1 / method.radius)\n        return torch.cat", "a direction is longer than 1 by its constant"),
