@@ -55,7 +55,7 @@ class Blocks:
 
         Within a block the order is the hash's, so it does not depend on the order of `ids` either.
         """
-        hashes = _hash(derive_key(key, "blocks"), ids)
+        hashes = keyed_hash(derive_key(key, "blocks"), ids)
         order = np.argsort(hashes, kind="stable")
         ordered = hashes[order]
         edges = [(i << 64) // self.count for i in range(self.count + 1)]
@@ -105,10 +105,11 @@ def _place(ordered: np.ndarray, edge: int) -> int:
     return int(np.searchsorted(ordered, np.uint64(edge)))
 
 
-def _hash(key: bytes, ids: np.ndarray) -> np.ndarray:
+def keyed_hash(key: bytes, ids: np.ndarray) -> np.ndarray:
     """64-bit hashes, different for different ids: two rounds of SplitMix64's finaliser, keyed.
 
-    They spread the records over blocks and hide nothing: any function of id and key would do.
+    They spread records, over blocks or attacks, and hide nothing: any function of id and key would
+    do.
     """
     hashes = ids.astype(np.uint64)
     for word in words(key, 0, 2):

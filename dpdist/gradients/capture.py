@@ -130,12 +130,12 @@ def run_pass(
     values: Mapping[str, Tensor],
     on_call: OnCall,
     *,
-    weights: Tensor | None = None,
+    weights: Tensor | float | None = None,
 ) -> Tensor:
     """Run the model on one micro-batch; `on_call` receives every layer call with its back-signals.
 
-    values: the trainable parameters by name, detached. weights: (B,) weights of the losses in
-    the sum that is differentiated (default ones). Returns the losses (B,), detached. Raises
+    values: the trainable parameters by name, detached. weights: of the losses in the sum that
+    is differentiated, (B,) or one for all (default 1). Returns the losses (B,), detached. Raises
     UserError if the objective does not return one loss per example or a layer does not keep the
     examples apart.
     """

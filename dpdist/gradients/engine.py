@@ -263,13 +263,17 @@ class GradientEngine:
         record_ids: Tensor | None,
         perturbed: dict[int, dict[str, Tensor]],
     ) -> tuple[list[PerExampleGradient], Tensor]:
-        """Sums over the draws (not yet weighted), one entry per parameter; mean losses (B,)."""
+        """Sums over the draws (not yet weighted but by their shares), one entry per parameter;
+        mean losses (B,)."""
         draws, gradients = self.draws, self._empty_gradients()
         total = torch.zeros(len(inputs), dtype=torch.float64, device=inputs.device)
         for draw in range(draws.count):
             seen = self.seen(inputs, record_ids, draw_key, draw)
+            share = None if draws.shares is None else draws.shares[draw]
             if self.isolate or draws.per_example:
-                losses = self._isolated_pass(seen, targets, draw_key, record_ids, draw, gradients)
+                losses = self._isolated_pass(
+                    seen, targets, draw_key, record_ids, draw, gradients, share
+                )
             else:
                 values = perturbed.get(draw)
                 if values is None:
@@ -279,9 +283,9 @@ class GradientEngine:
                 with changed(self.model, self._hidden_noise(record_ids, draw_key, draw)):
                     losses = run_pass(
                         self.model, self._layers, self.objective, seen, targets, values,
-                        _collector(gradients),
+                        _collector(gradients), weights=share,
                     )  # fmt: skip
-            total += losses.double()
+            total += losses.double() * (1.0 if share is None else share * draws.count)
         return gradients, total / draws.count
 
     def seen(self, inputs: Tensor, record_ids: Tensor | None, draw_key: bytes, draw: int) -> Tensor:
@@ -310,6 +314,7 @@ class GradientEngine:
         record_ids: Tensor | None,
         draw: int,
         gradients: list[PerExampleGradient],
+        share: float | None,
     ) -> Tensor:
         """Every example alone, with its own perturbed parameters if the draws are per example:
         torch.func over the whole model."""
@@ -331,7 +336,7 @@ class GradientEngine:
             everything = {**own, **frozen}
             output = torch.func.functional_call(self.model, everything, (example.unsqueeze(0),))
             value = self.objective(output, target.unsqueeze(0))[0]
-            return value, value.detach()
+            return value if share is None else share * value, value.detach()
 
         per_example = torch.func.vmap(
             torch.func.grad(loss, has_aux=True), in_dims=(own_values, 0, 0)

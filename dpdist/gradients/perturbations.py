@@ -1,7 +1,8 @@
 """Where randomness enters before the clip: parameters, inputs or hidden layers, K draws each.
 
 The gradient that is clipped is weight * sum over the draws of the example's gradient under that
-draw; weight = 1/K gives the mean. Draws are independent of the private data (their scales must
+draw; weight = 1/K gives the mean. Where draws differ in kind, each has a share of its own, which
+multiplies its loss. Draws are independent of the private data (their scales must
 be: a scale computed from private records would let one record move all gradients), so they sit
 before the clip, cost no privacy and earn none.
 
@@ -88,6 +89,7 @@ class Draws:
 
     per_example = False
     hidden_modules: tuple[str, ...] = ()
+    shares: tuple[float, ...] | None = None  # of each draw's loss in the record's; None: equal
 
     def __init__(
         self, count: int = 1, *, aggregate: Aggregate = "mean", gradient_scale: float = 1.0

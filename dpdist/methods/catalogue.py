@@ -23,6 +23,7 @@ from dpdist.methods.pixeldp import PixelDP
 from dpdist.methods.private_prediction import PrivatePrediction
 from dpdist.methods.residual import ResidualPerturbation
 from dpdist.methods.secure_sgd import SecureSGD
+from dpdist.methods.stobatch import StoBatch
 from dpdist.methods.transdenoiser import TransDenoiser
 
 METHODS: tuple[type[Method], ...] = (
@@ -37,6 +38,7 @@ METHODS: tuple[type[Method], ...] = (
     ResidualPerturbation,
     PrivatePrediction,
     NoisyRecordsMethod,
+    StoBatch,
 )
 
 _ELSEWHERE = "package.module:Class"

@@ -185,4 +185,23 @@ FAULTS: list[Fault] = [
         ("return PerLayerClipping(clip_norm)", "return FlatClipping(clip_norm)",
          "per-layer clipping is not executed"),
     ),
+    *group(
+        "dpdist/methods/stobatch_draws.py", "methods/test_stobatch",
+        ("            old.copy_(new.detach())\n", "            pass\n", "the attack meets the first step's parameters"),
+        ("derive_key(draw_key, \"stobatch/attack\"), record_ids.cpu().numpy())",
+         "derive_key(draw_key, \"stobatch/attack\"), torch.arange(len(record_ids)).numpy())",
+         "which attack a record gets depends on its place"),
+        ("(1 / (1 + xi), xi / (1 + xi)) if xi", "(1.0, xi) if xi", "the two losses are added, not averaged"),
+        ("\"stobatch/start\", 0, record_ids", "\"stobatch/start\", 0, torch.arange(len(record_ids))",
+         "where an attack starts depends on the record's place"),
+    ),
+    *group(
+        "dpdist/methods/stobatch.py", "methods/test_stobatch",
+        ("self.sigma * math.sqrt(1 - self.split)", "self.sigma * (1 - self.split)",
+         "a split certifies less than sigma"),
+    ),
+    *group(
+        "dpdist/gradients/engine.py", "methods/test_stobatch",
+        ("_collector(gradients), weights=share,", "_collector(gradients),", "draws have no shares of their own"),
+    ),
 ]  # fmt: skip

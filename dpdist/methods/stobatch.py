@@ -1,0 +1,153 @@
+"""Sound StoBatch / DPAL: adversarial training inside each record's clip.
+
+What the papers want: a network trained on records and on adversarial examples of them, through
+the noise that certifies its predictions, privately. Their privacy (one noise for a whole run) does
+not hold (docs/adversarial.md); here it is DP-SGD's. An adversarial example is a function of its own
+record, the step's key and parameters already released, so it stands inside that record's clip.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from dpdist.adversary.names import Norm
+from dpdist.base.fields import Number, Positive, PositiveOrZero
+from dpdist.methods.base import DrawCount, Fixed, Method
+from dpdist.privacy.plan import PrivacyPlan, StepPlan
+from dpdist.sections.recipe import Sections
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from dpdist.methods.stobatch_draws import AdversarialDraws
+    from dpdist.models import ModelSpec
+    from dpdist.privacy.claims import Claim
+    from dpdist.privacy.guarantee import Guarantee
+    from dpdist.randomness.places import Place
+
+Member = Literal["i-fgsm", "mim", "pgd"]  # of the ensemble
+Share = Annotated[float, Number, Field(ge=0, le=1)]
+
+
+class StoBatch(Method):
+    """DP-SGD on records and adversarial examples of them, noise on input and first layer (sound
+    form of DPAL / StoBatch, ICLR and ICML 2020).
+
+    A record's gradient is that of (loss + xi * loss at its adversarial example) / (1 + xi), clipped
+    once. The example leads away from the class that the released parameters predict, not from the
+    label; which of `attacks` makes it is a keyed hash of step and record. steps: of an attack.
+    norm, size: of its ball, whose size is drawn once a step, uniformly between the two (input
+    units). eot: draws of the noise for the attack's gradient.
+
+    Noise in training and at every prediction: sigma is what all of it certifies by (input units).
+    split is the share of its variance that stands behind the first layer, at deviation
+    sigma * sensitivity * sqrt(split) for a layer kept within the L2 norm `sensitivity`; the rest
+    is on the input. At each split the certificate is that of sigma, or a larger one.
+    """
+
+    name: Literal["stobatch"] = "stobatch"
+    xi: PositiveOrZero = 1.0
+    attacks: Annotated[tuple[Member, ...], Field(min_length=1, max_length=3)] = (
+        "i-fgsm", "mim", "pgd",
+    )  # fmt: skip
+    steps: Annotated[int, Number, Field(ge=1, le=1000)] = 5
+    norm: Norm = "linf"
+    size: tuple[PositiveOrZero, PositiveOrZero] = (0.0, 0.5)
+    eot: DrawCount = 1
+    sigma: PositiveOrZero = 0.25
+    split: Share = 0.0
+    sensitivity: Positive = 1.0
+
+    @model_validator(mode="after")
+    def _consistent(self) -> StoBatch:
+        if self.size[0] > self.size[1]:
+            raise ValueError(f"size must be [least, largest], got {list(self.size)}")
+        return self
+
+    @property
+    def input_noise(self) -> float:
+        """Its deviation, in input units."""
+        return self.sigma * math.sqrt(1 - self.split)
+
+    @property
+    def hidden_noise(self) -> float:
+        """Its deviation behind the first layer."""
+        return self.sigma * self.sensitivity * math.sqrt(self.split)
+
+    # --- said in the recipe, the plan and the report
+
+    def check(self, recipe: Sections) -> None:
+        super().check(recipe)
+        if recipe.model.denoiser is not None:
+            raise ValueError(
+                "method stobatch attacks and noises the network that is trained: take a model "
+                "without denoiser"
+            )
+        if recipe.certify is not None and recipe.certify.sigma is None and self.input_noise:
+            raise ValueError(
+                "certify.sigma is required: the model has noise on its input; "
+                f"{self.input_noise:g} is that of training (method.sigma and split)"
+            )
+
+    @property
+    def carries_noise(self) -> bool:
+        return self.sigma > 0
+
+    @property
+    def together(self) -> bool:
+        return True
+
+    def claim(self, plan: PrivacyPlan, proved: Guarantee) -> Claim:
+        """Theorem 4 is of Laplace noise drawn once, which this training has none of: no figure."""
+        from dpdist.privacy.claims import Claim
+
+        return Claim(
+            "StoBatch", f"xi {self.xi:g}, noise {self.sigma:g}", None, None, proved, "not sound",
+            "its Theorem 4 takes one Laplace noise, drawn once, to cover all records and steps; "
+            "none of it is here, and what is proved is DP-SGD's",
+        )  # fmt: skip
+
+    # --- done in training
+
+    def place(self, model: nn.Module) -> Place:
+        """Where the model is random. Raises UserError for a model without such a place."""
+        from dpdist.models import require_split
+        from dpdist.randomness.places import Nowhere, OnInput, Several
+
+        if self.hidden_noise:
+            name = require_split(model).name
+            return Several({name: self.hidden_noise}, input_std=self.input_noise)
+        return OnInput(self.input_noise) if self.input_noise else Nowhere()
+
+    def perturbation(self, step: StepPlan, learning_rate: float, fixed: Fixed) -> AdversarialDraws:
+        from dpdist.methods.stobatch_draws import AdversarialDraws
+
+        return AdversarialDraws(fixed.model, self.place(fixed.model), self)
+
+    def constraint(self, model: nn.Module) -> Callable[[], None]:
+        """Where noise stands behind it, the first layer is scaled back into its norm."""
+        from dpdist.models import require_split
+        from dpdist.models.sensitivity import keep_within
+
+        if not self.hidden_noise:
+            return lambda: None
+        split = require_split(model)
+        return lambda: keep_within(split, self.sensitivity)
+
+    def finish(self, spec: ModelSpec, fixed: Fixed) -> ModelSpec:
+        import torch
+
+        from dpdist.models import attach_noise, hidden, require_split
+
+        model = fixed.model
+        if self.hidden_noise and not self.input_noise:
+            shape = require_split(model).hidden_shape(spec.input_shape)
+            attach_noise(model, torch.full(shape, self.hidden_noise))
+            return replace(spec, hidden_noise=True)
+        self.place(model).attach(model)
+        return replace(spec, block_noise=getattr(model, hidden.BLOCK_NOISE, None))

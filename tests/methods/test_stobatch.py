@@ -1,0 +1,437 @@
+"""Sound StoBatch: adversarial examples inside each record's clip, through the model's own noise.
+
+One record less changes no other record's example or gradient, and the sum by at most C, whichever
+attack each record gets. What would break that (attacks chosen by place, labels that leak, a size
+taken from the batch) is planted, and must be found.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from pydantic import ValidationError
+from scipy import stats
+from support.training import execute, make
+from torch import Tensor, nn
+
+from dpdist import models
+from dpdist.adversary.ascents import i_fgsm, mim
+from dpdist.adversary.balls import Ball, distance
+from dpdist.adversary.randomised import loss_gradient
+from dpdist.base.errors import UserError
+from dpdist.gradients.blocks import Blocks
+from dpdist.gradients.clipping import FlatClipping
+from dpdist.gradients.engine import GradientEngine
+from dpdist.gradients.task import cross_entropy
+from dpdist.methods.base import Fixed
+from dpdist.methods.stobatch import StoBatch
+from dpdist.methods.stobatch_draws import AdversarialDraws
+from dpdist.models import ModelSpec
+from dpdist.randomness.places import BehindLayer, Nowhere, OnInput, Several, place_of
+from dpdist.reports.facts import read_facts
+from dpdist.training import loop
+from dpdist.training.job import prepare
+
+SPEC = ModelSpec("small-cnn", (1, 8, 8), 3, {"width": 4})
+C, ROWS = 0.2, 12
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def network() -> nn.Module:
+    """Confident enough that an attack moves its answers."""
+    model = models.initialise(SPEC, 0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3)
+    return model
+
+
+def draws_of(model: nn.Module, **options) -> AdversarialDraws:
+    method = StoBatch(**{"size": (0.1, 0.3), "steps": 3, **options})
+    draws = method.perturbation(None, 0.1, Fixed(model))  # type: ignore[arg-type]
+    assert isinstance(draws, AdversarialDraws)
+    return draws
+
+
+def engine_of(model: nn.Module, draws: AdversarialDraws) -> GradientEngine:
+    """In keyed blocks and passes of one shape, as a run has it."""
+    engine = GradientEngine(
+        model, cross_entropy, clipping=FlatClipping(C), draws=draws, micro_batch=ROWS,
+        blocks=Blocks(2, ROWS),
+    )  # fmt: skip
+    engine._checked, engine._calls = True, 10_000
+    return engine
+
+
+def batch(size: int = 20, seed: int = 11) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.rand(size, 1, 8, 8, generator=generator)
+    targets = torch.randint(0, 3, (size,), generator=generator)
+    return inputs, targets, torch.randperm(1000, generator=generator)[:size]
+
+
+def key(number: int) -> bytes:
+    return bytes([number]) * 32
+
+
+# ---- what an example is
+
+
+@pytest.mark.parametrize("norm", ["linf", "l2"])
+@pytest.mark.parametrize("split", [0.0, 0.5])
+def test_examples_lie_in_their_ball_and_lead_away_from_the_predicted_class(norm, split) -> None:
+    size = (0.1, 0.3) if norm == "linf" else (1.0, 2.0)
+    draws = draws_of(network(), norm=norm, size=size, split=split, sensitivity=2.0, eot=2)
+    inputs, _, ids = batch(40)
+    found = draws.attacked(inputs, ids, key(1))
+    mu = draws.size(key(1))
+    moved = distance(found.numpy(), inputs.numpy(), norm)
+    assert (moved <= mu).all() and np.median(moved) > 0.6 * mu
+    assert float(found.min()) >= 0 and float(found.max()) <= 1
+    # Judged by fresh noise: the predicted class is lost far more often than by random points.
+    normals = torch.randn(40, *draws.classifier.noise_shape((1, 8, 8)))
+    own = draws._noise(inputs, ids, key(1))
+    predicted = draws._predicted(inputs, own)
+    ball = Ball(inputs, torch.full((40,), mu, dtype=torch.float64), norm)
+    chance = ball.round(draws._random_points(ball, ids, key(2)))
+
+    def kept(points: Tensor) -> float:
+        answers = draws.classifier.logits(points, normals).argmax(1)
+        return float((answers == predicted).double().mean())
+
+    assert kept(found) < kept(inputs) - 0.15 and kept(found) < kept(chance) - 0.1
+
+
+@pytest.mark.parametrize("attack", ["i-fgsm", "mim", "pgd"])
+def test_every_attack_of_the_ensemble_is_the_attack_of_its_name(attack) -> None:
+    """Row by row the joint ascent is what the pure function gives the record alone."""
+    draws = draws_of(network(), sigma=0.0)
+    inputs, _, ids = batch()
+    everyone = draws.attacked(inputs, ids, key(3))
+    which = draws.method.attacks.index(attack)
+    rows = torch.nonzero(draws.members(ids, key(3)) == which).flatten()
+    assert len(rows) > 2
+    size = torch.full((len(inputs),), draws.size(key(3)), dtype=torch.float64)
+    ball = Ball(inputs, size, "linf")
+    targets = draws._predicted(inputs, None)
+
+    def gradient(point: Tensor, step: int) -> Tensor:
+        return loss_gradient(draws.classifier, point, targets, None)
+
+    if attack == "pgd":
+        start = draws._random_points(ball, ids, key(3))
+        assert (start - inputs).abs().flatten(1).amax(1).min() > 0.5 * size[0]
+        point = start
+        for _ in range(3):
+            point = ball.project(point + size[0] / 3 * gradient(ball.round(point), 0).sign())
+        want = ball.round(point)
+    else:
+        want = {"i-fgsm": i_fgsm, "mim": mim}[attack](gradient, ball, 3)
+    assert torch.allclose(everyone[rows], want[rows], atol=1e-6)
+
+
+def test_which_attack_and_what_size_are_keyed_laws() -> None:
+    draws, ids = draws_of(network(), size=(0.0, 0.5)), torch.arange(6000)
+    counts = torch.bincount(draws.members(ids, key(1)), minlength=3)
+    assert stats.chisquare(counts).pvalue > 1e-4  # false failure 1e-4
+    both = draws.members(ids, key(1)), draws.members(ids, key(2))
+    table = np.histogram2d(*(members.numpy() for members in both), bins=3)[0]
+    assert stats.chi2_contingency(table).pvalue > 1e-4  # another step, another choice
+    sizes = [draws.size(number.to_bytes(32, "little")) for number in range(2000)]
+    assert stats.kstest(sizes, stats.uniform(0, 0.5).cdf).pvalue > 1e-4
+
+
+def test_the_attack_meets_the_parameters_of_its_step() -> None:
+    model, (inputs, _, ids) = network(), batch()
+    draws = draws_of(model)
+    before = draws.attacked(inputs, ids, key(1))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(-0.7)
+    after = draws.attacked(inputs, ids, key(1))
+    assert not torch.equal(after, before)
+    assert torch.equal(after, draws_of(model).attacked(inputs, ids, key(1)))
+    assert all(
+        parameter.requires_grad and parameter.grad is None for parameter in model.parameters()
+    )
+
+
+# ---- of one record alone
+
+
+def test_an_example_depends_on_no_company_no_place_and_no_label() -> None:
+    """To the last bit in a pass of one shape: a sign would make a step of any other."""
+    draws, (inputs, targets, ids) = draws_of(network(), split=0.5), batch(2 * ROWS)
+    first = draws.attacked(inputs[:ROWS], ids[:ROWS], key(4))
+    company = torch.cat([torch.arange(2 * ROWS - 1, ROWS, -1), torch.tensor([5])])
+    other = draws.attacked(inputs[company] * 1.0, ids[company], key(4))
+    assert torch.equal(other[-1], first[5])
+    changed = draws.attacked(inputs[:ROWS], ids[:ROWS], key(5))
+    assert not torch.equal(changed[5], first[5])  # another step, another example
+    # Labels do not reach it: the engine sees the same examples whatever they are.
+    assert torch.equal(
+        seen(draws, inputs, targets, ids), seen(draws, inputs, (targets + 1) % 3, ids)
+    )
+
+
+def seen(draws: AdversarialDraws, inputs: Tensor, targets: Tensor, ids: Tensor) -> Tensor:
+    """The adversarial inputs that the engine runs with, before their noise."""
+    found: list[Tensor] = []
+    attacked = draws.attacked
+
+    def spy(*arguments: Tensor) -> Tensor:
+        found.append(attacked(*arguments))
+        return found[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(draws, "attacked", spy)
+        engine = engine_of(draws.model, draws)
+        engine.clipped_sum(inputs, targets, draw_key=key(4), record_ids=ids)
+    return torch.cat(found)
+
+
+def test_an_attack_that_reads_labels_is_detected() -> None:
+    draws, (inputs, targets, ids) = draws_of(network()), batch(2 * ROWS)
+
+    def examples(labels: Tensor) -> Tensor:
+        by_id = dict(zip(ids.tolist(), labels.tolist(), strict=True))
+        method = type(draws).attacked
+
+        def leaking(x: Tensor, rows: Tensor, draw_key: bytes) -> Tensor:
+            own = torch.tensor([by_id[int(i)] for i in rows])
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(draws, "_predicted", lambda *_: own)
+                return method(draws, x, rows, draw_key)
+
+        draws.attacked = leaking  # type: ignore[method-assign, assignment]
+        return seen(draws, inputs, labels, ids)
+
+    assert not torch.equal(examples(targets), examples((targets + 1) % 3))
+
+
+def gradients(engine: GradientEngine, inputs, targets, ids, draw_key) -> dict[int, Tensor]:
+    """Each record's clipped gradient, as the engine adds it to the sum."""
+    found: dict[int, Tensor] = {}
+    for rows, real in engine.passes(len(inputs), draw_key, ids, engine.micro_batch):
+        own, _ = engine._per_example_gradients(inputs[rows], targets[rows], draw_key, ids[rows], {})
+        table = sum(gradient.squared_norms() for gradient in own)
+        factors = engine.clipping.factors(table[None], 0.0)[0]
+        for place in range(real):
+            flat = [torch.zeros(p.shape, dtype=torch.float64) for p in engine.parameters]
+            alone = torch.zeros_like(factors)
+            alone[place] = factors[place]
+            for gradient, view in zip(own, flat, strict=True):
+                gradient.add_weighted_sum(alone, view, 1)
+            found[int(ids[rows[place]])] = torch.cat([piece.flatten() for piece in flat])
+    return found
+
+
+def worst(draws: AdversarialDraws) -> tuple[float, float]:
+    """One record less, over steps and records: change of the sum in units of C, and the largest
+    change of another record's gradient."""
+    engine, (inputs, targets, ids) = engine_of(draws.model, draws), batch(20)
+    moved = others = 0.0
+    for number in range(2):
+        left_out = 7 * number
+        keep = torch.arange(20) != left_out
+        whole = engine.clipped_sum(inputs, targets, draw_key=key(number), record_ids=ids)
+        rest = (inputs[keep], targets[keep], ids[keep])
+        less = engine.clipped_sum(*rest[:2], draw_key=key(number), record_ids=rest[2])
+        moved = max(moved, float((whole.flat - less.flat).norm()) / C)
+        each = gradients(engine, inputs, targets, ids, key(number))
+        without = gradients(engine, *rest, key(number))
+        others = max(
+            others, *(float((each[i] - without[i]).norm()) / C for i in map(int, ids[keep]))
+        )
+    return moved, others
+
+
+@pytest.mark.parametrize("attacks", [("i-fgsm",), ("mim",), ("pgd",), ("i-fgsm", "mim", "pgd")])
+def test_one_record_moves_the_sum_by_its_clip_and_no_other_record(attacks) -> None:
+    moved, others = worst(draws_of(network(), attacks=attacks, split=0.5))
+    assert 0.9 < moved <= 1 + 1e-6 and others == 0.0
+
+
+def test_an_attack_chosen_by_place_is_detected(monkeypatch) -> None:
+    monkeypatch.setattr(
+        AdversarialDraws, "members",
+        lambda self, ids, draw_key: torch.arange(len(ids)) % len(self.method.attacks),
+    )  # fmt: skip
+    moved, others = worst(draws_of(network()))
+    assert others > 0.01 and moved > 1.001
+
+
+def test_a_size_taken_from_the_batch_is_detected(monkeypatch) -> None:
+    attacked = AdversarialDraws.attacked
+
+    def private(self, inputs, ids, draw_key):
+        monkeypatch.setattr(self, "size", lambda _: float(inputs.mean()) / 2)
+        return attacked(self, inputs, ids, draw_key)
+
+    monkeypatch.setattr(AdversarialDraws, "attacked", private)
+    assert worst(draws_of(network()))[1] > 1e-4
+
+
+# ---- the gradient
+
+
+@pytest.mark.parametrize("xi", [0.0, 0.5, 2.0])
+def test_the_clipped_gradient_is_the_weighted_mean_of_both(xi) -> None:
+    model = network()
+    draws = draws_of(model, xi=xi, split=0.5)
+    engine, (inputs, targets, ids) = engine_of(model, draws), batch(3)
+    found = engine.clipped_sum(inputs, targets, draw_key=key(7), record_ids=ids)
+    (rows, real), *more = engine.passes(3, key(7), ids, ROWS)
+    order = rows[:real]
+    passes = [(rows, real), *more]
+    examples = torch.zeros_like(inputs)
+    for rows, real in passes:
+        got = draws.attacked(inputs[rows], ids[rows], key(7))
+        examples[rows[:real]] = got[:real]
+    total = 0.0
+    name, std = models.require_split(model).name, draws.place.stds["0"]
+    assert name == "0" and std == pytest.approx(0.25 * math.sqrt(0.5)) and len(order)
+    losses = 0.0
+    for i in range(3):
+        gradient = 0.0
+        for draw, (x, share) in enumerate(
+            zip((inputs, examples), (1 / (1 + xi), xi / (1 + xi)), strict=True)
+        ):
+            if not share:
+                continue
+            one = ids[i : i + 1]
+            seen_x = super(AdversarialDraws, draws).inputs(x[i : i + 1], one, key(7), draw)
+            h = draws.hidden(model[0](seen_x), one, key(7), draw)
+            loss = cross_entropy(model[1:](h), targets[i : i + 1]).sum()
+            losses += share * float(loss.detach())
+            parts = torch.autograd.grad(loss, list(model.parameters()))
+            gradient = gradient + share * torch.cat([part.flatten() for part in parts])
+        total = total + gradient * min(1.0, C / float(gradient.detach().norm()))
+    shrunk = total / (1 + 2.0**-9)
+    torch.testing.assert_close(found.flat.float(), shrunk, rtol=1e-3, atol=1e-4)
+    assert found.loss_sum == pytest.approx(losses, rel=1e-4)
+
+
+def test_without_xi_nobody_is_attacked(monkeypatch) -> None:
+    draws = draws_of(network(), xi=0.0)
+    monkeypatch.setattr(draws, "attacked", None)
+    inputs, targets, ids = batch(4)
+    assert draws.count == 1 and draws.shares == (1.0,)
+    engine_of(draws.model, draws).clipped_sum(inputs, targets, draw_key=key(1), record_ids=ids)
+    with pytest.raises(UserError, match="need record_ids"):
+        draws.inputs(inputs, None, key(1), 0)
+
+
+# ---- whole runs
+
+
+def recipe_of(tmp_path, name="run", **changes):
+    return make(
+        tmp_path, name, data={"name": "digits", "max_train": 60},
+        model={"name": "small-cnn", "options": {"width": 4, "activation": "tanh"}},
+        method={"name": "stobatch", "size": [0.05, 0.2], "steps": 2, "split": 0.36} | changes,
+        training={"batch_size": 20, "steps": 2, "learning_rate": 0.5},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_neighbour_replay(tmp_path, monkeypatch, workers) -> None:
+    """One record less, same keys, real runs: the sums differ by at most C where it was drawn."""
+    sums, special = {}, -1
+    for present in (True, False):
+        recipe, folder = recipe_of(tmp_path, f"{present}")
+        drawn: list[int] = []
+        with monkeypatch.context() as patch:
+            sample = loop.poisson_sample
+
+            def members(*args, real=sample, seen=drawn, without=special, **kwargs):
+                found = real(*args, **kwargs)
+                seen.extend(found.tolist())
+                return found[found != without]
+
+            captured: list[np.ndarray] = []
+            patch.setattr(loop, "poisson_sample", members)
+            patch.setattr(loop, "add_noise", lambda t, k, s, c=captured: c.append(t.copy()) or t)
+            execute(prepare(recipe, folder, "test"), workers, until=1)
+        special, sums[present] = min(drawn), captured[0]
+    assert 0.5 < np.linalg.norm(sums[True] - sums[False]) <= 1 + 1e-6
+
+
+def test_two_workers_make_the_same_examples_as_one(tmp_path, monkeypatch) -> None:
+    captured: dict[int, np.ndarray] = {}
+    for workers in (1, 2):
+        recipe, folder = recipe_of(tmp_path, f"w{workers}")
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                loop, "add_noise", lambda t, k, s, w=workers: captured.setdefault(w, t.copy())
+            )
+            execute(prepare(recipe, folder, "test"), workers, until=1)
+    assert captured[1] == pytest.approx(captured[2], abs=1e-4)
+
+
+def test_a_run_proves_dp_sgd_and_carries_its_noise(tmp_path) -> None:
+    recipe, folder = recipe_of(tmp_path)
+    job = prepare(recipe, folder, "test")
+    execute(job)
+    plain, _ = make(
+        tmp_path, "plain", data=recipe.data.model_dump(), method="dp-sgd",
+        training={"batch_size": 20, "steps": 2, "learning_rate": 0.5},
+    )  # fmt: skip
+    from dpdist.runs.folder import RunFolder
+
+    same = prepare(plain, RunFolder(tmp_path / "plain"), "test").plan
+    assert job.plan.guarantee() == same.guarantee()
+    model = models.load(folder.model)
+    assert place_of(model) == Several({"0": 0.15}, input_std=0.2)
+    facts = read_facts(folder)
+    assert facts.claim is not None and facts.claim.claimed is None
+    assert facts.claim.verdict == "not sound" and "none of it is here" in facts.claim.reason
+    bound = models.sensitivity.layer_bound(models.require_split(model))
+    assert bound <= 1 + 1e-6
+
+
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [
+        ({"split": 0.0}, OnInput), ({"split": 1.0}, BehindLayer), ({"split": 0.5}, Several),
+        ({"sigma": 0.0}, Nowhere),
+    ],
+)  # fmt: skip
+def test_every_split_certifies_by_sigma_or_more(tmp_path, options, kind) -> None:
+    from dpdist.certification.quadrature import of_place
+
+    method = StoBatch(sensitivity=1.5, **options)
+    model = models.initialise(SPEC, 1)
+    method.constraint(model)()
+    spec = method.finish(SPEC, Fixed(model))
+    models.save(model, spec, tmp_path)
+    loaded = models.load(tmp_path)
+    where = place_of(loaded)
+    assert type(where) is kind and where.random == (method.sigma > 0)
+    if not method.sigma:
+        return
+    both = of_place(where, loaded, SPEC.input_shape, method.input_noise)
+    worth = method.input_noise if both is None else both.both
+    assert worth >= method.sigma * (1 - 1e-6)  # the layer's norm is at most what is allowed
+
+
+def test_bad_options_are_refused_in_words(tmp_path) -> None:
+    with pytest.raises(ValidationError, match=r"size must be \[least, largest\]"):
+        StoBatch(size=(0.3, 0.1))
+    for bad in ({"split": 1.5}, {"attacks": ()}, {"attacks": ("fgsm",)}, {"xi": -1}):
+        with pytest.raises(ValidationError):
+            StoBatch(**bad)
+    with pytest.raises(UserError, match=r"certify\.sigma is required: the model has noise on its"):
+        make(tmp_path, "a", method="stobatch", certify={"n": 10})
+    with pytest.raises(UserError, match="a sequence of layers beginning"):
+        StoBatch(split=0.5).place(nn.Sequential(nn.Tanh(), nn.Linear(2, 2)))
