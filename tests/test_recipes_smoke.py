@@ -57,8 +57,9 @@ def write(root, name, classes, columns) -> None:
 
 # Large ones, each of which has a smaller relative among the others.
 LARGE = {
-    "cifar10-flagship", "cifar10-stobatch", "dplis-cifar10-mlp", "dplis-reddit-lstm", "hgm-pixeldp-cifar10",
-    "residual-cifar10-en5", "residual-cifar10-multiplicative", "transdenoiser-cifar10",
+    "cifar10-flagship", "cifar10-stobatch", "dplis-cifar10-mlp", "dplis-reddit-lstm",
+    "hgm-pixeldp-cifar10", "residual-cifar10-en5", "residual-cifar10-multiplicative",
+    "transdenoiser-cifar10",
 }  # fmt: skip
 PATHS = [
     pytest.param(path, id=path.stem, marks=[pytest.mark.long] if path.stem in LARGE else [])
