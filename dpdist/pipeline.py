@@ -15,7 +15,7 @@ from dpdist.base.errors import Interrupted, UserError
 from dpdist.bulk.evaluation import Evaluation, Subject
 from dpdist.bulk.job import run as run_job
 from dpdist.certification.certificate import Certificate
-from dpdist.certification.job import TABLE, certify
+from dpdist.certification.job import TABLE, Data, certify
 from dpdist.certification.table import about
 from dpdist.cluster.packages import check_nodes
 from dpdist.cluster.session import Session, connect
@@ -274,17 +274,19 @@ def certify_stage(
     settings: Certificate,
     output: Path | None = None,
     actors: int | None = None,
+    inputs: Data | None = None,
 ) -> Path:
     """Monte Carlo certification of the test split on Ray actors; returns the table's path.
 
-    output: its folder; by default one in the run folder, named by the settings.
+    output: its folder; by default one in the run folder, named by the settings. inputs: certified
+    in place of the test split's.
     """
     shared = _shared(recipe, folder, actors)
     output = output or folder.certificates / settings.folder_name
     with console.progress(f"certifying, {settings.folder_name}", "inputs", "draws") as show:
         table = certify(
             folder.model,
-            evaluation_data(recipe, source_of(recipe)),
+            evaluation_data(recipe, source_of(recipe)) if inputs is None else inputs,
             settings,
             output,
             progress=show,

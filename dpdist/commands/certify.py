@@ -29,6 +29,7 @@ from dpdist.commands.options import (
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from dpdist.certification.certificate import Certificate
     from dpdist.runs.folder import RunFolder
 
 DEFAULT_RADII = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -67,6 +68,13 @@ def command(
     max_inputs: MaxInputs = None,
     actors: Actors = None,
     output: Output = None,
+    at: Annotated[
+        str | None,
+        typer.Option(
+            metavar="attacked:ATTACK,SIZE[,NORM]",
+            help="At attacked copies, as papers measure it; no certificate of the clean input.",
+        ),
+    ] = None,
     rebound: Annotated[
         str | None,
         typer.Option(metavar="alpha=A", help="Certify the stored counts at another alpha."),
@@ -97,16 +105,20 @@ def command(
     from dpdist.runs.archive import open_anywhere
 
     folder = open_anywhere(run, runs)
-    if merge:
+    given = {
+        "sigma": sigma, "n": n, "n0": n0, "alpha": alpha, "mode": mode, "noise": noise,
+        "bound": bound, "norm": norm, "radii": numbers(radii, "--radii"),
+        "start": start, "every": every, "max_inputs": max_inputs,
+    }  # fmt: skip
+    if at is not None:
+        if merge or rebound is not None:
+            raise UserError("--at: certifies; it does not go with --merge or --rebound")
+        made = [_certified_at(at, folder, output, given, data_root, actors)]
+    elif merge:
         made = _merged(folder, output)
     elif rebound is not None:
         made = [_rebounded(folder, output, rebound)]
     else:
-        given = {
-            "sigma": sigma, "n": n, "n0": n0, "alpha": alpha, "mode": mode, "noise": noise,
-            "bound": bound, "norm": norm, "radii": numbers(radii, "--radii"),
-            "start": start, "every": every, "max_inputs": max_inputs,
-        }  # fmt: skip
         made = [_certified(folder, output, given, data_root, actors)]
     if len(made) > 1 and (tsv or csv):
         names = ", ".join(path.parent.name for _, path in made)
@@ -123,7 +135,8 @@ def command(
 
         pipeline.archive_stage(folder)
     for _, path in made:
-        _print(path)
+        if at is None:
+            _print(path)
 
 
 def _certified(
@@ -135,6 +148,46 @@ def _certified(
 ) -> tuple[pa.Table, Path]:
     from dpdist import pipeline
     from dpdist.certification import table as tables
+
+    recipe, _, chosen = _asked(folder, given, data_root)
+    with pipeline.session(folder):
+        path = pipeline.certify_stage(recipe, folder, chosen, output, actors)
+    return tables.read(path), path
+
+
+def _certified_at(
+    text: str,
+    folder: RunFolder,
+    output: Path | None,
+    given: dict[str, Any],
+    data_root: Path | None,
+    actors: int | None,
+) -> tuple[pa.Table, Path]:
+    from dpdist import pipeline
+    from dpdist.attacks.attacked import NAMED, At, AttackedCopies
+    from dpdist.base import console
+    from dpdist.certification import reading
+    from dpdist.training.records import evaluation_data, source_of
+
+    at = At.parse(text)
+    recipe, model, chosen = _asked(folder, given, data_root)
+    copies = AttackedCopies(at, evaluation_data(recipe, source_of(recipe)), model, chosen)
+    beside = folder.certificates / chosen.folder_name / "certificates.parquet"
+    output = output or folder.path / "attacks" / f"{at.folder_name}-{chosen.folder_name}"
+    with pipeline.session(folder):
+        path = pipeline.certify_stage(recipe, folder, chosen, output, actors, copies)
+    found = reading.read(path)
+    clean = reading.read(beside) if beside.is_file() else None
+    rows = [("inputs", f"{len(found.index):,}"), *copies.lines(found, clean), ("table", str(path))]
+    typer.echo(console.table(rows, title=NAMED))
+    return found.table, path
+
+
+def _asked(
+    folder: RunFolder, given: dict[str, Any], data_root: Path | None
+) -> tuple[Any, Any, Certificate]:
+    """Recipe, trained model and certificate, the recipe's where nothing else is asked for."""
+    from dpdist import pipeline
     from dpdist.certification.catalogue import settings_of
     from dpdist.evaluation import load_model
 
@@ -146,10 +199,7 @@ def _certified(
     settings |= {key: value for key, value in given.items() if value is not None}
     model = load_model(recipe, folder)
     settings["sigma"] = smoothing(model, settings.get("sigma"), folder)
-    chosen = settings_of(settings)
-    with pipeline.session(folder):
-        path = pipeline.certify_stage(recipe, folder, chosen, output, actors)
-    return tables.read(path), path
+    return recipe, model, settings_of(settings)
 
 
 def _merged(folder: RunFolder, output: Path | None) -> list[tuple[pa.Table, Path]]:

@@ -1,0 +1,78 @@
+"""The papers' certified accuracy: at attacked copies, beside the clean inputs, and named so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.here import command, without_ray
+from support.training import make, train
+
+from dpdist.adversary.balls import distance
+from dpdist.attacks.attacked import NAMED, At, AttackedCopies
+from dpdist.base.errors import UserError
+from dpdist.certification import reading
+from dpdist.certification.catalogue import settings_of
+from dpdist.evaluation import load_model
+from dpdist.reports.facts import read_facts
+from dpdist.training.records import evaluation_data, source_of
+
+SETTINGS = {"sigma": 0.25, "n": 200, "n0": 20, "max_inputs": 20, "alpha": 0.01}
+
+
+def test_copies_are_certified_and_never_taken_for_certificates(tmp_path, monkeypatch, capsys):
+    recipe, folder = make(
+        tmp_path / "runs", "x", model="linear", training__steps=30, certify=SETTINGS
+    )
+    train(recipe, folder)
+    without_ray(monkeypatch)
+
+    def shown(*more: str) -> str:
+        done = command(monkeypatch, capsys, tmp_path, "certify", "x", *more)
+        assert done.code == 0, done.err
+        return done.out
+
+    shown()
+    out = shown("--at", "attacked:pgd,0.3,l2")
+    assert NAMED in out and out.count("vote (Cohen), gaussian 0.25, l2 >= 0.3") == 2
+    (path,) = Path(folder.path / "attacks").glob("certified-pgd-l2-0.3-*/certificates.parquet")
+    attacked, (clean,) = reading.read(path), read_facts(folder).tables
+    assert clean.about["data"] != attacked.about["data"]
+    assert attacked.certified_accuracy(1e-9) < clean.certified_accuracy(1e-9)
+    for table, of in ((attacked, "attacked"), (clean, "clean")):
+        (line,) = [line for line in out.splitlines() if line.startswith(of)]
+        assert line.endswith(f"{100 * table.certified_accuracy(0.3):.2f} %")
+    # What was certified: copies within the size that go from the label, the same every time.
+    data, model = evaluation_data(recipe, source_of(recipe)), load_model(recipe, folder)
+    at, settings = At.parse("attacked:pgd,0.3,l2"), settings_of(SETTINGS)
+    copies = AttackedCopies(at, data, model, settings)
+    assert copies.fingerprint == attacked.about["data"]
+    rows = np.arange(20)
+    inputs, moved = data.batch(rows), copies.batch(rows)
+    assert (distance(moved.numpy(), inputs.numpy(), "l2") <= 0.3).all()
+    with torch.no_grad():
+        loss = [
+            torch.nn.functional.cross_entropy(model(x), data.targets(rows), reduction="none")
+            for x in (inputs, moved)
+        ]
+    assert float((loss[1] > loss[0]).double().mean()) > 0.9
+    with pytest.raises(UserError, match="only Gaussian smoothing can be attacked"):
+        AttackedCopies(at, data, model, settings_of({**SETTINGS, "noise": "laplace"}))
+    done = command(monkeypatch, capsys, tmp_path, "certify", "x", "--at", "attacked:pgd", "--merge")
+    assert done.code == 2 and "does not go with --merge" in done.err
+
+
+def test_what_no_copies_are_is_named() -> None:
+    assert At.parse("attacked:mim,0.1") == At("mim", 0.1, "linf")
+    for text in ("pgd,0.1", "attacked:pgd", "attacked:pgd,much", "attacked:pgd,1,l2,x"):
+        with pytest.raises(UserError, match="--at: give attacked:ATTACK,SIZE"):
+            At.parse(text)
+    for text, message in (
+        ("attacked:magic,0.1", "attack.attacks: must be out of"),
+        ("attacked:pgd,-1", "attack.sizes: must be positive"),
+        ("attacked:pgd,0.1,l3", "attack.norm: must be one of"),
+    ):
+        with pytest.raises(UserError, match=message):
+            At.parse(text)
