@@ -40,7 +40,6 @@ class Curve:
 
 def curves(facts: Facts) -> list[Curve]:
     """Every certificate of a run in both norms, from its finished tables."""
-    numbers = math.prod(facts.input_shape)
     return [
         Curve(
             facts.folder.name, found.title, norm,
@@ -48,7 +47,7 @@ def curves(facts: Facts) -> list[Curve]:
         )
         for table in facts.tables
         for norm in NORMS
-        for found in table.kind.sizes_in(table.table, norm, numbers)
+        for found in table.kind.sizes_in(table.table, norm, math.prod(facts.input_shape))
     ]  # fmt: skip
 
 

@@ -1,0 +1,74 @@
+"""What answers are worth at one epsilon, by their number and by the bound on a teacher's part.
+
+    python benchmarks/private_prediction.py RUN --data-root DATA
+
+Reads the teachers of a finished run and answers the whole test split again and again: on private
+records each row would be a release of its own, so this is for public data only. For each Q the
+noise is found that the run's epsilon allows; then the mean and the least accuracy over `--draws`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from dpdist.base import console
+from dpdist.methods.private_prediction import bounded
+from dpdist.privacy.calibrate import least_noise
+from dpdist.privacy.plan import PrivacyPlan
+from dpdist.privacy.releases import GaussianAnswers
+from dpdist.runs.folder import RunFolder
+from dpdist.training.records import evaluation_data, source_of
+from dpdist.training.teachers import Ensemble
+
+
+def noise_for(plan: PrivacyPlan, epsilon: float, queries: int) -> float:
+    """The noise multiplier with which so many answers cost epsilon."""
+    return least_noise(
+        lambda noise: replace(plan, phases=(GaussianAnswers(noise, queries),)), epsilon
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--data-root", type=Path)
+    parser.add_argument("--queries", type=int, nargs="+", default=[25, 100, 400, 1600])
+    parser.add_argument("--bounds", type=float, nargs="+", default=[1, 2, 5, 10])
+    parser.add_argument("--inputs", type=int, default=2000)
+    parser.add_argument("--draws", type=int, default=20)
+    given = parser.parse_args()
+    folder = RunFolder(given.run)
+    recipe, plan = folder.read_recipe(), folder.read_plan()
+    source = source_of(recipe)
+    if given.data_root is not None:
+        source = replace(source, root=given.data_root.resolve())
+    test = evaluation_data(recipe, source).first(given.inputs)
+    scores = Ensemble(folder, recipe.model.name).scores(test.batch(slice(None)))
+    labels, rng = np.asarray(test.labels), np.random.default_rng(0)
+    epsilon, teachers = plan.guarantee().epsilon, len(scores)
+    own = (scores.argmax(-1) == labels).mean(axis=1)
+    print(
+        f"epsilon {epsilon:.4g}; {len(labels):,} inputs; a teacher alone: {100 * own.mean():.1f} %"
+    )
+    rows = []
+    for bound in given.bounds:
+        parts = [bounded(scores[:, i], bound).mean(axis=0) for i in range(len(labels))]
+        mean = np.array(parts)
+        cells = [f"{100 * (mean.argmax(1) == labels).mean():.1f}"]
+        for queries in given.queries:
+            std = noise_for(plan, epsilon, queries) * 2 * bound / teachers
+            found = [
+                ((mean + std * rng.normal(size=mean.shape)).argmax(1) == labels).mean()
+                for _ in range(given.draws)
+            ]
+            cells.append(f"{100 * np.mean(found):.1f} (s {std:.3g})")
+        rows.append([f"{bound:g}", *cells])
+    print(console.columns(["B", "no noise", *(f"Q {q:,}" for q in given.queries)], rows))
+
+
+if __name__ == "__main__":
+    main()
