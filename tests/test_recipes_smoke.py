@@ -119,4 +119,4 @@ def test_recipe_trains(path, tmp_path, monkeypatch):
     trained = models.load(folder.model)
     values = torch.cat([p.flatten() for p in trained.parameters()])
     assert torch.isfinite(values).all()
-    assert folder.require_trained()["steps"] == job.plan.steps == 2
+    assert folder.require_trained()["steps"] == job.plan.steps

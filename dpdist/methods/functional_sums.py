@@ -1,7 +1,7 @@
-"""The two sums that method functional releases, and what is made of them; float64.
+"""The sums that method functional releases, and what is made of them; float64.
 
-A sum is PRIVATE until noise is added. One record moves each by a vector of norm at most 1: a
-sensitivity with rounding in it, by `slack`.
+A sum is PRIVATE until noise is added. One record moves each by a vector of norm at most 1, by
+`slack` with the rounding in it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from dpdist.models.head import Features, last_linear
 if TYPE_CHECKING:
     from dpdist.methods.functional import Functional
 
-Pass = tuple[Tensor, Tensor, float]  # inputs, labels, and what each counts for
+Pass = tuple[Tensor, Tensor, float]  # features, labels, and what each record counts for
 
+_KEPT = 1 << 30  # bytes of features that a worker keeps from one sum to the next
 _LEAST_RIDGE = 1e-9  # of a record's share of A, where there is no noise
 
 
@@ -61,7 +62,8 @@ def unpacked(vector: Tensor, size: int) -> Tensor:
 
 
 class Sums:
-    """What is summed over records, and what follows from the noisy sums.
+    """What is summed over records, and what follows from the noisy sums: of features, their
+    coefficients, and residuals of the head so far.
 
     model: as it began; it is copied. example: inputs (B, ...) of made-up records, on which it is
     tried. records: of the plan. Raises UserError for a model without a head of its own, or that
@@ -69,69 +71,107 @@ class Sums:
     """
 
     def __init__(self, method: Functional, model: nn.Module, example: Tensor, records: int) -> None:
-        self.method = method
+        self.method, self.records = method, records
         exact = copy.deepcopy(model).double()
         wide = example.double()
         if (why := mixing(exact, wide)) is not None:
             raise UserError(f"the model mixes records: {why}")
-        self._features = Features(exact, wide)
+        self._read = Features(exact, wide)
+        self._kept: dict[int, Tensor] = {}
         head = last_linear(model)
-        self.features, self.classes = head.in_features, head.out_features
+        self.classes, self.size = head.out_features, head.in_features + 1
+        self._pairs = self.size * (self.size + 1) // 2
         self._whole = 1 - slack(records)
-        size = self.features + 1
-        self.sizes = (self.features, size * (size + 1) // 2 + size * self.classes)
 
-    def of_centre(self, inputs: Tensor) -> Tensor:
-        """Each record's vector in the first sum: (B, D), norms at most 1. inputs: (B, ...)."""
-        return clipped_to(self._features(inputs.double()), self.method.clip) / self.method.clip
+    def features(self, inputs: Tensor, place: int | None = None) -> Tensor:
+        """f / clip of each record: (B, D), norms at most 1. inputs: (B, ...). place: by which they
+        are kept, while there is room, and found again."""
+        if place in self._kept:
+            return self._kept[place]
+        found = clipped_to(self._read(inputs.double()), self.method.clip) / self.method.clip
+        used = len(self._kept) * found.numel() * found.element_size()
+        if place is not None and used < _KEPT:
+            self._kept[place] = found
+        return found
 
-    def directions(self, inputs: Tensor, centre: Tensor) -> Tensor:
+    def directions(self, features: Tensor, centre: Tensor) -> Tensor:
         """h of each record: (B, D + 1), norms at most 1; 0 beside the constant at the centre."""
         method = self.method
-        away = clipped_to(self.of_centre(inputs) * method.clip - centre, method.radius)
+        away = clipped_to(features * method.clip - centre, method.radius)
         away = away * (math.sqrt(1 - method.constant**2) / method.radius)
         return torch.cat([away, away.new_full((len(away), 1), method.constant)], 1)
 
-    def shard(self, step: int, copies: Iterable[Pass], centre: Tensor) -> Tensor:
-        """The sum of step 0 or 1 over passes of records: float64 (sizes[step],)."""
-        if step == 0:
-            total = centre.new_zeros(self.features)
-            for inputs, _, weight in copies:
-                total += weight * self.of_centre(inputs).sum(0)
-            return total * self._whole
-        size, labels = self.features + 1, self.method.labels
-        squares, cross = centre.new_zeros(size, size), centre.new_zeros(size, self.classes)
-        for inputs, targets, weight in copies:
-            h = self.directions(inputs, centre)
+    # --- sums over passes of records
+
+    def of_features(self, passes: Iterable[Pass], centre: Tensor) -> Tensor:
+        """float64 (D,), as the centre is."""
+        total = torch.zeros_like(centre)
+        for features, _, weight in passes:
+            total += weight * features.sum(0)
+        return total * self._whole
+
+    def of_coefficients(self, passes: Iterable[Pass], centre: Tensor) -> Tensor:
+        """Of h h' and of h y', packed into one vector: float64."""
+        labels = self.method.labels
+        squares = centre.new_zeros(self.size, self.size)
+        cross = centre.new_zeros(self.size, self.classes)
+        for features, targets, weight in passes:
+            h = self.directions(features, centre)
             squares += weight * (h.T @ h)
-            cross += weight * (h.T @ nn.functional.one_hot(targets, self.classes).to(h))
+            cross += weight * (h.T @ self._hot(targets, h))
         parts = (packed(squares) * math.sqrt(1 - labels), cross.flatten() * math.sqrt(labels))
         return torch.cat(parts) * self._whole
 
-    def centre(self, noisy: Tensor, records: int) -> Tensor:
-        """The mean features: of a noisy first sum (D,), by the public number of records."""
-        mean = noisy * (self.method.clip / records)
+    def of_residuals(self, passes: Iterable[Pass], centre: Tensor, weights: Tensor) -> Tensor:
+        """Of h (y - p)', in units of `residual`, to which y - p is clipped: float64. weights: of
+        the head so far, on h."""
+        total, bound = centre.new_zeros(self.size, self.classes), self.method.residual
+        for features, targets, weight in passes:
+            h = self.directions(features, centre)
+            left = self._hot(targets, h) - (h @ weights).softmax(1)
+            total += weight * (h.T @ (clipped_to(left, bound) / bound))
+        return total.flatten() * self._whole
+
+    def _hot(self, targets: Tensor, like: Tensor) -> Tensor:
+        return nn.functional.one_hot(targets, self.classes).to(like)
+
+    # --- what is made of noisy sums
+
+    def centre(self, noisy: Tensor) -> Tensor:
+        """The mean features: of a noisy sum (D,), by the public number of records."""
+        mean = noisy * (self.method.clip / self.records)
         return clipped_to(mean[None], self.method.clip)[0]
 
-    def head(
-        self, noisy: Tensor, centre: Tensor, noise_multiplier: float, records: int
-    ) -> tuple[Tensor, Tensor]:
-        """Weight (classes, D) and bias (classes,) of a head on f: of a noisy second sum.
+    def fitted(self, noisy: Tensor, noise_multiplier: float) -> tuple[Tensor, Tensor]:
+        """Weights on h (D + 1, classes), and the curvature (D + 1, D + 1): of noisy coefficients.
 
         With z_k = h . w_k the expansion is sum_k z_k (1/2 - y_k) + z_k^2 / 8 for each record, so
-        w_k = 4 (A + ridge)^-1 (B_k - A c / 2), where h . c = 1. Beyond the radius the head goes on
-        linearly.
+        w_k = 4 (A + ridge)^-1 (B_k - A c / 2), where h . c = 1.
         """
-        method, size = self.method, self.features + 1
-        squares, cross = noisy.split([size * (size + 1) // 2, size * self.classes])
-        matrix = unpacked(squares, size) / math.sqrt(1 - method.labels)
-        coefficients = cross.view(size, -1) / math.sqrt(method.labels)
-        coefficients = coefficients - matrix[:, -1:] / (2 * method.constant)
+        method = self.method
+        matrix = unpacked(noisy[: self._pairs], self.size) / math.sqrt(1 - method.labels)
+        cross = noisy[self._pairs :].view(self.size, -1) / math.sqrt(method.labels)
         values, vectors = torch.linalg.eigh(matrix)
-        values = values.clamp(min=0)  # what noise made negative
-        spread = noise_multiplier / math.sqrt(1 - method.labels) * math.sqrt(2 * size)
-        ridge = method.ridge * spread + _LEAST_RIDGE * records
-        weights = 4 * vectors @ (vectors.T @ coefficients / (values + ridge)[:, None])
-        scale = math.sqrt(1 - method.constant**2) / method.radius
-        weight = weights[:-1].T * scale
+        spread = noise_multiplier / math.sqrt(1 - method.labels) * math.sqrt(2 * self.size)
+        ridge = method.ridge * spread + _LEAST_RIDGE * self.records
+        curvature = vectors * (values.clamp(min=0) + ridge) @ vectors.T  # noise made some negative
+        target = cross - matrix[:, -1:] / (2 * method.constant)
+        return 4 * torch.linalg.solve(curvature, target), curvature
+
+    def refined(self, noisy: Tensor, weights: Tensor, curvature: Tensor) -> Tensor:
+        """Better weights: a Newton step on the loss expanded at them, of noisy residuals."""
+        change = torch.linalg.solve(curvature, noisy.view(self.size, -1))
+        return weights + self.method.step * change
+
+    def head(self, weights: Tensor, centre: Tensor) -> tuple[Tensor, Tensor]:
+        """The same head on f, (classes, D) and (classes,). Beyond the radius it goes on
+        linearly."""
+        method = self.method
+        weight = weights[:-1].T * (math.sqrt(1 - method.constant**2) / method.radius)
         return weight, weights[-1] * method.constant - weight @ centre
+
+    def weights(self, weight: Tensor, bias: Tensor, centre: Tensor) -> Tensor:
+        """Inverse of `head`."""
+        method, weight, bias = self.method, weight.double(), bias.double()
+        own = weight.T * (method.radius / math.sqrt(1 - method.constant**2))
+        return torch.cat([own, (bias + weight @ centre)[None] / method.constant])
