@@ -49,7 +49,8 @@ def _residual(data: str, pi: float, printed: float) -> Claim:
         unproved(1e-5, "labels enter gradients without noise", "replace-one"),
         "not sound",
         "labels unprotected, G unverifiable, printed budget does not follow; with labels public "
-        f"and inputs clipped: {residual_input_guarantee(pi, 30, 100).epsilon:.3g}",
+        f"and inputs clipped: {residual_input_guarantee(pi, 30, 100).epsilon:.3g}; with noise "
+        f"drawn once (noisy-records): {residual_input_guarantee(pi, 30, 1).epsilon:.3g}",
     )
 
 
