@@ -74,6 +74,7 @@ ROOMS: dict[str, set[str]] = {
         "privacy",
         "certification",
         "sections",
+        "methods",
         "runs",
         "training",
     },

@@ -6,10 +6,10 @@ record, so a record pays for one of the two: the worse counts, not their sum. Wi
 number of trials the best trial costs what `dpdist.privacy.searches` says; with a fixed one, plain
 composition.
 
-When the search varies what a trial costs (noise, batch size, steps, share of the data), the base is
-the pointwise maximum of the trials' profiles. With a target epsilon each trial gets the least noise
-with which its profile stays below that of the recipe's own setting. `Limit` is what every trial
-is held against, by its own plan, before it starts.
+When the search varies what a trial costs (noise, batch size, steps, share of the data, how a method
+splits its budget), the base is the pointwise maximum of the trials' profiles. With a target epsilon
+each trial gets the least noise with which its profile stays below that of the recipe's own setting.
+`Limit` is what every trial is held against, by its own plan, before it starts.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ from dpdist.privacy.releases import GaussianReleases, GaussianSteps
 from dpdist.runs.recipe import Recipe
 from dpdist.sections.search import LawRecipe
 from dpdist.training.planning import plan_at
-from dpdist.tuning.space import Box, cost_boxes, own_box
+from dpdist.tuning.space import Box, cost_boxes, methods, own_box
 
 if TYPE_CHECKING:
+    from dpdist.methods.base import Method
     from dpdist.privacy.losses import Loss
 
 # Settings whose sampling rates differ by less than this factor are covered by one.
@@ -41,6 +42,7 @@ _NEAR = 1.05
 # so that its noise is not dictated by deltas that hardly matter.
 _FLOOR = 1e-3
 _CLOSE = 1e-3  # relative, on a trial's noise
+_MOST = 1e6  # of a trial's noise
 
 
 @dataclass(frozen=True)
@@ -87,10 +89,21 @@ class SearchCost:
     def _boxes(self) -> list[Box]:
         return cost_boxes(self.recipe, self.where)
 
-    @property
+    @cached_property
+    def _methods(self) -> list[Method]:
+        return methods(self.recipe, self.where)
+
+    @cached_property
     def costly(self) -> bool:
         """Whether the search changes what one training costs."""
-        return self._boxes != [own_box(self.recipe)]
+        return bool(self._splits) or self._boxes != [own_box(self.recipe)]
+
+    @property
+    def _splits(self) -> list[Method]:
+        """Methods in the space that cost, with the same steps, what the recipe's own does not."""
+        steps = GaussianSteps(1, 1.0, 1.0)
+        own = self.recipe.method.cost(steps)
+        return [method for method in self._methods if method.cost(steps) != own]
 
     @property
     def _records(self) -> int:
@@ -125,7 +138,7 @@ class SearchCost:
             for (noise, _), (rate, steps) in near.items()
         }
         worst = [one for one in found if not any(one.at_most(o) for o in found - {one})]
-        return [self.recipe.method.cost(one) for one in sorted(worst, key=repr)]
+        return [m.cost(one) for one in sorted(worst, key=repr) for m in self._methods]
 
     # --- the whole
 
@@ -186,6 +199,7 @@ class SearchCost:
     def plan(self) -> PrivacyPlan:
         """The plan of training and search together."""
         training = self._one_training(self.noise_multiplier)
+        self._check_splits()
         if self.score_noise is None:
             return self._checked(self._repeated(training))
         if self.recipe.privacy.neighbours != "add-or-remove-one":
@@ -252,6 +266,18 @@ class SearchCost:
         """What one trial's training may cost: what the search's price is computed from."""
         return Limit(self._plan(self._one_training(self.noise_multiplier)))
 
+    def _check_splits(self) -> None:
+        """Raise UserError for a method that costs too much whatever the noise of its steps."""
+        if self.recipe.privacy.epsilon is None:
+            return
+        for method in self._splits:
+            trial = self.recipe.model_copy(update={"method": method})
+            if not self.limit.allows(self._at(trial, self._records, _MOST)):
+                raise UserError(
+                    f"{self.where}: tune.space: what method {method.name} reads besides its steps "
+                    f"costs more than the recipe's own setting allows: {method.besides or method}"
+                )
+
     def trial_noise(self, trial: Recipe) -> float:
         """The noise multiplier of one trial's recipe (made by
         `dpdist.tuning.space.with_values`)."""
@@ -267,7 +293,7 @@ class SearchCost:
         low, high = self.noise_multiplier, self.noise_multiplier
         while not fits(high):
             low, high = high, high * 1.5
-            if high > 1e6:
+            if high > _MOST:
                 raise UserError(f"{self.where}: tune.space: no noise makes a trial affordable")
         while low > 1e-2 and fits(low):
             low, high = low / 1.5, low

@@ -51,9 +51,9 @@ def check(recipe: Recipe, folder: RunFolder, where: str, *, only_resume: bool = 
     everything = private_data(recipe, source_of(recipe))  # what is scored on is among it
     search = Search(recipe, folder, cost, everything.fingerprint)
     if not (continued and search.folder.terms.exists()):
+        cost.plan  # noqa: B018  (refused here, if no theorem covers it)
         parts = [check_trainable(search.planned(v)[0], where)[1] for v in probes(recipe.tune)]
         search.assumed = sorted({part["assumed"] for part in parts if part and part["assumed"]})
-        cost.plan  # noqa: B018  (refused here, if no theorem covers it)
     search.check_begun()
     return search
 

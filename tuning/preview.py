@@ -12,7 +12,7 @@ from dpdist.base.errors import UserError
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.runs.recipe import Recipe
 from dpdist.sections.search import LawRecipe
-from dpdist.training.planning import make_plan
+from dpdist.training.planning import settle
 from dpdist.tuning.cost import SearchCost, Sizes, kept_out
 
 # Training records of data sets that everybody has; --records tells of others.
@@ -73,9 +73,10 @@ def sizes_without_data(recipe: Recipe, records: int | None, where: str) -> Sizes
     return Sizes(whole, kept_out(recipe))
 
 
-def one_run(recipe: Recipe, sizes: Sizes, where: str) -> PrivacyPlan:
-    """The plan of one run of the recipe without a search, on the same records."""
-    return make_plan(recipe, sizes.train(recipe.data.fraction), where)
+def one_run(recipe: Recipe, sizes: Sizes, where: str) -> tuple[float, PrivacyPlan]:
+    """The noise multiplier and the plan of one run of the recipe without a search, on the same
+    records."""
+    return settle(recipe, sizes.train(recipe.data.fraction), where)
 
 
 def laws(recipe: Recipe, means: Sequence[int]) -> Iterator[tuple[LawRecipe, bool]]:

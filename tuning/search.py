@@ -216,7 +216,9 @@ class Search:
         """The noise multiplier of a trial, after checking its cost as `planned` does."""
         key = json.dumps(values, sort_keys=True)
         if key not in self._noises:
-            self._noises[key] = self.planned(values)[1].step(0).noise_multiplier
+            noise = self.planned(values)[0].privacy.noise_multiplier
+            assert noise is not None  # a trial's is settled
+            self._noises[key] = noise
         return self._noises[key]
 
     def _show(self, progress: Progress) -> None:

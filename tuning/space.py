@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from dpdist.base.errors import UserError
+from dpdist.methods.base import Method
+from dpdist.privacy.phases import Phase
 from dpdist.privacy.releases import GaussianSteps
 from dpdist.runs.recipe import Recipe, parse
 from dpdist.sections.search import Domain, TuneRecipe
@@ -50,6 +52,7 @@ _FIXED = {
 }
 # Ranges of batch sizes and shares are cut into intervals this narrow (ratio of their ends).
 _INTERVAL = 1.05
+_MIDDLE = (math.sqrt(5) - 1) / 2  # somewhere between the ends of a range
 
 
 def domain_value(domain: Domain, uniform: float) -> Any:
@@ -89,7 +92,7 @@ def probes(tune: TuneRecipe) -> Iterator[Values]:
         for end in domain.ends[1:]:
             yield {**first, key: end}
         if domain.choice is None:
-            yield {**first, key: domain_value(domain, (math.sqrt(5) - 1) / 2)}
+            yield {**first, key: domain_value(domain, _MIDDLE)}
 
 
 def with_values(recipe: Recipe, values: Mapping[str, Any], where: str) -> Recipe:
@@ -157,12 +160,6 @@ def _check_fixed(recipe: Recipe, trial: Recipe, where: str) -> None:
             f"{where}: {'.'.join(['tune.space', *keys[:1]])}: makes {leaf} {other.get(leaf)}, the "
             f"recipe says {mine.get(leaf)}; it cannot be searched: {why}"
         )
-    steps = GaussianSteps(1, 1.0, 1.0)
-    if trial.method.cost(steps) != recipe.method.cost(steps):
-        raise UserError(
-            f"{where}: tune.space: a searched field changes what the method itself reads from the "
-            "records, and no bound here covers such a search"
-        )
 
 
 def _leaves(value: Any, name: str = "") -> dict[str, Any]:
@@ -225,6 +222,43 @@ def cost_boxes(recipe: Recipe, where: str) -> list[Box]:
             choices = [dict.fromkeys(touched, piece) for piece in pieces]
         boxes = [{**box, **choice} for box, choice in itertools.product(boxes, choices)]
     return boxes
+
+
+def methods(recipe: Recipe, where: str) -> list[Method]:
+    """The methods of all trials, one for each cost: noise splits are searched by them.
+
+    Raises UserError for a range of a field that changes what the method costs beside its steps: of
+    a listed value the cost is known, between two of them it is not.
+    """
+    tune = recipe.tune
+    assert tune is not None
+    first = {key: domain.ends[0] for key, domain in tune.space.items()}
+    touching = {
+        key: tune.space[key]
+        for field, key in fields(tune)
+        if _within(field, "method") or _within("method", field)
+    }
+    ranges = {key: domain for key, domain in touching.items() if domain.choice is None}
+    lists = {key: domain.choice for key, domain in touching.items() if domain.choice is not None}
+    found = {_unit_cost(recipe.method): recipe.method} if not lists else {}
+    for listed in itertools.product(*lists.values()):
+        values = {**first, **dict(zip(lists, listed, strict=True))}
+        method = with_values(recipe, values, where).method
+        for key, domain in ranges.items():
+            for value in (domain.ends[-1], domain_value(domain, _MIDDLE)):
+                other = with_values(recipe, {**values, key: value}, where).method
+                if _unit_cost(other) != _unit_cost(method):
+                    raise UserError(
+                        f"{where}: tune.space.{key}: changes what the method costs beside its "
+                        "steps; list its values (choice) in place of a range"
+                    )
+        found.setdefault(_unit_cost(method), method)
+    return list(found.values())
+
+
+def _unit_cost(method: Method) -> tuple[Phase, ...]:
+    """What tells apart methods that cost differently with the same steps."""
+    return method.cost(GaussianSteps(1, 1.0, 1.0))
 
 
 def _intervals(low: float, high: float) -> list[tuple[float, float]]:

@@ -83,8 +83,7 @@ def _plan(
     check_space(recipe, name)
     sizes = preview.sizes_without_data(recipe, records, name)
     means = preview.default_means(recipe) if trials is None else _means(trials)
-    alone = preview.one_run(recipe, sizes, name)
-    noise = alone.step(0).noise_multiplier
+    noise, alone = preview.one_run(recipe, sizes, name)
     rows = [
         preview.row(recipe, law, own, sizes, noise, name)
         for law, own in preview.laws(recipe, means)

@@ -136,6 +136,10 @@ class Method(Section):
             raise ValueError(
                 "certify.sigma is required: the model of this method has no noise of its own"
             )
+        if recipe.tune is not None and recipe.tune.asha is not None and not self.stepwise:
+            raise ValueError(
+                f"tune.asha: method {self.name} takes no steps of which the first could be scored"
+            )
         if recipe.model.isolate and self.together:
             raise ValueError(
                 f"model.isolate: method {self.name} with these options runs records together; use "

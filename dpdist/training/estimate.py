@@ -26,7 +26,7 @@ def describe(recipe: Recipe, plan: PrivacyPlan) -> list[tuple[str, str]]:
     dataset = training_data(recipe, source)
     test = evaluation_data(recipe, source)
     counted = ("records", f"{len(dataset):,} to train, {len(test):,} to test")
-    if not plan.steps:
+    if not (plan.steps and recipe.method.stepwise):
         return [("training", recipe.method.words(plan)), counted]
     step, resources = plan.step(0), recipe.resources
     module = initial_model(recipe, model_spec(recipe, dataset))

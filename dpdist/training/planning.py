@@ -35,7 +35,13 @@ def plan_at(recipe: Recipe, records: int, noise_multiplier: float) -> PrivacyPla
 
 
 def make_plan(recipe: Recipe, records: int, where: str) -> PrivacyPlan:
-    """The plan of a recipe on `records` records; the noise is calibrated when epsilon is given.
+    """The plan of a recipe on `records` records, as `settle` finds it."""
+    return settle(recipe, records, where)[1]
+
+
+def settle(recipe: Recipe, records: int, where: str) -> tuple[float, PrivacyPlan]:
+    """The noise multiplier of a recipe on `records` records, calibrated when epsilon is given, and
+    the plan with it. Of the plan's steps only the method knows what noise each has.
 
     With privacy.nominal_records nothing in it depends on `records`. Raises UserError when the
     recipe does not fit the data or the target cannot be reached.
@@ -54,7 +60,7 @@ def make_plan(recipe: Recipe, records: int, where: str) -> PrivacyPlan:
         except ValueError as error:
             raise field_error(where, "privacy.epsilon", str(error), privacy.epsilon) from error
     try:
-        return plan_at(recipe, records, noise)
+        return noise, plan_at(recipe, records, noise)
     except ValueError as error:
         raise UserError(f"{where}: privacy: {error}") from error
 

@@ -251,7 +251,7 @@ FAULTS: list[Fault] = [
         "dpdist/bulk/evaluation.py", "attacks/test_evaluations",
         ("return (run.private if cls.private else run.path) / FOLDER", "return run.path / FOLDER",
          "private results lie where they are published"),
-        ("if self.private and public and not", "if False and not",
+        ("if self.private and around and not", "if False and not",
          "private results may be written where they are published"),
     ),
     *group(

@@ -118,4 +118,24 @@ FAULTS: list[Fault] = [
         ("rate = min(1.0, large / self.sizes.train(low))", "rate = min(1.0, small / self.sizes.train(low))",
          "the smallest batch bounds all"),
     ),
+    *group(
+        "tuning/cost.py", "tuning/test_cost::test_the_worst_split_is_what_a_search_over_splits_costs "
+        "tuning/test_cost::test_with_a_target_the_steps_of_each_split_have_noise_of_their_own "
+        "tuning/test_cost::test_splits_that_cannot_be_priced_are_refused",
+        ("for m in self._methods]", "for m in [self.recipe.method]]", "one split is charged"),
+        ("bool(self._splits) or", "", "all splits are taken to cost the same"),
+        ("self._at(trial, self._records, _MOST)", "self._at(self.recipe, self._records, _MOST)",
+         "a split that nothing covers is searched"),
+    ),
+    *group(
+        "tuning/search.py", "tuning/test_search::test_noise_splits_are_searched_and_each_is_paid_for",
+        ("noise = self.planned(values)[0].privacy.noise_multiplier",
+         "noise = self.planned(values)[1].step(0).noise_multiplier",
+         "the first release's noise is taken for the whole's"),
+    ),
+    *group(
+        "tuning/space.py", "tuning/test_cost::test_entries_that_cost_only_together_are_found",
+        ("in itertools.product(*lists.values()):", "in list(zip(*lists.values()))[:1]:",
+         "one combination of entries is priced"),
+    ),
 ]  # fmt: skip

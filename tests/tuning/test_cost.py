@@ -206,15 +206,98 @@ def test_what_only_loss_distributions_price_is_searched(searched, privacy):
     assert cost.one_training.epsilon < cost.guarantee.epsilon
 
 
-def test_besides_the_steps_nothing_may_change(searched):
-    """A search over what Secure-SGD reads beside its steps is refused, not undercounted."""
-    shares = [
+# --- noise splits: how a method shares its budget out
+
+PUBLIC = {"score": {"public": {"name": "digits"}}}
+
+
+def paid_shares(*noises: float) -> list[dict]:
+    return [
         {"name": "secure-sgd", "redistribution": {"source": "paid", "noise_multiplier": s}}
-        for s in (5.0, 10.0)
+        for s in noises
     ]
-    asked = searched(LAWS[0], {"method": {"choice": shares}})
-    with pytest.raises(UserError, match="changes what the method itself reads"):
-        with_values(asked, {"method": shares[0]}, "r.yaml")
+
+
+def test_the_worst_split_is_what_a_search_over_splits_costs(searched):
+    """At a noise that is given: Secure-SGD's paid shares r at noise 3 and 6 are priced as at 3."""
+
+    def price(*noises: float, **method) -> float:
+        space = {"method": {"choice": paid_shares(*noises)}}
+        return cost_of(searched(LAWS[0], space, PUBLIC)).guarantee.epsilon
+
+    assert price(3.0, 6.0) == pytest.approx(price(3.0), rel=1e-9)
+    assert price(3.0) > 1.05 * price(6.0)
+
+
+def test_with_a_target_the_steps_of_each_split_have_noise_of_their_own(searched):
+    """Least noise with which r's release and the steps stay below the recipe's own profile."""
+    space = {"method.redistribution.noise_multiplier": {"choice": [4.0, 6.0, 12.0]}}
+    cost = cost_of(searched(LAWS[0], space, PUBLIC, privacy=TARGET, method=paid_shares(6.0)[0]))
+    assert 1.98 < cost.guarantee.epsilon <= 2.0
+    floor = 1e-3 * 1e-5 / LAWS[0]["mean"]
+    epsilons = np.arange(0, 2, 0.1)
+
+    def profile(shares: float, noise: float) -> np.ndarray:
+        """Of both releases together, by the library."""
+        grid = {"value_discretization_interval": 1e-3}
+        steps = from_gaussian_mechanism(noise, sampling_prob=200 / 9000, **grid)
+        both = steps.self_compose(100).compose(from_gaussian_mechanism(shares, **grid))
+        sides = (both._pmf_remove, both._pmf_add)
+        return np.array([side.get_delta_for_epsilon(epsilons) for side in sides])
+
+    ceiling = np.maximum(profile(6.0, cost.noise_multiplier), floor)
+    noises = []
+    for shares in (4.0, 6.0, 12.0):
+        values = {"method.redistribution.noise_multiplier": shares}
+        noises.append(cost.trial_noise(with_values(cost.recipe, values, "r.yaml")))
+        assert (profile(shares, noises[-1]) <= ceiling * (1 + 2e-3)).all()
+        assert (profile(shares, 0.95 * noises[-1]) > ceiling).any()
+    assert noises[0] > noises[1] > noises[2]
+
+
+def test_splits_of_one_mu_cost_the_same(searched):
+    """Functional's sums: whatever part the first has, the profile is that of one Gaussian."""
+    space = {"method.centre": {"choice": [0.02, 0.05, 0.2]}}
+    asked = searched(LAWS[0], space, PUBLIC, privacy=TARGET, method={"name": "functional"})
+    cost = cost_of(asked)
+    assert cost.costly and 1.98 < cost.guarantee.epsilon <= 2.0
+    for centre in (0.02, 0.05, 0.2):
+        trial = with_values(asked, {"method.centre": centre}, "r.yaml")
+        assert cost.trial_noise(trial) == pytest.approx(cost.noise_multiplier, rel=5e-3)
+
+
+@pytest.mark.parametrize(
+    ("space", "privacy", "words"),
+    [
+        (
+            {"method.redistribution.noise_multiplier": {"uniform": [4.0, 12.0]}},
+            TARGET,
+            "list its values",
+        ),
+        ({"method": {"choice": paid_shares(6.0, 0.2)}}, TARGET, "costs more than the recipe's own"),
+        (
+            {"method.redistribution.noise_multiplier": {"uniform": [4.0, 12.0]}},
+            {"noise_multiplier": 4.0, "delta": 1e-5},
+            "list its values",
+        ),
+    ],
+)
+def test_splits_that_cannot_be_priced_are_refused(searched, space, privacy, words):
+    asked = searched(LAWS[0], space, PUBLIC, privacy=privacy, method=paid_shares(6.0)[0])
+    with pytest.raises(UserError, match=words) as found:
+        cost_of(asked).plan  # noqa: B018
+    assert "tune.space" in str(found.value)
+
+
+def test_entries_that_cost_only_together_are_found(searched):
+    """A section and a field by `also`: the costs of all combinations count."""
+    space = {
+        "method.redistribution.noise_multiplier": {"choice": [3.0, 6.0]},
+        "method.redistribution.source": {"choice": ["public", "paid"]},
+    }
+    asked = searched(LAWS[0], space, PUBLIC, method=paid_shares(6.0)[0])
+    worst = cost_of(searched(LAWS[0], {"method": {"choice": paid_shares(3.0)}}, PUBLIC))
+    assert cost_of(asked).guarantee.epsilon == pytest.approx(worst.guarantee.epsilon, rel=1e-9)
 
 
 # --- no name, no nesting, no combination of entries hides what a trial costs
@@ -430,6 +513,8 @@ OF_EACH = [
     ("transdenoiser", {"variant": "full"}, {**OPEN, "clipping": "flat"}),
     ("residual", {"gamma": 0.1}, TARGET),
     ("residual", {"gamma": 0.1}, OPEN),
+    ("functional", {"centre": 0.2, "rounds": 3}, TARGET),
+    ("stobatch", {}, TARGET),
 ]
 MODELS = {
     "transdenoiser": {"name": "small-unet", "classifier": "/nowhere"},
@@ -448,17 +533,28 @@ def test_the_preview_of_every_method_is_the_plan_of_its_run(recipe, name, option
         certify={"sigma": 0.25},
     )  # fmt: skip
     sizes = preview.sizes_without_data(asked, 2000, "r.yaml")
-    shown, run = preview.one_run(asked, sizes, "r.yaml"), make_plan(asked, 2000, "r.yaml")
+    (noise, shown), run = preview.one_run(asked, sizes, "r.yaml"), make_plan(asked, 2000, "r.yaml")
     assert shown == run
-    steps = run.phases[-1]
-    assert run.phases == asked.method.cost(steps)
+    assert run.phases == asked.method.cost(GaussianSteps(100, noise, 200 / 2000))
     assert shown.guarantee().epsilon <= (asked.privacy.epsilon or math.inf)
-    noise = shown.step(0).noise_multiplier
     row = preview.row(asked, asked.tune.law, True, sizes, noise, "r.yaml")
     assert row.epsilon == run.guarantee().epsilon  # a search of one trial is the run
     if asked.privacy.epsilon is not None:
         assert row.noise == pytest.approx(noise, rel=1e-3)
 
 
-def test_every_method_is_previewed():
-    assert {m.model_fields["name"].default for m in METHODS} == {name for name, *_ in OF_EACH}
+UNSEARCHED = {
+    "private-prediction": {"teachers": 5, "logit_bound": 5.0, "queries": 10},
+    "noisy-records": {"input_norm": 5.0, "label_epsilon": 2.0},
+}
+
+
+def test_every_method_is_previewed_or_refuses_a_search(recipe):
+    names = {m.model_fields["name"].default for m in METHODS}
+    assert names == {name for name, *_ in OF_EACH} | UNSEARCHED.keys()
+    for name, options in UNSEARCHED.items():
+        neighbours = "replace-one" if name == "noisy-records" else "add-or-remove-one"
+        with pytest.raises(UserError, match="does not go with tune"):
+            recipe(
+                method={"name": name, **options}, certify=None, privacy={"neighbours": neighbours}
+            )

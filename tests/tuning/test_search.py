@@ -372,6 +372,38 @@ def test_a_searched_section_is_paid_for(recipe, begin, run_trials, tmp_path):
     assert stated >= max(spent) > 5 * untuned
 
 
+def test_noise_splits_are_searched_and_each_is_paid_for(recipe, begin, run_trials):
+    """Functional's sums share one budget differently: each trial has noise of its own on each,
+    none costs more than was accounted, and with less of it no trial would begin."""
+    asked = recipe(
+        method={"name": "functional", "rounds": 2},
+        privacy={"epsilon": 2.0, "noise_multiplier": None, "run_key": "5b" * 32},
+        tune={
+            "law": {"name": "fixed", "runs": 3, "mean": None},
+            "space": {"method.centre": {"choice": [0.02, 0.1, 0.2]}},
+            "score": {"noise": 20.0},
+        },
+    )
+    del asked.tune.space["training.learning_rate"]
+    search = begin(asked)
+    run_trials(search)
+    one, noise, seen = search.cost.one_training.epsilon, search.cost.noise_multiplier, set()
+    for number in range(3):
+        own = search.folder.trial(number)
+        plan = PrivacyPlan.from_dict(json.loads(own.plan.read_text()))
+        mu = [plan.step(t).noise_multiplier ** -2 for t in range(4)]
+        seen.add(read_trials(search.folder)[number].values["method.centre"])
+        assert mu[0] / sum(mu) == pytest.approx(own.read_recipe().method.centre)
+        assert sum(mu) ** -0.5 == pytest.approx(noise, rel=2e-3)
+        assert 0.99 * one < Ledger.read(own.ledger).guarantee(plan).epsilon <= one * (1 + 1e-3)
+        less = plan_at(own.read_recipe(), plan.records, 0.98 * noise)
+        with pytest.raises(UserError, match="is not begun"):
+            search.cost.limit.check(less, "here")
+    assert len(seen) > 1
+    finish(search)
+    assert read_facts(search.run_folder).guarantee.epsilon <= 2.0
+
+
 def test_a_trial_beyond_what_was_accounted_is_not_begun(recipe, begin, run_trials):
     """Its own plan is held against the accounted one where it runs, and again before a winner is
     shown: here its settings, then its plan, were changed on the way."""
