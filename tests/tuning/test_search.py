@@ -118,6 +118,31 @@ def test_the_winner_becomes_an_ordinary_run_with_the_search_in_its_guarantee(
     assert "trials.json" not in public and "seconds" not in run.trained.read_text()
 
 
+def test_a_law_without_a_renyi_bound_meets_budgets(recipe, begin, tmp_path):
+    """A binomial number of trials: priced by its losses, it is charged to a budget without a
+    ceiling, and to one that runs may not choose each other by; a filter refuses it, unspent."""
+    law = {"name": "binomial", "mean": 3.0, "runs": 4}
+
+    def asked(name: str, **privacy: object):
+        budget = {"budget": str(tmp_path / name), **privacy}
+        return recipe(name=name, privacy={"noise_multiplier": 8.0, **budget}, tune={"law": law})
+
+    for name, ceiling in (
+        ("open", {}),
+        ("together", {"budget_ceiling": 9.0, "budget_composition": "non-adaptive"}),
+    ):
+        search = begin(asked(name, **ceiling))
+        search._charge()
+        (charged,) = budgets_in(str(tmp_path / name))
+        total = search.cost.guarantee
+        assert total.source.startswith("PLD of best-of-K")
+        assert charged.guarantee(1e-4).epsilon == pytest.approx(total.epsilon, rel=1e-6)
+    filtered = begin(asked("filtered", budget_ceiling=9.0))
+    with pytest.raises(UserError, match="has no Renyi bound"):
+        filtered._charge()
+    assert not any(one.charges for one in budgets_in(str(tmp_path / "filtered")))
+
+
 def test_an_interrupted_search_is_continued_to_the_same_end(recipe, begin, run_trials, monkeypatch):
     """Stopped inside a training, before a score and between trials: same keys, settings, scores."""
     fixed = {"run_key": "7f" * 32}
