@@ -6,10 +6,11 @@ In this process, by the parts that runs and `dpdist membership` are made of. For
   a network that learnt from one plain shadow (the same for all rows of a seed); and by LiRA, whose
   references are the plain shadows of all seeds.
 * audit: one training with mislabelled canaries behind a quarter, and what they bound epsilon by.
+* inside: whether residual noise inside the clip helps at equal epsilon, on scikit-learn's digits.
 
 Each result is a line of --results; what is there is not made again. --table prints Markdown.
 
-    nice python benchmarks/residual.py --data-root DATA [--tasks shadow,audit] [--seeds 3]
+    nice python benchmarks/residual.py --data-root DATA [--tasks shadow,audit,inside] [--seeds 3]
     python benchmarks/residual.py --table
 """
 
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import io
+import itertools
 import json
 import tempfile
 import time
@@ -33,30 +35,32 @@ from PIL import Image
 from safetensors.numpy import load as load_tensors
 from scipy.special import expit
 
+from dpdist import models
 from dpdist.audits.bank import BankScores
 from dpdist.audits.canaries import audit_canaries
 from dpdist.audits.games import GAMES, Game
 from dpdist.audits.inference import Lira, Shadow
 from dpdist.audits.membership import Membership
 from dpdist.audits.roc import Estimate, Roc
+from dpdist.audits.scores import log_odds
 from dpdist.audits.shadow import ShadowSetup, ShadowTrainer
 from dpdist.audits.target import of_run
+from dpdist.certification.expected import expected_log_scores
 from dpdist.data.images import decode
 from dpdist.data.parquet import split_files
 from dpdist.privacy.guarantee import format_epsilon
+from dpdist.randomness.places import place_of
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe, parse
 from dpdist.sections.audit import CanaryAudit
 from dpdist.training import loop
 from dpdist.training.job import prepare
-from dpdist.training.records import source_of, training_data
+from dpdist.training.records import evaluation_data, source_of, training_data
 from dpdist.training.reducer import Reducer
 
 RESULTS = Path(__file__).with_suffix(".jsonl")
 Scores = dict[str, np.ndarray]
-
-# --- the rows
 
 DATA: dict[str, dict[str, Any]] = {
     "cifar10": {"mean": [0.4914, 0.4822, 0.4465], "std": [0.2470, 0.2435, 0.2616]},
@@ -65,6 +69,7 @@ DATA: dict[str, dict[str, Any]] = {
         "mean": [0.4914, 0.4822, 0.4465], "std": [0.2470, 0.2435, 0.2616],
     },
     "mnist": {"mean": [0.1307], "std": [0.3081]},
+    "digits": {"data": {"root": None}, "mean": [0.3], "std": [0.4]},
 }  # fmt: skip
 PRIVATE = {
     "privacy": {"noise_multiplier": 1.1, "clip_norm": 1.0},
@@ -80,12 +85,11 @@ def noisy(gamma: float, ensemble: int = 1, skip: bool = True, **method: Any) -> 
     return {"method": {"name": "residual", "gamma": gamma, **method}, "options": options}
 
 
-PLAIN: dict[str, Any] = {}
+BOTH: dict[str, dict[str, Any]] = {"none": {}, "DP-SGD, noise multiplier 1.1": PRIVATE}
 ROWS: dict[str, dict[str, dict[str, Any]]] = {
     "cifar10": {
-        "none": PLAIN,
+        **BOTH,
         "crop and flip": {"training": {"crop": 4, "flip": True}},
-        "DP-SGD, noise multiplier 1.1": PRIVATE,
         "En1, gamma 0.75": noisy(0.75),
         "En1, gamma 2": noisy(2.0),
         "En1, gamma 4.5": noisy(4.5),
@@ -95,28 +99,29 @@ ROWS: dict[str, dict[str, dict[str, Any]]] = {
         "En5, gamma 0.75": noisy(0.75, 5),
     },
     "cifar10-2": {
-        "none": PLAIN,
-        "DP-SGD, noise multiplier 1.1": PRIVATE,
-        "En1, gamma 0.5": noisy(0.5),
+        **BOTH, "En1, gamma 0.5": noisy(0.5),
         "En1, Strategy II, gamma 0.5": noisy(0.5, strategy="multiplicative"),
     },
-    "mnist": {
-        "none": PLAIN,
-        "DP-SGD, noise multiplier 1.1": PRIVATE,
-        "En1, gamma 0.5": noisy(0.5),
-        "En1, gamma 2.5": noisy(2.5),
-    },
+    "mnist": {**BOTH, "En1, gamma 0.5": noisy(0.5), "En1, gamma 2.5": noisy(2.5)},
+}  # fmt: skip
+ROWS["digits"] = {
+    f"gamma {gamma:g}": (noisy(gamma) if gamma else {})
+    | {"privacy": {"epsilon": 3.0}, "training": PRIVATE["training"] | {"milestones": [0.5, 0.75]}}
+    for gamma in (0.0, 0.1, 0.3, 1.0)
 }
-CORE = [
-    "none", "En1, gamma 0.75", "En1, gamma 4.5", "DP-SGD, noise multiplier 1.1",
-    "En1, gamma 0.75, no skip",
-]  # fmt: skip
+CORE = [*BOTH, "En1, gamma 0.75", "En1, gamma 4.5", "En1, gamma 0.75, no skip"]
 ENSEMBLES = ["En5, gamma 0.75", "En2, gamma 0.75"]
 PROMISED = ["DP-SGD, noise multiplier 1.1", "En1, gamma 0.75", "En1, gamma 4.5"]  # to audit against
 ORDER: tuple[tuple[str, str, list[str] | None], ...] = (  # what is made first; None: all rows
     ("cifar10", "shadow", CORE), ("cifar10", "audit", PROMISED), ("cifar10", "shadow", ENSEMBLES),
     ("cifar10", "shadow", None), ("cifar10-2", "shadow", None), ("mnist", "shadow", None),
+    ("digits", "inside", None),
 )  # fmt: skip
+# records: of all four quarters. side: of an image, in pixels; 0 for the original's.
+NUMBERS = {
+    "seeds": 3, "records": 10_000, "side": 0, "epochs": 30, "batch": 128, "rate": 0.1, "width": 4,
+    "passes": 10, "population": 2000, "canaries": 500,
+}  # fmt: skip
 SIZE = ("records", "side", "epochs", "width")  # what a result is of, besides its row
 LONG, QUERIED = 100, "En1, gamma 0.75"  # passes, of this row's first seed; elsewhere `--passes`
 
@@ -145,8 +150,9 @@ def recipe_of(data: str, row: str, given: argparse.Namespace, seed: int, part: f
         },
         "resources": {"checkpoint_seconds": 1e6},
     }  # fmt: skip
-    if "gamma" in raw["method"]:  # pi = gamma / 2 on standardised pixels, as in the paper
-        raw["method"]["pi"] = round(raw["method"]["gamma"] / 2 * float(np.mean(setting["std"])), 4)
+    if "gamma" in raw["method"]:  # pi = gamma / 2 and R = 30 on standardised pixels
+        std = float(np.mean(setting["std"]))
+        raw["method"] |= {"pi": round(raw["method"]["gamma"] / 2 * std, 4), "input_norm": 30 * std}
     return parse(raw, row)
 
 
@@ -159,8 +165,8 @@ def smaller(given: argparse.Namespace, name: str) -> Path:
         path = root / name / f"{split}.parquet"
         if path.exists():
             continue
-        (file,) = split_files(given.data_root, name, split)
-        table = pq.read_table(file).slice(0, count)
+        files = map(str, split_files(given.data_root, name, split))
+        table = pq.read_table(list(files)).slice(0, count)
         images = []
         for one in table["image"].to_pylist():
             picture = decode(one["bytes"])
@@ -173,9 +179,6 @@ def smaller(given: argparse.Namespace, name: str) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         pq.write_table(pa.table({"image": images, "label": table["label"]}), path)
     return root
-
-
-# --- trainings and what they say
 
 
 def scores_of(
@@ -250,9 +253,8 @@ def shadow(data: str, row: str, seed: int, given: argparse.Namespace, shadows: P
 
 
 def audit(data: str, row: str, seed: int, given: argparse.Namespace, shadows: Path) -> Any:
-    options = CanaryAudit(
-        canaries=given.canaries, canary="mislabelled", guesses=min(100, given.canaries)
-    )
+    guesses = min(100, given.canaries)
+    options = CanaryAudit(canaries=given.canaries, canary="mislabelled", guesses=guesses)
     recipe = recipe_of(data, row, given, seed, 0.25)
     raw = recipe.model_dump(mode="json") | {"audit": options.model_dump(mode="json")}
     if recipe.privacy.noise_multiplier == 0:  # what the paper claims it of
@@ -263,65 +265,90 @@ def audit(data: str, row: str, seed: int, given: argparse.Namespace, shadows: Pa
         loop.run(prepare(recipe, folder, row), Reducer(0, 1, torch.device("cpu")))
         target = of_run(folder, read_facts(folder).guarantee)
         found = audit_canaries(options, target, folder.path, lambda done, total: None)
-    proved, claimed = (
-        None if one is None else format_epsilon(one)
-        for one in (target.proved.epsilon, target.claimed)
-    )
     return {
-        "proved": proved, "claimed": claimed, "at_least": found.epsilon,
-        "right": found.details["right"], "of": options.guessed,
-        "by_counting": found.details["epsilon_by_counting"],
+        "proved": format_epsilon(target.proved.epsilon), "claimed": target.claimed,
+        "at_least": found.epsilon, "right": found.details["right"], "of": options.guessed,
     }  # fmt: skip
 
 
-TASKS = {"shadow": shadow, "audit": audit}
+def inside(data: str, row: str, seed: int, given: argparse.Namespace, shadows: Path) -> Any:
+    """By DP-SGD on all records: accuracy on test records, and how members are told from them."""
+    recipe = recipe_of(data, row, given, seed, 1.0)
+    with tempfile.TemporaryDirectory(prefix="dpdist-residual-") as place:
+        folder = RunFolder(Path(place) / "run")
+        loop.run(prepare(recipe, folder, row), Reducer(0, 1, torch.device("cpu")))
+        model, epsilon = models.load(folder.model), read_facts(folder).guarantee.epsilon
+    line: dict[str, Any] = {"epsilon": format_epsilon(epsilon), "test": {}, "auc": {}}
+    source = source_of(recipe)
+    splits = (training_data(recipe, source), evaluation_data(recipe, source))
+    for passes in (1, given.passes):
+        odds = []
+        for records in splits:
+            x, y = records.batch(slice(None)), np.asarray(records.labels)
+            with torch.inference_mode():
+                noisy = place_of(model).random
+                answers = expected_log_scores(model, x, passes, str(seed)) if noisy else model(x)
+            odds.append(log_odds(answers.double().numpy(), y))
+            line["test"][passes] = float((answers.argmax(1).numpy() == y).mean())  # the last's
+        line["auc"][passes] = Roc.of(
+            np.concatenate(odds), np.repeat([True, False], list(map(len, odds)))
+        ).auc.value
+    return line
 
 
-# --- the table
+TASKS = {"shadow": shadow, "audit": audit, "inside": inside}
 
 
-def line_of(found: list[dict[str, Any]], data: str, row: str) -> str | None:
-    """A line of Markdown; intervals are Student's over trainings."""
-    own = [one for one in found if (one["data"], one["row"]) == (data, row)]
-    shadows = [one for one in own if one["task"] == "shadow"]
-    if not shadows:
-        return None
-    one, most = "1", max(set.intersection(*(set(each["auc"]) for each in shadows)), key=int)
-    gap = [each["train"][one] - each["test"][one] for each in shadows]
-    cells = [row, shadows[0]["epsilon"]]
-    cells += [_mean([each[what][one] for each in shadows]) for what in ("train", "test")]
-    cells.append(_mean(gap))
-    cells.append(_mean([each["auc"][one] for each in shadows]))
-    cells += [_mean([each["auc_log_odds"][at] for each in shadows]) for at in (one, most)]
-    cells.append(_mean([each["auc_lira"][most] for each in shadows if "auc_lira" in each]))
-    audits = [each for each in own if each["task"] == "audit"]
-    cells.append(", ".join(f"{each['at_least']:.2f}" for each in audits))
-    return f"| {' | '.join(cells)} | {len(shadows)} |"
+# --- the tables; intervals are Student's over trainings
+
+
+def shadow_cells(own: list[dict[str, Any]]) -> list[str]:
+    lines = [one for one in own if one["task"] == "shadow"]
+    one, most = "1", max(set.intersection(*(set(each["auc"]) for each in lines)), key=int)
+    gaps = [each["train"][one] - each["test"][one] for each in lines]
+    columns = [[each[what][one] for each in lines] for what in ("train", "test")]
+    columns += [gaps, [each["auc"][one] for each in lines]]
+    columns += [[each["auc_log_odds"][at] for each in lines] for at in (one, most)]
+    columns.append([each["auc_lira"][most] for each in lines if "auc_lira" in each])
+    audits = [f"{each['at_least']:.2f}" for each in own if each["task"] == "audit"]
+    return [*map(_mean, columns), *(audits or [""])]
+
+
+def inside_cells(own: list[dict[str, Any]]) -> list[str]:
+    most = max(own[0]["test"], key=int)
+    columns = [[each["test"][at] for each in own] for at in ("1", most)]
+    return [_mean(column) for column in (*columns, [each["auc"][most] for each in own])]
 
 
 def _mean(values: list[float]) -> str:
-    if not values:
-        return ""
-    estimate = Estimate.mean(values)
     if len(values) < 2:
-        return f"{estimate.value:.3f}"
+        return "".join(f"{value:.3f}" for value in values)
+    estimate = Estimate.mean(values)
     return f"{estimate.value:.3f} ± {estimate.high - estimate.value:.3f}"
 
 
-HEAD = (
-    "| row | proved ε | train | test | gap | AUC, shadow | AUC, log-odds | of the mean of many | "
-    "AUC, LiRA | audited ε ≥ | trainings |"
-)
+TABLES = {
+    "shadow": (
+        "train | test | gap | AUC, shadow | AUC, log-odds | of the mean of 10 | AUC, LiRA | "
+        "audited ε ≥",
+        shadow_cells,
+    ),
+    "inside": ("test | of the mean of 10 | AUC, log-odds of the mean", inside_cells),
+}
 
 
 def tables(found: list[dict[str, Any]]) -> Iterator[str]:
-    for data, rows in ROWS.items():
-        lines = [line for row in rows if (line := line_of(found, data, row)) is not None]
-        if lines:
-            yield from (f"\n{data}\n", HEAD, "|" + (HEAD.count("|") - 1) * "---|", *lines)
-
-
-# --- the command
+    for (task, (columns, cells)), data in itertools.product(TABLES.items(), ROWS):
+        head = f"| {data} | proved ε | {columns} | trainings |"
+        lines = [head, "|" + (head.count("|") - 1) * "---|"]
+        for row in ROWS[data]:
+            own = [one for one in found if (one["data"], one["row"]) == (data, row)]
+            trained = [one for one in own if one["task"] == task]
+            if trained:
+                told = [row, trained[0]["epsilon"], *cells(own), str(len(trained))]
+                lines.append(f"| {' | '.join(told)} |")
+        if len(lines) > 2:
+            yield from (*lines, "")
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -335,9 +362,9 @@ def make(given: argparse.Namespace) -> None:
     chosen, original = given.tasks.split(","), given.data_root
     size = {key: getattr(given, key) for key in SIZE}
     for data, task, some in ORDER:
-        if task not in chosen or (given.data and data not in given.data.split(",")):
+        if task not in chosen:
             continue
-        if given.side:
+        if given.side and data != "digits":
             given.data_root = original
             given.data_root = smaller(given, DATA[data].get("data", {}).get("name", data))
         for seed in range(1 if task == "audit" else given.seeds):
@@ -347,8 +374,8 @@ def make(given: argparse.Namespace) -> None:
                     continue
                 began = time.monotonic()
                 found = TASKS[task](data, row, seed, given, given.runs)
-                seconds = round(time.monotonic() - began, 1)
-                line = json.dumps(name | found | {"seconds": seconds})
+                taken = {"seconds": round(time.monotonic() - began, 1)}
+                line = json.dumps(name | found | taken)
                 with given.results.open("a") as file:
                     file.write(line + "\n")
                 print(line, flush=True)
@@ -357,23 +384,13 @@ def make(given: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--data-root", type=Path, default=Path("../shared/data"))
-    parser.add_argument("--data", help="cifar10, cifar10-2 or mnist (default: all)")
-    parser.add_argument("--tasks", default="shadow,audit")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--records", type=int, default=10_000, help="of all four quarters")
-    parser.add_argument("--side", type=int, default=0, help="pixels (default: the original's)")
-    parser.add_argument("--epochs", type=int, default=30)
-    parser.add_argument("--batch", type=int, default=128)
-    parser.add_argument("--rate", type=float, default=0.1)
-    parser.add_argument("--width", type=int, default=4)
-    parser.add_argument("--passes", type=int, default=10)
-    parser.add_argument("--population", type=int, default=2000)
-    parser.add_argument("--canaries", type=int, default=500)
+    parser.add_argument("--tasks", default="shadow,audit,inside")
+    for name, default in NUMBERS.items():
+        parser.add_argument(f"--{name}", type=type(default), default=default)
     parser.add_argument("--runs", type=Path, default=Path("runs/residual"))
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--table", action="store_true")
     given = parser.parse_args()
-    given.data_root = given.data_root.resolve()
     if not given.table:
         make(given)
     print("\n".join(tables(read(given.results))))
