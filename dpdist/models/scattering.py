@@ -38,7 +38,7 @@ class Scattering(nn.Module):
             raise ValueError(
                 f"angles >= 1, widths > 0 and 1 <= cosines <= {min(coarse)} are needed"
             )
-        self.scales, self.stride = len(widths), stride
+        self.channels, self.scales, self.stride = channels, len(widths), stride
         for scale, width in enumerate(widths):
             self.register_buffer(f"wavelets_{scale}", _morlets(width, angles), False)
         for name, (rows, columns) in (("whole", sides), ("coarse", coarse)):
@@ -55,7 +55,7 @@ class Scattering(nn.Module):
             parts = nn.functional.conv2d(channels, wavelets, stride=self.stride, padding=padding)
             moduli = (parts.unflatten(1, (-1, 2)).square().sum(2) + _TINY).sqrt()
             maps.append(self._low(moduli, "coarse"))
-        features = torch.cat(maps, 1).reshape(len(x), -1)
+        features = torch.cat(maps, 1).unflatten(0, (-1, self.channels)).flatten(1)
         return features / features.norm(dim=1, keepdim=True).clamp(min=_TINY)
 
     def _low(self, maps: Tensor, size: str) -> Tensor:

@@ -151,6 +151,18 @@ def test_models_that_will_not_do() -> None:
         sums(model=nn.Sequential(nn.Flatten(), nn.Linear(64, CLASSES, bias=False)))
 
 
+def test_the_public_features_of_a_batch_of_any_size() -> None:
+    """Traced as well, as a certification executes them; of norm 1, a record's own, in any colour."""
+    for shape in (SHAPE, (3, 8, 8)):
+        spec = ModelSpec("scattering", shape, CLASSES, {**MODEL["options"]})
+        part = models.initialise(spec, 0)[0]
+        x = torch.rand(5, *shape)
+        traced = torch.jit.trace(part, x[:2])
+        assert torch.allclose(traced(x), part(x), atol=1e-6)
+        assert torch.allclose(part(x), torch.cat([part(x[i : i + 1]) for i in range(5)]), atol=1e-5)
+        assert torch.allclose(part(x).norm(dim=1), torch.ones(5))
+
+
 # ---- what is made of the sums
 
 
