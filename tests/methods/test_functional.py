@@ -152,7 +152,7 @@ def test_models_that_will_not_do() -> None:
 
 
 def test_the_public_features_of_a_batch_of_any_size() -> None:
-    """Traced as well, as a certification executes them; of norm 1, a record's own, in any colour."""
+    """Traced as well, as a certification executes them; of norm 1, each record's own."""
     for shape in (SHAPE, (3, 8, 8)):
         spec = ModelSpec("scattering", shape, CLASSES, {**MODEL["options"]})
         part = models.initialise(spec, 0)[0]
