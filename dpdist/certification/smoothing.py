@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from dpdist.certification.reading import CertificateTable
     from dpdist.certification.sampling import Counter
 
+_NEAR = 1e-6  # decided radii are tested at a probability a hair above their own
+
 
 class Smoothing(Certificate):
     """Votes of a model under noise on its input.
@@ -102,6 +104,20 @@ class Smoothing(Certificate):
             "cap": self.n,
             "spending": self.spending,
         }
+
+    @classmethod
+    def check(cls, table: pa.Table, where: str) -> None:
+        """What is stated of noise behind the input must be what the radii were made with."""
+        both = of_table(table)
+        if both is None:
+            return
+        follow = Gaussian(both.both).radius(table["p_lower"].to_numpy())
+        radii, near = table["radius"].to_numpy(), _NEAR * (follow + both.both)
+        if not (abs(radii - follow) <= near).all():
+            raise UserError(
+                f"{where}: damaged: its radii do not follow from the sigma, hidden noise and "
+                "sensitivity that it states"
+            )
 
     @classmethod
     def sizes(cls, table: pa.Table) -> tuple[CertifiedSizes, ...]:

@@ -74,7 +74,14 @@ class Sums:
         self.method, self.records = method, records
         exact = copy.deepcopy(model).double()
         wide = example.double()
-        if (why := mixing(exact, wide)) is not None:
+        try:
+            why = mixing(exact, wide)
+        except RuntimeError as error:  # whatever a user's module does, a cast mostly
+            said = (str(error).splitlines() or [""])[0]
+            raise UserError(
+                f"the model fails in float64, in which method functional sums: {said}"
+            ) from error
+        if why is not None:
             raise UserError(f"the model mixes records: {why}")
         self._read = Features(exact, wide)
         self._kept: dict[int, Tensor] = {}

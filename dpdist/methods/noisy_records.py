@@ -45,6 +45,12 @@ class NoisyRecordsMethod(Method):
         for what, given in (("audit", recipe.audit), ("tune", recipe.tune)):
             if given is not None:
                 raise ValueError(f"method {self.name} does not go with {what}")
+        chosen = recipe.data.chosen_by_content
+        if chosen is not None:
+            raise ValueError(
+                f"method {self.name} does not go with data.{chosen}: it takes or leaves a record "
+                "by what is in it, so another one in its place may change how many are released"
+            )
 
     @property
     def local(self) -> bool:

@@ -98,6 +98,13 @@ class DataRecipe(Section):
         """How many classes a model of these records has."""
         return len(self.labels) or self.classes
 
+    @property
+    def chosen_by_content(self) -> str | None:
+        """A field that takes or leaves a record by what is in it; None where all are taken."""
+        fields = ("labels", "max_train", "drop_test_records", "public", "hold_out")
+        found = next((name for name in fields if getattr(self, name)), None)
+        return "fraction" if found is None and self.fraction < 1 else found
+
 
 class PretrainedRecipe(Section):
     """Weights that others trained, without this run's records.

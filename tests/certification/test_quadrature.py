@@ -178,10 +178,15 @@ def factory(input_shape: tuple[int, ...], classes: int) -> nn.Module:
 def certified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A table of the plane, certified under both noises in equal parts."""
     without_ray(monkeypatch)
-    models.save(plane(), SPEC, tmp_path / "model")
-    settings = Cohen(sigma=SIGMA, n0=50, n=1000, batch=200, seed="1")
-    job.certify(tmp_path / "model", Points(), settings, tmp_path / "c", trusted_factory=SPEC.name)
-    return tmp_path / "c" / job.TABLE
+    return certify_plane(tmp_path)
+
+
+def certify_plane(home: Path, **more: object) -> Path:
+    models.save(plane(), SPEC, home / "model")
+    given = {"sigma": SIGMA, "n0": 50, "n": 1000, "batch": 200, "seed": "1"}
+    settings = settings_of({**given, **more})
+    job.certify(home / "model", Points(), settings, home / "c", trusted_factory=SPEC.name)
+    return home / "c" / job.TABLE
 
 
 def test_the_table_states_what_holds_and_names_what_does_not(certified: Path) -> None:
@@ -237,6 +242,20 @@ def test_a_damaged_description_is_named(certified: Path) -> None:
     ):
         with pytest.raises(UserError, match=message):
             quadrature.of_table(tables.build(rows, about | change))
+
+
+@pytest.mark.parametrize("mode", ["fixed", "target", "anytime"])
+def test_a_description_that_its_radii_do_not_follow_from_is_refused(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_ray(monkeypatch)
+    table = reading.read(certify_plane(tmp_path, mode=mode, radii=[0.0, 0.1, 0.3])).table
+    rows, about = table.to_pylist(), tables.about(table)
+    assert max(row["radius"] for row in rows) > 0
+    for change in ({"hidden": about["hidden"] * 1.001}, {"sensitivity": {"l2": 0.1}}):
+        tables.write(tables.build(rows, about | change), tmp_path / "t.parquet")
+        with pytest.raises(UserError, match="damaged: its radii do not follow"):
+            reading.read(tmp_path / "t.parquet")
 
 
 # ---- where there is nothing to add

@@ -143,8 +143,14 @@ def test_models_that_will_not_do() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x.flatten(1) - x.flatten(1).mean(0)
 
+    class InFloat32(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.flatten(1).float()
+
     with pytest.raises(UserError, match="mixes records"):
         sums(model=nn.Sequential(Mixes(), nn.Linear(64, CLASSES)))
+    with pytest.raises(UserError, match="fails in float64, in which method functional sums"):
+        sums(model=nn.Sequential(InFloat32(), nn.Linear(64, CLASSES)))
     with pytest.raises(UserError, match="must end in"):
         sums(model=nn.Sequential(nn.Flatten(), nn.Linear(64, CLASSES), nn.Tanh()))
     with pytest.raises(UserError, match="must end in"):

@@ -136,6 +136,12 @@ def test_what_it_does_not_protect_is_refused() -> None:
     ):
         with pytest.raises(UserError, match=said):
             parse(RAW | {section: RAW.get(section, {}) | given}, "test")
+    for name, value in (
+        ("public", 0.1), ("hold_out", 0.1), ("fraction", 0.5), ("max_train", 900),
+        ("labels", [3, 5]), ("drop_test_records", True),
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=f"does not go with data.{name}: it takes or leaves"):
+            parse(RAW | {"data": RAW["data"] | {name: value}}, "test")
     plain = RAW | {"method": "dp-sgd", "privacy": RAW["privacy"] | {"clipping": "none"}}
     with pytest.raises(UserError, match="clipping: none is training without privacy"):
         parse(plain, "test")
@@ -165,7 +171,8 @@ def test_a_run_is_trained_on_them_and_released(
 
 def test_the_steps_see_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Inputs are all but nothing, labels are coins: nothing else of a record reaches a step."""
-    more = {"method": {"name": "noisy-records", "input_norm": 1e-6, "label_epsilon": 1e-9}}
+    method = {"name": "noisy-records", "input_norm": 1e-6, "label_epsilon": 1e-9}
+    more: dict[str, Any] = {"method": method, "data": RAW["data"]}
     privacy = RAW["privacy"] | {"run_key": "5a" * 32, "clipping": "none"}
     recipe, folder = make(tmp_path, "a", **more, privacy=privacy, model="linear")
     found = train(recipe, folder)
