@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 CENTRE, CURVATURE = "centre", "curvature"  # the tensors that a checkpoint keeps beside the head
 PASS = 128  # records of a pass; `dpdist.methods.functional_sums.slack` rests on it
 _EXAMPLES = 32  # test inputs that the model is tried on
-_ROWS = 128  # records of a pass
 
 _Between = Annotated[float, Number, Field(gt=0, lt=1)]
 
