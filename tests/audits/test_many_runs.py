@@ -109,7 +109,7 @@ def test_what_is_more_than_gradients_and_noise_is_refused(
 ) -> None:
     without_ray(monkeypatch)
     target = target_of(tmp_path, **more)
-    with pytest.raises(UserError, match="draws noise, crops or flips, or clips by layer"):
+    with pytest.raises(UserError, match="draws noise, crops or flips, clips by layer"):
         Trainings(
             target.recipe, target.plan, training_data(target.recipe, source_of(target.recipe))
         )
