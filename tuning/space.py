@@ -108,6 +108,10 @@ def with_values(recipe: Recipe, values: Mapping[str, Any], where: str) -> Recipe
         for field in (key, *recipe.tune.space[key].also):
             _put(raw, field, value, f"{where}: tune.space.{key}")
     trial = parse(raw, where)
+    try:  # a method that is listed may be none for a search
+        trial.method.check(trial.model_copy(update={"tune": recipe.tune}))
+    except ValueError as error:
+        raise UserError(f"{where}: tune.space: {error}") from error
     _check_fixed(recipe, trial, where)
     return trial
 

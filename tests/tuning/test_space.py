@@ -80,6 +80,13 @@ def test_whole_methods_can_be_compared(recipe):
     assert with_values(asked, {"method": methods[1], "training.learning_rate": 1}, "").method.draws
 
 
+def test_a_method_that_goes_with_no_search_is_none_of_its_values_either(recipe):
+    other = {"name": "private-prediction", "teachers": 5, "logit_bound": 1, "queries": 3}
+    asked = recipe(certify=None, tune={"space": {"method": {"choice": ["dp-sgd", other]}}})
+    with pytest.raises(UserError, match="space: method private-prediction does not go with tune"):
+        check_space(asked, "r.yaml")
+
+
 @pytest.mark.parametrize(
     ("field", "domain", "message"),
     [
