@@ -45,6 +45,11 @@ def evaluate_stage(recipe: Recipe, folder: RunFolder) -> None:
     if folder.evaluation.exists() or recipe.method.evaluated == 0:
         return
     dataset = evaluation_data(recipe, source_of(recipe)).first(recipe.method.evaluated)
+    if recipe.method.withheld is not None:
+        whole = dataset.batch(slice(0, len(dataset)))
+        dataset = dataset.first(Oracle(recipe, folder).affords(whole))
+        if not len(dataset):
+            return
     answer, about = _answering(recipe, folder)
     wrong: list[int] = []
     loss = 0.0

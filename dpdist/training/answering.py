@@ -59,6 +59,17 @@ class Oracle:
             raise UserError(str(error)) from error
         return torch.tensor(found, dtype=torch.float64)
 
+    def affords(self, inputs: Tensor) -> int:
+        """So many of these inputs, from the first on, can be answered with what is left: fewer than
+        were planned for after a crash, which uses up the answer that it interrupts."""
+        ledger, new = Ledger.read(self._folder.ledger), set[str]()
+        for count, question in enumerate(map(_question, inputs)):
+            if ledger.answer(question) is None:
+                new.add(question)
+            if len(new) > self.left:
+                return count
+        return len(inputs)
+
     def _answer(self, ledger: Ledger, question: str, scores: np.ndarray) -> list[float]:
         known = ledger.answer(question)
         if known is not None:

@@ -324,6 +324,30 @@ def test_a_crash_counts_and_two_at_once_take_one(
         _one_too_many(folder)
 
 
+def test_an_evaluation_ends_after_a_crash_has_used_up_one_of_its_answers(
+    here: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All answers are the evaluation's; its third is counted and lost."""
+    raw = {**RAW, "method": METHOD | {"evaluate": 6}}
+    (tmp_path / "x.yaml").write_text(yaml.safe_dump(raw))
+    real, asked = PrivatePrediction.answer, []
+
+    def dies(self: PrivatePrediction, *given: Any) -> Any:
+        asked.append(1)
+        if len(asked) == 3:
+            raise KeyboardInterrupt
+        return real(self, *given)
+
+    with monkeypatch.context() as inner:
+        inner.setattr(PrivatePrediction, "answer", dies)
+        assert here("run", "x.yaml").code == 130
+    folder = RunFolder(tmp_path / "runs" / "x")
+    assert Ledger.read(folder.ledger).asked == 3 and not folder.evaluation.exists()
+    assert here("run", "x.yaml").code == 0
+    assert Ledger.read(folder.ledger).asked == 6
+    assert json.loads(folder.evaluation.read_text())["inputs"] == 5
+
+
 def _one_too_many(folder: RunFolder) -> None:
     from dpdist.runs.released import check_released
 
