@@ -69,6 +69,9 @@ class NoisyRecordsMethod(Method):
         phase: Any = plan.phases[0]
         return phase.noise_multiplier * self.input_norm
 
+    def assumed(self, recipe: Sections) -> list[str]:
+        return [f"every input is clipped to L2 norm {self.input_norm:g} before it is noised"]
+
     def words(self, plan: PrivacyPlan) -> str:
         step = plan.step(0)
         return (

@@ -109,8 +109,9 @@ class PrivacyPlan:
 
     @property
     def clips(self) -> bool:
-        """Whether records' contributions to steps are clipped."""
-        steps = any(phase.loop is not None for phase in walk(self.phases))
+        """Whether a price rests on clipped contributions of records to steps."""
+        loops = (phase.loop for phase in walk(self.phases))
+        steps = any(loop is not None and loop.noise_multiplier > 0 for loop in loops)
         return steps and math.isfinite(self.clip_norm)
 
     def phase_of(self, step: int) -> int:

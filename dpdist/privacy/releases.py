@@ -114,9 +114,10 @@ class GaussianSteps(Phase):
 
     @property
     def words(self) -> str:
-        noise = f"{self.steps} steps WITHOUT noise"
+        steps = "step" if self.steps == 1 else "steps"
+        noise = f"{self.steps} {steps} WITHOUT noise"
         if self.noise_multiplier:
-            noise = f"{self.steps} Gaussian steps, noise multiplier {self.noise_multiplier:.6g}"
+            noise = f"{self.steps} Gaussian {steps}, noise multiplier {self.noise_multiplier:.6g}"
         how = "full batches"
         if self.sample_rate < 1:
             how = f"Poisson sampling at rate {self.sample_rate:.6g}"

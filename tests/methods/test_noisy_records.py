@@ -162,9 +162,9 @@ def test_a_run_is_trained_on_them_and_released(
     assert released.code == 0, released.err
     card = json.loads((tmp_path / "runs/x/release/privacy_card.json").read_text())
     assert card["private"] and card["mechanism"][0].startswith("every record released once")
-    assert "inputs are clipped before their noise" in card["assumptions"][0] or any(
-        "drawn once for each record" in line for line in card["assumptions"]
-    )
+    said = " ".join(card["assumptions"])
+    assert "drawn once for each record" in said and "clipped to L2 norm 4 " in said
+    assert card["clip_norm"] == "none" and "contribution is clipped" not in said
     audit = command(monkeypatch, capsys, tmp_path, "audit", "x.yaml")
     assert audit.code == 2 and "noised before the steps" in audit.err
 
