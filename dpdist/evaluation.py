@@ -13,6 +13,7 @@ from dpdist import models
 from dpdist.base.errors import UserError
 from dpdist.base.storage import json_number, write_json
 from dpdist.certification.expected import expected_log_scores
+from dpdist.data import Dataset
 from dpdist.randomness.places import place_of
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe
@@ -45,12 +46,10 @@ def evaluate_stage(recipe: Recipe, folder: RunFolder) -> None:
     if folder.evaluation.exists() or recipe.method.evaluated == 0:
         return
     dataset = evaluation_data(recipe, source_of(recipe)).first(recipe.method.evaluated)
-    if recipe.method.withheld is not None:
-        whole = dataset.batch(slice(0, len(dataset)))
-        dataset = dataset.first(Oracle(recipe, folder).affords(whole))
-        if not len(dataset):
-            return
-    answer, about = _answering(recipe, folder)
+    asked, answer, about = _answering(recipe, folder, dataset)
+    dataset = dataset.first(asked)
+    if not len(dataset):
+        return
     wrong: list[int] = []
     loss = 0.0
     with torch.inference_mode():
@@ -78,18 +77,21 @@ def evaluate_stage(recipe: Recipe, folder: RunFolder) -> None:
 
 
 def _answering(
-    recipe: Recipe, folder: RunFolder
-) -> tuple[Callable[[torch.Tensor, int], torch.Tensor], dict[str, Any]]:
-    """Scores of inputs that begin at a place in the data, and what the evaluation says of them."""
+    recipe: Recipe, folder: RunFolder, dataset: Dataset
+) -> tuple[int, Callable[[torch.Tensor, int], torch.Tensor], dict[str, Any]]:
+    """How many of the inputs may be asked about, from the first on; scores of inputs that begin at
+    a place in the data; and what the evaluation says of them."""
     if recipe.method.withheld is not None:
         oracle = Oracle(recipe, folder)
-        return lambda inputs, start: oracle(inputs), {"noise_draws": None}
+        asked = oracle.affords(dataset.batch(slice(0, len(dataset))))
+        return asked, lambda inputs, start: oracle(inputs), {"noise_draws": None}
     model = load_model(recipe, folder)
     about: dict[str, Any] = {"model": models.model_hash(folder.model)}
     if not place_of(model).random:
-        return lambda inputs, start: model(inputs), about | {"noise_draws": None}
+        return len(dataset), lambda inputs, start: model(inputs), about | {"noise_draws": None}
     seed, draws = secrets.token_hex(16), _DRAWS
     return (
+        len(dataset),
         lambda inputs, start: expected_log_scores(model, inputs, draws, seed, start),
         about | {"noise_draws": draws},
     )

@@ -53,7 +53,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     processes that each take the next file then end at about the same time."""
     cache = getattr(config, "cache", None)
     seconds = {} if cache is None else cache.get(TIMES, {})
-    whole = {item.path: not quick(item.path) for item in items}
+    whole = {path: not quick(path) for path in {item.path for item in items}}
     items.sort(key=lambda item: (-seconds.get(_file(item.nodeid), 1e9), not whole[item.path]))
 
 

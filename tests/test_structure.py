@@ -78,7 +78,7 @@ ROOMS: dict[str, set[str]] = {
         "runs",
         "training",
     },
-    "evaluation": {"randomness", "models", "certification", "runs", "training"},
+    "evaluation": {"randomness", "data", "models", "certification", "runs", "training"},
     "pipeline": {
         "evaluation",
         "randomness",

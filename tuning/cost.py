@@ -30,7 +30,7 @@ from dpdist.privacy.releases import GaussianReleases, GaussianSteps
 from dpdist.runs.recipe import Recipe
 from dpdist.sections.search import LawRecipe
 from dpdist.training.planning import plan_at
-from dpdist.tuning.space import Box, cost_boxes, methods, own_box
+from dpdist.tuning.space import Box, cost_boxes, methods, own_box, unit_cost
 
 if TYPE_CHECKING:
     from dpdist.methods.base import Method
@@ -101,9 +101,8 @@ class SearchCost:
     @property
     def _splits(self) -> list[Method]:
         """Methods in the space that cost, with the same steps, what the recipe's own does not."""
-        steps = GaussianSteps(1, 1.0, 1.0)
-        own = self.recipe.method.cost(steps)
-        return [method for method in self._methods if method.cost(steps) != own]
+        own = unit_cost(self.recipe.method)
+        return [method for method in self._methods if unit_cost(method) != own]
 
     @property
     def _records(self) -> int:

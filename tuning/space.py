@@ -244,23 +244,23 @@ def methods(recipe: Recipe, where: str) -> list[Method]:
     }
     ranges = {key: domain for key, domain in touching.items() if domain.choice is None}
     lists = {key: domain.choice for key, domain in touching.items() if domain.choice is not None}
-    found = {_unit_cost(recipe.method): recipe.method} if not lists else {}
+    found = {unit_cost(recipe.method): recipe.method} if not lists else {}
     for listed in itertools.product(*lists.values()):
         values = {**first, **dict(zip(lists, listed, strict=True))}
         method = with_values(recipe, values, where).method
         for key, domain in ranges.items():
             for value in (domain.ends[-1], domain_value(domain, _MIDDLE)):
                 other = with_values(recipe, {**values, key: value}, where).method
-                if _unit_cost(other) != _unit_cost(method):
+                if unit_cost(other) != unit_cost(method):
                     raise UserError(
                         f"{where}: tune.space.{key}: changes what the method costs beside its "
                         "steps; list its values (choice) in place of a range"
                     )
-        found.setdefault(_unit_cost(method), method)
+        found.setdefault(unit_cost(method), method)
     return list(found.values())
 
 
-def _unit_cost(method: Method) -> tuple[Phase, ...]:
+def unit_cost(method: Method) -> tuple[Phase, ...]:
     """What tells apart methods that cost differently with the same steps."""
     return method.cost(GaussianSteps(1, 1.0, 1.0))
 

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +9,7 @@ import pyarrow as pa
 import pytest
 import torch
 from scipy import stats
+from support.points import Points
 
 from dpdist import models
 from dpdist.attacks.check import check_certificates, plausibility
@@ -23,24 +24,7 @@ CERTIFY = Cohen(sigma=0.25, n0=50, n=1000, batch=200, seed="1")
 ATTACK = AttackSettings(attacks=("pgd",), steps=5, draws=4, seed="2", batch=20)
 
 
-@dataclass(frozen=True)
-class Points:
-    """Inputs on both sides of a plane; features, so that no pixel box helps them."""
-
-    count: int = 40
-    classes: int = 2
-    fingerprint: str = "points"
-    name: str = "points/test"
-
-    @property
-    def labels(self) -> np.ndarray:
-        return np.arange(self.count) % 2
-
-    def batch(self, indices: np.ndarray | slice) -> torch.Tensor:
-        rng = np.random.default_rng(0)
-        x = rng.normal(size=(self.count, 8)).astype(np.float32)
-        x[:, 0] = np.where(self.labels == 1, 1, -1) * rng.uniform(0.05, 0.6, self.count)
-        return torch.from_numpy(x[indices])
+POINTS = Points(8, count=40, near=0.05, far=0.6)
 
 
 @pytest.fixture(scope="module")
@@ -61,16 +45,14 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def certified(here: None, model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("certificates")
-    job.certify(model_folder, Points(), CERTIFY, output, actors=1)
+    job.certify(model_folder, POINTS, CERTIFY, output, actors=1)
     return output / job.TABLE
 
 
 def test_valid_certificates_are_not_contradicted(certified, model_folder, tmp_path) -> None:
     # The radii are below the distance to the plane but for a probability of 0.001 each; more
     # than the allowed count has probability below 0.001.
-    table, verdict = check_certificates(
-        model_folder, Points(), certified, ATTACK, tmp_path, actors=1
-    )
+    table, verdict = check_certificates(model_folder, POINTS, certified, ATTACK, tmp_path, actors=1)
     rows = table.to_pylist()
     sound = certificates.read(certified).to_pylist()
     assert len(rows) == sum(row["prediction"] >= 0 for row in sound) >= 30
@@ -90,7 +72,7 @@ def test_inflated_radii_are_caught(certified, model_folder, tmp_path, factor: fl
     certificates.write(certificates.build(rows, certificates.about(table)), path)
     strong = replace(ATTACK, step_scale=10.0)
     found, verdict = check_certificates(
-        model_folder, Points(), path, strong, tmp_path / "check", actors=2
+        model_folder, POINTS, path, strong, tmp_path / "check", actors=2
     )
     assert not verdict.plausible and verdict.contradictions > verdict.allowed
     for row in found.to_pylist():
@@ -108,16 +90,14 @@ def test_wrong_predictions_are_caught(certified, model_folder, tmp_path) -> None
     path = tmp_path / "wrong" / "certificates.parquet"
     certificates.write(certificates.build(rows, certificates.about(table)), path)
     _, verdict = check_certificates(
-        model_folder, Points(), path, ATTACK, tmp_path / "check", actors=1
+        model_folder, POINTS, path, ATTACK, tmp_path / "check", actors=1
     )
     assert not verdict.plausible
 
 
 def test_the_check_is_the_same_on_any_number_of_actors(certified, model_folder, tmp_path) -> None:
     for name, actors in (("1", 1), ("2", 2)):
-        check_certificates(
-            model_folder, Points(), certified, ATTACK, tmp_path / name, actors=actors
-        )
+        check_certificates(model_folder, POINTS, certified, ATTACK, tmp_path / name, actors=actors)
     one, two = ((tmp_path / name / "check.parquet").read_bytes() for name in ("1", "2"))
     assert one == two
 
@@ -138,7 +118,7 @@ def noisy(here: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tup
         models.attach_noise(model, torch.full((2,), 0.5))
         models.save(model, spec, folder / "model")
         settings = ExpectedScores(n=1000, alpha=0.01, norm=norm, seed="1", batch=250)  # type: ignore[arg-type]
-        job.certify(folder / "model", Points(), settings, folder / "certificates", actors=1)
+        job.certify(folder / "model", POINTS, settings, folder / "certificates", actors=1)
         table = certificates.read(folder / "certificates" / job.TABLE)
         found[norm] = (folder / "model", table)
     return found
@@ -153,7 +133,7 @@ def test_certificates_of_expected_scores_are_checked_too(
     rows = [{**row, "radius": factor * row["radius"]} for row in table.to_pylist()]
     path = tmp_path / "inflated" / "certificates.parquet"
     certificates.write(certificates.build(rows, certificates.about(table), table.schema), path)
-    found, verdict = check_certificates(model, Points(), path, ATTACK, tmp_path / "check", actors=1)
+    found, verdict = check_certificates(model, POINTS, path, ATTACK, tmp_path / "check", actors=1)
     assert found.num_rows >= 15 and verdict.error == pytest.approx(0.02)
     assert verdict.plausible == (factor == 1.0)
     assert (verdict.contradictions == 0) == (factor == 1.0)
@@ -167,13 +147,13 @@ def test_a_claimed_column_is_attacked_in_place_of_the_radius(noisy, tmp_path: Pa
     certificates.write(certificates.build(rows, certificates.about(table), table.schema), claimed)
     for claim, holds in (("exact_linf", True), ("as_printed_linf", False)):
         found, verdict = check_certificates(
-            model, Points(), claimed, ATTACK, tmp_path / claim, actors=1, claim=claim
+            model, POINTS, claimed, ATTACK, tmp_path / claim, actors=1, claim=claim
         )
         assert found.num_rows >= 15 and verdict.plausible == holds
         stored = json.loads((tmp_path / claim / "check.json").read_text())
         assert stored["certificates"] == f"claimed {claim}"
     with pytest.raises(UserError, match="no column magic_l2 in the table"):
-        check_certificates(model, Points(), claimed, ATTACK, tmp_path / "x", claim="magic_l2")
+        check_certificates(model, POINTS, claimed, ATTACK, tmp_path / "x", claim="magic_l2")
 
 
 @pytest.mark.parametrize(
@@ -191,7 +171,7 @@ def test_other_certificates_are_refused(
     path = tmp_path / "other.parquet"
     certificates.write(certificates.build(table.to_pylist(), about), path)
     with pytest.raises(UserError, match=message):
-        check_certificates(model_folder, Points(), path, ATTACK, tmp_path / "check")
+        check_certificates(model_folder, POINTS, path, ATTACK, tmp_path / "check")
 
 
 def test_l1_certificates_are_refused(certified, model_folder, tmp_path) -> None:
@@ -200,7 +180,7 @@ def test_l1_certificates_are_refused(certified, model_folder, tmp_path) -> None:
     path = tmp_path / "l1.parquet"
     certificates.write(certificates.build(rows, certificates.about(table)), path)
     with pytest.raises(UserError, match="only L2 and L-infinity"):
-        check_certificates(model_folder, Points(), path, ATTACK, tmp_path / "check")
+        check_certificates(model_folder, POINTS, path, ATTACK, tmp_path / "check")
 
 
 @pytest.mark.parametrize(

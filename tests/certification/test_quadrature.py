@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +16,7 @@ import pytest
 import torch
 from scipy import stats
 from support.here import without_ray
+from support.points import Points
 from torch import nn
 
 from dpdist import models
@@ -148,23 +149,7 @@ def test_sequential_tests_decide_radii_under_both_noises(mode: str) -> None:
 # ---- in bulk, and under attack
 
 
-@dataclass(frozen=True)
-class Points:
-    """Features on both sides of the plane."""
-
-    classes: int = 2
-    fingerprint: str = "points"
-    name: str = "points/test"
-
-    @property
-    def labels(self) -> np.ndarray:
-        return np.arange(30) % 2
-
-    def batch(self, indices: np.ndarray | slice) -> torch.Tensor:
-        rng = np.random.default_rng(0)
-        x = rng.normal(size=(30, 3)).astype(np.float32)
-        x[:, 0] = np.where(self.labels == 1, 1, -1) * rng.uniform(0.1, 0.5, 30)
-        return torch.from_numpy(x[indices])
+POINTS = Points(3)
 
 
 SPEC = models.ModelSpec(f"{__name__}:factory", (3,), 2, hidden_noise=True)
@@ -185,7 +170,7 @@ def certify_plane(home: Path, **more: object) -> Path:
     models.save(plane(), SPEC, home / "model")
     given = {"sigma": SIGMA, "n0": 50, "n": 1000, "batch": 200, "seed": "1"}
     settings = settings_of({**given, **more})
-    job.certify(home / "model", Points(), settings, home / "c", trusted_factory=SPEC.name)
+    job.certify(home / "model", POINTS, settings, home / "c", trusted_factory=SPEC.name)
     return home / "c" / job.TABLE
 
 
@@ -223,7 +208,7 @@ def test_the_sum_is_refuted_by_attack_and_the_rule_is_not(certified: Path) -> No
         output = certified.parent.parent / f"check-{claim}"
         model = certified.parent.parent / "model"
         _, verdict = check_certificates(
-            model, Points(), certified, attack, output, claim=claim, trusted_factory=SPEC.name
+            model, POINTS, certified, attack, output, claim=claim, trusted_factory=SPEC.name
         )
         assert verdict.plausible == (verdict.contradictions <= verdict.allowed)
         return verdict.contradictions - verdict.allowed

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from support.here import without_ray
+from support.points import Points
 
 from dpdist import models
 from dpdist.attacks.check import Plausibility, check_certificates
@@ -17,26 +16,7 @@ from dpdist.certification import job
 from dpdist.certification import table as tables
 from dpdist.certification.cohen import Cohen
 
-COUNT = 30
-
-
-@dataclass(frozen=True)
-class Points:
-    """Inputs on both sides of a plane; features, so that no pixel box helps them."""
-
-    classes: int = 2
-    fingerprint: str = "points"
-    name: str = "points/test"
-
-    @property
-    def labels(self) -> np.ndarray:
-        return np.arange(COUNT) % 2
-
-    def batch(self, indices: np.ndarray | slice) -> torch.Tensor:
-        rng = np.random.default_rng(0)
-        x = rng.normal(size=(COUNT, 4)).astype(np.float32)
-        x[:, 0] = np.where(self.labels == 1, 1, -1) * rng.uniform(0.1, 0.5, COUNT)
-        return torch.from_numpy(x[indices])
+POINTS = Points(4)
 
 
 @pytest.fixture
@@ -54,14 +34,14 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
     def run(factor: float) -> tuple[list[dict], Plausibility]:
         settings = Cohen(sigma=0.25, n0=50, n=1000, batch=200, seed="1")
-        job.certify(tmp_path / "model", Points(), settings, tmp_path / "certificates")
+        job.certify(tmp_path / "model", POINTS, settings, tmp_path / "certificates")
         table = tables.read(tmp_path / "certificates" / job.TABLE)
         rows = [{**row, "radius": factor * row["radius"]} for row in table.to_pylist()]
         path = tmp_path / f"times-{factor:g}" / "certificates.parquet"
         tables.write(tables.build(rows, tables.about(table)), path)
         attack = AttackSettings(attacks=("pgd",), steps=5, draws=4, seed="2", batch=30)
         output = tmp_path / f"check-{factor:g}"
-        found, verdict = check_certificates(tmp_path / "model", Points(), path, attack, output)
+        found, verdict = check_certificates(tmp_path / "model", POINTS, path, attack, output)
         return found.to_pylist(), verdict
 
     return run
@@ -72,7 +52,7 @@ def test_valid_certificates_end_in_abstentions_not_contradictions(check) -> None
     points, verdict = check(1.0)
     assert len(points) >= 25 and any(row["prediction"] == -1 for row in points)
     assert verdict.contradictions == 0 and verdict.plausible
-    assert verdict.error == pytest.approx(0.002) and verdict.inputs == COUNT
+    assert verdict.error == pytest.approx(0.002) and verdict.inputs == POINTS.count
 
 
 def test_another_class_inside_a_radius_is_a_contradiction(check) -> None:
