@@ -31,7 +31,7 @@ class DPlis(Method):
     """DP-SGD on a parameter-smoothed loss (DPlis, PoPETs 2021, Algorithm 2).
 
     Smoothing noise per weight: radius * (learning_rate / batch_size) * noise_multiplier *
-    clip_norm. draws: K (the paper uses 10, 20 on text; 3 already helps). aggregate "sum" is the
+    clip_norm. draws: K (the paper uses 10, 20 on text). aggregate "sum" is the
     authors' released code: the draws are summed, not averaged, before the clip. per_example: a draw
     of its own for every record, as the paper writes it; False shares the draws over the batch, as
     the authors' code does. sigma: each draw has input noise too, as method input-noise; not in the
