@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from dpdist.certification.certificate import Certificate
     from dpdist.runs.folder import RunFolder
 
+    _Asked = tuple[Any, Any, Certificate]  # recipe, trained model, certificate
+
 DEFAULT_RADII = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
@@ -113,13 +115,13 @@ def command(
     if at is not None:
         if merge or rebound is not None:
             raise UserError("--at: certifies; it does not go with --merge or --rebound")
-        made = [_certified_at(at, folder, output, given, data_root, actors)]
+        made = [_certified_at(at, folder, output, _asked(folder, given, data_root), actors)]
     elif merge:
         made = _merged(folder, output)
     elif rebound is not None:
         made = [_rebounded(folder, output, rebound)]
     else:
-        made = [_certified(folder, output, given, data_root, actors)]
+        made = [_certified(folder, output, _asked(folder, given, data_root), actors)]
     if len(made) > 1 and (tsv or csv):
         names = ", ".join(path.parent.name for _, path in made)
         raise UserError(f"--tsv, --csv: hold one table, these are several: {names}")
@@ -140,28 +142,19 @@ def command(
 
 
 def _certified(
-    folder: RunFolder,
-    output: Path | None,
-    given: dict[str, Any],
-    data_root: Path | None,
-    actors: int | None,
+    folder: RunFolder, output: Path | None, asked: _Asked, actors: int | None
 ) -> tuple[pa.Table, Path]:
     from dpdist import pipeline
     from dpdist.certification import table as tables
 
-    recipe, _, chosen = _asked(folder, given, data_root)
+    recipe, _, chosen = asked
     with pipeline.session(folder):
         path = pipeline.certify_stage(recipe, folder, chosen, output, actors)
     return tables.read(path), path
 
 
 def _certified_at(
-    text: str,
-    folder: RunFolder,
-    output: Path | None,
-    given: dict[str, Any],
-    data_root: Path | None,
-    actors: int | None,
+    text: str, folder: RunFolder, output: Path | None, asked: _Asked, actors: int | None
 ) -> tuple[pa.Table, Path]:
     from dpdist import pipeline
     from dpdist.attacks.attacked import NAMED, At, AttackedCopies
@@ -170,7 +163,7 @@ def _certified_at(
     from dpdist.training.records import evaluation_data, source_of
 
     at = At.parse(text)
-    recipe, model, chosen = _asked(folder, given, data_root)
+    recipe, model, chosen = asked
     copies = AttackedCopies(at, evaluation_data(recipe, source_of(recipe)), model, chosen)
     beside = folder.certificates / chosen.folder_name / "certificates.parquet"
     output = output or folder.path / "attacks" / f"{at.folder_name}-{chosen.folder_name}"
@@ -183,9 +176,7 @@ def _certified_at(
     return found.table, path
 
 
-def _asked(
-    folder: RunFolder, given: dict[str, Any], data_root: Path | None
-) -> tuple[Any, Any, Certificate]:
+def _asked(folder: RunFolder, given: dict[str, Any], data_root: Path | None) -> _Asked:
     """Recipe, trained model and certificate, the recipe's where nothing else is asked for."""
     from dpdist import pipeline
     from dpdist.certification.catalogue import settings_of

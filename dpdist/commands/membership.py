@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from pydantic import Field
 
 from dpdist.base.errors import UserError
 from dpdist.base.fields import Count
@@ -20,6 +21,7 @@ from dpdist.commands.options import (
     RecipeArgument,
     Runs,
     kind,
+    numbers,
 )
 
 if TYPE_CHECKING:
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
     from dpdist.runs.recipe import Recipe
 
 
-_MOST = 100_000  # passes of one model
+_Count = Annotated[Count, Field(le=100_000)]  # passes of one model
 _Models = Annotated[int, typer.Option(callback=kind(Count), help="Shadow models in the bank.")]
 _Attack = Annotated[str, typer.Option(help="Out of shadow,lira,lira-offline,rmia,rmia-offline.")]
 _Game = Annotated[
@@ -72,7 +74,8 @@ def command(
 
     resolved = pipeline.resolve(recipe, name=name, data_root=data_root)
     folder, chosen = RunFolder(runs / resolved.name), _attacks(attack)
-    averaged, banks = _passes(passes), []
+    averaged = tuple(sorted({int(n) for n in numbers(passes, "--passes", _Count) or ()}))
+    banks: list[tuple[Membership, list[Inference]]] = []
     if quarters := [one for one in chosen if one.quarters]:
         banks.append((Membership("quarters", 2, averaged, seed=seed), quarters))
     if others := [one for one in chosen if not one.quarters]:
@@ -112,13 +115,6 @@ def _check(
     dataset, _ = check_trainable(recipe, where)
     for bank, _ in banks:
         bank.shadows(recipe, len(dataset))
-
-
-def _passes(numbers: str) -> tuple[int, ...]:
-    wrong = [one for one in numbers.split(",") if not (one.isdecimal() and 1 <= int(one) <= _MOST)]
-    if wrong:
-        raise UserError(f"--passes: must be numbers from 1 to {_MOST:,}, got {wrong[0]!r}")
-    return tuple(sorted({int(one) for one in numbers.split(",")}))
 
 
 def _attacks(names: str) -> list[Inference]:

@@ -203,7 +203,8 @@ def test_noise_of_its_own_is_scored_by_one_pass_and_by_many(run: Any, tmp_path: 
     [
         (["--models", 3, "--attack", "lira"], "lira needs at least 4 models, got 3"),
         (["--attack", "mira"], "--attack: must be out of shadow, lira,"),
-        (["--passes", "10,0"], "--passes: must be numbers from 1 to 100,000, got '0'"),
+        (["--passes", "10,0"], "--passes: give numbers separated by commas; each must be"),
+        (["--passes", "100001"], "must be <= 100000, got '100001'"),
         (["--game", "dice"], "membership.game: must be one of coins, halves, quarters"),
         (["--seed", "12"], "membership.seed: must be 64 lower-case hex digits"),
         (["--models", 4, "--attack", "rmia", "--output", "runs/x/attacks/m"], "training records"),
