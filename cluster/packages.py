@@ -9,6 +9,7 @@ import os
 import secrets
 import sys
 from collections.abc import Sequence
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -19,7 +20,13 @@ LIBRARIES = ("torch", "ray", "numpy", "scipy", "dp-accounting")
 
 def fingerprint(packages: Sequence[str]) -> dict[str, str]:
     """For this process: package name to "path:digest of its Python sources", library name to
-    version."""
+    version. Read once: what the process has loaded is what lay there, not what replaces it later.
+    """
+    return dict(_loaded(tuple(packages)))
+
+
+@cache
+def _loaded(packages: tuple[str, ...]) -> dict[str, str]:
     found = {"python": ".".join(map(str, sys.version_info[:3]))}
     for name in packages:
         module = importlib.import_module(name)

@@ -29,9 +29,7 @@ CELLS = {
 }
 WITHOUT_RAY = (
     "tests/data", "tests/gradients", "tests/methods", "tests/models", "tests/privacy",
-    "tests/certification/test_bounds.py", "tests/certification/test_pixeldp.py",
-    "tests/certification/test_radii.py", "tests/certification/test_sequential.py",
-    "tests/cluster/test_clusterfile.py", "tests/cluster/test_reading.py",
+    "tests/certification", "tests/cluster/test_clusterfile.py", "tests/cluster/test_reading.py",
     "tests/cluster/test_storage.py", "tests/test_cli.py", "tests/test_structure.py",
     "tests/test_vision.py", "tests/test_wheel.py",
 )  # fmt: skip

@@ -91,6 +91,7 @@ def test_bounds_pay_for_all_classes_and_both_sides() -> None:
         by_scores.score_bounds_counts(np.array([5, 5]), 1.0)
 
 
+@pytest.mark.slow
 def test_all_count_bounds_hold_together() -> None:
     # 2,000 seeded multinomials at confidence 0.9: more than 246 misses (3.4 standard deviations
     # above 10 %) has probability 4e-4 at worst.

@@ -53,6 +53,7 @@ def test_clopper_pearson_at_the_same_looks_would_err_too_often() -> None:
     assert error_by_walking(naive, 0.8413) > 3 * ALPHA
 
 
+@pytest.mark.slow
 def test_spending_follows_the_square_root() -> None:
     looks = planned_looks(5000, 100)
     test = thresholds(0.9, ALPHA, looks)
@@ -123,6 +124,7 @@ def mixture_error(p: float, p0: float, alpha: float, cap: int) -> float:
     return float(rejected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("p0", [0.5, 0.9, 0.97725])
 def test_anytime_error_is_exact_and_below_alpha(p0: float) -> None:
     error = mixture_error(p0, p0, ALPHA, 600)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dpdist.base.errors import ClusterError
-from dpdist.cluster.packages import _check_node, check_same, code_digest, fingerprint
+from dpdist.cluster.packages import _check_node, _loaded, check_same, code_digest, fingerprint
 from dpdist.cluster.session import _check_reachable
 
 PACKAGES = ("dpdist",)
@@ -34,6 +34,8 @@ def test_a_shadowing_package_changes_the_digest(tmp_path, monkeypatch):
     (folder / "__init__.py").write_text("x = 1\n")
     first = code_digest(("shadowed_package",))
     (folder / "__init__.py").write_text("x = 2\n")
+    assert code_digest(("shadowed_package",)) == first  # of what this process has loaded
+    _loaded.cache_clear()  # as in another process
     assert code_digest(("shadowed_package",)) != first
     assert code_digest(("dpdist.cluster",)) == before
 

@@ -135,6 +135,7 @@ def _unpickled(tree: ast.AST) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("package", ["cluster", "dpdist", "tuning"])
 def test_nothing_read_back_is_unpickled(package):
     for path in sorted((ROOT / package).rglob("*.py")):

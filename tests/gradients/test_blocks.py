@@ -206,6 +206,7 @@ def sum_of(gradients: Tensor, blocks: Blocks | None) -> Tensor:
     return engine.clipped_sum(zeros, gradients, draw_key=KEY, record_ids=ids).flat.double()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("records", "width", "up", "down"),
     [
@@ -237,6 +238,7 @@ def test_one_record_changes_the_executed_sum_by_at_most_c(records, width, up, do
     assert 0.9999 - 2 * sum_slack(torch.float32) <= change <= 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("records", [2048, 8192, 65_500])
 def test_positions_that_cancel_add_no_rounding(records):
     """A record's positions are 400 C each and cancel to C: the sum over positions and records is

@@ -66,6 +66,7 @@ def check(model: nn.Module, inputs: Tensor, fallback: list[str] | None = None) -
         torch.testing.assert_close(result.flat, expected, rtol=RTOL, atol=RTOL * scale)
 
 
+@pytest.mark.slow
 @EXAMPLES
 @given(
     st.integers(2, 5), st.lists(st.integers(1, 4), max_size=2), st.integers(1, 6),
@@ -79,6 +80,7 @@ def test_linear(batch, leading, width_in, width_out, bias, seed):
     check(model, torch.randn(batch, *leading, width_in))
 
 
+@pytest.mark.slow
 @EXAMPLES
 @given(
     batch=st.integers(2, 4), groups=st.integers(1, 3), per_in=st.integers(1, 2),
@@ -101,6 +103,7 @@ def test_conv2d(
     check(nn.Sequential(conv, nn.Tanh(), head), torch.randn(batch, groups * per_in, *size))
 
 
+@pytest.mark.slow
 @EXAMPLES
 @given(
     batch=st.integers(2, 4), groups=st.integers(1, 3), per_in=st.integers(1, 2),
@@ -125,6 +128,7 @@ def test_conv_transpose2d(
     check(nn.Sequential(conv, nn.Tanh(), head), torch.randn(batch, groups * per_in, *size))
 
 
+@pytest.mark.slow
 @EXAMPLES
 @given(
     batch=st.integers(2, 4), groups=st.integers(1, 2), channels=st.integers(1, 2),
@@ -144,6 +148,7 @@ def test_conv1d(batch, groups, channels, length, kernel, stride, dilation, paddi
     check(model, torch.randn(batch, groups * channels, length))
 
 
+@pytest.mark.slow
 @EXAMPLES
 @given(
     st.integers(2, 4), st.integers(1, 3), st.integers(1, 2), st.integers(2, 4),
@@ -163,6 +168,7 @@ def test_normalisation(batch, groups, per_group, size, kind, seed):
     check(model, torch.randn(batch, 1, size, size))
 
 
+@pytest.mark.slow
 @EXAMPLES
 @given(
     st.integers(2, 4), st.integers(1, 8), st.integers(1, 5), st.booleans(), st.integers(0, 10**6)
@@ -193,6 +199,7 @@ class _Recurrent(nn.Module):
         return torch.cat([sequence.flatten(1), finals.transpose(0, 1).flatten(1)], dim=1)
 
 
+@pytest.mark.slow
 @cases(20)
 @given(
     st.sampled_from([nn.LSTM, nn.GRU, nn.RNN]), st.integers(2, 3), st.integers(1, 5),
@@ -253,6 +260,7 @@ class _CalledAtTwoSizes(nn.Module):
         return torch.cat([self.conv(inputs).flatten(1), small.flatten(1)], dim=1)
 
 
+@pytest.mark.slow
 def test_shared_parameters_have_their_cross_terms():
     torch.manual_seed(0)
     check(_Tied(), torch.randint(0, 6, (4, 5)))
@@ -284,6 +292,7 @@ class _OwnScale(nn.Module):
         return inputs * self.scale.exp()
 
 
+@pytest.mark.slow
 def test_other_layers_fall_back_to_torch_func_and_are_named():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), _OwnScale(), nn.PReLU())
@@ -292,6 +301,7 @@ def test_other_layers_fall_back_to_torch_func_and_are_named():
     check(model, torch.randn(3, 2, 4), fallback=["0"])
 
 
+@pytest.mark.slow
 def test_attention_falls_back_with_its_submodules():
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True)

@@ -450,6 +450,7 @@ def test_clipping_mistakes_are_named(model):
         GradientEngine(model, cross_entropy, clipping=PerLayerClipping.of([1.0, 1.0, 1.0]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e4])
 def test_one_example_never_exceeds_the_sensitivity_in_float32(scale):
     """The norm of what was added, recomputed in float64, is at most C; and not needlessly less."""

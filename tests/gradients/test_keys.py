@@ -137,6 +137,7 @@ def _accepts(noise: np.ndarray, std: float) -> bool:
     return stats.kstest(noise, "norm", args=(0, std)).pvalue > 1e-6
 
 
+@pytest.mark.slow
 def test_noise_has_its_standard_deviation_and_no_other():
     """200,000 draws at std 1.7: accepted (false failure 1e-6), while 2/3 and 3/2 of it, and
     1/sqrt(2) of it (one of two ranks' shares missing), are rejected."""

@@ -249,6 +249,7 @@ def asked(text: str) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_nobody_asks_where_the_noise_is() -> None:
     for room in ("dpdist", "tuning"):
         for path in (ROOT / room).rglob("*.py"):

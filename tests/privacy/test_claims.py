@@ -40,6 +40,7 @@ def test_every_system_is_in_the_table(table):
         assert claim.to_dict()["proved"]["kind"] == "proved"
 
 
+@pytest.mark.slow
 def test_dplis_rows_follow_from_their_steps(table):
     rows = [claim for claim in table if claim.system.startswith("DPlis")]
     assert len(rows) == 6
@@ -181,6 +182,7 @@ def test_dpal_s_shared_noise_cancels():
     assert np.abs(seen[1] - (seen[0] - images[0]) - images[1]).max() < 1e-9
 
 
+@pytest.mark.slow
 def test_data_dependent_redistribution_tells_neighbours_apart():
     """A(D) = A(D'), only r differs. The claim is epsilon 1; the test proves more than 3.
 

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -45,7 +44,6 @@ def without_ray(patch: pytest.MonkeyPatch) -> None:
     """From now on nothing starts Ray; ends with the monkeypatch."""
     replace_everywhere(patch, dpdist.cluster.session.connect, _connect)
     replace_everywhere(patch, dpdist.cluster.packages.check_nodes, lambda *_: None)
-    replace_everywhere(patch, dpdist.cluster.packages.fingerprint, _fingerprint)
     replace_everywhere(patch, dpdist.cluster.pool.run_chunks, run_chunks)
     replace_everywhere(patch, dpdist.cluster.pool.run_once, run_once)
     patch.setattr(trainer, "_fit", _fit)
@@ -59,12 +57,6 @@ def without_ray(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ray, "remote", lambda function=None, **_: _Remote(function))
     patch.setattr(ray, "get", lambda value, **_: value)
     patch.setattr(ray, "put", lambda value, **_: value)
-
-
-@cache
-def _fingerprint(packages: Sequence[str]) -> dict[str, str]:
-    """Of sources that do not change while tests run: reading them takes longer than a training."""
-    return fingerprint(packages)
 
 
 @contextmanager

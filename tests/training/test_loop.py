@@ -314,42 +314,39 @@ def test_neighbour_replay_catches_a_clip_per_batch(tmp_path, monkeypatch):
 
 
 def _replay(tmp_path, monkeypatch, method, workers):
-    """The first pre-noise sum for six keys, on D and on D' (the special record never joins).
+    """The pre-noise sums of six steps, on D and on D' (the special record never joins), all at the
+    parameters that the run began with: nothing is learnt of the sums.
 
     Returns the norms of the differences, and whether the record was drawn on D.
     """
-    records, special, keys = 60, 17, 6
+    records, special, steps = 60, 17, 6
     sums: dict[bool, list[np.ndarray]] = {True: [], False: []}
-    drawn = [False] * keys
+    drawn: dict[bytes, bool] = {}  # by the key of the step, which all workers share
     sample = loop.poisson_sample
     for present in (True, False):
-        for number in range(keys):
-            recipe, folder = make(
-                tmp_path, f"{present}-{number}", method=method,
-                data={"name": "digits", "max_train": records},
-                training__steps=1, training__batch_size=20,
-                privacy__run_key=f"{number:064x}", privacy__delta=1e-3,
-            )  # fmt: skip
+        recipe, folder = make(
+            tmp_path, str(present), method=method,
+            data={"name": "digits", "max_train": records},
+            training__steps=steps, training__batch_size=20, privacy__delta=1e-3,
+        )  # fmt: skip
 
-            def members(*args, present=present, number=number, **kwargs):
-                batch = sample(*args, **kwargs)
-                if special in batch:
-                    drawn[number] = True
-                return batch if present else batch[batch != special]
+        def members(key, *args, present=present, **kwargs):
+            batch = sample(key, *args, **kwargs)
+            drawn[key] = drawn.get(key, False) or special in batch
+            return batch if present else batch[batch != special]
 
-            captured: list[np.ndarray] = []
+        def capture(total, key, std, captured=sums[present]):
+            captured.append(total)
+            return np.zeros_like(total)
 
-            def capture(total, key, std, captured=captured):
-                captured.append(total)
-                return total
-
-            with monkeypatch.context() as patch:
-                patch.setattr(loop, "poisson_sample", members)
-                patch.setattr(loop, "add_noise", capture)
-                train(recipe, folder, workers)
-            sums[present].append(captured[0])
-    pairs = zip(sums[True], sums[False], strict=True)
-    return [float(np.linalg.norm(a - b)) for a, b in pairs], drawn
+        with monkeypatch.context() as patch:
+            patch.setattr(loop, "poisson_sample", members)
+            patch.setattr(loop, "add_noise", capture)
+            train(recipe, folder, workers)
+    assert len(drawn) == steps
+    # Each worker adds the step's noise, and none begins a step before all have ended the last.
+    pairs = zip(*(sums[present][::workers] for present in (True, False)), strict=True)
+    return [float(np.linalg.norm(a - b)) for a, b in pairs], list(drawn.values())
 
 
 def test_a_lost_ledger_is_not_forgotten(tmp_path, monkeypatch):

@@ -94,6 +94,7 @@ def test_a_killed_driver_is_resumed_to_the_same_winner(
     assert torch.allclose(ours, theirs, atol=1e-5)
 
 
+@pytest.mark.long
 def test_trials_of_two_workers(recipe, tune, tmp_path):
     """Each trial a Ray Train job inside Ray Tune, on a session that has just their CPUs."""
     asked = recipe(

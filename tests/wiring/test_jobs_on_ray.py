@@ -31,6 +31,8 @@ from dpdist.certification.cohen import Cohen
 from dpdist.runs.folder import RunFolder
 from dpdist.sections.audit import ManyRunsAudit
 
+pytestmark = pytest.mark.long
+
 PATHS = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 SETTINGS = Cohen(sigma=0.25, n0=10, n=60, batch=10, seed="5")
 ATTACK = AttackSettings(
@@ -80,7 +82,6 @@ def here() -> Iterator[None]:
         yield
 
 
-@pytest.mark.long
 def test_a_killed_driver_loses_nothing(ray_session: None, model: Path, tmp_path: Path) -> None:
     """Certificates by a driver that is killed, and the rest by another, with two actors."""
     script = textwrap.dedent(
