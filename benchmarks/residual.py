@@ -10,7 +10,8 @@ In this process, by the parts that runs and `dpdist membership` are made of. For
 
 Each result is a line of --results; what is there is not made again. --table prints Markdown.
 
-    nice python benchmarks/residual.py --data-root DATA [--tasks shadow,audit,inside] [--seeds 3]
+    nice python benchmarks/residual.py --data-root DATA [--tasks shadow,audit,inside]
+        [--data mnist] [--seeds 3]
     python benchmarks/residual.py --table
 """
 
@@ -338,17 +339,20 @@ TABLES = {
 
 
 def tables(found: list[dict[str, Any]]) -> Iterator[str]:
-    for (task, (columns, cells)), data in itertools.product(TABLES.items(), ROWS):
+    sizes = list({json.dumps(one["size"]): one["size"] for one in found}.values())
+    for (task, (columns, cells)), data, size in itertools.product(TABLES.items(), ROWS, sizes):
         head = f"| {data} | proved ε | {columns} | trainings |"
         lines = [head, "|" + (head.count("|") - 1) * "---|"]
         for row in ROWS[data]:
-            own = [one for one in found if (one["data"], one["row"]) == (data, row)]
+            name = {"data": data, "row": row, "size": size}
+            own = [one for one in found if name.items() <= one.items()]
             trained = [one for one in own if one["task"] == task]
             if trained:
                 told = [row, trained[0]["epsilon"], *cells(own), str(len(trained))]
                 lines.append(f"| {' | '.join(told)} |")
         if len(lines) > 2:
-            yield from (*lines, "")
+            sized = ", ".join(f"{key} {value}" for key, value in size.items())
+            yield from (f"{data}: {sized}", "", *lines, "")
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -359,10 +363,11 @@ def make(given: argparse.Namespace) -> None:
     """All results that are not there yet, the most telling first."""
     torch.set_num_threads(1)
     given.runs.mkdir(parents=True, exist_ok=True)
-    chosen, original = given.tasks.split(","), given.data_root
+    chosen, wanted = given.tasks.split(","), given.data.split(",")
+    original = given.data_root
     size = {key: getattr(given, key) for key in SIZE}
     for data, task, some in ORDER:
-        if task not in chosen:
+        if task not in chosen or data not in wanted:
             continue
         if given.side and data != "digits":
             given.data_root = original
@@ -385,6 +390,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--data-root", type=Path, default=Path("../shared/data"))
     parser.add_argument("--tasks", default="shadow,audit,inside")
+    parser.add_argument("--data", default=",".join(ROWS))
     for name, default in NUMBERS.items():
         parser.add_argument(f"--{name}", type=type(default), default=default)
     parser.add_argument("--runs", type=Path, default=Path("runs/residual"))

@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from dpdist.audits.bank_job import Bank
     from dpdist.audits.shadow import ShadowSetup
 
-# Sections on which no shadow depends.
-_NOT_IN_A_MODEL = {"name", "resources", "certify", "tune", "audit"}
-
 
 @dataclass(frozen=True)
 class Membership(Evaluation):
@@ -85,7 +82,7 @@ class Membership(Evaluation):
                 "passes": list(self.passes),
                 "outside": self.population,
                 "seed_given": self.seed is not None,
-                **_flat(recipe.model_dump(mode="json", exclude=_NOT_IN_A_MODEL)),
+                **recipe.of_model,
             },
         }
 
@@ -133,12 +130,3 @@ class Membership(Evaluation):
     def lines(cls, found: Sequence[Any]) -> list[tuple[str, str]]:
         """Nothing for a report: it is private."""
         return []
-
-
-def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Dotted keys, so that a complaint names what differs."""
-    if not isinstance(value, dict) or not value:
-        return {prefix.rstrip("."): value}
-    return {
-        k: v for key, inner in value.items() for k, v in _flat(inner, f"{prefix}{key}.").items()
-    }

@@ -17,7 +17,6 @@ from dpdist.base.reading import check_shape
 from dpdist.certification import radii, reading
 from dpdist.certification import table as tables
 from dpdist.certification.catalogue import kind_of
-from dpdist.certification.noises import Noise
 from dpdist.certification.quadrature import certified_by
 
 
@@ -149,7 +148,6 @@ def certified_accuracy_band(
             "these certificates share one noise bank, so their errors can coincide: "
             "only a Bonferroni band holds for the whole set"
         )
-    rows = table.to_pylist()
     plain = [found.certified_accuracy(r) for r in at]
     if bonferroni:
         level, allowance = error / (2 * count), 0
@@ -159,7 +157,7 @@ def certified_accuracy_band(
         level = found.alpha
         allowance = int(stats.binom.isf(error / 2, count, level))
         method = f"at most {allowance} of {count} certificates at alpha = {level:g} are false"
-    reach = _reach(rows, level, certified_by(table))
+    reach = label_reach(table, level)
     bands = []
     for r, accuracy in zip(at, plain, strict=True):
         lower = max(0.0, found.certified_accuracy(r) - allowance / count)
@@ -170,11 +168,20 @@ def certified_accuracy_band(
     return bands
 
 
-def _reach(rows: list[dict[str, Any]], alpha: float, noise: Noise) -> np.ndarray | None:
-    """The one-class radius R(u) of an upper bound u of each label's own probability; -1: none."""
+def label_reach(table: pa.Table, alpha: float | None = None) -> np.ndarray | None:
+    """The one-class radius R(u) of an upper bound u of each label's own probability: float64 (N,).
+
+    Each u is below that probability with probability at most alpha (None: the table's own), and R
+    is rounded up; -1 where u does not exceed 1/2. None where the counts of all classes were not
+    kept, as in the modes that stop early.
+    """
+    rows, noise = table.to_pylist(), certified_by(table)
     if any(row["histogram"] is None for row in rows):
         return None
-    upper = [clopper_pearson_upper(row["histogram"][row["label"]], row["n"], alpha) for row in rows]
+    upper = [
+        clopper_pearson_upper(row["histogram"][row["label"]], row["n"], alpha or row["alpha"])
+        for row in rows
+    ]
     return np.array(
         [
             # R rounds down; here it must not.

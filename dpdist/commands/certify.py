@@ -263,13 +263,14 @@ def _stored(certificates: Path) -> list[Path]:
 
 def _print(path: Path) -> None:
     from dpdist.base import console
-    from dpdist.certification import reading
+    from dpdist.certification import population, reading
 
     table = reading.read(path)
     shown: Sequence[float] = table.radii or DEFAULT_RADII
     abstained = int((table.prediction == -1).sum())
     rows = [("inputs", f"{len(table.index):,}"), ("abstained", f"{abstained:,}")]
     rows += table.kind.lines(table, shown)
+    rows.append(population.line(table, shown))
     rows.append(("draws", f"{sum(table.table['n'].to_pylist()):,}"))
     rows.append(("alpha", f"{table.alpha:g} each"))
     classifier = table.about.get("classifier", {})

@@ -22,6 +22,7 @@ from dpdist.commands import (
     denoise,
     landscape,
     membership,
+    poison,
     predict,
     pretrain,
     radius,
@@ -57,6 +58,7 @@ app.command("compare")(compare.command)
 app.command("release")(release.command)
 app.command("landscape")(landscape.command)
 app.command("membership")(membership.command)
+app.command("poison")(poison.command)
 app.add_typer(account.app, name="account")
 app.add_typer(budget.app, name="budget")
 app.command("radius")(radius.command)

@@ -10,9 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from dpdist.privacy.guarantee import Guarantee
 from dpdist.privacy.plan import PrivacyPlan
+
+if TYPE_CHECKING:
+    from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 
 _GROUP_GRID = 1e-3  # the library builds mixtures point by point
 
@@ -61,10 +65,13 @@ def group_guarantee(plan: PrivacyPlan, size: int, delta: float | None = None) ->
     delta = plan.delta if delta is None else delta
     if size == 1:
         return plan.guarantee(delta=delta)
+    from dpdist.privacy.losses import Loss
+
     unit = f"the unit is a group of up to {size} records"
     value, source = None, "PLD of mixtures of Gaussians"
     if plan.neighbours == "add-or-remove-one":
-        value = _exact_epsilon(plan, size, delta)
+        found = group_pld(plan, size)
+        value = None if found is None else Loss(*found).epsilon(delta)
     if value is None or math.isinf(value):
         from dpdist.privacy import accounting
 
@@ -75,11 +82,12 @@ def group_guarantee(plan: PrivacyPlan, size: int, delta: float | None = None) ->
     return Guarantee(value, delta, plan.neighbours, "proved", source, assumptions, not plan.nominal)
 
 
-def _exact_epsilon(plan: PrivacyPlan, size: int, delta: float) -> float | None:
-    """None where a phase has no exact loss for groups."""
+def group_pld(plan: PrivacyPlan, size: int) -> tuple[PrivacyLossDistribution, float] | None:
+    """The exact loss of `size` records that come or go together, in both directions, and what
+    rounding may have lost in delta. None where a phase has none, or nothing is private."""
     from dp_accounting.pld import privacy_loss_distribution as library
 
-    from dpdist.privacy.losses import Loss, rounding
+    from dpdist.privacy.losses import rounding
 
     total, releases = library.identity(value_discretization_interval=_GROUP_GRID), 0
     for phase in plan.phases:
@@ -87,4 +95,4 @@ def _exact_epsilon(plan: PrivacyPlan, size: int, delta: float) -> float | None:
             return None
         loss, count = found
         total, releases = total.compose(loss), releases + count
-    return Loss(total, rounding(releases)).epsilon(delta)
+    return total, rounding(releases)

@@ -58,6 +58,18 @@ def of_losses(
     added to every delta, what rounding may have lost. Raises ValueError for several grids.
     """
     found = [one for loss in alternatives for one in directions(loss)[: 1 if directed else 2]]
+    return _below(found, slack)
+
+
+def by_direction(loss: PrivacyLossDistribution, slack: float = 0.0) -> tuple[Curve, Curve]:
+    """Of a loss in one direction each: from data with the record (or group) to data without, and
+    from data without it to data with it. slack: as in `of_losses`."""
+    found = directions(loss)
+    return _below(found[:1], slack), _below(found[-1:], slack)
+
+
+def _below(found: Sequence[Losses], slack: float) -> Curve:
+    """The greatest convex curve below those of all these. Raises ValueError for several grids."""
     grid = found[0].grid
     if any(one.grid != grid for one in found):
         raise ValueError("losses on one grid are needed")

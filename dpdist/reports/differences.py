@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dpdist.base.errors import UserError
-from dpdist.certification.paired import ERROR, Comparison, compare, holm
+from dpdist.certification.paired import ERROR, Comparison, compare, difference_interval, holm
 from dpdist.certification.reading import CertificateTable
 from dpdist.reports.compare import NORMS, markdown
 from dpdist.reports.facts import Facts
@@ -18,7 +18,7 @@ from dpdist.reports.facts import Facts
 _MOST = 10**9  # inputs of an evaluation: a damaged file must not ask for all memory
 _HEADER = (
     "run", "what", "size", "inputs", "{first}, %", "run, %", "difference", "interval",
-    "only {first} : only run", "p", "p, Holm", "p, any time",
+    "all intervals", "only {first} : only run", "p", "p, Holm", "p, any time",
 )  # fmt: skip
 
 
@@ -54,16 +54,21 @@ def grid(first: str, rows: Sequence[Difference]) -> list[list[str]]:
     shown = [[name.format(first=first) for name in _HEADER]]
     for row, corrected in zip(rows, holm([row.found.p_value for row in rows]), strict=True):
         it = row.found
-        low, high = math.floor(1e4 * it.low) / 100, math.ceil(1e4 * it.high) / 100
+        every = difference_interval(it.only_first, it.only_second, it.inputs, ERROR / len(rows))
         shown.append(
             [
                 row.run, row.what, row.size, f"{it.inputs:,}", f"{100 * it.first:.2f}",
                 f"{100 * it.second:.2f}", f"{100 * it.difference:+.2f}",
-                f"{low:+.2f} to {high:+.2f}", f"{it.only_first} : {it.only_second}",
+                _interval(it.low, it.high), _interval(*every),
+                f"{it.only_first} : {it.only_second}",
                 *(f"{p:.2g}" for p in (it.p_value, corrected, it.anytime)),
             ]
         )  # fmt: skip
     return shown
+
+
+def _interval(low: float, high: float) -> str:
+    return f"{math.floor(1e4 * low) / 100:+.2f} to {math.ceil(1e4 * high) / 100:+.2f}"
 
 
 def section(runs: Sequence[Facts], sizes: Mapping[str, Sequence[float]]) -> list[str]:
@@ -75,7 +80,9 @@ def section(runs: Sequence[Facts], sizes: Mapping[str, Sequence[float]]) -> list
     return [
         markdown(grid(first, rows)),
         f"Each run less {first}, on the inputs of both, in percentage points. Interval: wrong with "
-        f"probability at most {100 * ERROR:g} % (exact binomial bounds, conservative). p: exact "
+        f"probability at most {100 * ERROR:g} % (exact binomial bounds, conservative); all "
+        f"intervals: any of the {len(rows)} with probability at most that, so a curve over sizes, "
+        "or several runs, are compared as a whole. p: exact "
         f"two-sided McNemar; Holm: corrected for the {len(rows)} rows above; any time: valid "
         "however often one looks while inputs are added in the table's order.",
         "Claimed for the population that these inputs are a sample of, and for these trained "

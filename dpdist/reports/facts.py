@@ -16,7 +16,7 @@ from dpdist.audits.result import AuditResult
 from dpdist.base.errors import UserError
 from dpdist.base.reading import check_shape, read_json
 from dpdist.bulk.evaluation import Evaluation
-from dpdist.certification import reading
+from dpdist.certification import population, reading
 from dpdist.certification.reading import CertificateTable
 from dpdist.privacy.audited import Audited
 from dpdist.privacy.budgets import budgets_in
@@ -227,7 +227,8 @@ class Facts:
                     f"({self.evaluation['data']}{how})",
                 )
             )
-        rows += [_certified_row(table) for table in self.tables]
+        for table in self.tables:
+            rows += [_certified_row(table), population.line(table, (0.0, *table.shown_radii))]
         for kind, found in self.evaluations.items():
             rows += kind.lines(found)
         if self.folder.report.exists():

@@ -10,6 +10,7 @@ import jinja2
 from dpdist import __version__
 from dpdist.attacks.reading import check_line
 from dpdist.base.storage import write_atomic
+from dpdist.certification import population
 from dpdist.certification.reading import CertificateTable
 from dpdist.privacy.guarantee import format_epsilon
 from dpdist.reports.attacks import grid
@@ -55,6 +56,8 @@ def write_report(folder: RunFolder) -> None:
 
 def _table(table: CertificateTable, folder: RunFolder) -> dict[str, object]:
     radii = (0.0, *table.shown_radii)
+    shared = table.terms["noise_bank"]
+    stated = {} if shared else {at.radius: at for at in population.of_population(table, radii)}
     return {
         "name": table.name,
         "mode": table.mode,
@@ -65,6 +68,17 @@ def _table(table: CertificateTable, folder: RunFolder) -> dict[str, object]:
         "inputs": len(table.index),
         "abstained": f"{100 * table.abstained:.2f}",
         "average_radius": f"{table.average_radius:.4f}",
-        "rows": [(f"{r:g}", f"{100 * table.certified_accuracy(r):.2f}") for r in radii],
+        "rows": [
+            (f"{r:g}", f"{100 * table.certified_accuracy(r):.2f}", *_bounds(stated.get(r)))
+            for r in radii
+        ],
         "file": table.path.relative_to(folder.path),
     }
+
+
+def _bounds(stated: population.OfPopulation | None) -> tuple[str, str]:
+    """Right and robust, at least; not certifiable, at least: both in %, of the population."""
+    if stated is None:
+        return "", ""
+    spared = "" if stated.certifiable is None else population.floored(1 - stated.certifiable)
+    return population.floored(stated.low), spared

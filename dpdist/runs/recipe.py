@@ -7,6 +7,7 @@ folder.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from dpdist.methods.catalogue import DEFAULT, AnyMethod
 from dpdist.sections.recipe import Sections
 
 RECIPES = Path(str(files("dpdist"))) / "recipes"
+
+_NOT_IN_A_MODEL = {"name", "resources", "certify", "tune", "audit"}
 
 
 class Recipe(Sections):
@@ -50,6 +53,11 @@ class Recipe(Sections):
             self.model_dump(mode="json", exclude={"resources"}),
             other.model_dump(mode="json", exclude={"resources"}),
         )
+
+    @property
+    def of_model(self) -> dict[str, Any]:
+        """All of it that a model trained by it depends on, by dotted key."""
+        return dict(_dotted(self.model_dump(mode="json", exclude=_NOT_IN_A_MODEL)))
 
 
 def find(name: str) -> Path:
@@ -184,3 +192,11 @@ def _differences(mine: Any, other: Any, prefix: str = "") -> list[str]:
             for difference in _differences(mine.get(key), other.get(key), f"{prefix}{key}.")
         ]
     return [] if mine == other else [prefix.rstrip(".")]
+
+
+def _dotted(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if not isinstance(value, dict) or not value:
+        yield prefix.rstrip("."), value
+        return
+    for key, inner in value.items():
+        yield from _dotted(inner, f"{prefix}{key}.")

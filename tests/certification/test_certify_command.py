@@ -70,6 +70,7 @@ def test_certify_export_rebound(here: None, runs: Path) -> None:
     output = good("certify", "small", "--runs", runs, "--tsv", runs / "c.tsv")
     path = runs / "small/certificates/sigma-0.3-fixed-n-1000/certificates.parquet"
     assert "certified at L2 radius 0.2" in output and str(path) in output
+    assert "of the population, at least" in output
     table = tables.read(path)
     assert table.num_rows == 8
     assert reading.of(table).certified_accuracy(0.0) > 0.5

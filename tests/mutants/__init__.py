@@ -3,11 +3,20 @@ tests that must notice each. `make mutants` plants them one at a time; docs/test
 
 from __future__ import annotations
 
-from mutants import audits, certification, gradients, privacy, teachers, training, tuning
+from mutants import (
+    audits,
+    certification,
+    gradients,
+    poisoning,
+    privacy,
+    teachers,
+    training,
+    tuning,
+)
 from mutants.fault import Fault
 
 FAULTS: list[Fault] = [
     fault
-    for area in (training, gradients, privacy, tuning, certification, audits, teachers)
+    for area in (training, gradients, privacy, tuning, certification, audits, teachers, poisoning)
     for fault in area.FAULTS
 ]

@@ -104,7 +104,7 @@ FAULTS: list[Fault] = [
         "dpdist/audits/membership.py", "audits/test_membership",
         ("    private: ClassVar[bool] = True\n", "    private: ClassVar[bool] = False\n",
          "who was in a model may be published"),
-        ("**_flat(recipe.model_dump", "**_flat({} and recipe.model_dump",
+        ("**recipe.of_model,", "",
          "a bank of another recipe is continued"),
     ),
     *group(

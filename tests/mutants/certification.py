@@ -113,6 +113,15 @@ FAULTS: list[Fault] = [
         ("if not bool(torch.isfinite(logits).all()):", "if False:", "NaN is certified"),
     ),
     *group(
+        "dpdist/certification/population.py", "certification/test_population",
+        ("(float(right) - alpha) / (1 - alpha)", "float(right)",
+         "false certificates are taken for true ones"),
+        ("float(reached) / (1 - alpha)", "float(reached)", "upper bounds that are too small count"),
+        ("error / (len(at) * (1 if reach is None else 2))", "error",
+         "every radius and side spends the whole error"),
+        ("floor(1e4 * share) / 100", "ceil(1e4 * share) / 100", "bounds are printed rounded up"),
+    ),
+    *group(
         "dpdist/certification/rebound.py", "certification/test_rebound",
         ("level, allowance = error / (2 * count), 0", "level, allowance = error, 0",
          "Bonferroni at the whole error"),
@@ -237,6 +246,7 @@ FAULTS: list[Fault] = [
         ("if (mine.label[own] != other.label[others]).any():", "if False:", "pairs have two labels"),
         ("holm([row.found.p_value for row in rows])", "[row.found.p_value for row in rows]",
          "p values of several runs are not corrected"),
+        ("it.inputs, ERROR / len(rows)", "it.inputs, ERROR", "a whole curve spends its error at each size"),
     ),
     *group(
         "dpdist/certification/smoothing.py", "reports/test_reading_runs",

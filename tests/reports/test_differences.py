@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from dpdist.certification import reading
 from dpdist.certification import table as tables
 from dpdist.certification.catalogue import settings_of
 from dpdist.certification.cohen import Cohen
+from dpdist.certification.paired import ERROR, difference_interval
 from dpdist.evaluation import load_model
 from dpdist.reports.differences import differences, grid, section
 from dpdist.reports.facts import read_facts
@@ -81,11 +83,22 @@ def test_difference_is_of_the_later_run_less_the_first(two: list[Any]) -> None:
     assert it.p_value == pytest.approx(stats.binomtest(9, 12, 0.5).pvalue)
     header, shown = grid("first", [row])
     assert "first, %" in header and "only first : only run" in header
-    assert shown[4:7] == ["57.50", "72.50", "+15.00"] and shown[8] == "3 : 9"
+    assert shown[4:7] == ["57.50", "72.50", "+15.00"] and shown[9] == "3 : 9"
+    assert shown[8] == shown[7]  # one row: all of them together are it
     low, high = (float(part) for part in shown[7].split(" to "))
     assert low <= 100 * it.low and high >= 100 * it.high
     ((back,), _) = differences(two[::-1], SIZES)
     assert back.found.difference == -6 / 40
+
+
+def test_all_intervals_share_one_error(two: list[Any]) -> None:
+    (row,), _ = differences(two, SIZES)
+    shown = grid("first", [row] * 4)[1]
+    low, high = difference_interval(3, 9, 40, ERROR / 4)
+    assert [float(part) for part in shown[8].split(" to ")] == [
+        math.floor(1e4 * low) / 100,
+        math.ceil(1e4 * high) / 100,
+    ]
 
 
 def test_nothing_is_certified_where_the_radius_is_smaller(two: list[Any]) -> None:
@@ -181,7 +194,7 @@ def test_plain_accuracy_on_the_same_inputs(tmp_path: Path) -> None:
     # Two later runs: Holm's correction doubles the smaller p value.
     p = stats.binomtest(1, 9, 0.5).pvalue
     shown = grid("first", rows)
-    assert shown[1][9:11] == [f"{p:.2g}", f"{2 * p:.2g}"] and shown[2][9:11] == ["1", "1"]
+    assert shown[1][10:12] == [f"{p:.2g}", f"{2 * p:.2g}"] and shown[2][10:12] == ["1", "1"]
     text = "\n".join(section(runs, SIZES))
     assert "corrected for the 2 rows above" in text and "sample of" in text
     with pytest.raises(UserError, match="evaluated on different data"):

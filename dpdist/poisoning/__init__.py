@@ -1,0 +1,1 @@
+"""What poisoned training records cannot change: votes of many models, and what they certify."""

@@ -1,0 +1,101 @@
+"""The worker: trains one of many models by the recipe's own loop, and asks it for its votes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.numpy import save
+from torch import nn
+
+from dpdist import models
+from dpdist.certification.classifier import quiet_threads
+from dpdist.certification.sampling import Randomness
+from dpdist.poisoning.votes import FILE, NONE
+from dpdist.privacy.plan import PrivacyPlan
+from dpdist.randomness.keys import derive_key
+from dpdist.randomness.places import place_of
+from dpdist.randomness.units import ESTIMATE, UnitSource
+from dpdist.runs.recipe import Recipe
+from dpdist.training.finite import Diverged
+from dpdist.training.many import trained_here
+from dpdist.training.records import evaluation_data, source_of, training_data
+from dpdist.training.teachers import plan_of_shard, shards_by_hash
+
+_BATCH = 1000
+
+
+@dataclass(frozen=True)
+class VoterSetup:
+    """All that the models have in common. Each is a function of this and its number.
+
+    plan: of each, but with partitions, where it follows from the shard. key: secret. partitions:
+    each model is trained on its own shard of the records, on which alone it then depends;
+    otherwise each on all of them, by keys of its own. sigma: of Gaussian noise on the input of a
+    vote, one draw for each model and input; None: the model's own noise, if any. indices: of the
+    test inputs that are voted on.
+    """
+
+    recipe: Recipe
+    plan: PrivacyPlan
+    key: bytes
+    models: int
+    partitions: bool
+    sigma: float | None
+    indices: range
+
+
+class Voter:
+    """Called with a model's number; returns its votes, by file."""
+
+    def __init__(self, shared: VoterSetup) -> None:
+        quiet_threads()
+        self._shared = shared
+        source = source_of(shared.recipe)
+        self._records = training_data(shared.recipe, source)
+        self._test = evaluation_data(shared.recipe, source)
+        self._shards = None
+        if shared.partitions:  # by a public key: who poisons may know which shard a record is in
+            self._shards = shards_by_hash(self._records.hashes, b"", shared.models)
+
+    def __call__(self, number: int) -> dict[str, bytes]:
+        key = derive_key(self._shared.key, "voter", number)
+        votes = np.full(len(self._shared.indices), NONE, np.int64)
+        recipe, plan, members = self._training(number)
+        if plan is not None:
+            try:
+                with trained_here(recipe, plan, self._records, members, key) as folder:
+                    model = models.load(folder, trusted_factory=recipe.model.name)
+                votes = self._votes(model, derive_key(key, "votes").hex())
+            except Diverged:  # an answer of its own, which no class profits by
+                pass
+        return {FILE: save({"votes": votes})}
+
+    def _training(self, number: int) -> tuple[Recipe, PrivacyPlan | None, np.ndarray]:
+        recipe, records = self._shared.recipe, len(self._records)
+        if self._shards is None:
+            every = np.ones(records, dtype=bool)
+            return recipe, self._shared.plan, every
+        members = self._shards == number
+        if not members.any():
+            return recipe, None, members
+        return *plan_of_shard(recipe, int(members.sum())), members
+
+    def _votes(self, model: nn.Module, seed: str) -> np.ndarray:
+        shared, place = self._shared, place_of(model)
+        if shared.sigma is not None:
+            place = place.smoothed(shared.sigma)
+        shape = place.normals_shape(model, tuple(self._test.input_shape))
+        randomness = Randomness(UnitSource("vote", seed, "", "", "gaussian", 1.0))
+        found = []
+        for start in range(0, len(shared.indices), _BATCH):
+            names = shared.indices[start : start + _BATCH]
+            inputs = self._test.batch(np.array(names))
+            normals: Any = None
+            if shape is not None:
+                normals = randomness.normals(names, ESTIMATE, 0, 1, shape)
+            with torch.inference_mode():
+                found.append(place.logits(model, inputs, normals).argmax(1).numpy())
+        return np.concatenate(found).astype(np.int64)

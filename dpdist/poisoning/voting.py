@@ -1,0 +1,133 @@
+"""Many models of one recipe vote: what a few poisoned training records cannot change.
+
+`Poisoning` says what is trained and asked; `dpdist.poisoning.certificates` what the votes certify.
+The votes of private models are private: all of them together cost the sum of their trainings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from dpdist.base.errors import UserError
+from dpdist.base.fields import check_hex_key
+from dpdist.bulk.evaluation import Evaluation, Subject
+from dpdist.poisoning.votes import TABLE, Votes, read_votes
+from dpdist.privacy.plan import PrivacyPlan
+from dpdist.runs.recipe import Recipe
+
+if TYPE_CHECKING:
+    from dpdist.poisoning.job import Voting
+    from dpdist.poisoning.models import VoterSetup
+
+
+@dataclass(frozen=True)
+class Poisoning(Evaluation):
+    """Votes of many models of a recipe on test inputs.
+
+    models: how many. partitions: plain models on disjoint shards of the records, instead of private
+    ones on all of them (deep partition aggregation; Levine and Feizi, ICLR 2021). sigma: of one
+    draw of Gaussian noise on the input of every vote; None: as the models answer. start, every,
+    max_inputs: which test inputs. seed: of all keys (64 hex digits); None draws a secret one.
+    """
+
+    models: int = 66
+    partitions: bool = False
+    sigma: float | None = None
+    start: int = 0
+    every: int = 1
+    max_inputs: int | None = None
+    seed: str | None = None
+
+    name: ClassVar[str] = "poisoning"
+    file: ClassVar[str] = TABLE
+    private: ClassVar[bool] = True
+    of_trained: ClassVar[bool] = False
+    unit: ClassVar[str] = "models"
+
+    def __post_init__(self) -> None:
+        if self.partitions and self.sigma is not None:
+            raise UserError("--sigma: goes with private models, not with --partitions")
+        if self.seed is not None:
+            try:
+                check_hex_key(self.seed)
+            except ValueError as error:
+                raise UserError(f"poisoning.seed: {error}") from None
+
+    @property
+    def folder_name(self) -> str:
+        kind = "partitions" if self.partitions else "models"
+        noise = "" if self.sigma is None else f"-sigma-{self.sigma:g}"
+        share = f"-every-{self.every}" if self.every > 1 else ""
+        return f"{self.name}-{kind}-{self.models}{noise}{share}"
+
+    def indices(self, count: int) -> range:
+        """Which of `count` test inputs are voted on."""
+        chosen = range(self.start, count, self.every)
+        return chosen if self.max_inputs is None else chosen[: self.max_inputs]
+
+    def training(self, recipe: Recipe, records: int) -> tuple[Recipe, PrivacyPlan]:
+        """Recipe and plan of every model; with partitions, of one of average size.
+
+        Raises UserError for a recipe whose models cannot be trained one by one.
+        """
+        from dpdist.training.planning import make_plan, ordinary, training_alone
+        from dpdist.training.teachers import plan_of_shard
+
+        for wrong, why in (
+            (recipe.tune is not None, "a private search is no single training"),
+            (recipe.planted is not None, "audit.kind: canaries plants records in this training"),
+            (recipe.method.withheld is not None, recipe.method.withheld),
+        ):
+            if wrong:
+                raise UserError(f"{recipe.name}: nothing to vote: {why}")
+        if self.partitions:
+            plain = ordinary(recipe)
+            return plain, plan_of_shard(plain, max(1, records // self.models))[1]
+        alone = training_alone(recipe)
+        return alone, make_plan(alone, records, recipe.name)
+
+    def work(self, subject: Subject) -> Voting:
+        """Raises UserError for a recipe whose models cannot vote."""
+        from dpdist.poisoning.job import Voting
+
+        records, test = subject.training(), subject.test
+        recipe, plan = self.training(subject.recipe, len(records))
+        indices = self.indices(len(test))
+        if not indices:
+            raise UserError(f"{recipe.name}: no test input is chosen, of {len(test):,}")
+        wanted = {
+            "data": records.fingerprint,
+            "test": test.fingerprint,
+            "settings": {
+                "models": self.models,
+                "partitions": self.partitions,
+                "sigma": self.sigma,
+                "inputs": [indices.start, indices.stop, indices.step],
+                "seed_given": self.seed is not None,
+                **subject.recipe.of_model,
+            },
+        }
+        labels = np.asarray(test.labels)[np.array(indices)]
+
+        def share(seed: str) -> VoterSetup:
+            from dpdist.poisoning.models import VoterSetup
+
+            return VoterSetup(
+                recipe, plan, bytes.fromhex(seed), self.models, self.partitions, self.sigma, indices
+            )
+
+        return Voting(wanted, self.seed, share, labels)
+
+    @classmethod
+    def read(cls, path: Path) -> Votes:
+        return read_votes(path)
+
+    @classmethod
+    def lines(cls, found: Sequence[Any]) -> list[tuple[str, str]]:
+        """Nothing for a report: it is private."""
+        return []

@@ -1,0 +1,91 @@
+"""What a table says of fresh inputs: exact arithmetic, and worlds whose population is known."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from scipy import stats
+from test_rebound import BOUNDARY, DRAWS, HISTOGRAMS, LABELS, counted, make
+
+from dpdist.base.errors import UserError
+from dpdist.certification import reading
+from dpdist.certification.population import floored, line, of_population
+from dpdist.certification.rebound import rebound
+
+ALPHA = 0.1
+
+
+def stated(hits: np.ndarray, at: list[float], error: float, alpha: float = ALPHA) -> list:
+    return of_population(reading.of(counted(hits, alpha)), at, error)
+
+
+def test_the_bounds_are_clopper_pearsons_with_alpha_folded_in() -> None:
+    # 60 inputs: 45 certified at 0.5 for certain, 15 whose label is never drawn.
+    hits = np.array([DRAWS] * 45 + [0] * 15)
+    first, second = stated(hits, [0.25, 0.5], 0.2)
+    low = stats.beta.ppf(0.2 / 4, 45, 16)  # two radii, two sides
+    high = stats.beta.ppf(1 - 0.2 / 4, 46, 15)
+    for each in (first, second):
+        assert each.low == pytest.approx((low - ALPHA) / (1 - ALPHA), rel=1e-9)
+        assert each.certifiable == pytest.approx(min(1, high / (1 - ALPHA)), rel=1e-9)
+    (alone,) = stated(hits, [0.5], 0.2)
+    assert alone.low > first.low  # less is stated of one radius, and it is tighter
+    assert (first.radius, second.radius) == (0.25, 0.5)
+
+
+def test_nothing_certified_states_nothing() -> None:
+    (each,) = stated(np.zeros(20, dtype=int), [0.5], 0.05)
+    assert each.low == 0.0 and each.certifiable is not None and each.certifiable < 0.25
+
+
+@pytest.mark.parametrize("robust", [0.0, 0.5])
+def test_a_known_population_is_covered(robust: float) -> None:
+    # Half of the population is robust for certain; the rest lies a hair below what 0.5 needs, where
+    # certificates err as often as they may (8.6 %). Error 0.2: of 60 seeded repetitions 6 may
+    # miss a side, more than 15 has probability 3e-4. Without alpha folded in, most miss.
+    rng = np.random.default_rng(7)
+    missed, unfolded = 0, 0
+    for _ in range(60):
+        sure = rng.random(60) < robust
+        hits = np.where(sure, DRAWS, rng.binomial(DRAWS, BOUNDARY - 1e-9, 60))
+        (each,) = stated(hits, [0.5], 0.2)
+        missed += each.low > robust
+        unfolded += each.low * (1 - ALPHA) + ALPHA > robust
+    assert missed <= 15
+    assert unfolded > missed
+
+
+def test_what_cannot_be_certified_is_covered() -> None:
+    # All a hair above what 0.5 needs: every input is certifiable, and none may be said not to be
+    # more often than the error allows, though each upper bound is too small in 9 % of cases.
+    rng = np.random.default_rng(8)
+    missed = 0
+    for _ in range(60):
+        (each,) = stated(rng.binomial(DRAWS, BOUNDARY + 1e-9, 60), [0.5], 0.2)
+        assert each.certifiable is not None
+        missed += each.certifiable < 1
+    assert missed <= 15
+
+
+def test_other_alphas_and_kinds() -> None:
+    strict = rebound(make(HISTOGRAMS, LABELS), 0.05)
+    (each,) = of_population(reading.of(strict), [0.0])
+    assert each.low == pytest.approx((stats.beta.ppf(0.025, 2, 3) - 0.05) / 0.95, abs=1e-9)
+    early = make(HISTOGRAMS, LABELS, mode="target")  # keeps no counts of all classes
+    (each,) = of_population(reading.of(early), [0.25])
+    assert each.certifiable is None
+
+
+def test_a_noise_bank_is_no_independent_sample() -> None:
+    shared = reading.of(make(HISTOGRAMS, LABELS, noise_bank=True))
+    with pytest.raises(UserError, match="noise bank"):
+        of_population(shared, [0.25])
+    assert "nothing is stated" in line(shared, [0.25])[1]
+
+
+def test_what_is_printed_is_rounded_down() -> None:
+    assert floored(0.98769) == "98.76" and floored(0.0) == "0.00"
+    found = reading.of(counted(np.array([DRAWS] * 60), 0.001))
+    name, value = line(found, [0.5])
+    (each,) = of_population(found, [0.5])
+    assert "population" in name and value.startswith(f"{floored(each.low)} % at 0.5 (95 %")

@@ -1,0 +1,60 @@
+"""Faults in what is said of poisoned training records."""
+
+from __future__ import annotations
+
+from mutants.fault import Fault, group
+
+VOTES = "poisoning/test_poisoning"
+
+FAULTS: list[Fault] = [
+    *group(
+        "dpdist/privacy/poisoning.py",
+        "privacy/test_poisoned",
+        ("range(changes + 1)", "(changes,)", "all changes are removals"),
+        ("range(changes + 1)", "(0,)", "all changes are insertions"),
+        ("self._pair(inserted)[1]", "self._pair(inserted)[0]", "an insertion counts as a removal"),
+        ("self._pair(removed)[0]", "self._pair(removed)[1]", "a removal counts as an insertion"),
+        ("_inverse(self._one, fewer[-1])", "fewer[-1]", "further changes are free"),
+        (
+            'self._exact = plan.neighbours == "add-or-remove-one"',
+            "self._exact = True",
+            "a replaced record counts as a removed one",
+        ),
+        ("    return high\n", "    return low\n", "what is needed is rounded down"),
+        ("each.times(models)", "each.times(1)", "many votes cost one training"),
+    ),
+    *group(
+        "dpdist/poisoning/certificates.py",
+        VOTES,
+        (
+            "votes.counts(slice(select, total))",
+            "votes.counts(slice(0, total))",
+            "models that choose the class are counted for it",
+        ),
+        ("total - select, alpha", "total, alpha", "models count that did not vote"),
+        (
+            "float(ndtr(radius / (sigma or 1.0)))",
+            "float(ndtr(radius))",
+            "the noise on the input does not matter",
+        ),
+        ("rival = counts + (names < answer[:, None])", "rival = counts + 0", "ties are won by both"),
+        ("lead // 2", "lead", "a change moves half a vote"),
+    ),
+    *group(
+        "dpdist/poisoning/models.py",
+        VOTES,
+        (
+            'derive_key(self._shared.key, "voter", number)',
+            'derive_key(self._shared.key, "voter", 0)',
+            "all models have one key",
+        ),
+        ("members = self._shards == number", "members = self._shards >= 0", "shards are not disjoint"),
+        ("place = place.smoothed(shared.sigma)", "pass", "votes without noise on their inputs"),
+        ('derive_key(key, "votes").hex()', '"00"', "all models vote under one noise"),
+    ),
+    *group(
+        "dpdist/poisoning/voting.py",
+        VOTES,
+        ("private: ClassVar[bool] = True", "private: ClassVar[bool] = False", "votes are published"),
+    ),
+]  # fmt: skip

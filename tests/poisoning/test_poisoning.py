@@ -1,0 +1,297 @@
+"""`dpdist poison`: whose votes count, what they certify, and that none of it leaves private/."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load
+from scipy import stats
+from support.here import Done, command, without_ray
+from support.training import make
+
+from dpdist import models, pipeline
+from dpdist.base.errors import UserError
+from dpdist.data import Dataset
+from dpdist.poisoning.certificates import by_partitions, by_privacy
+from dpdist.poisoning.models import Voter
+from dpdist.poisoning.votes import FILE, NONE, Votes, read_votes
+from dpdist.poisoning.voting import Poisoning
+from dpdist.privacy.plan import PrivacyPlan
+from dpdist.privacy.poisoning import Poisoned
+from dpdist.privacy.releases import GaussianSteps
+from dpdist.randomness.keys import derive_key
+from dpdist.runs.folder import RunFolder
+from dpdist.runs.recipe import Recipe
+from dpdist.training import job, many
+from dpdist.training.planning import make_plan
+from dpdist.training.records import evaluation_data, source_of, training_data
+from dpdist.training.teachers import plan_of_shard, shards_by_hash
+
+SEED = "5b" * 32
+PLAN = PrivacyPlan(1000, (GaussianSteps(1, 10.0, 1.0),), 1e-5)
+
+
+def votes_of(vote: Any, label: Any = None) -> Votes:
+    vote = np.array(vote, dtype=np.int64)
+    inputs = vote.shape[1]
+    label = np.zeros(inputs, np.int64) if label is None else np.array(label)
+    return Votes({}, np.arange(inputs), label, vote)
+
+
+# ---- what votes certify
+
+
+def test_the_class_is_chosen_by_models_that_do_not_count() -> None:
+    # Input 0: all say 0. Input 1: the choosing models say 1, the others 0: nothing is certified.
+    vote = np.zeros((34, 2), np.int64)
+    vote[:4, 1] = 1
+    found = by_privacy(votes_of(vote), PLAN, select=4, alpha=0.01)
+    assert found.answer.tolist() == [0, 1] and found.models == 30
+    sure = 0.01 ** (1 / 30)
+    assert found.changes[0.0].tolist() == [Poisoned(PLAN).changes(sure), -1]
+    assert found.changes[0.0][0] == int(stats.norm.ppf(sure) / 0.1)  # mu is 1 / 10
+
+
+def test_an_input_may_move_besides() -> None:
+    found = by_privacy(
+        votes_of(np.zeros((66, 1))), PLAN, select=6, alpha=0.001, radii=(0.0, 0.1, 9.0), sigma=0.2
+    )
+    room = stats.norm.ppf(0.001 ** (1 / 60))
+    expected = [int(room / 0.1), int((room - 0.1 / 0.2) / 0.1), -1]
+    assert [int(changes[0]) for changes in found.changes.values()] == expected
+    assert found.accuracy(np.zeros(1), 0, 0.1) == 1 and found.accuracy(np.zeros(1), 0, 9.0) == 0
+    assert found.accuracy(np.ones(1), 0) == 0  # certified, and wrong
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [({"select": 3}, "--select"), ({"radii": (0.0, 0.1)}, "--sigma")],
+)
+def test_what_cannot_be_certified_is_refused(changed: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        by_privacy(votes_of(np.zeros((3, 1))), PLAN, **{"select": 1, "alpha": 0.1, **changed})
+
+
+def test_partitions_withstand_exactly_so_many_moved_votes() -> None:
+    # Every way in which 5 models can vote, and in which k of them can be made to vote otherwise.
+    every = np.array(list(itertools.product(range(3), repeat=5)))
+    found = by_partitions(votes_of(every.T))
+
+    def winner(votes: np.ndarray) -> int:
+        return int(np.bincount(votes, minlength=3).argmax())
+
+    def moved(votes: np.ndarray, changes: int) -> bool:
+        for places in itertools.combinations(range(5), changes):
+            for values in itertools.product(range(3), repeat=changes):
+                other = votes.copy()
+                other[list(places)] = values
+                if winner(other) != winner(votes):
+                    return True
+        return False
+
+    for votes, answer, changes in zip(every, found.answer, found.changes[0.0], strict=True):
+        assert answer == winner(votes)
+        assert not moved(votes, int(changes)) and moved(votes, int(changes) + 1)
+
+
+def test_a_vote_for_nothing_counts_for_no_class() -> None:
+    found = by_partitions(votes_of([[NONE], [NONE], [NONE], [0], [0]]))
+    assert found.answer.tolist() == [0] and found.changes[0.0].tolist() == [1]
+    found = by_privacy(votes_of([[0]] + [[NONE]] * 9), PLAN, select=1, alpha=0.1)
+    assert found.changes[0.0].tolist() == [-1]
+
+
+# ---- whose votes they are
+
+
+def recipe_of(tmp_path: Path, **more: Any) -> Recipe:
+    """Full batches of a linear model: cheap, and its loss has a closed form."""
+    values: dict[str, Any] = {
+        "data__max_train": 200, "training__batch_size": 50, "training__steps": 4,
+        "model": "linear", "privacy__run_key": None, "privacy__noise_multiplier": 8.0,
+    }  # fmt: skip
+    recipe, _ = make(tmp_path, **(values | more))
+    records = len(training_data(recipe, source_of(recipe)))
+    recipe, _ = make(tmp_path, **(values | more | {"training__batch_size": records}))
+    (tmp_path / "x.yaml").write_text(recipe.to_yaml())
+    return recipe
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    without_ray(monkeypatch)
+
+    def dpdist(*arguments: object) -> Done:
+        return command(monkeypatch, capsys, tmp_path, *arguments)
+
+    return dpdist
+
+
+def begun(recipe: Recipe, tmp_path: Path) -> RunFolder:
+    folder = RunFolder(tmp_path / "runs" / recipe.name)
+    folder.begin(recipe)
+    return folder
+
+
+def test_each_voter_is_a_training_of_the_recipe_by_a_key_of_its_own(
+    run: Any, tmp_path: Path
+) -> None:
+    recipe = recipe_of(tmp_path)
+    settings = Poisoning(3, seed=SEED, every=40)
+    path = pipeline.evaluation_stage(recipe, begun(recipe, tmp_path), settings)
+    votes = read_votes(path)
+    source = source_of(recipe)
+    records, test = training_data(recipe, source), evaluation_data(recipe, source)
+    rows = np.arange(0, len(test), 40)
+    assert votes.index.tolist() == rows.tolist()
+    assert votes.label.tolist() == np.asarray(test.labels)[rows].tolist()
+    plan = make_plan(recipe, len(records), "x")
+    for number in range(3):
+        key = derive_key(bytes.fromhex(SEED), "voter", number)
+        every = np.ones(len(records), dtype=bool)
+        with many.trained_here(recipe, plan, records, every, key) as folder:
+            model = models.load(folder)
+        with torch.inference_mode():
+            assert votes.vote[number].tolist() == model(test.batch(rows)).argmax(1).tolist()
+    assert len({tuple(each) for each in votes.vote.tolist()}) == 3
+
+
+def test_noise_on_the_input_is_each_models_own(run: Any, tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path)
+    folder = begun(recipe, tmp_path)
+    quiet, loud = (
+        read_votes(
+            pipeline.evaluation_stage(recipe, folder, Poisoning(2, seed=SEED, every=10, sigma=s))
+        )
+        for s in (None, 3.0)
+    )
+    changed = quiet.vote != loud.vote
+    assert changed.any(axis=1).all() and not (changed[0] == changed[1]).all()
+
+
+def test_a_changed_record_moves_one_partition(run: Any, tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path)
+    settings = Poisoning(4, partitions=True, seed=SEED, every=20)
+    own, plan = settings.training(recipe, 200)
+    assert own.privacy.clipping == "none" and plan.records == 50
+    # What a shard's training does follows from the shard, not from how many records there are.
+    assert settings.training(recipe, 20)[0] == own and own.training.batch_size > 50
+    votes = read_votes(pipeline.evaluation_stage(recipe, begun(recipe, tmp_path), settings))
+    voter = Voter(setup_of(recipe, settings))
+    hashes = voter._records.hashes
+    shards = shards_by_hash(hashes, b"", 4)
+    assert shards_by_hash(hashes[1:], b"", 4).tolist() == shards[1:].tolist()
+    for number in range(4):
+        members = shards == number
+        there, plan = plan_of_shard(own, int(members.sum()))
+        key = derive_key(bytes.fromhex(SEED), "voter", number)
+        with many.trained_here(there, plan, voter._records, members, key) as folder:
+            model = models.load(folder)
+        with torch.inference_mode():
+            said = model(voter._test.batch(votes.index)).argmax(1)
+        assert votes.vote[number].tolist() == said.tolist()
+
+
+def setup_of(recipe: Recipe, settings: Poisoning) -> Any:
+    source = source_of(recipe)
+    subject = SimpleNamespace(
+        training=lambda: training_data(recipe, source),
+        test=evaluation_data(recipe, source),
+        recipe=recipe,
+    )
+    return settings.work(subject)._share(SEED)  # type: ignore[arg-type]
+
+
+def test_the_command_prints_what_is_withstood_and_keeps_it_private(
+    run: Any, tmp_path: Path
+) -> None:
+    recipe_of(tmp_path)
+    asked = ("poison", "x.yaml", "--models", 6, "--select", 2, "--alpha", 0.3, "--every", 40)
+    done = run(*asked, "--changes", "0,1", "--csv", "out.csv")
+    assert done.code == 0, done.err
+    for said in ("changed records withstood", "% at 1", "these votes, if published", "zero-out"):
+        assert said in done.out, said
+    assert len((tmp_path / "out.csv").read_text().splitlines()) == 10
+    files = [p.relative_to(tmp_path / "runs/x") for p in (tmp_path / "runs/x").rglob("*.*")]
+    outside = {str(path) for path in files if path.parts[0] != "private"}
+    assert outside == {"recipe.yaml", "run.json"}
+    home = tmp_path / "runs/x/private/attacks/poisoning-models-6-every-40"
+    table = (home / "votes.parquet").read_bytes()
+    # Interrupted and continued: the same bytes.
+    (home / "votes.parquet").unlink()
+    lines = (home / "journal.jsonl").read_text().splitlines(keepends=True)
+    (home / "journal.jsonl").write_text("".join(lines[:3]))
+    shutil.rmtree(home / "models/0004")
+    assert run(*asked, "--changes", "0,1", "--csv", "out.csv").out == done.out
+    assert (home / "votes.parquet").read_bytes() == table
+
+
+def test_mistakes_are_told_before_a_model_is_trained(run: Any, tmp_path: Path) -> None:
+    recipe_of(tmp_path)
+    for asked, complaint in (
+        (("--models", 6, "--select", 6), "--select"),
+        (("--radii", "0.1"), "--sigma"),
+        (("--partitions", "--sigma", 0.1), "--partitions"),
+        (("--seed", "12"), "seed"),
+        (("--start", 10_000), "no test input"),
+        (("--csv", "runs/x/certificates.csv"), "may be published"),
+    ):
+        done = run("poison", "x.yaml", *asked)
+        assert done.code == 2 and complaint in done.err, (asked, done.err)
+        assert not list((tmp_path / "runs").rglob("votes.*"))
+    free = recipe_of(tmp_path, privacy__noise_multiplier=0.0)
+    assert free.privacy.noise_multiplier == 0
+    done = run("poison", "x.yaml", "--name", "free")
+    assert done.code == 2 and "no trade-off curve" in done.err
+
+
+# ---- and poisoned records do not
+
+
+def test_flipped_labels_do_not_change_a_certified_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many flipped labels as the certificate allows (each is two changes), all of one class
+    towards one other."""
+    recipe = recipe_of(
+        tmp_path, data={"name": "digits", "labels": [3, 8]}, privacy__noise_multiplier=30.0,
+        training__steps=8, training__learning_rate=2.0,
+    )  # fmt: skip
+    setup, real = setup_of(recipe, Poisoning(10, seed=SEED)), job.training_records
+    found = by_privacy(said_by(Voter(setup)), setup.plan, select=2, alpha=0.05)
+    flips = int(found.changes[0.0].max()) // 2
+    sure = found.changes[0.0] >= 2 * flips
+    assert flips >= 2 and sure.sum() >= 20
+
+    def kept(flips: int) -> np.ndarray:
+        place = tmp_path / f"poisoned-{flips}"
+        with monkeypatch.context() as inner:
+            inner.setattr(job, "training_records", lambda *of: poisoned(real(*of), place, flips))
+            return (said_by(Voter(setup)).counts(slice(None)).argmax(1) == found.answer)[sure]
+
+    assert kept(flips).all()  # each keeps more than half of its probability
+    assert not kept(120).all()  # which so many changes do not leave
+
+
+def poisoned(records: Dataset, folder: Path, flips: int) -> Dataset:
+    if not folder.exists():
+        shutil.copytree(records.folder, folder)
+        stored = np.load(folder / "labels.npy")
+        stored[np.flatnonzero(stored == 0)[:flips]] = 1
+        np.save(folder / "labels.npy", stored)
+    return replace(records, folder=folder)
+
+
+def said_by(voter: Voter) -> Votes:
+    shared = voter._shared
+    found = [load(voter(number)[FILE])["votes"] for number in range(shared.models)]
+    rows = np.array(shared.indices)
+    return Votes({}, rows, np.asarray(voter._test.labels)[rows], np.stack(found))

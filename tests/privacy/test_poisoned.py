@@ -1,0 +1,122 @@
+"""What k changed training records leave of an answer: closed forms, and explicit worst cases."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from scipy import optimize, stats
+
+from dpdist.privacy import trade_off
+from dpdist.privacy.plan import PrivacyPlan
+from dpdist.privacy.poisoning import Poisoned, cost_of_votes
+from dpdist.privacy.releases import GaussianSteps
+
+NORMAL = stats.norm
+
+
+def gaussian(mu: float, **more: object) -> PrivacyPlan:
+    """Full batches, in two phases that add up to mu."""
+    parts = (GaussianSteps(1, math.sqrt(4 / 1) / mu, 1.0), GaussianSteps(3, 2 / mu, 1.0))
+    return PrivacyPlan(1000, parts, 1e-5, **more)  # type: ignore[arg-type]
+
+
+def mu_of(epsilon: float, delta: float) -> float:
+    def excess(mu: float) -> float:
+        below = NORMAL.cdf(mu / 2 - epsilon / mu)
+        return below - math.exp(epsilon) * NORMAL.cdf(-mu / 2 - epsilon / mu) - delta
+
+    return optimize.brentq(excess, 1e-3, 10)
+
+
+@pytest.mark.parametrize("target", [0.5, 0.8])
+def test_full_batches_need_what_a_gaussian_needs(target: float) -> None:
+    poisoned = Poisoned(gaussian(0.25))
+    for changes in (0, 1, 2, 5):
+        exact = NORMAL.cdf(NORMAL.ppf(target) + 0.25 * changes)
+        found = poisoned.needed(changes, target)
+        assert exact - 1e-12 <= found <= exact + 2e-3, changes
+
+
+@pytest.mark.parametrize(("epsilon", "changes"), [(0.25, 17), (0.5, 9)])
+def test_unanimous_models_withstand_what_is_known(epsilon: float, changes: int) -> None:
+    poisoned = Poisoned(gaussian(mu_of(epsilon, 1e-5)))
+    unanimous = 0.001 ** (1 / 66)  # Clopper-Pearson's bound
+    assert poisoned.changes(unanimous) == changes
+    assert poisoned.needed(changes) <= unanimous < poisoned.needed(changes + 1)
+
+
+RATE, NOISE = 0.3, 4.0
+SAMPLED = PrivacyPlan(1000, (GaussianSteps(1, NOISE, RATE),), 1e-5)
+
+
+@pytest.fixture(scope="module")
+def sampled() -> Poisoned:
+    """Its groups take seconds to build; they are kept."""
+    return Poisoned(SAMPLED)
+
+
+def above(threshold: np.ndarray, records: int, at: float) -> np.ndarray:
+    """Probability that a noisy sum, which each record joins by a coin, exceeds the threshold."""
+    joined = np.arange(records + 1)
+    shifted = (threshold - at * joined[:, None]) / NOISE
+    return stats.binom.pmf(joined, records, RATE) @ NORMAL.sf(shifted)
+
+
+def test_no_sampled_attack_leaves_less(sampled: Poisoned) -> None:
+    # a records that pull up are removed, b that pull down are inserted.
+    poisoned, threshold = sampled, np.linspace(-12, 12, 4000)
+    for changes in (1, 2, 3):
+        worst = 1.0
+        for removed in range(changes + 1):
+            before = above(threshold, removed, 1.0)
+            after = above(threshold, changes - removed, -1.0)
+            for target in (0.5, 0.7):
+                enough = before >= poisoned.needed(changes, target)
+                assert (after[enough] > target).all(), (changes, removed)
+            worst = min(worst, after[before >= poisoned.needed(changes)].min(initial=1.0))
+        assert worst <= 0.51  # and none could be claimed much earlier
+
+
+def test_groups_of_one_direction_do_not_prove_mixtures(sampled: Poisoned) -> None:
+    # Three removed records alone need less than one removed and two inserted: the latter is what
+    # an attacker who changes records does, and what must be paid for.
+    curves, needs = sampled._both(3), []
+    assert curves is not None
+    x = np.linspace(0.5, 1, 20_000)
+    for curve in curves:
+        needs.append(float(x[curve(x) > 0.5][0]))
+    assert sampled.needed(3) >= max(needs) - 1e-4
+    threshold = np.linspace(-12, 12, 20_000)
+    mixed = [
+        above(threshold, removed, 1.0)[above(threshold, 3 - removed, -1.0) <= 0.5].max()
+        for removed in (1, 2)
+    ]
+    assert max(mixed) > needs[0] + 5e-4
+
+
+def test_exact_groups_are_no_worse_than_one_record_after_the_other(sampled: Poisoned) -> None:
+    one = trade_off.of_plan(SAMPLED)
+    assert one is not None
+    stepwise = trade_off.of_group(one, 3)
+    needed = sampled.needed(3)
+    assert float(stepwise(np.float64(needed))) <= 0.5 + 1e-6
+    replaced = PrivacyPlan(1000, SAMPLED.phases, 1e-5, neighbours="replace-one")
+    several = [Poisoned(replaced).needed(k) for k in range(4)]
+    assert several == sorted(several) and several[1] > sampled.needed(1)
+
+
+def test_where_nothing_is_proved_nothing_is_withstood(sampled: Poisoned) -> None:
+    free = PrivacyPlan(1000, (GaussianSteps(5, 0.0, 0.1),), 1e-5)
+    with pytest.raises(ValueError, match="no trade-off curve"):
+        Poisoned(free)
+    poisoned = sampled
+    assert poisoned.changes(0.5) == -1 and poisoned.changes(0.49) == -1
+    assert poisoned.changes(0.5 + 1e-9) == 0
+
+
+def test_votes_cost_all_their_trainings() -> None:
+    plan = gaussian(0.25)
+    whole = cost_of_votes(plan, 9)
+    assert whole.guarantee().epsilon == pytest.approx(gaussian(0.75).guarantee().epsilon, rel=1e-3)
