@@ -31,7 +31,7 @@ FAULTS: list[Fault] = [
             "votes.counts(slice(0, total))",
             "models that choose the class are counted for it",
         ),
-        ("total - select, alpha", "total, alpha", "models count that did not vote"),
+        ("clopper_pearson_lower(k, total - select, alpha)", "clopper_pearson_lower(k, total, alpha)", "models count that did not vote"),
         (
             "float(ndtr(radius / (sigma or 1.0)))",
             "float(ndtr(radius))",
