@@ -4,18 +4,28 @@ Floating-point Gaussians are not exactly Gaussian and the low bits of a noisy su
 (Mironov 2012, for Laplace). Noise is therefore drawn and added in float64 and the result rounded
 to a grid about 2**-24 of the noise scale: the released value is then a coarse rounding
 (post-processing) of a sum whose own error is near 2**-52 of the noise, far below the grid.
+
+A key's numbers are a formula of its ChaCha20 words. Libraries and processors compute its logarithm,
+sine and cosine to the last bit or the one before; so two of them make the same noise up to 2**-50
+of its scale, and what each releases is a rounding of one and the same noisy sum.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import numpy as np
+import torch
 
-from dpdist.randomness.keys import derive_key, words
+from dpdist.randomness.keys import WordReader, derive_key, words
 
 _GRID_BITS = 24
 _RARE = np.uint64(2**32)  # a first word below it is continued by another 64 bits
+_PIECE = 8192  # pairs of entries at a time: all that is made of them stays in a core's cache
+_CALL = 2048  # numbers that torch transforms at a time where it has threads: for more it wakes them
+_LANES = 64  # numbers are transformed in multiples of it: none depends on where a piece ends
+_LEAST = torch.tensor(2.0**-64, dtype=torch.float64)
 
 
 def standard_normal(key: bytes, start: int, count: int) -> np.ndarray:
@@ -27,39 +37,98 @@ def standard_normal(key: bytes, start: int, count: int) -> np.ndarray:
     13.3, beyond which lies a mass of 3e-39. (53 bits end at 8.57, and the mass beyond, 1e-17, is
     what a delta near it would notice.)
     """
-    if count <= 0:
-        return np.empty(0)
-    first, last = start // 2, (start + count + 1) // 2
-    bits = words(key, 2 * first, 2 * (last - first)).reshape(-1, 2)
-    length = np.sqrt(-2.0 * np.log(_uniform(bits[:, 0], key, first)))
-    angle = (2.0**-53 * 2.0 * math.pi) * (bits[:, 1] >> np.uint64(11)).astype(np.float64)
-    pairs = np.empty(bits.shape)
-    np.multiply(length, np.cos(angle), out=pairs[:, 0])
-    np.multiply(length, np.sin(angle), out=pairs[:, 1])
-    skip = start - 2 * first
-    return pairs.reshape(-1)[skip : skip + count]
+    drawn = np.empty(max(0, count))
+    for place, normals in _pieces(key, start, count, 1.0):
+        drawn[place : place + len(normals)] = normals
+    return drawn
 
 
-def _uniform(bits: np.ndarray, key: bytes, first: int) -> np.ndarray:
-    """Uniforms in (0, 1] of the words of the pairs `first`, `first + 1`, ...: float64."""
-    uniform = (bits.astype(np.float64) + 1.0) * 2.0**-64
-    for place in np.flatnonzero(bits < _RARE).tolist():  # one pair in 2^32
-        more = words(derive_key(key, "tail"), first + place, 1)
-        uniform[place] = (float(bits[place]) + (float(more[0]) + 1.0) * 2.0**-64) * 2.0**-64
-    return uniform
-
-
-def add_noise(total: np.ndarray, key: bytes, std: float) -> np.ndarray:
+def add_noise(total: np.ndarray, key: bytes, std: float, start: int = 0) -> np.ndarray:
     """`total` + N(0, std**2 I), rounded to the grid: float64, the shape of `total`.
 
-    Raises ValueError when `total` is not finite: clipping should have made that impossible.
+    start: which entries of the key's stream they get; a shard of a longer sum gets those of its
+    place. Beside `total` and the result it needs a megabyte, whatever their length. Raises
+    ValueError when `total` is not finite: clipping should have made that impossible.
     """
-    if not np.isfinite(total).all():
-        raise ValueError("the clipped sum is not finite; nothing is released")
+    summed = np.ascontiguousarray(total, dtype=np.float64).reshape(-1)
     if std == 0:
+        _require_finite(summed)
         return total.astype(np.float64)
-    noisy = total.astype(np.float64) + std * standard_normal(key, 0, total.size).reshape(
-        total.shape
-    )
-    grid = 2.0 ** (math.floor(math.log2(std)) - _GRID_BITS)
-    return np.round(noisy / grid) * grid
+    exponent = math.floor(math.log2(std)) - _GRID_BITS
+    noisy = np.empty_like(summed)
+    for place, normals in _pieces(key, start, len(summed), std):
+        part = slice(place, place + len(normals))
+        normals += summed[part]
+        _require_finite(normals)
+        normals *= 2.0**-exponent  # a power of two: exact
+        np.rint(normals, out=normals)
+        np.multiply(normals, 2.0**exponent, out=noisy[part])
+    return noisy.reshape(total.shape)
+
+
+def _require_finite(numbers: np.ndarray) -> None:
+    if not np.isfinite(numbers).all():
+        raise ValueError("the clipped sum is not finite; nothing is released")
+
+
+def _pieces(key: bytes, start: int, count: int, scale: float) -> Iterator[tuple[int, np.ndarray]]:
+    """(place, numbers): `scale` times the `count` entries from `start`, piece by piece. The numbers
+    are the caller's to write to until the next piece."""
+    first, last = start // 2, (start + count + 1) // 2
+    size = min(_PIECE, last - first)
+    reader = WordReader(key, 2 * first, 2 * (last - first), 2 * size) if size > 0 else None
+    pairs = None
+    for begin in range(first, last, _PIECE):
+        size = min(_PIECE, last - begin)
+        if pairs is None or pairs.count != size:
+            pairs = _Pairs(size, scale)
+        assert reader is not None
+        entries = pairs.normals(reader.read().reshape(-1, 2), key, begin)
+        low, high = max(start, 2 * begin), min(start + count, 2 * (begin + size))
+        yield low - start, entries[low - 2 * begin : high - 2 * begin]
+
+
+class _Pairs:
+    """Room for so many pairs of entries, and what they are multiplied by."""
+
+    def __init__(self, count: int, scale: float) -> None:
+        self.count, self._factor = count, -2.0 * scale * scale
+        made = np.ones((3, -(-count // _LANES) * _LANES))
+        self._length, self._cosine, self._angle = made[:, :count]
+        self._tensors = torch.from_numpy(made[:, :count])
+        self._turns = np.empty(count, dtype=np.uint64)
+        alone = torch.get_num_threads() == 1
+        parts = torch.from_numpy(made).split(made.shape[1] if alone else _CALL, 1)
+        self._calls = [tuple(part) for part in parts]
+        self._entries = np.empty((count, 2))
+
+    def normals(self, bits: np.ndarray, key: bytes, first: int) -> np.ndarray:
+        """Both entries of the pairs number `first`, `first + 1`, ..., whose words are the bits
+        (count, 2): float64 (2 * count,)."""
+        self._uniform(bits, key, first)
+        np.right_shift(bits[:, 1], np.uint64(11), out=self._turns)
+        np.copyto(self._angle, self._turns.view(np.int64))
+        self._angle *= 2.0**-53 * 2.0 * math.pi
+        for length, cosine, angle in self._calls:
+            length.log_().mul_(self._factor).sqrt_()
+            torch.cos(angle, out=cosine)
+            angle.sin_()
+        np.multiply(self._length, self._cosine, out=self._entries[:, 0])
+        np.multiply(self._length, self._angle, out=self._entries[:, 1])
+        return self._entries.reshape(-1)
+
+    def _uniform(self, bits: np.ndarray, key: bytes, first: int) -> None:
+        """Uniforms in (0, 1] of the pairs' first words, where the length will be."""
+        uniform = self._length
+        halves = bits.view("<u4")  # numpy's own way from uint64 to float64 is five times slower
+        np.copyto(uniform, halves[:, 1])
+        np.copyto(self._angle, halves[:, 0])
+        high, _, low = self._tensors
+        torch.add(low, high, alpha=2.0**32, out=high)  # rounded once, as the products are exact
+        rare = uniform.min() < _RARE
+        torch.add(_LEAST, high, alpha=2.0**-64, out=high)
+        if rare:  # one pair in 2^32
+            for place in np.flatnonzero(bits[:, 0] < _RARE).tolist():
+                (more,) = words(derive_key(key, "tail"), first + place, 1).tolist()
+                whole = float(bits[place, 0]) + (float(more) + 1.0) * 2.0**-64
+                uniform[place] = whole * 2.0**-64

@@ -13,7 +13,7 @@ import hashlib
 import secrets
 
 import numpy as np
-from cryptography.hazmat.primitives.ciphers import Cipher
+from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext
 from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 
 KEY_BYTES = 32
@@ -53,9 +53,32 @@ def words(key: bytes, start: int, count: int) -> np.ndarray:
     """
     if count <= 0:
         return np.empty(0, dtype=np.uint64)
+    return np.frombuffer(_stream(key, start).update(bytes(count * 8)), dtype="<u8")
+
+
+class WordReader:
+    """Words `start` to `start + count - 1` of the key's stream, read in order, at most `most` at
+    once, into one buffer."""
+
+    def __init__(self, key: bytes, start: int, count: int, most: int) -> None:
+        self._left, self._stream = count, _stream(key, start)
+        self._zeros = memoryview(bytes(most * 8))
+        self._raw = bytearray(most * 8 + _BLOCK)
+        self._words = np.frombuffer(self._raw, dtype="<u8", count=most)
+
+    def read(self) -> np.ndarray:
+        """The next ones: uint64; overwritten by the next call."""
+        size = min(self._left, len(self._words))
+        self._left -= size
+        self._stream.update_into(self._zeros[: size * 8], self._raw)
+        return self._words[:size]
+
+
+def _stream(key: bytes, start: int) -> CipherContext:
+    """The cipher, before word number `start`: it turns zeros into words."""
     first_block, skip = divmod(start * 8, _BLOCK)
     # The 16-byte nonce begins with the initial block counter, little-endian.
     nonce = first_block.to_bytes(8, "little") + bytes(8)
     stream = Cipher(ChaCha20(key, nonce), mode=None).encryptor()
-    raw = stream.update(bytes(skip + count * 8))
-    return np.frombuffer(raw, dtype="<u8", offset=skip, count=count)
+    stream.update(bytes(skip))
+    return stream

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from itertools import pairwise
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -9,15 +13,23 @@ from scipy import stats
 
 from dpdist.gradients.noise import add_noise, standard_normal
 from dpdist.gradients.sampling import poisson_sample, share
-from dpdist.randomness.keys import derive_key, key_id, new_run_key, words
+from dpdist.randomness.keys import WordReader, derive_key, key_id, new_run_key, words
 
 KEY = bytes(range(32))
+FIRST = [-0.30008795403628297, 1.2928748160919075, -0.6054132183873209, -0.2889656753624945]
 
 
 def test_stream_can_be_entered_anywhere():
     whole = words(KEY, 0, 1000)
     for start, count in [(0, 1), (7, 9), (8, 8), (513, 200), (999, 1)]:
         assert np.array_equal(words(KEY, start, count), whole[start : start + count])
+
+
+def test_words_are_read_in_order():
+    for start, count, most in [(0, 1000, 1000), (7, 300, 64), (8, 128, 64), (513, 5, 9)]:
+        reader = WordReader(KEY, start, count, most)
+        parts = [reader.read().copy() for _ in range(-(-count // most))]
+        assert np.array_equal(np.concatenate(parts), words(KEY, start, count))
 
 
 def test_stream_is_chacha20():
@@ -157,9 +169,43 @@ def test_noise_is_independent_between_steps_and_entries():
 
 
 def test_noise_stream_can_be_entered_anywhere():
-    whole = standard_normal(KEY, 0, 101)
-    for start, count in [(0, 101), (1, 1), (2, 7), (33, 68), (100, 1)]:
+    """Also across the pieces in which it is drawn, 16,384 entries each, which begin where it is
+    entered; and where processors transform a few numbers at the end by other instructions."""
+    whole = standard_normal(KEY, 0, 40_101)
+    parts = [
+        (0, 101),
+        (1, 1),
+        (2, 7),
+        (33, 68),
+        (100, 1),
+        (16_383, 2),
+        (5, 16_384),
+        (4_099, 32_770),
+    ]
+    for start, count in [*parts, *((number, 40_101 - number) for number in range(1, 30))]:
         assert np.array_equal(standard_normal(KEY, start, count), whole[start : start + count])
+
+
+def test_noise_is_box_muller_of_the_key_s_words():
+    """Entry by entry from the words themselves, by another library's functions, up to their last
+    bits; and the first of the key's numbers, so that an old run's noise stays what it was."""
+    drawn = standard_normal(KEY, 3, 20_000)
+    for place in (0, 1, 2, 8_191, 16_380, 16_381, 19_999):
+        pair, sine = divmod(3 + place, 2)
+        first, second = words(KEY, 2 * pair, 2).tolist()
+        length = math.sqrt(-2 * math.log((first + 1) / 2**64))
+        turn = 2 * math.pi * (second // 2**11) / 2**53
+        expected = length * (math.sin(turn) if sine else math.cos(turn))
+        assert drawn[place] == pytest.approx(expected, rel=1e-13, abs=1e-15)
+    assert standard_normal(KEY, 0, 4) == pytest.approx(FIRST, rel=1e-13)
+
+
+def test_shards_of_a_sum_get_the_noise_of_their_places():
+    total = np.linspace(-3, 3, 40_101)
+    whole = add_noise(total, KEY, 1.5)
+    for cuts in ([0, 40_101], [0, 1, 16_385, 40_101], [0, 20_000, 20_000, 33_333, 40_101]):
+        parts = [add_noise(total[low:high], KEY, 1.5, low) for low, high in pairwise(cuts)]
+        assert np.array_equal(np.concatenate(parts), whole)
 
 
 def test_tails_are_finite_and_there():
@@ -174,10 +220,12 @@ def test_the_tail_reaches_beyond_what_any_delta_would_notice(monkeypatch):
     draw would be 9.4, and with 53 bits 8.57. The law of rare words is continuous at the edge."""
 
     def planted(first: int, tail: int):
-        def words_of(key, start, count):
-            return np.array([first, 0] if count == 2 else [tail], dtype=np.uint64)
-
-        monkeypatch.setattr("dpdist.gradients.noise.words", words_of)
+        planted_words = np.array([first, 0], dtype=np.uint64)
+        reader = SimpleNamespace(read=lambda: planted_words)
+        monkeypatch.setattr("dpdist.gradients.noise.WordReader", lambda *_: reader)
+        monkeypatch.setattr(
+            "dpdist.gradients.noise.words", lambda *_: np.array([tail], dtype=np.uint64)
+        )
         return float(standard_normal(KEY, 0, 1)[0])
 
     assert planted(0, 0) == pytest.approx(np.sqrt(2 * 128 * np.log(2)))

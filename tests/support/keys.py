@@ -76,7 +76,7 @@ class Recorder:
         return {str(label) for step in self.chain(key) for label in (step.purpose, *step.labels)}
 
 
-SAMPLING, NOISE, DRAWS, UNITS = "poisson_sample", "standard_normal", "draws", "units"
+SAMPLING, NOISE, DRAWS, UNITS = "poisson_sample", "_pieces", "draws", "units"
 
 
 def replace_everywhere(
@@ -97,7 +97,7 @@ def record(patch: pytest.MonkeyPatch) -> Recorder:
     """Begin to record; ends with the monkeypatch. Modules must be imported before."""
     seen = Recorder()
     derive, words, philox = keys.derive_key, keys.words, perturbations._philox_key
-    unit = UnitSource.key
+    reader, unit = keys.WordReader, UnitSource.key
 
     def derive_key(key: bytes, purpose: str, *labels: str | int) -> bytes:
         found = derive(key, purpose, *labels)
@@ -108,6 +108,11 @@ def record(patch: pytest.MonkeyPatch) -> Recorder:
         caller = sys._getframe(1).f_code.co_name
         seen.streams.append(Stream(key, "words", caller, start, count))
         return words(key, start, count)
+
+    def opened(key: bytes, start: int, count: int, most: int) -> Any:
+        caller = sys._getframe(1).f_code.co_name
+        seen.streams.append(Stream(key, "words", caller, start, count))
+        return reader(key, start, count, most)
 
     def philox_key(draw_key: bytes, purpose: str, draw: int) -> int:
         found = philox(draw_key, purpose, draw)
@@ -121,6 +126,7 @@ def record(patch: pytest.MonkeyPatch) -> Recorder:
 
     replace_everywhere(patch, derive, derive_key)
     replace_everywhere(patch, words, expanded)
+    replace_everywhere(patch, reader, opened)
     replace_everywhere(patch, philox, philox_key)
     patch.setattr(UnitSource, "key", unit_key)
     return seen
