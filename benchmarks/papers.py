@@ -1,0 +1,372 @@
+"""The page docs/papers.md: every table and figure of the five papers beside what was run here.
+
+    python benchmarks/papers.py            # prints it
+    python benchmarks/papers.py --write    # writes docs/papers.md
+
+Published figures, with their sources, stand in papers/PAPER.yaml:
+
+* systems: what the paper builds; where it is here, a recipe of it, and a verdict.
+* statements: its theorems; a verdict, and the test that holds it.
+* items: its tables and figures. rows have `published` figures by column, and the recipe that makes
+  them with a `change` of fields. keys: the fields of a recipe that are the columns. at: which of
+  the `budgets` of the row's data set are the columns. statistic: of our trainings; the mean, or
+  their `deviation`. run, why: the command of what was not run, and why it was not. smaller: results
+  of our own at another size, from a file of lines.
+
+Ours come from papers/measured.jsonl, benchmarks/dplis.jsonl and the files that `smaller` names.
+Those of the same setting stand beside the published figure with their difference from it. Its
+interval is Student's over trainings, or of one training's accuracy Clopper and Pearson's, which
+is of the test images alone: what another training would give is not in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from scipy import stats
+
+from dpdist.audits.roc import Estimate
+from dpdist.runs.recipe import Recipe, find, load
+
+HERE = Path(__file__).resolve().parent
+DATA, PAGE = HERE / "papers", HERE.parent / "docs" / "papers.md"
+PAPERS = ("dplis", "hgm", "dpal", "residual", "transdenoiser")
+LONG = 6  # rows beyond which a table is folded
+
+
+@dataclass(frozen=True)
+class Result:
+    """Trainings of ours in one row of an item: values of each by column.
+
+    n: test inputs of each value. setting: what is not as published; None: nothing is.
+    """
+
+    row: str
+    cells: dict[str, list[float]]
+    setting: str | None
+    commit: str
+    command: str
+    keys: str = ""
+    n: int | None = None
+    recipe: str | None = None
+    doc: str | None = None
+    change: dict[str, Any] = field(default_factory=dict)
+
+
+@cache
+def published(paper: str) -> dict[str, Any]:
+    """What papers/PAPER.yaml says."""
+    return yaml.safe_load((DATA / f"{paper}.yaml").read_text())
+
+
+@cache
+def lines_of(name: str) -> tuple[dict[str, Any], ...]:
+    """Of a file of results in this folder; none where it is missing."""
+    path = HERE / name
+    return tuple(map(json.loads, path.read_text().splitlines())) if path.exists() else ()
+
+
+def recipe_of(name: str, change: dict[str, Any] | None = None) -> Recipe:
+    """A recipe that comes along, with fields changed. Raises UserError."""
+    return load(find(name), change)
+
+
+def results(paper: str, item: dict[str, Any]) -> list[Result]:
+    """All of ours that belong to an item."""
+    own = []
+    for line in lines_of("papers/measured.jsonl"):
+        if (line["paper"], line["item"]) == (paper, item["id"]):
+            own.append(Result(**{k: v for k, v in line.items() if k not in ("paper", "item")}))
+    same = {"file": f"{paper}.jsonl", "where": {"item": item["id"]}, "setting": None}
+    return [*own, *gathered(same), *gathered(item.get("smaller") or {})]
+
+
+def gathered(source: dict[str, Any]) -> Iterator[Result]:
+    """Lines of a file, each a training, by row. where: which. rows: in this order; None: all."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for line in lines_of(source["file"]) if source else ():
+        if source["where"].items() <= line.items():
+            found.setdefault(line["row"], []).append(line)
+    for row in source.get("rows") or found:
+        trained = found.get(row, [])
+        cells: dict[str, list[float]] = {}
+        for line in trained:
+            paths = source.get("cells") or {c: [source.get("of", "test"), c] for c in line["test"]}
+            for column, path in paths.items():
+                value: Any = line
+                for key in path:
+                    value = value.get(key) if value is not None else None
+                if value is not None:
+                    cells.setdefault(column, []).append(value)
+        if trained:
+            one = trained[0] | {k: v for k, v in source.items() if k in ("commit", "command")}
+            setting = source["setting"] if "setting" in source else one["setting"]
+            keys = f"seeds 0 to {len(trained) - 1}" if len(trained) > 1 else "one training"
+            yield Result(
+                row, cells, setting, one["commit"], one["command"], keys,
+                one.get("n"), one.get("recipe"), change=one.get("change", {}),
+            )  # fmt: skip
+
+
+def interval(values: list[float], n: int | None, statistic: str = "mean") -> Estimate:
+    """Of one or several trainings' values; infinite where nothing is known of their spread.
+
+    A deviation's is by the chi-square law, for values that are normal.
+    """
+    if statistic == "deviation":
+        if len(values) < 2:
+            return Estimate(math.nan, 0.0, math.inf)
+        freedom, squares = len(values) - 1, float(np.var(values)) * len(values)
+        low, high = (math.sqrt(squares / stats.chi2.ppf(q, freedom)) for q in (0.975, 0.025))
+        return Estimate(math.sqrt(squares / freedom), low, high)
+    if len(values) > 1 or n is None:
+        return Estimate.mean(values)
+    share = Estimate.rate(round(values[0] / 100 * n), n)
+    return Estimate(values[0], 100 * share.low, 100 * share.high)
+
+
+def number(value: float) -> str:
+    """Four digits of it."""
+    if float(value).is_integer() and abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.4g}"
+
+
+def _reach(estimate: Estimate, digits: int = 3) -> str:
+    if not math.isfinite(estimate.low) or not math.isfinite(estimate.high):
+        return ""
+    return f" [{estimate.low:.{digits}g}, {estimate.high:.{digits}g}]"
+
+
+def beside(value: float | None, ours: Result | None, column: str, statistic: str) -> str:
+    """A cell: the published figure; under it ours, and the difference with its interval."""
+    cell = "" if value is None else f"{value:,}".removesuffix(".0")  # to its last digit
+    if ours is None or column not in ours.cells:
+        return cell
+    found = interval(ours.cells[column], ours.n, statistic)
+    told = f"**{number(found.value)}**"
+    if value is not None:
+        apart = Estimate(found.value - value, found.low - value, found.high - value)
+        told += f" ({apart.value:+.2g}{_reach(apart, 2)})"
+    return f"{cell}<br>{told}"
+
+
+def table(head: list[str], rows: list[list[str]]) -> list[str]:
+    """Markdown."""
+    return [
+        f"| {' | '.join(head)} |", "|" + "---|" * len(head), *(f"| {' | '.join(r)} |" for r in rows)
+    ]  # fmt: skip
+
+
+def _code(name: str, change: dict[str, Any] | None) -> str:
+    """A recipe with its change, in words."""
+    told = ", ".join(f"{k} {'none' if v is None else v}" for k, v in (change or {}).items())
+    return f"`{name}`" + (f" with {told}" if told else "")
+
+
+def _folded(lines: list[str], rows: int, title: str) -> list[str]:
+    if rows <= LONG:
+        return lines
+    return [f"<details><summary>{title}</summary>", "", *lines, "", "</details>"]
+
+
+def _heading(paper: str, item: dict[str, Any]) -> str:
+    return f"{published(paper)['name']}, {item['id'][0].lower()}{item['id'][1:]}"
+
+
+def _capital(text: str) -> str:
+    return text[0].upper() + text[1:]
+
+
+def item_lines(paper: str, item: dict[str, Any]) -> Iterator[str]:
+    """One table or figure."""
+    told = f"{_capital(item['shows'])}. **{_capital(item['verdict'])}.**"
+    yield from (f"### {_heading(paper, item)}", "", told, "")
+    if "says" in item:
+        yield from (f"The paper: {item['says']}.", "")
+    found, statistic = results(paper, item), item.get("statistic", "mean")
+    columns, rows = item.get("columns", []), item.get("rows", [])
+    same = {one.row: one for one in found if one.setting is None}
+    if rows:
+        body = []
+        for row in rows:
+            told = [*row["published"], *[None] * (len(columns) - len(row["published"]))]
+            cells = [
+                beside(value, same.get(row["row"]), column, statistic)
+                for column, value in zip(columns, told, strict=True)
+            ]
+            recipe = _code(row["recipe"], row.get("change")) if "recipe" in row else ""
+            body.append([row["row"], *cells, recipe])
+        lines = table(["published" + (", **ours**" if same else ""), *columns, "recipe"], body)
+        run_here = f", {len(same)} of them run here" if same else ""
+        yield from _folded(lines, len(rows), f"{len(rows)} rows{run_here}")
+        yield ""
+    if "keys" in item:
+        yield from ("The recipes have exactly these.", "")
+    if "note" in item:
+        yield from (f"{_capital(item['note'])}.", "")
+    yield from _others([one for one in found if one.setting is not None], statistic)
+    yield from _told(item, found)
+
+
+def _others(found: list[Result], statistic: str) -> Iterator[str]:
+    """Ours at another size or of other rows, a table for each setting."""
+    groups: dict[str | None, list[Result]] = {}
+    for one in found:
+        groups.setdefault(one.setting, []).append(one)
+    for setting, own in groups.items():
+        columns = list(dict.fromkeys(column for one in own for column in one.cells))
+        head = f"**Ours**, {setting}"
+        if counts := sorted({one.n for one in own if one.n}):
+            head += f"; {' and '.join(f'{n:,}' for n in counts)} test inputs"
+        head += "; standard deviation" if statistic == "deviation" else ""
+        body = []
+        for one in own:
+            told = [_estimate(one, column, statistic) for column in columns]
+            body.append([one.row, *told, str(max(map(len, one.cells.values())))])
+        yield from (f"{head} [95 % interval]:", "", *table(["", *columns, "trainings"], body), "")
+        if statistic == "deviation":
+            yield from _ratios(own)
+
+
+def _estimate(result: Result, column: str, statistic: str) -> str:
+    if column not in result.cells:
+        return ""
+    found = interval(result.cells[column], result.n, statistic)
+    return "" if math.isnan(found.value) else number(round(found.value, 6)) + _reach(found)
+
+
+def _ratios(found: list[Result]) -> Iterator[str]:
+    """Fisher's test of each row's spread against that of the first."""
+    first, *rest = found
+    told = []
+    for one in rest:
+        for column, values in one.cells.items():
+            base = first.cells.get(column, [])
+            if min(len(values), len(base)) > 1:
+                ratio = float(np.var(values, ddof=1) / np.var(base, ddof=1))
+                p = float(stats.f.cdf(ratio, len(values) - 1, len(base) - 1))
+                told.append(f"{one.row} at {column} p = {p:.2g}")
+    if told:
+        than = f'F test, that runs spread less than those of "{first.row}"'
+        yield from (f"{than}: {'; '.join(told)}.", "")
+
+
+def _told(item: dict[str, Any], found: list[Result]) -> Iterator[str]:
+    """How ours were made; and what was not run, and why."""
+    made: dict[tuple[str, ...], list[str]] = {}
+    for one in found:
+        key = (one.command, one.commit, one.keys, f" ([more]({one.doc}))" if one.doc else "")
+        name = _code(one.recipe, one.change) if one.recipe else f'"{one.row}"'
+        if name not in made.setdefault(key, []):
+            made[key].append(name)
+    for (command, commit, keys, more), names in made.items():
+        who = ", ".join(names) if len(names) < 4 else f"{len(names)} rows"
+        yield f"* Run: {who}: `{command}`, {keys}, commit {commit}{more}"
+    if "why" in item:
+        rows = [row for row in item.get("rows", []) if "recipe" in row]
+        rest = "Not built" if item["verdict"] == "not built" else "Not run"
+        partly = " (what has no figure of ours)" if found and rows else ""
+        told = f"* {rest}{partly}: {item['why'].strip()}"
+        yield told + (f": `{item['run']}`" if "run" in item else "")
+    elif "run" in item and not found:
+        yield f"* `{item['run']}`"
+    yield ""
+
+
+def anchor(title: str) -> str:
+    """Of a heading, as GitHub makes it."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
+def summary(paper: str) -> Iterator[str]:
+    """What a paper builds and states, and whether it holds."""
+    about = published(paper)
+    more = f"{about['cite']}. More: [{about['doc']}]({about['doc']})."
+    yield from (f"## {about['title']}", "", more, "", about["short"].strip(), "")
+    body = [
+        [
+            one["system"], f"[{one['code']}](../{one['code']})",
+            f"`{one['recipe']}`" if "recipe" in one else "", f"**{one['verdict']}**", one["why"],
+        ]
+        for one in about["systems"]
+    ]  # fmt: skip
+    yield from (*table(["system", "where", "recipe", "verdict", "why"], body), "")
+    body = []
+    for one in about["statements"]:
+        path, _, name = one.get("test", "").partition("::")
+        link = f"[{name.removeprefix('test_').replace('_', ' ')}](../{path})" if name else ""
+        body.append([one["what"], f"**{one['verdict']}**", one["why"], link])
+    yield from (*table(["statement", "verdict", "why", "test"], body), "")
+
+
+def contents(paper: str) -> Iterator[str]:
+    """Links to a paper's tables and figures, with verdicts."""
+    body = []
+    for item in published(paper)["items"]:
+        link = f"[{item['id']}](#{anchor(_heading(paper, item))})"
+        body.append([link, item["shows"], item["verdict"]])
+    yield from (*table(["", "shows", "verdict"], body), "")
+
+
+HEAD = """# The five papers: what is built, and does it hold?
+
+Every system, theorem, table and figure of the five papers that dpdist is built from: where it is,
+the recipe, and what came out. In short:
+
+{short}
+
+How to read it:
+
+* Tables have the published figure. Where the same setting was run, **ours** stands under it, with
+  the difference and its 95 % interval: over trainings (Student) where there are several, otherwise
+  of one training's accuracy on its test inputs (Clopper and Pearson), which leaves out what another
+  training would give. Published figures count as exact, though most are of single runs.
+* Runs of another size stand under a heading of their own: they are not there to be compared with
+  the published figures, but to show whether the same order appears.
+* *Not run* comes with the reason and the command. Every recipe named here loads with the change
+  beside it and makes a plan; those that come along train for two steps in the tests.
+* A commit is the one that first stated the figure, or the tree that ran.
+
+Made by `python benchmarks/papers.py --write` from `benchmarks/papers/` (published figures with
+their sources, and ours) and the results that benchmarks left beside it; a test compares.
+"""
+
+
+def page() -> str:
+    """All of it."""
+    short = [
+        f"* **[{published(paper)['title']}](#{anchor(published(paper)['title'])})**: "
+        f"{published(paper)['short'].strip()}"
+        for paper in PAPERS
+    ]
+    lines = HEAD.format(short="\n".join(short)).splitlines()
+    for paper in PAPERS:
+        lines += ["", *summary(paper), *contents(paper)]
+        for item in published(paper)["items"]:
+            lines += item_lines(paper, item)
+    text = "\n".join(lines)
+    return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--write", action="store_true", help="into docs/papers.md")
+    if parser.parse_args().write:
+        PAGE.write_text(page())
+    else:
+        print(page())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""docs/papers.md is what its generator prints, and what it names exists, loads and makes a plan."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import runpy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy.special import gammaln, logsumexp
+
+from dpdist.base.errors import UserError
+from dpdist.commands.cli import app
+from dpdist.training.planning import make_plan
+
+ROOT = Path(__file__).resolve().parent.parent
+BENCHMARKS = ROOT / "benchmarks"
+PAGE = ROOT / "docs" / "papers.md"
+RECORDS = {
+    "mnist": 60_000, "cifar10": 50_000, "cifar100": 50_000, "idc": 39_952, "digits": 1_439,
+    "reddit-next-word": 10_000,
+}  # fmt: skip
+
+papers = runpy.run_path(str(BENCHMARKS / "papers.py"))
+ABOUT: dict[str, dict[str, Any]] = {name: papers["published"](name) for name in papers["PAPERS"]}
+ITEMS = [(paper, item) for paper, about in ABOUT.items() for item in about["items"]]
+ROWS = [(paper, item, row) for paper, item in ITEMS for row in item.get("rows", [])]
+MEASURED = papers["lines_of"]("papers/measured.jsonl")
+WITH_RECIPES = [
+    *((row["recipe"], row.get("change")) for _, _, row in ROWS if "recipe" in row),
+    *((name, None) for _, item in ITEMS for name in item.get("recipes", [])),
+    *((one["recipe"], None) for a in ABOUT.values() for one in a["systems"] if "recipe" in one),
+    *((line["recipe"], line["change"]) for line in MEASURED),
+]
+
+
+def test_the_page_is_what_the_generator_prints():
+    assert PAGE.read_text() == papers["page"](), "python benchmarks/papers.py --write"
+
+
+def test_every_recipe_named_loads_and_makes_a_plan():
+    """With the change beside it; with epsilon as given, so noise is not sought here."""
+    sizes = RECORDS | {
+        name: budget["records"] for name, budget in ABOUT["dplis"]["budgets"].items()
+    }
+    seen = {json.dumps(one, sort_keys=True): one for one in WITH_RECIPES}
+    for name, change in seen.values():
+        recipe = papers["recipe_of"](name, change)
+        if recipe.privacy.noise_multiplier is None:
+            calibrated = {"privacy.epsilon": None, "privacy.noise_multiplier": 4.0}
+            recipe = papers["recipe_of"](name, (change or {}) | calibrated)
+        plan = make_plan(recipe, sizes[recipe.data.name], name)
+        assert plan.records > 0, name
+    with pytest.raises(UserError, match="no such recipe file"):
+        papers["recipe_of"]("dplis-mnist-rnn")
+    with pytest.raises(UserError, match=r"method\.radius"):
+        papers["recipe_of"]("dplis-mnist-cnn", {"method.radius": "best"})
+
+
+def spent(rate: float, noise: float, steps: int, delta: float = 1e-5) -> float:
+    """The paper's accountant: Renyi DP of the sampled Gaussian at whole orders, converted by
+    RDP + ln(1 / delta) / (order - 1)."""
+    best = math.inf
+    for order in range(2, 65):
+        k = np.arange(order + 1)
+        terms = gammaln(order + 1) - gammaln(k + 1) - gammaln(order - k + 1)
+        terms += (order - k) * math.log1p(-rate) + k * math.log(rate) + k * (k - 1) / 2 / noise**2
+        rdp = float(logsumexp(terms)) / (order - 1)
+        best = min(best, steps * rdp - math.log(delta) / (order - 1))
+    return best
+
+
+def test_the_steps_of_each_budget_spend_what_is_printed():
+    recipes = {
+        (recipe.data.name, recipe.privacy.noise_multiplier, recipe.training.batch_size)
+        for _, item, row in ROWS
+        if "at" in item
+        for recipe in [papers["recipe_of"](row["recipe"])]
+    }
+    assert len(recipes) == len(ABOUT["dplis"]["budgets"])
+    for name, noise, batch in recipes:
+        budget = ABOUT["dplis"]["budgets"][name]
+        for epsilon, steps in budget["steps"].items():
+            found = spent(batch / budget["records"], noise, steps)
+            assert found == pytest.approx(epsilon, abs=0.012), (name, epsilon)
+    small = runpy.run_path(str(BENCHMARKS / "dplis.py"))
+    for epsilon, steps in small["BUDGETS"].items():
+        assert spent(64 / RECORDS["digits"], 1.1, steps) == pytest.approx(epsilon, abs=0.012)
+
+
+def test_recipes_have_the_published_settings():
+    for _, item, row in ROWS:
+        if "keys" in item:
+            fields = papers["recipe_of"](row["recipe"]).model_dump()
+            sections = [key.split(".") for key in item["keys"]]
+            assert [fields[section][name] for section, name in sections] == row["published"], row
+
+
+def test_code_docs_tests_and_commands_that_are_named_exist():
+    commands = {group.name for group in app.registered_groups}
+    commands |= {command.name for command in app.registered_commands}
+    for about in ABOUT.values():
+        assert (ROOT / "docs" / about["doc"]).exists()
+        assert all((ROOT / one["code"]).exists() for one in about["systems"])
+        for one in about["statements"]:
+            path, _, name = one.get("test", "").partition("::")
+            assert not path or f"def {name}(" in (ROOT / path).read_text(), one
+    told = [item["run"] for _, item in ITEMS if "run" in item]
+    for line in [*told, *(line["command"] for line in MEASURED)]:
+        for command in re.findall(r"\bdpdist ([a-z]+)", line):
+            assert command in commands, line
+        for script in re.findall(r"python (\S+)", line):
+            assert (ROOT / script).exists(), line
+
+
+def test_links_of_the_page_lead_somewhere():
+    text = PAGE.read_text()
+    headings = [line.lstrip("# ") for line in text.splitlines() if line.startswith("#")]
+    anchors = [papers["anchor"](heading) for heading in headings]
+    assert len(set(anchors)) == len(anchors)
+    for target in re.findall(r"\]\(([^)]+)\)", text):
+        if target.startswith("#"):
+            assert target[1:] in anchors, target
+        else:
+            assert (ROOT / "docs" / target.partition("#")[0]).exists(), target
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def test_published_figures_are_well_formed():
+    for paper, item in ITEMS:
+        assert {"id", "shows", "verdict"} <= item.keys(), (paper, item["id"])
+        assert item.keys() & {"rows", "says", "run", "why"}, (paper, item["id"])
+    for paper, item, row in ROWS:
+        told = row["published"]
+        assert 0 < len(told) <= len(item["columns"]), (paper, item["id"], row["row"])
+        assert all(value is None or _is_number(value) for value in told), row
+        assert any(value is not None for value in told), row
+    for _, item in ITEMS:
+        names = [row["row"] for row in item.get("rows", [])]
+        assert len(set(names)) == len(names)
+
+
+def test_measured_figures_stand_in_the_page_that_they_are_from():
+    known = {(paper, item["id"]) for paper, item in ITEMS}
+    for line in MEASURED:
+        assert (line["paper"], line["item"]) in known, line
+        assert re.fullmatch("[0-9a-f]{7,40}", line["commit"]) and line["command"], line
+        assert line["n"] is None or line["n"] > 0
+        text = (ROOT / "docs" / line["doc"]).read_text()
+        for value in (value for values in line["cells"].values() for value in values):
+            shown = {f"{value:.2f}", f"{value:.1f}", f"{value:.3f}", f"{value:,.0f}"}
+            assert any(re.search(rf"(?<![\d.]){re.escape(s)}(?!\d)", text) for s in shown), line
+
+
+def test_intervals():
+    interval = papers["interval"]
+    one = interval([95.0], 1000)
+    assert (one.low, one.high) == pytest.approx((93.46, 96.26), abs=0.01)  # Clopper and Pearson's
+    three = interval([1.0, 2.0, 3.0], 1000)
+    assert (three.value, three.high) == pytest.approx((2, 2 + 4.303 / math.sqrt(3)), abs=1e-3)
+    spread = interval([1.0, 2.0, 3.0], None, "deviation")
+    assert (spread.value, spread.low, spread.high) == pytest.approx((1, 0.521, 6.285), abs=1e-3)
+    assert math.isinf(interval([3.0], None).high)
+
+
+def test_trainings_are_read_at_each_budget_and_not_made_again(tmp_path, monkeypatch):
+    benchmark = runpy.run_path(str(BENCHMARKS / "dplis.py"))
+    module = benchmark["main"].__globals__
+    monkeypatch.setitem(module, "BUDGETS", {1.2: 2, 1.3: 4})
+    rows = {"none": {"name": "dp-sgd"}, "R = 10": module["smoothed"](10)}
+    monkeypatch.setitem(module, "SWEEPS", {"radius": rows})
+    results = tmp_path / "dplis.jsonl"
+    words = ["dplis.py", "--small", "--sweeps", "radius", "--seeds", "1", "--results", str(results)]
+    monkeypatch.setattr("sys.argv", words)
+    for _ in range(2):
+        benchmark["main"]()
+    lines = list(map(json.loads, results.read_text().splitlines()))
+    assert [line["row"] for line in lines] == ["none", "R = 10"]
+    for line in lines:
+        assert list(line["steps"].values()) == [2, 4] and line["n"] == 358
+        assert list(line["test"]) == list(line["train"]) == ["ε 1.20", "ε 1.30"]
+        assert 0 < line["proved"]["ε 1.20"] < line["proved"]["ε 1.30"]
