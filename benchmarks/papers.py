@@ -111,10 +111,13 @@ def gathered(source: dict[str, Any]) -> Iterator[Result]:
         if trained:
             one = trained[0] | {k: v for k, v in source.items() if k in ("commit", "command")}
             setting = source["setting"] if "setting" in source else one["setting"]
+            n = one.get("n")
+            if source.get("of", "test") != "test":  # no sample of anything
+                setting, n = f"{setting}; accuracy on {source['of']}ing records", None
             keys = f"seeds 0 to {len(trained) - 1}" if len(trained) > 1 else "one training"
             yield Result(
                 row, cells, setting, one["commit"], one["command"], keys,
-                one.get("n"), one.get("recipe"), change=one.get("change", {}),
+                n, one.get("recipe"), change=one.get("change", {}),
             )  # fmt: skip
 
 
@@ -137,7 +140,7 @@ def interval(values: list[float], n: int | None, statistic: str = "mean") -> Est
 
 def number(value: float) -> str:
     """Four digits of it."""
-    if float(value).is_integer() and abs(value) >= 100:
+    if abs(value) >= 1000 or (float(value).is_integer() and abs(value) >= 100):
         return f"{value:,.0f}"
     return f"{value:.4g}"
 
@@ -196,6 +199,8 @@ def item_lines(paper: str, item: dict[str, Any]) -> Iterator[str]:
         yield from (f"The paper: {item['says']}.", "")
     found, statistic = results(paper, item), item.get("statistic", "mean")
     columns, rows = item.get("columns", []), item.get("rows", [])
+    if statistic == "deviation":  # of one training there is none
+        found = [one for one in found if max(map(len, one.cells.values())) > 1]
     same = {one.row: one for one in found if one.setting is None}
     if rows:
         body = []
