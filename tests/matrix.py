@@ -62,6 +62,8 @@ def judge(python: Path) -> str:
     print(done.stdout[-3000:], file=sys.stderr)
     found = re.search(r"(\d+ (?:passed|failed|error).*?) in ", done.stdout.splitlines()[-1])
     said = found[1] if found else f"pytest ended with {done.returncode}"
+    if failed := re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.M):
+        said += f" ({', '.join(failed)})"
     with tempfile.TemporaryDirectory() as folder:
         smoke = [python, "-m", "dpdist", "run", "digits", "--runs", folder]
         done = subprocess.run(smoke, cwd=folder, env=environment, capture_output=True, text=True)

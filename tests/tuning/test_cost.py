@@ -449,6 +449,7 @@ def test_the_plan_reads_no_data_and_imports_neither_torch_nor_ray(recipe, tmp_pa
     code = (
         f"import sys; sys.argv = ['dpdist', 'tune', {str(write(tmp_path, asked))!r}, '--plan', "
         "'--records', '2000', '--json']\n"
+        "from dpdist.privacy import accounting; accounting.FINEST_GRID = 1e-3\n"
         "from dpdist.commands.cli import main\n"
         "try: main()\nexcept SystemExit: pass\n"
         "print({'torch', 'ray'} & set(sys.modules))"
