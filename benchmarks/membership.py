@@ -29,11 +29,15 @@ QUICK: dict[str, Any] = {
 }  # fmt: skip
 
 
-def variants(recipe: Recipe, records: int | None, epsilon: float | None) -> list[Recipe]:
-    """The recipe on so many records, and the same with DP-SGD at epsilon."""
+def variants(
+    recipe: Recipe, records: int | None, epsilon: float | None, epochs: int | None = None
+) -> list[Recipe]:
+    """The recipe on so many records, for so many epochs, and the same with DP-SGD at epsilon."""
     raw = recipe.model_dump(mode="json")
     if records is not None:
         raw["data"]["max_train"] = records
+    if epochs is not None:
+        raw["training"]["epochs"] = epochs
     found = [raw]
     if epsilon is not None:
         privacy = raw["privacy"] | {
@@ -82,6 +86,8 @@ def main() -> None:
     parser.add_argument("--attacks", default="shadow;lira,lira-offline,rmia")
     parser.add_argument("--models", type=int, default=16)
     parser.add_argument("--records", type=int)
+    parser.add_argument("--epochs", type=int)
+    parser.add_argument("--side", type=int, help="average images to so many pixels a side")
     parser.add_argument("--epsilon", type=float, default=8.0)
     parser.add_argument("--runs", type=Path, default=Path("runs/membership"))
     parser.add_argument("--quick", action="store_true")
@@ -93,9 +99,15 @@ def main() -> None:
         recipes, root, given.models = [parse(QUICK, "quick")], None, 4
     print("| recipe | attack | proved ε | AUC | mean AUC | ceiling | TPR at 1 % FPR, % | s |")
     print("|---|---|---|---|---|---|---|---|", flush=True)
+    original = root
     for recipe in recipes:
+        if given.side and original is not None:
+            from residual import smaller  # beside this file
+
+            place, name = given.runs / f"data-{given.side}", recipe.data.name
+            root = smaller(original, place, name, given.side, {"train": 60_000, "test": 10_000})
         private = None if given.quick else given.epsilon
-        for one in variants(recipe, given.records, private):
+        for one in variants(recipe, given.records, private, given.epochs):
             for attacks in given.attacks.split(";"):
                 for line in measure(one, given.runs, given.models, attacks, root):
                     print(line, flush=True)

@@ -24,7 +24,7 @@ import itertools
 import json
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -157,22 +157,21 @@ def recipe_of(data: str, row: str, given: argparse.Namespace, seed: int, part: f
     return parse(raw, row)
 
 
-def smaller(given: argparse.Namespace, name: str) -> Path:
-    """A data root with the data set at --side pixels a side, means of squares of the original's,
-    and no more records than are needed (by place: the files are in random order)."""
-    root = given.runs / f"data-{given.side}-{given.records}"
-    needed = {"train": 6 * given.records, "test": given.population + 4 * given.canaries}
+def smaller(source: Path, root: Path, name: str, side: int, needed: Mapping[str, int]) -> Path:
+    """A data root with the data set of `source` at so many pixels a side, means of squares of the
+    original's, and no more records of a split than are needed (by place: the files are in random
+    order)."""
     for split, count in needed.items():
         path = root / name / f"{split}.parquet"
         if path.exists():
             continue
-        files = map(str, split_files(given.data_root, name, split))
+        files = map(str, split_files(source, name, split))
         table = pq.read_table(list(files)).slice(0, count)
         images = []
         for one in table["image"].to_pylist():
             picture = decode(one["bytes"])
-            channels, side = picture.shape[0], picture.shape[1] // given.side
-            cells = picture.reshape(channels, given.side, side, given.side, side)
+            channels, cell = picture.shape[0], picture.shape[1] // side
+            cells = picture.reshape(channels, side, cell, side, cell)
             pixels = cells.mean((2, 4)).round().astype(np.uint8).transpose(1, 2, 0).squeeze()
             buffer = io.BytesIO()
             Image.fromarray(pixels).save(buffer, format="PNG")
@@ -370,8 +369,10 @@ def make(given: argparse.Namespace) -> None:
         if task not in chosen or data not in wanted:
             continue
         if given.side and data != "digits":
-            given.data_root = original
-            given.data_root = smaller(given, DATA[data].get("data", {}).get("name", data))
+            needed = {"train": 6 * given.records, "test": given.population + 4 * given.canaries}
+            root = given.runs / f"data-{given.side}-{given.records}"
+            named = DATA[data].get("data", {}).get("name", data)
+            given.data_root = smaller(original, root, named, given.side, needed)
         for seed in range(1 if task == "audit" else given.seeds):
             for row in some or ROWS[data]:
                 name = {"data": data, "task": task, "row": row, "seed": seed, "size": size}

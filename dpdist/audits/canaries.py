@@ -8,21 +8,19 @@ as it stands; epsilon is that of the plan with as much more noise as is still re
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from dpdist.audits.noise_family import ASSUMED, noise_rejected
 from dpdist.audits.target import Target, of_recipe
 from dpdist.base.errors import UserError
 from dpdist.privacy import trade_off
 from dpdist.privacy.audit_bounds import OneRun, shared_alpha
 from dpdist.privacy.audited import Audited
-from dpdist.privacy.plan import PrivacyPlan
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe, parse
 from dpdist.runs.released import read_released
@@ -31,9 +29,6 @@ from dpdist.sections.audit import AuditOptions, CanaryAudit
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-_RATIO = 1.01  # of neighbouring noises of the family
-_MOST, _LEAST = 350, -140  # powers of it: 32 times the noise, a quarter of it
-_FAMILY = "the run is the plan, but for the size of its noise"
 _BATCH = 1000
 _DRAWS, _SEED = 16, "canaries"  # of the noise that a model carries
 _LATER = {"view", "exploratory"}  # what may be chosen after the training
@@ -65,7 +60,7 @@ def audit_canaries(
         rule=f"{run.guesses // 2} highest scores in, as many lowest out, fixed before the training",
         curve_rejected=curve is not None and run.rejects(curve),
         assumptions=(
-            *(() if found is None else (_FAMILY,)),
+            *(() if found is None else (ASSUMED,)),
             *(() if options.in_sums else target.removal),
         ),
         details={
@@ -93,9 +88,10 @@ def audited_recipe(recipe: Recipe, options: AuditOptions, where: str) -> Recipe:
 def _check(options: CanaryAudit, target: Target) -> RunFolder:
     fixed = target.recipe.planted
     if target.folder is None or fixed is None:
+        recipe = "RECIPE" if target.folder is None else target.folder.recipe_file
         raise UserError(
-            f"{target.recipe.name}: was trained without canaries; `dpdist audit RECIPE --kind "
-            f"{options.kind}` trains a run with them"
+            f"{target.recipe.name}: was trained without canaries; `dpdist audit {recipe} --kind "
+            f"{options.kind}` trains it anew with them, as {target.recipe.name}-{options.kind}"
         )
     changed = [
         name
@@ -176,53 +172,3 @@ def _likelihood(model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
             )
             found.append(scores.log_softmax(1).gather(1, wanted[:, None])[:, 0])
     return torch.cat(found)
-
-
-# --- what that refutes
-
-
-def noise_rejected(run: OneRun, plan: PrivacyPlan) -> float:
-    """The largest epsilon of the plan with another noise whose trade-off curve the run rejects (in
-    steps of 1 % of the noise); 0 for none. A bound of epsilon where the run is the plan but for the
-    size of its noise."""
-
-    def rejects(power: int) -> bool:
-        curve = _curve(plan, power)
-        return curve is not None and run.rejects(curve)
-
-    if not rejects(_MOST):
-        return 0.0
-    low, high = -1, _MOST  # less noise is harder to reject
-    if rejects(0):
-        low, high, width = -10, 0, 10
-        while rejects(low) and low > _LEAST:
-            low, high, width = max(low - 2 * width, _LEAST), low, 2 * width
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if rejects(middle) else (middle, high)
-    return _epsilon(plan, high)
-
-
-@lru_cache(maxsize=512)
-def _curve(plan: PrivacyPlan, power: int) -> trade_off.Curve | None:
-    return trade_off.of_plan(_with_noise(plan, power))
-
-
-@lru_cache(maxsize=512)
-def _epsilon(plan: PrivacyPlan, power: int) -> float:
-    """As the plan's own is computed: rounded otherwise, less than the plan would exceed it."""
-    return _with_noise(plan, power).guarantee().epsilon
-
-
-def _with_noise(plan: PrivacyPlan, power: int) -> PrivacyPlan:
-    """With _RATIO^power of the noise on its steps."""
-    factor = math.pow(_RATIO, power)
-    return replace(
-        plan,
-        phases=tuple(
-            phase
-            if (loop := phase.loop) is None
-            else replace(loop, noise_multiplier=loop.noise_multiplier * factor)
-            for phase in plan.phases
-        ),
-    )

@@ -53,8 +53,9 @@ class Retraining(Work):
         plan = self._target.plan.fingerprint()
         training = self._target.recipe.training.model_dump(mode="json")
         model = self._target.recipe.model.model_dump(mode="json")
+        sees = self._options.sees
         about = {"plan": plan, "data": self._records.fingerprint, "training": training}
-        return {**about, "model": model, "settings": asked}
+        return {**about, "model": model, "sees": sees, "settings": asked}
 
     def begin(self, output: Path) -> dict[str, Any]:
         return {"seed": self._options.seed or secrets.token_hex(32)}
@@ -65,7 +66,7 @@ class Retraining(Work):
         options, target = self._options, self._target
         shared = TrainerSetup(
             target.recipe, target.plan, self._records, bytes.fromhex(about["seed"]),
-            options.copies, options.canary == "gradient",
+            options.copies, options.every_step,
         )  # fmt: skip
         items: dict[Item, range] = {
             f"trainings {first}": range(first, min(first + _CHUNK, options.trainings))

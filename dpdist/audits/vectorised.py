@@ -31,6 +31,7 @@ from dpdist.privacy.plan import PrivacyPlan, StepPlan
 from dpdist.randomness.keys import derive_key
 from dpdist.runs.recipe import Recipe
 from dpdist.training.building import initial_model, model_spec
+from dpdist.training.canaries import places
 from dpdist.training.optimizer import FlatOptimizer
 
 _BYTES = 1 << 28  # of per-example gradients at once
@@ -41,7 +42,8 @@ _HUGE = 1e300
 class TrainerSetup:
     """All that the trainings of an audit have in common. key: of the audit; training number m has
     its own. copies: of the canary, in every second training. gradient: the canary is no record but
-    a gradient of the clip's norm on one coordinate, and the adversary sees every noisy sum."""
+    a gradient of the clip's norm on one coordinate, and the adversary sees every noisy sum and
+    knows the records' part of it."""
 
     recipe: Recipe
     plan: PrivacyPlan
@@ -58,11 +60,8 @@ class Trainer:
         quiet_threads()
         self._shared = shared
         self.trainings = Trainings(shared.recipe, shared.plan, shared.dataset)
-        if shared.gradient:
-            self._canary = None
-            self._coordinate = self.trainings.quietest()
-        else:
-            self._canary = canary(shared.dataset)
+        self._canary = None if shared.gradient else canary(shared.dataset)
+        self._coordinate = int(places(1, len(self.trainings.initial))[0])
 
     def __call__(self, numbers: range) -> list[dict[str, Any]]:
         shared, trainings = self._shared, self.trainings
@@ -115,7 +114,9 @@ class Trainings:
         """Train one model for each key; copies (M,) of the canary, an input with its label or a
         coordinate of the gradient, come after the records.
 
-        Returns the parameters (M, size), and how much all noisy sums speak for the coordinate (M,).
+        Returns the parameters (M, size), and how much all noisy sums speak for the coordinate (M,),
+        to an adversary who knows the records and which of them joined each step: the guarantee
+        holds against it, so it subtracts their part.
         """
         plan, flat = self._plan, self.initial.repeat(len(keys), 1)
         optimizer = FlatOptimizer(self._recipe.training, plan.steps, flat)
@@ -128,14 +129,15 @@ class Trainings:
             todo = plan.step(step)
             members = [self._members(k, attempt, step, todo, c) for k, c in zip(keys, copies)]  # noqa: B905
             sums = self._sums(flat, inputs, labels, members, coordinate is None)
+            known = None if coordinate is None else sums[:, coordinate].copy()
             for row, (key, chosen) in enumerate(zip(keys, members, strict=True)):
                 if coordinate is not None:
                     count = int((chosen >= len(self._labels)).sum())
                     sums[row, coordinate] += todo.clip_norm * count
                 noise_key = derive_key(key, "noise", attempt, step)
                 sums[row] = add_noise(sums[row], noise_key, todo.noise_std)
-            if coordinate is not None:
-                evidence += _evidence(sums[:, coordinate], todo)
+            if known is not None:
+                evidence += _evidence(sums[:, coordinate] - known, todo)
             gradient = torch.from_numpy(sums / todo.expected_batch).to(flat)
             optimizer.update(flat, gradient, step)
         return optimizer.result(flat), evidence
@@ -199,14 +201,6 @@ class Trainings:
         with torch.no_grad():
             logits = torch.cat([self._forward(one, example[None]) for one in flat])
         return log_odds(logits.double().numpy(), np.full(len(flat), label))
-
-    def quietest(self) -> int:
-        """The coordinate on which the records' gradients at the first parameters are least."""
-        total = torch.zeros_like(self.initial)
-        gradient = torch.func.grad(self._loss, has_aux=True)
-        for x, y in zip(self._inputs, self._labels, strict=True):
-            total += gradient(self.initial, x, y)[0].abs()
-        return int(total.argmin())
 
 
 def _evidence(sums: np.ndarray, todo: StepPlan) -> np.ndarray:

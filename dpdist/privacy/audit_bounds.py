@@ -72,6 +72,12 @@ class Trials:
         if min(np.sum(self.present), np.sum(~np.asarray(self.present, bool))) < 2:
             raise ValueError("at least two runs with and two without the canary are needed")
 
+    @property
+    def sides(self) -> tuple[Array, Array]:
+        """The scores with the canary, and those without."""
+        present = np.asarray(self.present, bool)
+        return self.scores[present], self.scores[~present]
+
     @classmethod
     def of(cls, inside: ArrayLike, outside: ArrayLike) -> Trials:
         """Of runs that each made one score: with the canary, and without."""
@@ -103,17 +109,24 @@ class ManyRuns:
         delta: float | None = None,
         fix: float = 0.5,
         curve: Curve | None = None,
+        pilot: Trials | None = None,
     ) -> ManyRuns:
-        """The threshold is fixed by the first `fix` of the runs of either kind, the others count.
+        """The threshold is fixed by the first `fix` of the runs of either kind, the others count;
+        or by a `pilot`, trials that are none of these, and all count.
 
         It is the one that promises the largest epsilon at `delta`, to go farthest beyond a `curve`,
         or, without either, the largest mu. The order of the runs decides, which must not depend on
         their scores.
         """
-        present = np.asarray(trials.present, bool)
-        first_in, inside = _split(trials.scores[present], fix)
-        first_out, outside = _split(trials.scores[~present], fix)
-        threshold = _threshold(first_in, first_out, alpha, delta, curve)
+        inside, outside = trials.sides
+        if pilot is None:
+            first_in, inside = _split(inside, fix)
+            first_out, outside = _split(outside, fix)
+            sizes = len(first_in), len(first_out)
+        else:
+            first_in, first_out = pilot.sides
+            sizes = len(inside), len(outside)
+        threshold = _threshold(first_in, first_out, sizes, alpha, delta, curve)
         hits, false = int((inside > threshold).sum()), int((outside > threshold).sum())
         return cls(hits, len(inside), false, len(outside), alpha, threshold)
 
@@ -155,13 +168,22 @@ def _split(scores: Array, fix: float) -> tuple[Array, Array]:
 
 
 def _threshold(
-    inside: Array, outside: Array, alpha: float, delta: float | None, curve: Curve | None
+    inside: Array,
+    outside: Array,
+    sizes: tuple[int, int],
+    alpha: float,
+    delta: float | None,
+    curve: Curve | None,
 ) -> float:
+    """sizes: of how many runs of either kind the bounds will be."""
     pooled = np.concatenate([inside, outside])
     candidates = np.unique(np.quantile(pooled, np.linspace(0, 1, 257), method="lower"))
-    hits = [len(s) - np.searchsorted(np.sort(s), candidates, "right") for s in (inside, outside)]
-    low = np.asarray(clopper_pearson_lower(hits[0], len(inside), alpha / 2))
-    high = np.asarray(clopper_pearson_upper(hits[1], len(outside), alpha / 2))
+    shares = [
+        1 - np.searchsorted(np.sort(s), candidates, "right") / len(s) for s in (inside, outside)
+    ]
+    hits = [np.rint(share * size) for share, size in zip(shares, sizes, strict=True)]
+    low = np.asarray(clopper_pearson_lower(hits[0], sizes[0], alpha / 2))
+    high = np.asarray(clopper_pearson_upper(hits[1], sizes[1], alpha / 2))
     if delta is None:
         promised = ndtri(low if curve is None else curve(low)) - ndtri(high)
     else:

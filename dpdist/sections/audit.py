@@ -16,6 +16,8 @@ from dpdist.base.fields import Count, HexKey, Number, Probability, Section, Text
 if TYPE_CHECKING:
     from dpdist.sections.recipe import Sections
 
+_EVERY_SUM = "every noisy sum, knowing the records and which of them joined each step"
+
 
 class AuditOptions(Section):
     """What every kind has. alpha: the error of all `audits` audits of one run together."""
@@ -75,8 +77,9 @@ class ManyRunsAudit(AuditOptions):
     Its counts are made of so many models of the private records, and stay private as they do.
 
     trainings: in all, every second with the canary. canary: an input unlike all others (the
-    adversary sees the model), or a gradient of the clip's norm on a coordinate of its own (it sees
-    every noisy sum). copies: of the canary. seed: 64 hex digits; None draws a secret one.
+    adversary sees the model), or a gradient of the clip's norm along one coordinate (it sees every
+    noisy sum, and knows the records and which of them joined each step). copies: of the canary.
+    seed: 64 hex digits; None draws a secret one.
     """
 
     kind: Literal["many-runs"] = "many-runs"
@@ -86,8 +89,13 @@ class ManyRunsAudit(AuditOptions):
     seed: HexKey | None = None
 
     @property
+    def every_step(self) -> bool:
+        """Whether the adversary sees every step, and the plan says what scores to expect."""
+        return self.canary == "gradient"
+
+    @property
     def sees(self) -> str:
-        return "every noisy sum" if self.canary == "gradient" else "the final model"
+        return _EVERY_SUM if self.every_step else "the final model"
 
     @property
     def private(self) -> bool:
@@ -141,7 +149,7 @@ class CanaryAudit(AuditOptions):
     @property
     def sees(self) -> str:
         if self.every_step:
-            return "every noisy sum, knowing the records and which of them joined each step"
+            return _EVERY_SUM
         return "the trained model" if self.in_sums else "the trained model's answers"
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from support.keys import NOISE, SAMPLING, record
 from support.training import execute, interrupted, make, train
 
 from dpdist import pipeline
-from dpdist.audits.canaries import _epsilon, _every_step, _final, audited_recipe, noise_rejected
+from dpdist.audits.canaries import _every_step, _final, audited_recipe
+from dpdist.audits.noise_family import _epsilon, noise_rejected
 from dpdist.base.errors import UserError
 from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.sampling import poisson_sample
@@ -321,13 +323,16 @@ def test_without_a_target(dpdist, tmp_path):
     assert not (tmp_path / "runs").exists()
     recipe = write(tmp_path, training={**RECIPE["training"], "batch_size": 50, "steps": 1})
     assert dpdist("train", recipe).code == 0
-    done = dpdist("audit", "small", "--kind", "canaries")
+    done = dpdist("audit", "small", "--kind", "canaries", "--set", "canaries=600")
     assert done.code == 2 and "was trained without canaries" in done.err
+    (asked,) = re.findall(r"`dpdist (audit .*)`", done.err.replace("\n", " "))
+    assert dpdist(*asked.split(), "--set", "canaries=600").code == 0
+    assert (tmp_path / "runs" / "small-canaries" / "audit").is_dir()
 
 
 def test_the_benchmark_makes_its_table():
     benchmark = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "canary_audits.py"))
     training = {"batch_size": 500, "steps": 2, "learning_rate": 0.1}
     raw = {**benchmark["DIGITS"], "model": "linear", "training": training}
-    line = benchmark["row"](raw, 8.0, {"canaries": 600}, 1)
+    line = benchmark["row"]([benchmark["measure"](raw, 8.0, {"canaries": 600})])
     assert line.startswith("| 7.9") and "| 0 of 1 |" in line

@@ -114,6 +114,8 @@ FAULTS: list[Fault] = [
         ("noise_key = derive_key(key, \"noise\", attempt, step)",
          "noise_key = derive_key(key, \"sample\", attempt, step)",
          "other noise than the loop's"),
+        ("sums[:, coordinate] - known", "sums[:, coordinate]",
+         "what records add is taken for the canary's"),
     ),
     *group(
         "dpdist/training/canaries.py", ONE,
@@ -141,10 +143,17 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/audits/canaries.py", ONE,
-        ("name not in _LATER and getattr", "name == _FAMILY and getattr",
+        ("name not in _LATER and getattr", "name == ASSUMED and getattr",
          "guesses are chosen after the training"),
+    ),
+    *group(
+        "dpdist/audits/noise_family.py", ONE,
         ("        low, high = (low, middle) if rejects(middle)", "        low, high = (low, middle) if not rejects(middle)",
          "the bisection goes the wrong way"),
+    ),
+    *group(
+        "dpdist/audits/noise_family.py", MANY,
+        ("trade_off.of_group(curve, size)", "curve", "many copies of a canary count as one record"),
     ),
     *group(
         "dpdist/commands/releasing.py", ONE,
