@@ -259,6 +259,10 @@ class ResourcesRecipe(Section):
     workers: Processes = 1
     cpus_per_worker: Positive = 1
     gpus_per_worker: PositiveOrZero = 0
+    release: Literal["whole", "sharded"] = Field(
+        default="whole",
+        description="sharded: every worker noises and updates its part, with less memory",
+    )
     micro_batch: Count | None = Field(
         default=None, description="physical batch; default: chosen to fit"
     )

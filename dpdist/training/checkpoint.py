@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from dpdist.privacy.journal import Anchor
 from dpdist.runs.folder import complete_checkpoints
 
 KEEP = 2
+_AT_ONCE = 2**18  # entries
 
 
 @dataclass
@@ -33,16 +36,17 @@ class TrainState:
     slots: dict[str, Tensor]
 
 
-def save(folder: Path, state: TrainState, released: Anchor) -> None:
+def save(folder: Path, state: TrainState, released: Anchor, parts: int = 0) -> None:
     """Write the state as `step-NNNNNNNN` and drop all but the newest two.
 
-    released: the ledger's anchor; it names every release that the state was made of.
+    released: the ledger's anchor; it names every release that the state was made of. parts: how
+    many workers' parts of more slots lie there (`save_part`); it counts once they all do.
     """
     private_folder(folder)
     target = folder / f"step-{state.step:08d}"
     tensors = {"flat": state.flat.cpu(), **{f"slot.{k}": v.cpu() for k, v in state.slots.items()}}
     write_atomic(target / "state.safetensors", save_tensors(tensors))
-    done = {"step": state.step, "ledger": released.to_dict()}
+    done = {"step": state.step, "ledger": released.to_dict(), **({"parts": parts} if parts else {})}
     write_atomic(target / "done.json", json.dumps(done, allow_nan=False))
     kept = set(complete_checkpoints(folder)[-KEEP:])
     for old in folder.glob("step-*"):
@@ -50,24 +54,69 @@ def save(folder: Path, state: TrainState, released: Anchor) -> None:
             shutil.rmtree(old, ignore_errors=True)
 
 
-def latest(folder: Path) -> TrainState | None:
-    """The newest complete state, or None."""
+def save_part(folder: Path, step: int, rank: int, count: int, slots: Mapping[str, Tensor]) -> None:
+    """Write one worker's entries of slots, of which the workers hold parts in order of rank."""
+    private_folder(folder)
+    tensors = {f"slot.{name}": slot.cpu() for name, slot in slots.items()}
+    target = folder / f"step-{step:08d}" / part_name(rank, count)
+    write_atomic(target, save_tensors(tensors))
+
+
+def latest(folder: Path, own: slice = slice(0, sys.maxsize)) -> TrainState | None:
+    """The newest complete state, or None. own: which entries of slots that lie in parts."""
     complete = complete_checkpoints(folder)
     if not complete:
         return None
-    step = read_json(complete[-1] / "done.json", {"step": int})["step"]
+    done = read_json(complete[-1] / "done.json", {"step": int})
     path = complete[-1] / "state.safetensors"
+    tensors = _tensors(path)
+    if "flat" not in tensors:
+        raise UserError(f"{path}: damaged: it holds no parameters")
+    slots = _slots(tensors)
+    if "parts" in done:
+        slots.update(_from_parts(complete[-1], done["parts"], own, len(tensors["flat"])))
+    return TrainState(done["step"], tensors["flat"], slots)
+
+
+def part_name(rank: int, count: int) -> str:
+    return f"part-{rank:05d}-of-{count:05d}.safetensors"
+
+
+def _from_parts(folder: Path, count: object, own: slice, size: int) -> dict[str, Tensor]:
+    """Those entries of the slots, whoever wrote them: one part at a time is in memory."""
+    if not isinstance(count, int) or count < 1:
+        raise UserError(f"{folder}: damaged: parts must be a whole number > 0, got {count!r}")
+    found: dict[str, list[Tensor]] = {}
+    start = 0
+    for rank in range(count):
+        part = _slots(_tensors(folder / part_name(rank, count)))
+        length = min((len(slot) for slot in part.values()), default=0)
+        low = min(max(own.start - start, 0), length)
+        high = min(max(own.stop - start, low), length)
+        for name, slot in part.items():
+            found.setdefault(name, []).append(slot[low:high].clone())
+        start += length
+    if start != size:
+        raise UserError(f"{folder}: damaged: its parts hold {start:,} entries, not {size:,}")
+    return {name: torch.cat(pieces) for name, pieces in found.items()}
+
+
+def _slots(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {k.removeprefix("slot."): v for k, v in tensors.items() if k.startswith("slot.")}
+
+
+def _tensors(path: Path) -> dict[str, Tensor]:
     try:
-        tensors = load_tensors(read_bytes(path))
-        tensors["flat"]
-    except (SafetensorError, KeyError) as error:
+        return load_tensors(read_bytes(path))
+    except SafetensorError as error:
         raise UserError(f"{path}: damaged: {reason(error)}") from error
-    slots = {k.removeprefix("slot."): v for k, v in tensors.items() if k.startswith("slot.")}
-    return TrainState(step, tensors["flat"], slots)
 
 
 def digest(tensor: Tensor) -> Tensor:
     """A 64-bit fingerprint of a float tensor's bits, as int64 (1,): compared across workers."""
-    bits = tensor.detach().cpu().contiguous().view(torch.int32).to(torch.int64)
-    weights = torch.arange(1, len(bits) + 1, dtype=torch.int64)
-    return (bits * (2 * weights + 1)).sum().reshape(1)
+    bits, total = tensor.detach().cpu().contiguous().view(torch.int32), torch.zeros(1).long()
+    for start in range(0, len(bits), _AT_ONCE):  # so that it needs no memory of its length
+        part = bits[start : start + _AT_ONCE].to(torch.int64)
+        weights = torch.arange(start + 1, start + len(part) + 1, dtype=torch.int64)
+        total += (part * (2 * weights + 1)).sum()
+    return total

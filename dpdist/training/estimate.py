@@ -7,16 +7,21 @@ import time
 import torch
 
 from dpdist import data
+from dpdist.gradients.blocks import Blocks
 from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.task import Task
 from dpdist.methods.base import Fixed
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.runs.recipe import Recipe
 from dpdist.training.building import build_engine, initial_model, model_spec
+from dpdist.training.job import CANONICAL_SHARDS
+from dpdist.training.optimizer import FlatOptimizer
 from dpdist.training.records import evaluation_data, source_of, training_data
+from dpdist.training.sharding import RELEASES
 
 _PROBE_EXAMPLES = 64
 _PROBE_KEY = bytes(32)
+_BASE = 400  # MiB: Python, its libraries and what Ray keeps in a worker
 
 
 def describe(recipe: Recipe, plan: PrivacyPlan) -> list[tuple[str, str]]:
@@ -37,8 +42,9 @@ def describe(recipe: Recipe, plan: PrivacyPlan) -> list[tuple[str, str]]:
     torch.set_num_threads(max(1, int(resources.cpus_per_worker)))
     rate = _examples_per_second(engine, method.task(), dataset)
     seconds = plan.steps * step.expected_batch / (rate * resources.workers)
-    state = 4 * engine.size * 6 + 8 * engine.size * 3
-    activations = (engine.micro_batch or _PROBE_EXAMPLES) * _bytes_per_example(module, dataset)
+    rows = Blocks.for_batches(plan.records, step.sample_rate, step.batch_cap).capacity
+    rows = min(rows, engine.micro_batch or _PROBE_EXAMPLES)
+    activations = rows * _bytes_per_example(module, dataset)
     return [
         ("noise multiplier", f"{step.noise_multiplier:.4g}"),
         (
@@ -52,9 +58,27 @@ def describe(recipe: Recipe, plan: PrivacyPlan) -> list[tuple[str, str]]:
         ("layers without a rule", ", ".join(engine.fallback_layers) or "none"),
         ("workers", f"{resources.workers}, {resources.cpus_per_worker:g} CPUs each"),
         ("physical micro-batch", f"{engine.micro_batch or 'chosen at the start'}"),
-        ("memory per worker", f"about {(state + activations) / 2**20 + 400:,.0f} MiB"),
+        ("memory per worker", _memory(recipe, plan, engine.size, activations)),
         ("training time", f"about {seconds:,.0f} s at {rate:,.0f} examples/s per worker"),
     ]
+
+
+def _memory(recipe: Recipe, plan: PrivacyPlan, size: int, activations: int) -> str:
+    """Of the release that is asked for, and of the others."""
+    training, resources = recipe.training, recipe.resources
+    slots = len(FlatOptimizer(training, plan.steps, torch.zeros(1)).slots)
+    rows = CANONICAL_SHARDS if training.reproducible else 1
+    grows = {
+        name: release.memory(size, slots, rows, resources.workers)
+        for name, release in RELEASES.items()
+    }
+    words = {
+        name: f"about {(activations + most) / 2**20 + _BASE:,.0f} MiB"
+        for name, most in grows.items()
+    }
+    own = words.pop(resources.release)
+    others = ", ".join(f"{name}: {found}" for name, found in words.items())
+    return f"{own} (release: {resources.release}; {others})"
 
 
 def _examples_per_second(engine: GradientEngine, task: Task, dataset: data.Dataset) -> float:

@@ -147,8 +147,21 @@ def check_trainable(recipe: Recipe, where: str) -> tuple[data.Dataset, dict[str,
     if recipe.training.reproducible and recipe.resources.workers > CANONICAL_SHARDS:
         rule = f"must be <= {CANONICAL_SHARDS} when training.reproducible is set"
         raise field_error(where, "resources.workers", rule, recipe.resources.workers)
+    if recipe.resources.release == "sharded":
+        _check_shardable(recipe, where)
     check_model(recipe, dataset)
     return dataset, pretrained
+
+
+def _check_shardable(recipe: Recipe, where: str) -> None:
+    """Raise UserError where somebody looks at a whole release."""
+    if recipe.planted is not None or not recipe.method.stepwise:
+        rule = "must be whole for a method without gradient steps, and in an audited run"
+    elif recipe.privacy.noise_multiplier == 0:
+        rule = "must be whole in a run without noise"
+    else:
+        return
+    raise field_error(where, "resources.release", rule, "sharded")
 
 
 def _check_same_data(folder: RunFolder, dataset: data.Dataset) -> None:

@@ -8,11 +8,9 @@ plan and nowhere else.
 
 from __future__ import annotations
 
-import hashlib
 import platform
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -44,6 +42,7 @@ from dpdist.training.monitor import Monitor, Seen
 from dpdist.training.optimizer import FlatOptimizer
 from dpdist.training.permit import PermitGate
 from dpdist.training.reducer import MissingRank, Reducer
+from dpdist.training.sharding import RELEASES, Shards, Whole, release_id
 
 
 def train_worker(config: dict[str, Any]) -> None:
@@ -103,6 +102,7 @@ class Mechanism:
     dataset: Any
     reducer: Reducer
     shards: Shards
+    sharing = Whole()
     key: bytes
     attempt: str
     ledger: Ledger | None = None
@@ -112,8 +112,8 @@ class Mechanism:
     def gradient(
         self, step: int, todo: StepPlan, flag: bool = False
     ) -> tuple[np.ndarray, Seen, bool]:
-        """The step's noisy gradient, float64 (size,); what it is made of, PRIVATE; and whether any
-        worker's flag was up."""
+        """This worker's part of the step's noisy gradient, float64; what it is made of, PRIVATE;
+        and whether any worker's flag was up."""
         rows, seen = self._clipped_sums(step, todo)
         noisy, flagged = self.release(step, rows, todo.noise_std, flag)
         self.canaries.watch(noisy, todo, self.reducer)
@@ -154,16 +154,20 @@ class Mechanism:
     def release(
         self, step: int, rows: Tensor, noise_std: float, flag: bool = False
     ) -> tuple[np.ndarray, bool]:
-        """The sum of all workers' rows with Gaussian noise, the ledger's entry durable before it;
-        and whether any worker's flag was up. rows: float64 (rows, size), bounded as the plan says.
+        """This worker's part of the sum of all workers' rows with Gaussian noise, the ledger's
+        entry durable before worker 0's; and whether any worker's flag was up. rows: float64 (rows,
+        size), bounded as the plan says.
         """
-        total, flagged = self.reducer.sum(rows, flag)
-        summed = total.cpu().numpy()
+        total, flagged = self.sharing.sum(self.reducer, rows, self.shards, flag)
+        summed, size = total.cpu().numpy(), rows.shape[1]
+        label = f"{key_id(self.key)}/{self.attempt}/{step}"
+        leaves = self.sharing.digests(self.reducer, label, summed, size)
         if self.ledger is not None and self.permit is not None:
             self.permit.wait(step)
-            _announce(self.ledger, step, self.key, self.attempt, summed)
+            _announce(self.ledger, step, release_id(label, leaves))
         noise_key = derive_key(self.key, "noise", self.attempt, step)
-        return add_noise(summed, noise_key, noise_std), flagged
+        start = self.sharing.own(self.reducer, size).start
+        return add_noise(summed, noise_key, noise_std, start), flagged
 
 
 class Loop(Mechanism):
@@ -198,7 +202,9 @@ class Loop(Mechanism):
         self.fixed = Fixed(self.model, tensors, derive_key(self.key, "hidden"))
         self.constrain = self.method.constraint(self.model)
         self.constrain()
-        self.optimizer = FlatOptimizer(recipe.training, plan.steps, self.flat)
+        self.sharing = RELEASES[recipe.resources.release]()
+        self.own = self.sharing.own(reducer, len(self.flat))
+        self.optimizer = FlatOptimizer(recipe.training, plan.steps, self.flat[self.own])
         self.slots = {n: t.to(reducer.device) for n, t in self.method.slots(self.model).items()}
         self.canaries = plant(self.dataset, read_run_key(folder), plan, self.engine.size)
         self.attempt = self._begin_attempt(stack)
@@ -218,7 +224,11 @@ class Loop(Mechanism):
     def _begin_attempt(self, stack: ExitStack) -> str:
         """The label of this attempt, in all its keys; worker 0 holds the ledger from here on."""
         job, attempt = self.job, ""
-        identity = {**_identity(job, self.reducer), "hidden noise": digest(self.fixed)}
+        identity = {
+            **_identity(job, self.reducer),
+            **self.sharing.identity(self.reducer, job.recipe.training.reproducible),
+            "hidden noise": digest(self.fixed),
+        }
         if self.reducer.rank == 0:
             ledger = stack.enter_context(Ledger.open(job.folder.ledger, job.plan.fingerprint()))
             check_released(job.folder, job.plan, ledger)
@@ -231,18 +241,19 @@ class Loop(Mechanism):
 
     @property
     def _slots(self) -> dict[str, Tensor]:
-        """What a checkpoint keeps besides the parameters."""
+        """What a checkpoint keeps besides the parameters, of the optimizer's its own part."""
         return {**self.optimizer.slots, **self.slots, **self.canaries.slots}
 
     def _newest_checkpoint(self) -> int:
         """Take over the newest checkpoint: the steps taken before it."""
-        state = checkpoint.latest(self.job.folder.checkpoints)
+        state = checkpoint.latest(self.job.folder.checkpoints, self.own)
         start = 0
         if state is not None:
             start = state.step
             self.flat.copy_(state.flat)
             for name, slot in self._slots.items():
-                slot.copy_(state.slots[name])
+                found = state.slots[name]  # whole, where another kind of release kept it
+                slot.copy_(found if found.shape == slot.shape else found[self.own])
         if self.reducer.from_first(start) != start or not self.reducer.same_everywhere(
             checkpoint.digest(self.flat)
         ):
@@ -265,7 +276,8 @@ class Loop(Mechanism):
         due = time.monotonic() - self.saved > self.job.recipe.resources.checkpoint_seconds
         noisy, seen, save_now = self.gradient(step, todo, self.reducer.rank == 0 and due)
         gradient = torch.from_numpy(noisy).to(self.flat)
-        self.optimizer.update(self.flat, gradient, step)
+        self.optimizer.update(self.flat[self.own], gradient, step)
+        self.sharing.complete(self.reducer, self.flat)
         self.constrain()
         self.divergence.check(self.flat, step, step + 1 == self.last)
         if self.monitor is not None:
@@ -277,16 +289,19 @@ class Loop(Mechanism):
         """A checkpoint after `done` steps, unless the workers' parameters differ."""
         if not self.reducer.same_everywhere(checkpoint.digest(self.flat)):
             raise MissingRank(f"the workers' parameters differ after step {done - 1}")
+        folder, slots = self.job.folder.checkpoints, {**self.slots, **self.canaries.slots}
+        kept, parts = self.sharing.kept(self.reducer, folder, done, self.optimizer.slots)
         if self.ledger is not None:
-            state = checkpoint.TrainState(done, self.flat, self._slots)
-            checkpoint.save(self.job.folder.checkpoints, state, self.ledger.anchor)
+            state = checkpoint.TrainState(done, self.flat, {**kept, **slots})
+            checkpoint.save(folder, state, self.ledger.anchor, parts)
         self.saved = time.monotonic()
 
     def finish(self) -> None:
         """Worker 0 saves the model, and sums the training up once it is whole."""
+        self.flat[self.own] = self.optimizer.result(self.flat[self.own])
+        self.sharing.complete(self.reducer, self.flat)
         if self.monitor is None or self.ledger is None:
             return
-        self.flat.copy_(self.optimizer.result(self.flat))
         spec = self.method.finish(self.spec, self.fixed)
         models.save(self.model, spec, self.job.folder.model)
         if self.last == self.job.plan.steps:
@@ -302,16 +317,6 @@ def _point_into(engine: GradientEngine, flat: Tensor) -> None:
         parameter.data = piece.view(parameter.shape)
 
 
-@dataclass(frozen=True)
-class Shards:
-    """rows: length of the reduced stack. largest: records planned for any shard. mine: (row, first
-    record, end) of this worker's shards."""
-
-    rows: int
-    largest: int
-    mine: list[tuple[int, int, int]]
-
-
 def shards_of(records: int, planned: int, reducer: Reducer, reproducible: bool) -> Shards:
     """Cut at the plan's number of records, which is another than theirs when it was declared: the
     last shard takes what is beyond it, and nothing else changes with their number."""
@@ -323,9 +328,10 @@ def shards_of(records: int, planned: int, reducer: Reducer, reproducible: bool) 
 
     largest = -(-planned // count)
     if not reproducible:
-        return Shards(1, largest, [(0, *bounds(reducer.rank))])
-    first, last = share(CANONICAL_SHARDS, reducer.rank, reducer.world_size)
-    return Shards(count, largest, [(row, *bounds(row)) for row in range(first, last)])
+        return Shards(1, largest, [(0, *bounds(reducer.rank))], [1] * reducer.world_size)
+    cuts = [share(count, rank, reducer.world_size) for rank in range(reducer.world_size)]
+    mine = [(row, *bounds(row)) for row in range(*cuts[reducer.rank])]
+    return Shards(count, largest, mine, [last - first for first, last in cuts])
 
 
 def _identity(job: TrainJob, reducer: Reducer) -> dict[str, str]:
@@ -347,17 +353,14 @@ def _identity(job: TrainJob, reducer: Reducer) -> dict[str, str]:
     }
 
 
-def _announce(ledger: Ledger, step: int, key: bytes, attempt: str, summed: np.ndarray) -> None:
+def _announce(ledger: Ledger, step: int, release: str) -> None:
     """Put the release on record, durably, before its noise is added.
 
     The id covers the bits of the sum itself: an exact replay collapses into one entry, and the
     same noise can never be added to two different sums.
     """
-    digest = hashlib.blake2b(digest_size=32, person=b"dpdist.release")
-    digest.update(f"{key_id(key)}/{attempt}/{step}".encode())
-    digest.update(np.ascontiguousarray(summed).tobytes())
     try:
-        ledger.record(step, digest.hexdigest())
+        ledger.record(step, release)
     except ReplayConflict:
         ledger.new_epoch(f"step {step} could not be replayed exactly")
         raise

@@ -11,6 +11,7 @@ from torch import Tensor
 from dpdist.sections.training import TrainingRecipe
 
 _ADAM_BETA1, _ADAM_BETA2, _ADAM_EPSILON = 0.9, 0.999, 1e-8
+LEAF = 2**16  # entries: a sharded vector is cut at multiples of it, and updated by as many at once
 
 
 class FlatOptimizer:
@@ -40,26 +41,33 @@ class FlatOptimizer:
         return training.learning_rate * factor[training.schedule]
 
     def update(self, flat: Tensor, gradient: Tensor, step: int) -> None:
-        """One step; exact: no fused kernels, the same operations on every machine."""
+        """One step; exact: no fused kernels, the same operations on every machine, and leaf by
+        leaf, so that a worker that updates some of the leaves gets the bits of one with all."""
+        for start in range(0, len(flat), LEAF):
+            leaf = slice(start, start + LEAF)
+            slots = {name: slot[leaf] for name, slot in self.slots.items()}
+            self._update(flat[leaf], gradient[leaf], slots, step)
+
+    def _update(self, flat: Tensor, gradient: Tensor, slots: dict[str, Tensor], step: int) -> None:
         rate = self.learning_rate(step)
         if self.training.weight_decay:
             gradient = gradient.add(flat, alpha=self.training.weight_decay)
         if self.training.optimizer == "adam":
-            mean, square = self.slots["mean"], self.slots["square"]
+            mean, square = slots["mean"], slots["square"]
             mean.mul_(_ADAM_BETA1).add_(gradient, alpha=1 - _ADAM_BETA1)
             square.mul_(_ADAM_BETA2).addcmul_(gradient, gradient, value=1 - _ADAM_BETA2)
             scale = rate / (1 - _ADAM_BETA1 ** (step + 1))
             root = (square / (1 - _ADAM_BETA2 ** (step + 1))).sqrt_().add_(_ADAM_EPSILON)
             flat.addcdiv_(mean, root, value=-scale)
         elif self.training.momentum:
-            momentum = self.slots["momentum"].mul_(self.training.momentum).add_(gradient)
+            momentum = slots["momentum"].mul_(self.training.momentum).add_(gradient)
             flat.add_(momentum, alpha=-rate)
         else:
             flat.add_(gradient, alpha=-rate)
-        if "ema" in self.slots and self.training.ema is not None:
+        if "ema" in slots and self.training.ema is not None:
             # Early on the average follows the mean of all steps so far: no bias to the start.
             decay = min(self.training.ema, (step + 1) / (step + 10))
-            self.slots["ema"].lerp_(flat, 1 - decay)
+            slots["ema"].lerp_(flat, 1 - decay)
 
     def result(self, flat: Tensor) -> Tensor:
         """The parameters to publish: the average when there is one."""

@@ -3,6 +3,8 @@ sum."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -36,6 +38,24 @@ class Reducer:
             result += row
         return result, flags > 0
 
+    def everybody(self, flag: bool) -> bool:
+        """Whether any worker's flag was up. Raises MissingRank unless all take part."""
+        return self.sum(torch.zeros(1, 0, dtype=torch.float64, device=self.device), flag)[1]
+
+    def exchange(self, sent: Tensor, sizes: Sequence[int], awaited: Sequence[int]) -> Tensor:
+        """Send each worker its piece of `sent` (sizes, in order of rank): what came from each, of
+        the awaited sizes, one behind the other."""
+        if self.world_size == 1:
+            return sent
+        found = sent.new_empty(sum(awaited))
+        dist.all_to_all_single(found, sent.contiguous(), list(awaited), list(sizes))
+        return found
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Make `tensor` that of worker `source`, in place."""
+        if self.world_size > 1:
+            dist.broadcast(tensor, src=source)
+
     def all_sum(self, buffer: Tensor) -> None:
         """Sum `buffer` over the workers, in place."""
         if self.world_size > 1:
@@ -53,8 +73,7 @@ class Reducer:
     def from_first(self, value: int) -> int:
         """Worker 0's integer, on all."""
         tensor = torch.tensor([value], dtype=torch.int64, device=self.device)
-        if self.world_size > 1:
-            dist.broadcast(tensor, src=0)
+        self.broadcast(tensor, 0)
         return int(tensor.item())
 
     def gather(self, text: str) -> list[str]:

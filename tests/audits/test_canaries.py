@@ -66,8 +66,8 @@ class Watched:
             self.parts.append((named["draw_key"], named["record_ids"].numpy(), found.flat.numpy()))
             return found
 
-        def noising(summed: np.ndarray, key: bytes, std: float) -> np.ndarray:
-            self.before[key], self.noisy[key] = summed, add_noise(summed, key, std)
+        def noising(summed: np.ndarray, key: bytes, std: float, start: int) -> np.ndarray:
+            self.before[key], self.noisy[key] = summed, add_noise(summed, key, std, start)
             return self.noisy[key]
 
         with patch.context() as inner:
@@ -279,7 +279,9 @@ def test_of_a_recipe(dpdist, tmp_path, monkeypatch):
 
 def test_noise_that_is_too_small_is_found(dpdist, tmp_path, monkeypatch):
     real = loop.add_noise
-    monkeypatch.setattr(loop, "add_noise", lambda summed, key, std: real(summed, key, 0.3 * std))
+    monkeypatch.setattr(
+        loop, "add_noise", lambda summed, key, std, at: real(summed, key, 0.3 * std)
+    )
     done = dpdist("audit", write(tmp_path), "--kind", "canaries", "--set", "canaries=600")
     assert done.code == 1 and "exceeds proved: a bug" in done.out
 

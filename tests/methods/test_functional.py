@@ -227,8 +227,8 @@ class Released:
         self.found: list[tuple[np.ndarray, np.ndarray, bytes, float]] = []
         real = loop.add_noise
 
-        def watched(total: np.ndarray, key: bytes, std: float) -> np.ndarray:
-            noisy = real(total, key, std)
+        def watched(total: np.ndarray, key: bytes, std: float, start: int) -> np.ndarray:
+            noisy = real(total, key, std, start)
             self.found.append((total.copy(), noisy, key, std))
             return noisy
 

@@ -42,6 +42,13 @@ class ThreadReducer(Reducer):
     def all_sum(self, buffer: torch.Tensor) -> None:
         buffer.copy_(torch.stack(self._meet(buffer.clone())).sum(0))
 
+    def exchange(self, sent, sizes, awaited):
+        met = self._meet((sent.clone(), sizes))
+        return torch.cat([other.split(list(of))[self.rank] for other, of in met])
+
+    def broadcast(self, tensor, source):
+        tensor.copy_(self._meet(tensor.clone())[source])
+
     def same_everywhere(self, digest: torch.Tensor) -> bool:
         return len({int(d) for d in self._meet(digest)}) == 1
 

@@ -82,8 +82,8 @@ def test_workers_that_start_from_different_checkpoints_stop(tmp_path, monkeypatc
     execute(job, 2, until=2)
     real, calls = checkpoint.latest, []
 
-    def stale(path):
-        found = real(path)
+    def stale(*where):
+        found = real(*where)
         calls.append(1)
         if len(calls) == 2:
             found.flat[0] += 1

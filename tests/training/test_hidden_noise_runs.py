@@ -256,7 +256,7 @@ def test_neighbour_replay(tmp_path, monkeypatch, name):
                 if name == "unpaid":
                     patch.setattr(hgm, "mean_powers", without)
                 captured: list[np.ndarray] = []
-                patch.setattr(loop, "add_noise", lambda t, k, s, c=captured: c.append(t) or t)
+                patch.setattr(loop, "add_noise", lambda t, k, s, at, c=captured: c.append(t) or t)
                 if name == "paid" and not present:
                     other = RunFolder(tmp_path / f"True-{number}").fixed
                     prepare(recipe, folder, "test")

@@ -190,9 +190,9 @@ def test_two_copies_of_a_run_never_share_noise(tmp_path, monkeypatch):
     keys: list[bytes] = []
     real = loop.add_noise
 
-    def remember(total, key, std):
+    def remember(total, key, std, start):
         keys.append(key)
-        return real(total, key, std)
+        return real(total, key, std, start)
 
     recipe, folder = make(tmp_path, privacy__run_key=None, resources__checkpoint_seconds=1e9)
     interrupted(recipe, folder, monkeypatch, 5)
@@ -336,7 +336,7 @@ def _replay(tmp_path, monkeypatch, method, workers):
             drawn[key] = drawn.get(key, False) or special in batch
             return batch if present else batch[batch != special]
 
-        def capture(total, key, std, captured=sums[present]):
+        def capture(total, key, std, start, captured=sums[present]):
             captured.append(total)
             return np.zeros_like(total)
 

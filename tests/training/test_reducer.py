@@ -5,10 +5,13 @@ from __future__ import annotations
 import multiprocessing
 from datetime import timedelta
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
+from dpdist.training.optimizer import LEAF
 from dpdist.training.reducer import Reducer
+from dpdist.training.sharding import Sharded, Shards, leaf_digests
 
 
 def _work(rank: int, folder: str, answers) -> None:
@@ -18,6 +21,14 @@ def _work(rank: int, folder: str, answers) -> None:
     reducer = Reducer(rank, 2, torch.device("cpu"))
     rows = torch.tensor([[1.0, 2.0], [10.0, 20.0]], dtype=torch.float64) * (rank + 1)
     total, flag = reducer.sum(rows, rank == 1)
+    # A leaf for the first, three entries for the second; of five entries the first has none.
+    shards, sharing = Shards(1, 1, [(0, 0, 1)], [1, 1]), Sharded()
+    row = (torch.arange(LEAF + 3.0, dtype=torch.float64) * (rank + 1))[None]
+    own = sharing.own(reducer, LEAF + 3)
+    part, _ = sharing.sum(reducer, row, shards, False)
+    flat = torch.full((LEAF + 3,), float(rank))
+    sharing.complete(reducer, flat)
+    digests = sharing.digests(reducer, "label", part.numpy(), LEAF + 3)
     answers.put(
         (
             rank,
@@ -27,6 +38,10 @@ def _work(rank: int, folder: str, answers) -> None:
             reducer.from_first(40 + rank),
             reducer.same_everywhere(torch.tensor([7])),
             reducer.same_everywhere(torch.tensor([rank])),
+            torch.equal(part, 3 * torch.arange(LEAF + 3.0, dtype=torch.float64)[own]),
+            flat[LEAF - 1 : LEAF + 1].tolist(),
+            digests == leaf_digests("label", 3 * np.arange(LEAF + 3.0)),
+            len(sharing.sum(reducer, row[:, :5], shards, False)[0]),
         )
     )
     dist.destroy_process_group()
@@ -44,4 +59,5 @@ def test_two_processes(tmp_path):
     for worker in workers:
         worker.join(60)
     for rank in range(2):
-        assert got[rank] == (rank, [33.0, 66.0], True, ["zero", ""], 40, True, False)
+        whole = (rank, [33.0, 66.0], True, ["zero", ""], 40, True, False)
+        assert got[rank] == (*whole, True, [0.0, 1.0], True, [0, 5][rank])

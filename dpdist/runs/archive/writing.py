@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -165,7 +165,7 @@ class Archive:
                 )
             except (FileNotFoundError, Missing):
                 continue  # replaced meanwhile; the next update finds what is there then
-        checkpoint = _whole_checkpoint(files)
+        checkpoint = _whole_checkpoint(files, chosen)
         if not checkpoint:  # superseded while it was sent: the one before is covered as well
             checkpoint = _whole_checkpoint(before)
             files |= {path: entry for path, entry in before.items() if path.startswith(_STEPS)}
@@ -265,11 +265,13 @@ class Archive:
         return look
 
 
-def _whole_checkpoint(files: dict[str, Any]) -> str:
-    """The name of the checkpoint among these files; one that lacks a file is taken out of them."""
+def _whole_checkpoint(files: dict[str, Any], chosen: Sequence[str] = ()) -> str:
+    """The name of the checkpoint among these files; one that lacks a file, of all or of those that
+    were chosen, is taken out of them."""
     parts = {path for path in files if path.startswith(_STEPS)}
     for name in {path.split("/")[2] for path in parts}:
         wanted = {f"{_STEPS}{name}/{file}" for file in _CHECKPOINT}
+        wanted |= {path for path in chosen if path.startswith(f"{_STEPS}{name}/")}
         if wanted <= parts:
             return name
     for path in parts:
