@@ -23,8 +23,6 @@ KEPT = {
     "laplace_epsilon": "inverse of laplace_scale; the oracle of the Laplace accounting's tests",
     "heterogeneous_std": "HGM's noise by component, for one release that is no training step",
     "functional_mechanism_scale": "the noise of DPAL and AdLM as published",
-    "dpal_encoder_sensitivity": "DPAL as published",
-    "dpal_output_sensitivity": "DPAL as published",
     "harmonic": "the rule for certificates of two passes with noise in two places",
     "laplace_size": "PixelDP's Laplace certificate",
     "l1_to_l1": "an operator norm of PixelDP", "l1_to_l2": "an operator norm of PixelDP",

@@ -8,7 +8,8 @@ as it stands; epsilon is that of the plan with as much more noise as is still re
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,6 +30,7 @@ from dpdist.sections.audit import AuditOptions, CanaryAudit
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+_RIDGE = 1e-3  # of a mean square: below it gradients differ by rounding
 _BATCH = 1000
 _DRAWS, _SEED = 16, "canaries"  # of the noise that a model carries
 _LATER = {"view", "exploratory"}  # what may be chosen after the training
@@ -61,7 +63,7 @@ def audit_canaries(
         curve_rejected=curve is not None and run.rejects(curve),
         assumptions=(
             *(() if found is None else (ASSUMED,)),
-            *(() if options.in_sums else target.removal),
+            *(() if options.replaces else target.removal),
         ),
         details={
             "canaries": run.canaries,
@@ -127,7 +129,10 @@ def _every_step(folder: RunFolder) -> np.ndarray:
 
 def _final(options: CanaryAudit, recipe: Recipe, folder: RunFolder) -> np.ndarray:
     """Of the trained model beside the one before the first step, which is public: how far it moved
-    along a canary's gradient, or how much likelier it finds a canary's label."""
+    along a canary's gradient, how much likelier it finds a canary's label, or towards which of
+    its two labels hidden layers moved."""
+    import torch
+
     from dpdist import models
     from dpdist.training.building import initial_model, model_spec
     from dpdist.training.canaries import places
@@ -140,6 +145,11 @@ def _final(options: CanaryAudit, recipe: Recipe, folder: RunFolder) -> np.ndarra
         moved = (_flat(recipe, before) - _flat(recipe, after)).numpy()
         return moved[places(options.canaries, len(moved))]
     inputs, labels = dataset.planted_rows  # type: ignore[attr-defined]
+    if options.replaces:
+        recipe.method.constraint(before)()
+        own, labels = dataset.batch(slice(0, dataset.own)), dataset.labels  # type: ignore[attr-defined]
+        others = [own[torch.from_numpy(labels == label)] for label in range(dataset.classes)]
+        return _towards_first(before, after, inputs, others)
     return (_likelihood(after, inputs, labels) - _likelihood(before, inputs, labels)).numpy()
 
 
@@ -151,6 +161,44 @@ def _flat(recipe: Recipe, model: nn.Module) -> Tensor:
 
     parts = [p.detach().reshape(-1) for p in build_engine(recipe, model).parameters]
     return torch.cat(parts).double()
+
+
+def _towards_first(
+    before: nn.Module, after: nn.Module, inputs: Tensor, others: Sequence[Tensor]
+) -> np.ndarray:
+    """By how much hidden weights moved as label 0 of each input, and not 1, moves them: least
+    squares on the gradients of the difference of the two logits, (m,). others: the records by their
+    labels, which the adversary knows; what their means move any logit by is left out.
+
+    Methods put noise of their own on the first layer and on the last one's labels, but a label
+    reaches what is between them as well.
+    """
+    import torch
+
+    weighted = [n for n, p in before.named_parameters() if p.requires_grad and p.dim() > 1]
+    names = weighted[1:-1] or weighted
+    model = copy.deepcopy(after)  # with what it carries besides, at the weights it began with
+    model.load_state_dict({**after.state_dict(), **dict(before.named_parameters())})
+    chosen = [dict(model.named_parameters())[name].requires_grad_() for name in names]
+    ends = [dict(after.named_parameters())[name].detach() for name in names]
+
+    def slope(value: Tensor) -> Tensor:
+        parts = torch.autograd.grad(value, chosen)
+        return torch.cat([part.flatten() for part in parts]).double()
+
+    known = [
+        slope(model(part)[:, label].mean())
+        for part in (inputs, *others)
+        for label in range(model(part[:1]).shape[1])
+        if len(part)
+    ]
+    basis = torch.linalg.qr(torch.stack(known, 1))[0]
+    moved = torch.cat([(e - p.detach()).flatten() for e, p in zip(ends, chosen, strict=True)])
+    towards = torch.stack([slope(a - b) for a, b in (model(row)[0, :2] for row in inputs.split(1))])
+    towards -= (towards @ basis) @ basis.T
+    gram = towards @ towards.T
+    gram += torch.eye(len(gram)).to(gram) * gram.diagonal().mean().clamp(min=1e-300) * _RIDGE
+    return torch.linalg.solve(gram, towards @ moved.double()).numpy()
 
 
 def _likelihood(model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:

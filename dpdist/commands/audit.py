@@ -42,7 +42,7 @@ def command(
 ) -> None:
     """Measure how much leaks at least: an empirical lower bound of epsilon, beside what is proved.
 
-    Exit code 1 when it exceeds what is proved: then code or proof is wrong.
+    Exit code 1 when it exceeds what is proved, and code or proof is wrong, or what is claimed.
     """
     from dpdist import pipeline
     from dpdist.audits import catalogue
@@ -50,6 +50,7 @@ def command(
     from dpdist.audits.result import result_of
     from dpdist.audits.target import of_recipe, of_run
     from dpdist.base import console
+    from dpdist.privacy.audited import CONSISTENT
     from dpdist.reports.facts import read_facts
     from dpdist.runs.folder import RunFolder
 
@@ -86,7 +87,7 @@ def command(
     typer.echo(f"{kept}: {output / result.file}")
     if folder is not None:
         pipeline.report_stage(folder)
-    if found.bug:
+    if found.verdict != CONSISTENT:
         raise typer.Exit(1)
 
 

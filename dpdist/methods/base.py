@@ -48,6 +48,16 @@ class PublicRecords:
     classes: int
     root: Path | None = None
 
+    def assumed(self, recipe: Sections) -> list[str]:
+        """What nobody can check of them: that no private record is among them in another shape."""
+        compared = recipe.privacy.noise_multiplier != 0  # else nothing was promised
+        if not compared or (recipe.data.public and self.data == recipe.data.name):
+            return []
+        return [
+            f"no private record is, in another shape, among the public records of {self.data} "
+            "that shaped the noise (in the same shape: compared by content)"
+        ]
+
 
 @dataclass(frozen=True)
 class Setup:

@@ -14,6 +14,7 @@ from dpdist.base.fields import validated
 from dpdist.base.reading import reason, shown
 from dpdist.methods.base import Method
 from dpdist.methods.dp_sgd import DPSGD
+from dpdist.methods.dpal import DPAL
 from dpdist.methods.dplis import DPlis
 from dpdist.methods.functional import Functional
 from dpdist.methods.hgm import HGMPixelDP
@@ -39,6 +40,7 @@ METHODS: tuple[type[Method], ...] = (
     PrivatePrediction,
     NoisyRecordsMethod,
     StoBatch,
+    DPAL,
 )
 
 _ELSEWHERE = "package.module:Class"

@@ -14,8 +14,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import numpy as np
 from pydantic import Field, model_validator
 
-from dpdist.base.fields import Number, Positive, PositiveOrZero
-from dpdist.methods.base import DrawCount, Fixed, Method
+from dpdist.base.fields import (
+    Count,
+    FilePath,
+    Number,
+    Positive,
+    PositiveOrZero,
+    Section,
+    Share,
+    Text,
+)
+from dpdist.methods.base import DrawCount, Fixed, Method, PublicRecords, Setup
 from dpdist.privacy.phases import Phase
 from dpdist.privacy.plan import PrivacyPlan, StepPlan
 from dpdist.privacy.releases import GaussianSteps
@@ -25,13 +34,43 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from dpdist.gradients.perturbations import Draws
-    from dpdist.methods.functional_sums import Pass, Sums
+    from dpdist.methods.functional_sums import Copy, Pass, Sums
 
 CENTRE, CURVATURE = "centre", "curvature"  # the tensors that a checkpoint keeps beside the head
+SCALES = "scales"  # the tensor that is made once, of public records
 PASS = 128  # records of a pass; `dpdist.methods.functional_sums.slack` rests on it
 _EXAMPLES = 32  # test inputs that the model is tried on
 
 _Between = Annotated[float, Number, Field(gt=0, lt=1)]
+
+
+class Adversarial(Section):
+    """Rounds see each record, and an adversarial copy of it, at shares 1 and xi of 1 + xi.
+
+    The copy is within `size` in L-infinity (input units), away from the record's own label, at the
+    head so far, by `steps` steps.
+    """
+
+    size: Positive = 0.1
+    steps: Annotated[int, Number, Field(ge=1, le=100)] = 1
+    xi: Positive = 1.0
+
+
+class Relevance(Section):
+    """Less noise for features that matter more (the idea of AdLM), judged by public records.
+
+    A direction's components are multiplied by the square roots of shares r, of mean 1, before they
+    are clipped, so that component j has 1 / r_j of the noise variance. r_j is the mean of
+    |f_j dL/df_j|^beta over records of the public data set `data` (under `root`, with `classes`
+    classes), for a head fitted to them, and at least `floor`.
+    """
+
+    data: Text = "digits"
+    root: FilePath | None = None
+    classes: Annotated[int, Number, Field(ge=1, le=100_000)] = 10
+    beta: Positive = 1.0
+    floor: Share = 0.1
+    max_records: Count = 2000
 
 
 class Functional(Method):
@@ -49,9 +88,15 @@ class Functional(Method):
        cross-entropy expanded at the head so far; y - p is clipped to norm `residual`. The head
        moves by `step` times what minimises that with A's curvature.
 
-    What each costs is a part of mu^2 = 1 / noise_multiplier^2: `centre` the first, `refine` all
-    rounds together, the second the rest. labels: which part of a record's squared norm B may have.
-    sigma: records are seen in `draws` noisy copies, as a certificate's are.
+    With an `encoder`, of model patches, a sum before them: of the mean over a record's patches p of
+    p p', each of norm at most 1. Its leading eigenvectors are the filters: principal components in
+    place of the auto-encoder of DPAL, whose loss has no minimum.
+
+    What each costs is a part of mu^2 = 1 / noise_multiplier^2: `encoder` that of the encoder,
+    `centre` the first, `refine` all rounds together, the second the rest. labels: which part of a
+    record's squared norm B may have. sigma: records are seen in `draws` noisy copies, as a
+    certificate's are. adversarial: what rounds see besides. relevance: how noise is shared out
+    among features.
     """
 
     name: Literal["functional"] = "functional"
@@ -67,11 +112,18 @@ class Functional(Method):
     labels: _Between = 0.5
     sigma: PositiveOrZero = 0.0
     draws: DrawCount = 1
+    encoder: Annotated[float, Number, Field(ge=0, lt=1)] = 0.0
+    adversarial: Adversarial | None = None
+    relevance: Relevance | None = None
 
     @model_validator(mode="after")
     def _something_left(self) -> Functional:
-        if self.centre + self.refine >= 1:
-            raise ValueError("centre and refine are parts of one budget: their sum must be < 1")
+        if self.encoder + self.centre + self.refine >= 1:
+            raise ValueError(
+                "centre, refine and encoder are parts of one budget: their sum must be < 1"
+            )
+        if self.adversarial is not None and not self.rounds:
+            raise ValueError("adversarial is of the rounds: rounds must be > 0")
         return self
 
     # --- said in the recipe, the plan and the report
@@ -96,6 +148,13 @@ class Functional(Method):
             )
 
     @property
+    def public_records(self) -> PublicRecords | None:
+        named = self.relevance
+        if named is None:
+            return None
+        return PublicRecords("method.relevance.data", named.data, named.classes, named.root)
+
+    @property
     def together(self) -> bool:
         return True
 
@@ -105,9 +164,12 @@ class Functional(Method):
 
     def cost(self, steps: GaussianSteps) -> tuple[Phase, ...]:
         """Sums over all records, whose mu^2 add up to that of the noise multiplier."""
-        parts = [(1, self.centre), (1, 1 - self.centre - (self.refine if self.rounds else 0))]
+        rest = 1 - self.centre - (self.refine if self.rounds else 0) - self.encoder
+        parts = [(1, self.centre), (1, rest)]
         if self.rounds:
             parts.append((self.rounds, self.refine))
+        if self.encoder:
+            parts.insert(0, (1, self.encoder))
         noise = steps.noise_multiplier
         return tuple(GaussianSteps(n, noise * math.sqrt(n / part), 1.0) for n, part in parts)
 
@@ -116,9 +178,31 @@ class Functional(Method):
         return f"{plan.steps} sums over all records, noise multipliers {', '.join(noises)}"
 
     def assumed(self, recipe: Sections) -> list[str]:
-        return ["the model's weights before its last layer were made without the private records"]
+        public = self.public_records
+        return [
+            "the model's weights before its last layer were made without the private records"
+            + (", or are what the encoder's sum paid for" if self.encoder else ""),
+            *([] if public is None else public.assumed(recipe)),
+        ]
 
     # --- done in training
+
+    def fix(self, setup: Setup) -> dict[str, Tensor]:
+        if self.relevance is None:
+            return {}
+        from dpdist.methods.functional_relevance import scales_of
+
+        return {SCALES: scales_of(self, self.relevance, setup)}
+
+    def stand_in(self, model: nn.Module, input_shape: tuple[int, ...]) -> dict[str, Tensor]:
+        """The same scale for every feature."""
+        import torch
+
+        from dpdist.models import last_linear
+
+        if self.relevance is None:
+            return {}
+        return {SCALES: torch.ones(last_linear(model).in_features, dtype=torch.float64)}
 
     def slots(self, model: nn.Module) -> dict[str, Tensor]:
         import torch
@@ -132,10 +216,12 @@ class Functional(Method):
         }
 
     def constraint(self, model: nn.Module) -> Any:
-        """None; a model without a last linear layer is refused."""
-        from dpdist.models import last_linear
+        """None; a model without a last linear layer, or the encoder asked for, is refused."""
+        from dpdist.models import last_linear, patches_of
 
         last_linear(model)
+        if self.encoder:
+            patches_of(model)
         return lambda: None
 
     def perturbation(self, step: StepPlan, learning_rate: float, fixed: Fixed) -> Draws:
@@ -144,40 +230,75 @@ class Functional(Method):
         return InputDraws(self.draws, self.sigma) if self.sigma else Draws()
 
     def learn(self, worker: Any) -> None:
-        """A checkpoint after each release; worker 0 solves for the head."""
+        """A checkpoint after each release; worker 0 makes what follows from it."""
         import torch
 
-        from dpdist import data
-        from dpdist.methods.functional_sums import Sums
         from dpdist.models import last_linear
 
         plan, reducer = worker.job.plan, worker.reducer
         centre, curvature = worker.slots[CENTRE], worker.slots[CURVATURE]
-        head = last_linear(worker.model)
-        example = data.load(worker.job.source, "test").batch(slice(0, _EXAMPLES))
-        sums = Sums(self, worker.model, example.to(reducer.device), plan.records)
+        head, sums = last_linear(worker.model), None
         for step in range(worker.start, worker.last):
-            todo = plan.step(step)
-            weights = sums.weights(head.weight.data, head.bias.data, centre)
-            noisy, _ = worker.release(step, self._rows(worker, sums, step, weights), todo.noise_std)
+            todo, stage = plan.step(step), self._stage(step)
+            if stage >= 0 and sums is None:
+                sums = self._sums(worker)
+            rows = self._rows(worker, sums, step)
+            noisy, _ = worker.release(step, rows, todo.noise_std)
             released = torch.from_numpy(noisy).to(centre)
-            if step == 0:
+            if stage == 0:
+                assert sums is not None
                 centre.copy_(sums.centre(released))
             elif reducer.rank == 0:  # another machine's solution may end in other bits
-                if step == 1:
+                if sums is None:
+                    self._encode(worker.model, released)
+                elif stage == 1:
                     weights, matrix = sums.fitted(released, todo.noise_multiplier)
                     curvature.copy_(matrix)
                 else:
+                    weights = sums.weights(head.weight.data, head.bias.data, centre)
                     weights = sums.refined(released, weights, curvature)
-                weight, bias = sums.head(weights, centre)
-                head.weight.data.copy_(weight)
-                head.bias.data.copy_(bias)
+                if sums is not None:
+                    weight, bias = sums.head(weights, centre)
+                    head.weight.data.copy_(weight)
+                    head.bias.data.copy_(bias)
             _from_first(reducer, worker.flat)
             worker.divergence.check(worker.flat, step, step + 1 == worker.last)
             worker.save(step + 1)
 
-    def _rows(self, worker: Any, sums: Sums, step: int, weights: Tensor) -> Tensor:
-        """This worker's part of a sum: float64 (rows, size), PRIVATE."""
+    def _stage(self, step: int) -> int:
+        """0: features, 1: coefficients, then rounds; before them, -1: of the encoder."""
+        return step - (1 if self.encoder else 0)
+
+    def _sums(self, worker: Any) -> Sums:
+        from dpdist import data
+        from dpdist.methods.functional_sums import Sums
+
+        example = data.load(worker.job.source, "test").batch(slice(0, _EXAMPLES))
+        scales, records = worker.fixed.tensors.get(SCALES), worker.job.plan.records
+        return Sums(self, worker.model, example.to(worker.reducer.device), records, scales)
+
+    def _encode(self, model: nn.Module, released: Tensor) -> None:
+        from dpdist.methods.functional_sums import unpacked
+        from dpdist.models import patches_of
+
+        patches = patches_of(model)
+        patches.take(unpacked(released, patches.encoder.weight[0].numel()))
+
+    def _rows(self, worker: Any, sums: Sums | None, step: int) -> Tensor:
+        """This worker's part of a sum: float64 (rows, size), PRIVATE. sums: None for that of the
+        encoder."""
+        found = []
+        for row, begin, end in worker.shards.mine:
+            members = worker.canaries.fed(np.arange(begin, end))
+            copies = self._copies(worker, step, members)
+            found.append((row, self._sum(worker, sums, self._stage(step), copies)))
+        rows = found[0][1].new_zeros(worker.shards.rows, len(found[0][1]))
+        for row, total in found:
+            rows[row] = total
+        return rows
+
+    def _copies(self, worker: Any, step: int, members: np.ndarray) -> Iterator[Copy]:
+        """The records in passes, each in its noisy copies."""
         import torch
 
         from dpdist.randomness.keys import derive_key
@@ -185,34 +306,41 @@ class Functional(Method):
         todo, device = worker.job.plan.step(step), worker.reducer.device
         draws = self.perturbation(todo, 1.0, worker.fixed)
         key = derive_key(worker.key, "draw", worker.attempt, step)
+        for start in range(0, len(members), PASS):
+            rows = members[start : start + PASS]
+            inputs = worker.dataset.batch(rows).to(device)
+            targets = worker.canaries.labelled(rows, worker.dataset.targets(rows)).to(device)
+            place = None if self.sigma else int(rows[0])
+            for draw in range(draws.count):
+                noisy = draws.inputs(inputs, torch.from_numpy(rows), key, draw)
+                yield noisy, targets, 1 / draws.count, place
 
-        def passes(members: np.ndarray) -> Iterator[Pass]:
-            for start in range(0, len(members), PASS):
-                rows = members[start : start + PASS]
-                inputs = worker.dataset.batch(rows).to(device)
-                targets = worker.dataset.targets(rows).to(device)
-                place = None if self.sigma else int(rows[0])
-                for draw in range(draws.count):
-                    noisy = draws.inputs(inputs, torch.from_numpy(rows), key, draw)
-                    yield sums.features(noisy, place), targets, 1 / draws.count
+    def _sum(self, worker: Any, sums: Sums | None, stage: int, copies: Iterator[Copy]) -> Tensor:
+        from dpdist.methods.functional_sums import of_moments
+        from dpdist.models import last_linear, patches_of
 
-        found = []
-        for row, begin, end in worker.shards.mine:
-            members = passes(worker.canaries.fed(np.arange(begin, end)))
-            found.append((row, self._sum(sums, step, members, worker.slots[CENTRE], weights)))
-        rows = found[0][1].new_zeros(worker.shards.rows, len(found[0][1]))
-        for row, total in found:
-            rows[row] = total
-        return rows
-
-    def _sum(
-        self, sums: Sums, step: int, passes: Iterator[Pass], centre: Tensor, weights: Tensor
-    ) -> Tensor:
-        if step == 0:
+        centre, head = worker.slots[CENTRE], last_linear(worker.model)
+        if sums is None:
+            return of_moments(patches_of(worker.model), copies, worker.job.plan.records)
+        weights = sums.weights(head.weight.data, head.bias.data, centre)
+        passes = self._passes(sums, stage, copies, sums.head(weights, centre))
+        if stage == 0:
             return sums.of_features(passes, centre)
-        if step == 1:
+        if stage == 1:
             return sums.of_coefficients(passes, centre)
         return sums.of_residuals(passes, centre, weights)
+
+    def _passes(
+        self, sums: Sums, stage: int, copies: Iterator[Copy], head: tuple[Tensor, Tensor]
+    ) -> Iterator[Pass]:
+        """What is summed of the copies; in rounds, of adversarial ones too."""
+        asked = self.adversarial if stage > 1 else None
+        own = 1.0 if asked is None else 1 / (1 + asked.xi)
+        for noisy, targets, weight, place in copies:
+            yield sums.features(noisy, place), targets, weight * own
+            if asked is not None:
+                moved = sums.moved(noisy, targets, *head)
+                yield sums.features(moved), targets, weight * (1 - own)
 
 
 def _from_first(reducer: Any, tensor: Tensor) -> None:

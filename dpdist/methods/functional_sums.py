@@ -14,17 +14,24 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from dpdist.adversary.balls import box_of, per_row
 from dpdist.base.errors import UserError
 from dpdist.models import mixing
+from dpdist.models.company import difference
 from dpdist.models.head import Features, last_linear
 
 if TYPE_CHECKING:
     from dpdist.methods.functional import Functional
+    from dpdist.models import Patches
 
 Pass = tuple[Tensor, Tensor, float]  # features, labels, and what each record counts for
+Copy = tuple[Tensor, Tensor, float, int | None]  # inputs, and where their features are kept
 
 _KEPT = 1 << 30  # bytes of features that a worker keeps from one sum to the next
 _LEAST_RIDGE = 1e-9  # of a record's share of A, where there is no noise
+_MOVED = 2.0**-25  # by which rounding may change a vector of an adversarial copy in other company
+_STEEP = 2.0**12  # of vectors in features: more than |w| / (2 residual radius) at usual settings
+_SOFT = 0.1
 
 
 def slack(records: int) -> float:
@@ -61,16 +68,32 @@ def unpacked(vector: Tensor, size: int) -> Tensor:
     return matrix
 
 
+def of_moments(patches: Patches, copies: Iterable[Copy], records: int) -> Tensor:
+    """The sum of their `moments`, packed: float64. records: of the plan."""
+    size = patches.encoder.weight[0].numel()
+    total = torch.zeros(size, size, dtype=torch.float64, device=patches.encoder.weight.device)
+    for inputs, _, weight, _ in copies:
+        total += weight * patches.moments(inputs).sum(0)
+    return packed(total) * (1 - slack(records))
+
+
 class Sums:
     """What is summed over records, and what follows from the noisy sums: of features, their
     coefficients, and residuals of the head so far.
 
     model: as it began; it is copied. example: inputs (B, ...) of made-up records, on which it is
-    tried. records: of the plan. Raises UserError for a model without a head of its own, or that
-    mixes records.
+    tried. records: of the plan. scales (D,): public, of the directions; default 1. Raises UserError
+    for a model without a head of its own, that mixes records, or whose adversarial copies do.
     """
 
-    def __init__(self, method: Functional, model: nn.Module, example: Tensor, records: int) -> None:
+    def __init__(
+        self,
+        method: Functional,
+        model: nn.Module,
+        example: Tensor,
+        records: int,
+        scales: Tensor | None = None,
+    ) -> None:
         self.method, self.records = method, records
         exact = copy.deepcopy(model).double()
         wide = example.double()
@@ -89,6 +112,10 @@ class Sums:
         self.classes, self.size = head.out_features, head.in_features + 1
         self._pairs = self.size * (self.size + 1) // 2
         self._whole = 1 - slack(records)
+        self._scales = wide.new_ones(self.size - 1) if scales is None else scales.to(wide)
+        if method.adversarial is not None:
+            self._whole -= _MOVED * max(2**16, records)
+            self._screen(head, wide)
 
     def features(self, inputs: Tensor, place: int | None = None) -> Tensor:
         """f / clip of each record: (B, D), norms at most 1. inputs: (B, ...). place: by which they
@@ -101,10 +128,47 @@ class Sums:
             self._kept[place] = found
         return found
 
+    def moved(self, inputs: Tensor, targets: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        """Adversarial copies of inputs (B, ...) for a head on f: float64, within `size` of them.
+
+        Row b is a smooth function of record b: steps along g / sqrt(g^2 + t^2), t a tenth of the
+        gradient's root mean square, where a sign would make a whole step of a last bit.
+        """
+        asked = self.method.adversarial
+        assert asked is not None
+        centre, box = inputs.double(), box_of(inputs)
+        point, step = centre, asked.size / asked.steps * (1.0 if asked.steps == 1 else 1.5)
+        hot = self._hot(targets, centre).bool()
+        for _ in range(asked.steps):
+            with torch.enable_grad():
+                seen = point.detach().requires_grad_()
+                logits = self._read(seen, graph=True) @ weight.T + bias
+                others = logits.masked_fill(hot, -math.inf).logsumexp(1)
+                (slope,) = torch.autograd.grad((others - logits[hot]).sum(), seen)
+            typical = slope.flatten(1).square().mean(1).sqrt() * _SOFT + 1e-30
+            soft = slope / (slope.square() + per_row(typical, slope).square()).sqrt()
+            point = centre + (point + step * soft - centre).clamp(-asked.size, asked.size)
+            point = point if box is None else point.clamp(*box)
+        return point.detach()
+
+    def _screen(self, head: nn.Linear, example: Tensor) -> None:
+        """Raise UserError where an adversarial copy depends on its company by more than rounding,
+        for which `_whole` leaves room."""
+        weight, bias = head.weight.detach().double(), head.bias.detach().double()
+
+        def forward(batch: Tensor) -> Tensor:
+            targets = torch.zeros(len(batch), dtype=torch.int64, device=batch.device)
+            return self.features(self.moved(batch, targets, weight, bias))
+
+        allowed = example.new_full((self.size - 1,), _MOVED / _STEEP / math.sqrt(self.size))
+        why = difference(forward, example, allowed)
+        if why is not None:
+            raise UserError(f"method.adversarial: the model has kinks: {why}; take a smooth one")
+
     def directions(self, features: Tensor, centre: Tensor) -> Tensor:
         """h of each record: (B, D + 1), norms at most 1; 0 beside the constant at the centre."""
         method = self.method
-        away = clipped_to(features * method.clip - centre, method.radius)
+        away = clipped_to((features * method.clip - centre) * self._scales, method.radius)
         away = away * (math.sqrt(1 - method.constant**2) / method.radius)
         return torch.cat([away, away.new_full((len(away), 1), method.constant)], 1)
 
@@ -175,10 +239,12 @@ class Sums:
         linearly."""
         method = self.method
         weight = weights[:-1].T * (math.sqrt(1 - method.constant**2) / method.radius)
+        weight = weight * self._scales
         return weight, weights[-1] * method.constant - weight @ centre
 
     def weights(self, weight: Tensor, bias: Tensor, centre: Tensor) -> Tensor:
         """Inverse of `head`."""
         method, weight, bias = self.method, weight.double(), bias.double()
         own = weight.T * (method.radius / math.sqrt(1 - method.constant**2))
+        own = own / self._scales[:, None]
         return torch.cat([own, (bias + weight @ centre)[None] / method.constant])

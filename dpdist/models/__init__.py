@@ -15,8 +15,10 @@ from dpdist.models.build import (
     save,
 )
 from dpdist.models.company import mixing
+from dpdist.models.dpal import DPALNetwork
 from dpdist.models.head import last_linear
 from dpdist.models.hidden import BlockNoise, attach_block_noise, attach_noise
+from dpdist.models.patches import Patches, patches_of
 from dpdist.models.residual import residual_blocks
 from dpdist.models.split import SplitModel, require_split, split_first
 
@@ -24,7 +26,9 @@ __all__ = [
     "CLASSIFIER",
     "DENOISER",
     "BlockNoise",
+    "DPALNetwork",
     "ModelSpec",
+    "Patches",
     "SplitModel",
     "attach_block_noise",
     "attach_noise",
@@ -37,6 +41,7 @@ __all__ = [
     "load_weights",
     "mixing",
     "model_hash",
+    "patches_of",
     "read_spec",
     "require_split",
     "residual_blocks",

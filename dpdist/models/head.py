@@ -25,7 +25,7 @@ class Features:
 
     def __init__(self, model: nn.Module, inputs: Tensor) -> None:
         """inputs: (B, ...) to try it on. The model is this object's from now on."""
-        self._model, self._head = model.eval(), last_linear(model)
+        self._model, self._head = model.eval().requires_grad_(False), last_linear(model)
         self._seen: list[Tensor] = []
         self._head.register_forward_pre_hook(lambda module, given: self._seen.append(given[0]))
         with torch.no_grad():
@@ -34,8 +34,9 @@ class Features:
             if len(self._seen) != 1 or first.dim() != 2 or not self._head(first).equal(answers):
                 raise UserError("the model must end in its last linear layer, used once: its head")
 
-    def __call__(self, inputs: Tensor) -> Tensor:
+    def __call__(self, inputs: Tensor, graph: bool = False) -> Tensor:
+        """graph: for gradients by the inputs."""
         self._seen.clear()
-        with torch.no_grad():
+        with torch.set_grad_enabled(graph):
             self._model(inputs)
         return self._seen[0]

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from dpdist.models.activations import activation_layer
 from dpdist.models.denoiser import conv_autoencoder, dncnn
+from dpdist.models.dpal import dpal_cnn
+from dpdist.models.patches import patches
 from dpdist.models.residual import resnet_gn, resnet_rp
 from dpdist.models.scattering import scattering
 from dpdist.models.torchvision_zoo import torchvision_classifier
@@ -173,6 +175,8 @@ ZOO: dict[str, Callable[..., nn.Module]] = {
     "next-word-lstm": next_word_lstm,
     "conv-autoencoder": conv_autoencoder,
     "dncnn": dncnn,
+    "dpal-cnn": dpal_cnn,
+    "patches": patches,
     "scattering": scattering,
     "torchvision": torchvision_classifier,
 }

@@ -8,6 +8,7 @@ from typing import Any
 from dpdist.privacy.combined import ParallelParts, RepeatAndSelect, WorstOf
 from dpdist.privacy.phases import Phase
 from dpdist.privacy.releases import (
+    FixedBatches,
     GaussianAnswers,
     GaussianReleases,
     GaussianSteps,
@@ -20,6 +21,7 @@ _CLASSES: tuple[type[Phase], ...] = (
     GaussianSteps,
     LaplaceReleases,
     GaussianReleases,
+    FixedBatches,
     GaussianAnswers,
     NoisyRecords,
     NonPrivate,

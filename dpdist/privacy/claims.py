@@ -143,7 +143,7 @@ def hgm_claim(noise_scale: float, delta: float, weighted_sensitivity: float = 1.
 
 
 def dpal_gammas(
-    encoder_sensitivity: float, batch_size: int, weight_norm: float
+    encoder_sensitivity: float, batch_size: float, weight_norm: float
 ) -> tuple[float, float]:
     """(gamma, gamma_x) of DPAL Theorem 4: 2 Delta_R / (m ||theta_1^T||_{1,1}) and Delta_R / m."""
     return (

@@ -322,3 +322,43 @@ class NonPrivate(Phase):
     @property
     def assumptions(self) -> tuple[str, ...]:
         return (self.words,)
+
+
+@dataclass(frozen=True)
+class FixedBatches(Phase):
+    """`steps` steps on disjoint batches that stay the same, each a share sample_rate of the
+    records, which no theorem covers: epsilon is infinite."""
+
+    kind: ClassVar[str] = "fixed-batches"
+    steps: int
+    sample_rate: float
+    reason: str
+
+    def __post_init__(self) -> None:
+        check_count("steps", self.steps)
+        _check_release(0.0, self.sample_rate)
+
+    def events(self, records: int) -> list[dpa.DpEvent]:
+        import dp_accounting as dpa
+
+        return [dpa.NonPrivateDpEvent()]
+
+    @property
+    def loop(self) -> GaussianSteps:
+        return GaussianSteps(self.steps, 0.0, self.sample_rate)
+
+    def taken(self, steps: int) -> tuple[Phase, ...]:
+        """As little is proved of some of them as of all."""
+        return (self,)
+
+    @property
+    def unproved(self) -> str:
+        return self.reason
+
+    @property
+    def words(self) -> str:
+        return f"NOT PRIVATE: {self.steps} steps on fixed disjoint batches: {self.reason}"
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        return (self.words,)

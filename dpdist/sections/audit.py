@@ -111,15 +111,16 @@ class CanaryAudit(AuditOptions):
     adversary guesses coins. The trained model is never released.
 
     canary: gradient (white box: as much as the clip lets through, on a coordinate of its own),
-    mislabelled (a public input under a wrong label) or blank (a constant input). view: every-step,
-    all noisy sums, by an adversary who knows the records and which of them joined each step (of
+    mislabelled (a public input under a wrong label), blank (a constant input) or pair (a random
+    input under label 0 or label 1: its coin replaces one record by another). view: every-step, all
+    noisy sums, by an adversary who knows the records and which of them joined each step (of
     gradient canaries only); or final, the trained model. guesses: how many coins are guessed, half
     of them as in (default: 8 % of the canaries). All is fixed before the training.
     """
 
     kind: Literal["canaries"] = "canaries"
     canaries: Annotated[int, Number, Field(ge=20, le=1_000_000)] = 1000
-    canary: Literal["gradient", "mislabelled", "blank"] = "gradient"
+    canary: Literal["gradient", "mislabelled", "blank", "pair"] = "gradient"
     view: Literal["every-step", "final"] | None = None
     guesses: Annotated[int, Number, Field(ge=2)] | None = None
 
@@ -142,6 +143,11 @@ class CanaryAudit(AuditOptions):
         return self.canary == "gradient"
 
     @property
+    def replaces(self) -> bool:
+        """Whether, under replace-one, a coin replaces a record, or its gradient, by another."""
+        return self.in_sums or self.canary == "pair"
+
+    @property
     def every_step(self) -> bool:
         """Whether the adversary sees every step: of canaries in the sums, unless told otherwise."""
         return self.in_sums and self.view != "final"
@@ -150,7 +156,7 @@ class CanaryAudit(AuditOptions):
     def sees(self) -> str:
         if self.every_step:
             return _EVERY_SUM
-        return "the trained model" if self.in_sums else "the trained model's answers"
+        return "the trained model" if self.replaces else "the trained model's answers"
 
     @property
     def folder_name(self) -> str:
@@ -162,14 +168,20 @@ class CanaryAudit(AuditOptions):
 
     def words(self, records: int) -> str:
         """How a report marks the run. records: all that the plan counts."""
+        coin = "under label 0 or 1" if self.canary == "pair" else "in or out"
         return (
             f"not for release: {self.canaries:,} of its {records:,} records are {self.canary} "
-            "canaries, each in or out by a secret coin"
+            f"canaries, each {coin} by a secret coin"
         )
 
     def check(self, recipe: Sections) -> None:
         if recipe.tune is not None:
             raise ValueError("audit.kind: canaries does not go with tune; audit the values found")
+        if self.canary == "pair" and recipe.privacy.neighbours != "replace-one":
+            raise ValueError(
+                "audit.canary: pair replaces a record by another, which is two steps of "
+                "add-or-remove-one: give privacy.neighbours: replace-one"
+            )
         if self.in_sums and recipe.privacy.noise_multiplier == 0:
             raise ValueError(
                 "audit.canary: gradient canaries of a training without noise have no target: "

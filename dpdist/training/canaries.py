@@ -13,6 +13,7 @@ from the test split or from records that data.public declares public. Neither ho
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -80,7 +81,15 @@ def _mislabelled(count: int, public: Dataset) -> tuple[Tensor, Tensor]:
     return public.batch(chosen), labels % public.classes
 
 
-_ROWS = {"gradient": _no_rows, "blank": _blank, "mislabelled": _mislabelled}
+def _random(count: int, public: Dataset) -> tuple[Tensor, Tensor]:
+    """Inputs of random zeros and ones, each under the first of two labels, 0."""
+    shape = (count, *public.input_shape)
+    bits = _public("pixels", math.prod(shape)) >> np.uint64(63)
+    inputs = torch.from_numpy(bits.astype(np.float32)).view(shape)
+    return inputs, torch.zeros(count, dtype=torch.int64)
+
+
+_ROWS = {"gradient": _no_rows, "blank": _blank, "mislabelled": _mislabelled, "pair": _random}
 
 
 def rows_of(planted: CanaryAudit, public: Dataset) -> tuple[Tensor, Tensor]:
@@ -158,6 +167,10 @@ class Canaries:
         """Of a step's members, those whose gradients are computed."""
         return members
 
+    def labelled(self, members: np.ndarray, labels: Tensor) -> Tensor:
+        """Of members that are computed, (B,), the labels that they are trained under."""
+        return labels
+
     def join(self, rows: Tensor, members: Sequence[tuple[int, np.ndarray]]) -> None:
         """Add to this worker's clipped sums (rows, size) what the canaries contribute. members: of
         each of its rows."""
@@ -174,6 +187,17 @@ class RecordCanaries(Canaries):
 
     def fed(self, members: np.ndarray) -> np.ndarray:
         return members[self._present[members]]
+
+
+class PairCanaries(Canaries):
+    """Canaries that are records: under label 0, or under label 1 where one is out."""
+
+    def __init__(self, dataset: WithCanaries, present: np.ndarray) -> None:
+        self._other = np.concatenate([np.zeros(dataset.own, bool), ~present])
+
+    def labelled(self, members: np.ndarray, labels: Tensor) -> Tensor:
+        swapped = torch.from_numpy(self._other[members])
+        return torch.where(swapped, 1 - labels, labels)
 
 
 class GradientCanaries(Canaries):
@@ -226,4 +250,6 @@ def plant(dataset: Dataset, run_key: bytes, plan: PrivacyPlan, size: int) -> Can
     present = coins(run_key, dataset.planted.canaries)
     if dataset.planted.in_sums:
         return GradientCanaries(dataset, present, plan, size)
+    if dataset.planted.replaces:
+        return PairCanaries(dataset, present)
     return RecordCanaries(dataset, present)

@@ -132,7 +132,7 @@ class Mechanism:
             joined.append((row, members))
             members = self.canaries.fed(members)
             inputs = dataset.batch(members).to(device)
-            labels = dataset.targets(members).to(device)
+            labels = self.canaries.labelled(members, dataset.targets(members)).to(device)
             ids = torch.from_numpy(members)
             targets = self.task.targets(engine, inputs, labels, draw_key, ids)
             clipped = engine.clipped_sum(inputs, targets, draw_key=draw_key, record_ids=ids)

@@ -6,6 +6,7 @@ from mutants.fault import Fault, group
 
 MANY = "audits/test_many_runs"
 ONE = "audits/test_canaries"
+DPAL = "methods/test_dpal"
 
 FAULTS: list[Fault] = [
     *group(
@@ -133,6 +134,25 @@ FAULTS: list[Fault] = [
          "the adversary forgets the records that it knows"),
         ("digest.update(named.encode())", "return own.fingerprint",
          "the data's fingerprint does not name the canaries"),
+    ),
+    *group(
+        "dpdist/training/canaries.py", f"{DPAL}::test_a_pair_is_one_record_under_one_of_two_labels",
+        ("swapped = torch.from_numpy(self._other[members])",
+         "swapped = torch.from_numpy(self._other[members] & False)", "every pair has its first label"),
+    ),
+    *group(
+        "dpdist/sections/audit.py", f"{DPAL}::test_a_pair_is_one_record_under_one_of_two_labels",
+        ('self.canary == "pair" and recipe.privacy.neighbours != "replace-one"', "False",
+         "a record that was replaced is told as one that was added"),
+    ),
+    *group(
+        "dpdist/commands/audit.py", f"{DPAL}::test_one_run_refutes_its_epsilon",
+        ("if found.verdict != CONSISTENT:", "if found.bug:", "a refuted claim ends as if it held"),
+    ),
+    *group(
+        "dpdist/methods/dpal_steps.py", f"{DPAL}::test_one_noise_for_all_steps_and_attempts",
+        ("laplace(key, \"chi_2\", network.hidden_noise.shape, 2 * scale)",
+         "laplace(key, \"chi_2\", network.hidden_noise.shape, 0.0)", "the code has no noise"),
     ),
     *group(
         "dpdist/training/loop.py", ONE,

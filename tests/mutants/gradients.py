@@ -7,6 +7,7 @@ from mutants.fault import Fault, group
 STEP = "wiring/test_one_step"
 CLIP = f"{STEP}::test_every_clip_and_noise gradients/test_engine gradients/test_engine_neighbours"
 FUNCTIONAL = "methods/test_functional"
+OPTIONS = "methods/test_functional_options"
 
 FAULTS: list[Fault] = [
     *group(
@@ -136,8 +137,8 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/methods/functional_sums.py", FUNCTIONAL,
-        ("away = clipped_to(features * method.clip - centre, method.radius)",
-         "away = features * method.clip - centre", "directions are not clipped"),
+        ("away = clipped_to((features * method.clip - centre) * self._scales, method.radius)",
+         "away = (features * method.clip - centre) * self._scales", "directions are not clipped"),
         ("found = clipped_to(self._read(inputs.double()), self.method.clip) / self.method.clip",
          "found = self._read(inputs.double()) / self.method.clip", "features are not clipped"),
         ("        away = away * (math.sqrt(1 - method.constant**2) / method.radius)\n",
@@ -158,13 +159,43 @@ FAULTS: list[Fault] = [
         ("noise * math.sqrt(n / part)", "noise / math.sqrt(part)", "every round has the noise of one"),
         ("1 - self.centre - (self.refine if self.rounds else 0)", "1 - self.centre",
          "what the rounds cost is spent twice"),
-        ("self._rows(worker, sums, step, weights), todo.noise_std",
-         "self._rows(worker, sums, step, weights), todo.noise_std * 2 / 3", "two thirds of the noise"),
-        ("worker.release(step, self._rows(", "worker.release(0, self._rows(",
+        ("worker.release(step, rows, todo.noise_std)", "worker.release(step, rows, todo.noise_std * 2 / 3)",
+         "two thirds of the noise"),
+        ("worker.release(step, rows, todo", "worker.release(0, rows, todo",
          "all sums have the key of the first"),
         ("for row, begin, end in worker.shards.mine:", "for row, begin, end in worker.shards.mine[:1]:",
          "only a worker's first shard counts"),
         ("            _from_first(reducer, worker.flat)", "            pass", "the workers' heads differ"),
+    ),
+    *group(
+        "dpdist/methods/functional.py", OPTIONS,
+        ("targets, weight * own", "targets, weight",
+         "a record counts whole beside its adversarial copy"),
+        ("targets, weight * (1 - own)", "targets, weight", "an adversarial copy counts whole"),
+        ("targets, weight * (1 - own)", "targets, 1 - own", "noisy copies of copies add up"),
+    ),
+    *group(
+        "dpdist/methods/functional_sums.py", OPTIONS,
+        ("clipped_to((features * method.clip - centre) * self._scales, method.radius)",
+         "clipped_to(features * method.clip - centre, method.radius) * self._scales",
+         "directions are scaled after their clip"),
+        ("            self._whole -= _MOVED * max(2**16, records)\n", "", "no room for what copies are rounded by"),
+        ("            self._screen(head, wide)\n", "", "copies may depend on their company"),
+        ("total += weight * patches.moments(inputs).sum(0)", "total += patches.moments(inputs).sum(0)",
+         "moments of noisy copies add up"),
+    ),
+    *group(
+        "dpdist/models/patches.py", OPTIONS,
+        ("        p = p / p.norm(dim=2, keepdim=True).clamp(min=1.0)\n", "", "patches are not clipped"),
+        ("return p.transpose(1, 2) @ p / p.shape[1]", "return p.transpose(1, 2) @ p", "a record counts once for each patch"),
+    ),
+    *group(
+        "dpdist/methods/functional.py", OPTIONS,
+        (" - self.encoder\n        parts", "\n        parts", "what the encoder costs is spent twice"),
+    ),
+    *group(
+        "dpdist/methods/functional_relevance.py", OPTIONS,
+        ("    records = setup.public\n", "    records = setup.records\n", "relevance is that of private records"),
     ),
     *group(
         "dpdist/methods/functional_sums.py", f"{FUNCTIONAL}::test_a_declared_number_of_records_divides",

@@ -182,6 +182,49 @@ def test_dpal_s_shared_noise_cancels():
     assert np.abs(seen[1] - (seen[0] - images[0]) - images[1]).max() < 1e-9
 
 
+def test_dpal_s_sensitivity_is_a_ratio_and_not_the_largest_change():
+    """Lemma 3 puts 1 for what an image in [-1, 1]^d can change by, which is 2 d. Even if every
+    record had noise of its own, at the printed scale, the release of noisy inputs would cost 45
+    where the lemma charges 0.03."""
+    size, batch, total, epsilon_2 = 784, 2499, 0.2, 0.1
+    gamma, gamma_x = claims.dpal_gammas(4950, batch, 1.0)
+    epsilon_1 = claims.dpal_encoder_budget(total, epsilon_2, gamma, gamma_x)
+    scale = 4950 / (batch * epsilon_1)
+    white, black = np.ones(size), -np.ones(size)
+    noise = stats.laplace(scale=scale)
+    seen = white + np.abs(np.random.default_rng(8).laplace(scale=scale, size=size))
+    ratio = (noise.logpdf(seen - white) - noise.logpdf(seen - black)).sum()
+    assert ratio == pytest.approx(2 * size / scale) and ratio > 40
+    assert epsilon_1 / gamma_x < 0.03 < 0.2 < ratio
+
+
+def test_dpal_s_fixed_noise_is_gone_between_two_steps():
+    """Theorem 4 pays once for the labels of all steps. Each step releases the coefficients
+    sum h y + chi_3 at another h, which everybody knows once the network is; their difference has
+    no noise, and names one unknown label however small epsilon_2 is."""
+    rng = np.random.default_rng(9)
+    first, second = rng.uniform(-1, 1, size=(2, 50, 256))  # h_pi of a batch at two steps
+    labels = rng.integers(0, 10, 50)
+    chi_3 = rng.laplace(scale=512 / 1e-6, size=(10, 256))
+    hot = np.eye(10)[labels]
+    changed = (hot.T @ second + chi_3) - (hot.T @ first + chi_3)
+    left = changed - hot[1:].T @ (second[1:] - first[1:])  # the adversary knows all but one
+    assert int(np.abs(left).sum(1).argmax()) == labels[0]
+    assert np.sort(np.abs(left).sum(1))[-2] < 1e-2 * np.abs(left).sum(1).max()
+
+
+def test_dpal_s_predictions_have_less_noise_than_their_certificate_counts():
+    """Noise of scale b / psi around a fixed centre, counted as b: where the certificate allows a
+    score to change by e^(L / b), it changes by e^(psi L / b)."""
+    scale, psi, moved, bar = 1.0, 2.0, 0.5, 3.0
+    drawn = stats.laplace(scale=scale / psi)  # a score: the probability to pass the bar
+    before, after = drawn.sf(bar), drawn.sf(bar - moved)
+    assert math.log(after / before) == pytest.approx(psi * moved / scale)
+    assert after / before > math.exp(moved / scale)
+    still = stats.laplace(scale=1e-9)  # and the part that is drawn once certifies nothing
+    assert still.sf(bar) == 0 and still.sf(bar - 7 * moved) == 1
+
+
 @pytest.mark.slow
 def test_data_dependent_redistribution_tells_neighbours_apart():
     """A(D) = A(D'), only r differs. The claim is epsilon 1; the test proves more than 3.

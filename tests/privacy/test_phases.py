@@ -21,6 +21,7 @@ from dpdist.privacy.mechanisms import confident_gnmax_epsilon
 from dpdist.privacy.phases import Phase, walk
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.privacy.releases import (
+    FixedBatches,
     GaussianAnswers,
     GaussianReleases,
     GaussianSteps,
@@ -72,6 +73,9 @@ FINGERPRINTS = {
     ),
     "ee4612f4a4935e810cd7809adef3a87a01048926cb0a9478fec4547637f7a704": PrivacyPlan(
         1000, (GaussianAnswers(10.0, 100),), 1e-5, nominal=True
+    ),
+    "a5864584c429d17aea8c1fd252adcd30c8ef3d3eb14451d2d3ccfc345924201e": PrivacyPlan(
+        1000, (FixedBatches(3, 0.1, "one noise for all"),), 1e-5, math.inf, "replace-one"
     ),
     "f17095f57bf0e8b36e8aef49dc1065c01c220c041579a54dc2da470290316859": PrivacyPlan(
         1000, (NoisyRecords(2.0, 1.0, 50, 0.1),), 1e-5, 1.0, "replace-one"

@@ -1,0 +1,157 @@
+"""DPAL as published (ICLR 2020 submission; StoBatch, ICML 2020): NOT PRIVATE, a reference.
+
+One Laplace noise is drawn on inputs, on the code of an auto-encoder and on the coefficients of a
+Taylor-expanded loss, and is held to pay for all records and all steps.
+Nothing is proved of it, and its lemmas have counterexamples (docs/adversarial.md). The sound forms
+are methods functional and stobatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from dpdist.base.fields import Count, CountOrZero, Number, Positive, PositiveOrZero
+from dpdist.methods.base import DrawCount, Method
+from dpdist.privacy.phases import Phase
+from dpdist.privacy.plan import PrivacyPlan
+from dpdist.privacy.releases import FixedBatches, GaussianSteps
+from dpdist.sections.recipe import Sections
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from dpdist.privacy.claims import Claim
+    from dpdist.privacy.guarantee import Guarantee
+
+_WHY = "one noise is shared by all records and steps (DPAL as published)"
+
+
+class DPAL(Method):
+    """Algorithms 1 and 2 of DPAL, for model dpal-cnn on images in [-1, 1] (model.mean, std: 0.5).
+
+    epsilon: of Theorem 4, claimed; epsilon_2 of it for the last layer. encoder_sensitivity,
+    output_sensitivity: the paper's Delta_R = d (beta + 2) and Delta_L2 = 2 |h_pi| of the network.
+    weight_norm: the L1 norm within which each filter of the encoder is kept (the paper has no
+    bound, and its reconstruction loss then no minimum); gamma follows from it. pretraining: first
+    steps that train the auto-encoder alone. training.batch_size is m.
+
+    xi, attacks, steps (T_mu), size: of adversarial examples, each step's size uniform up to `size`
+    (input units; 0.5 is 1 on [-1, 1]). psi, draws: of the paper's predictions, which are measured
+    on so many test `images`, at copies attacked at each of `sizes`.
+    """
+
+    name: Literal["dpal"] = "dpal"
+    epsilon: Positive = 0.2
+    epsilon_2: Positive = 0.1
+    encoder_sensitivity: Positive = 4950.0
+    output_sensitivity: Positive = 512.0
+    weight_norm: Positive = 1.0
+    pretraining: CountOrZero = 0
+    xi: PositiveOrZero = 1.0
+    attacks: Annotated[tuple[Literal["i-fgsm", "mim", "pgd"], ...], Field(min_length=1)] = (
+        "i-fgsm", "mim", "pgd",
+    )  # fmt: skip
+    steps: Annotated[int, Number, Field(ge=1, le=1000)] = 10
+    size: Positive = 0.5
+    psi: Positive = 2.0
+    draws: DrawCount = 100
+    images: Count = 100
+    sizes: tuple[Positive, ...] = (0.025, 0.1)
+
+    @model_validator(mode="after")
+    def _something_left(self) -> DPAL:
+        if self.epsilon_2 >= self.epsilon:
+            raise ValueError("epsilon_2 is a part of epsilon: it must be smaller")
+        return self
+
+    # --- the paper's numbers
+
+    def gammas(self, batch: float) -> tuple[float, float]:
+        """gamma and gamma_x of Theorem 4."""
+        from dpdist.privacy.claims import dpal_gammas
+
+        return dpal_gammas(self.encoder_sensitivity, batch, self.weight_norm)
+
+    def encoder_budget(self, batch: float) -> float:
+        """epsilon_1."""
+        from dpdist.privacy.claims import dpal_encoder_budget
+
+        return dpal_encoder_budget(self.epsilon, self.epsilon_2, *self.gammas(batch))
+
+    def noise_scale(self, batch: float) -> float:
+        """Of chi_1 / m, Laplace, on inputs in [-1, 1]; twice that on the code."""
+        return self.encoder_sensitivity / (batch * self.encoder_budget(batch))
+
+    # --- said in the recipe, the plan and the report
+
+    def check(self, recipe: Sections) -> None:
+        if recipe.privacy.noise_multiplier != 0 or recipe.privacy.clipping != "none":
+            raise ValueError(
+                "method dpal is the paper as published, without DP-SGD: give "
+                "privacy.noise_multiplier: 0 and clipping: none, or take method stobatch"
+            )
+        if recipe.model.mean != [0.5] or recipe.model.std != [0.5]:
+            raise ValueError("method dpal takes images in [-1, 1]: model.mean: [0.5], std: [0.5]")
+        if recipe.training.augmented:
+            raise ValueError("method dpal noises records as they are: leave out crop and flip")
+        super().check(recipe)
+
+    @property
+    def together(self) -> bool:
+        return True
+
+    @property
+    def stepwise(self) -> bool:
+        return False
+
+    def cost(self, steps: GaussianSteps) -> tuple[Phase, ...]:
+        return (FixedBatches(steps.steps, steps.sample_rate, _WHY),)
+
+    def claim(self, plan: PrivacyPlan, proved: Guarantee) -> Claim:
+        """Theorem 4: pure epsilon for all steps."""
+        from dpdist.privacy.claims import Claim, dpal_claim
+
+        batch = plan.step(0).expected_batch
+        budget = self.encoder_budget(batch)
+        claimed = dpal_claim(budget, self.epsilon_2, *self.gammas(batch))
+        setting = f"m {batch:g}, Delta_R {self.encoder_sensitivity:g}, epsilon_1 {budget:.4g}"
+        return Claim(
+            "DPAL / StoBatch", setting, None, claimed, proved, "not sound",
+            "shared noise cancels between records, sensitivity is a ratio, noise reused every step",
+        )  # fmt: skip
+
+    def words(self, plan: PrivacyPlan) -> str:
+        batch = plan.step(0).expected_batch
+        return (
+            f"{plan.steps:,} steps on disjoint batches of {batch:g}, Laplace noise of scale "
+            f"{self.noise_scale(batch):.4g} on inputs in [-1, 1], drawn once"
+        )
+
+    def measured(self, private: Path) -> list[tuple[str, str]]:
+        from dpdist.methods.dpal_inference import lines
+
+        return lines(private)
+
+    # --- done in training
+
+    def constraint(self, model: nn.Module) -> Callable[[], None]:
+        """Each filter of the encoder is scaled back into its norm. Raises UserError for another
+        network, or other sensitivities than the paper's formulas give for it."""
+        from dpdist.methods.dpal_steps import check_network, keep_filters
+
+        network = check_network(self, model)
+        return lambda: keep_filters(network.encoder, self.weight_norm)
+
+    def learn(self, worker: Any) -> None:
+        from dpdist.methods.dpal_inference import measure
+        from dpdist.methods.dpal_steps import Steps
+
+        plan, steps = worker.job.plan, Steps(self, worker)
+        for step in range(worker.start, worker.last):
+            steps.take(step)
+        if worker.reducer.rank == 0 and worker.last == plan.steps:
+            measure(self, worker)

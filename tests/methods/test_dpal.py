@@ -1,0 +1,307 @@
+"""DPAL as published: its equations, its predictions, and that nothing is proved of it."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from support.here import command, without_ray
+from support.training import execute, interrupted, make, train
+from torch import Tensor, nn
+
+from dpdist import models
+from dpdist.adversary.balls import distance
+from dpdist.base.errors import UserError
+from dpdist.methods import dpal_inference, dpal_steps
+from dpdist.methods.dpal import DPAL
+from dpdist.models import DPALNetwork, ModelSpec
+from dpdist.privacy.audited import Audited
+from dpdist.runs.recipe import parse
+from dpdist.training.canaries import WithCanaries, coins
+from dpdist.training.job import prepare
+
+SHAPE, KEY = (1, 8, 8), b"k" * 32
+OPTIONS = {"filters": [4, 4], "dense": 16}
+METHOD: dict[str, Any] = {
+    "name": "dpal", "encoder_sensitivity": 450, "output_sensitivity": 32, "steps": 2, "images": 20,
+    "draws": 20,
+}  # fmt: skip
+PRIVACY = {
+    "noise_multiplier": 0, "clipping": "none", "delta": 1e-5, "neighbours": "replace-one",
+    "run_key": "5a" * 32,
+}  # fmt: skip
+MODEL = {"name": "dpal-cnn", "options": OPTIONS, "mean": [0.5], "std": [0.5]}
+
+TRAINING = {"batch_size": 50, "steps": 5, "learning_rate": 1e-3, "optimizer": "adam"}
+
+
+def network() -> DPALNetwork:
+    made = models.initialise(ModelSpec("dpal-cnn", SHAPE, 10, OPTIONS), 0)
+    assert isinstance(made, DPALNetwork)
+    return made
+
+
+def run(tmp: Path, name: str = "run", **more: Any) -> tuple[Any, Any]:
+    base: dict[str, Any] = {
+        "data": {"name": "digits", "max_train": 200}, "model": MODEL, "method": METHOD,
+        "privacy": PRIVACY,
+        "training": dict(TRAINING),
+    }  # fmt: skip
+    return make(tmp, name, **{**base, **more})
+
+
+# ---- the equations
+
+
+def test_the_decoder_is_the_transpose_of_the_encoder() -> None:
+    for shape in (SHAPE, (3, 28, 28)):
+        made = models.initialise(ModelSpec("dpal-cnn", shape, 10, OPTIONS), 0)
+        x = torch.randn(2, *shape)
+        code = torch.randn_like(made.encoder(x))
+        left, right = (made.encoder(x) * code).sum(), (made.decoded(code) * x).sum()
+        assert float(left) == pytest.approx(float(right), rel=1e-4)
+
+
+def test_both_losses_are_the_expansions_at_zero() -> None:
+    made = network()
+    x, y = 2 * torch.rand(6, *SHAPE) - 1, torch.arange(6)
+    small = 1e-2 * torch.randn(6, *made.hidden_noise.shape)
+    said = made.decoded(small)
+    exact = nn.functional.softplus(said) - x * said  # cross-entropy, inputs as they are
+    first, _ = dpal_steps.taylor_errors(said)
+    loss = dpal_steps.reconstruction(made, x, small) + said.numel() * math.log(2)
+    assert float(exact.sum() - loss) == pytest.approx(float(first.sum()), abs=1e-4)
+    last = 0.1 * torch.randn(6, 16)
+    z = made.head(last)
+    hot = nn.functional.one_hot(y, 10).float()
+    exact = nn.functional.binary_cross_entropy_with_logits(z, hot, reduction="sum")
+    noise = torch.randn_like(made.head.weight)
+    loss = dpal_steps.classification(made.head, last, y, noise) + z.numel() * math.log(2)
+    off = float(exact - loss - 6 * (noise * made.head.weight).sum())
+    assert off == pytest.approx(-float(dpal_steps.taylor_errors(z)[1].sum()), abs=1e-4)
+
+
+def test_what_the_expansions_leave_out_is_bounded() -> None:
+    z = torch.linspace(-20, 20, 4001, dtype=torch.float64)
+    first, second = dpal_steps.taylor_errors(z)
+    assert (first >= -1e-12).all() and (first <= z**2 / 8 + 1e-12).all()
+    assert (second >= -1e-12).all() and (second <= z**4 / 192 + 1e-12).all()
+    assert float(second[2010]) == pytest.approx(float(z[2010] ** 4 / 192), rel=1e-3)
+
+
+def test_filters_are_kept_within_their_norm_and_the_loss_has_a_minimum_there() -> None:
+    made = network()
+    with torch.no_grad():
+        made.encoder.weight.mul_(100)
+    dpal_steps.keep_filters(made.encoder, 0.5)
+    assert torch.allclose(made.encoder.weight.abs().sum((1, 2, 3)), torch.full((4,), 0.5))
+    before = made.encoder.weight.clone()
+    dpal_steps.keep_filters(made.encoder, 1.0)  # nothing to do
+    assert torch.equal(made.encoder.weight, before)
+
+
+def test_examples_stay_in_their_ball_and_raise_the_loss() -> None:
+    made, method = network(), DPAL(**METHOD, size=0.1)
+    noisy = torch.randn(9, *SHAPE)
+    found = dpal_steps.examples(made, noisy, method, KEY)
+    moved = distance(found.numpy(), noisy.numpy(), "linf")
+    assert 0 < moved.max() <= 0.2 and moved.max() - moved.min() < 1e-6  # one size for a step
+    predicted = made.answer(noisy).argmax(1)
+    loss = [
+        nn.functional.cross_entropy(made.answer(x), predicted, reduction="none")
+        for x in (noisy, found)
+    ]
+    assert bool((loss[1] > loss[0]).all())
+    other = dpal_steps.examples(made, noisy, method, b"l" * 32)
+    assert distance(other.numpy(), noisy.numpy(), "linf").max() != moved.max()
+
+
+def test_noise_has_the_paper_s_scale() -> None:
+    method = DPAL()  # MNIST
+    gamma, gamma_x = method.gammas(2499)
+    assert gamma_x == pytest.approx(1.98, abs=2e-3) and gamma == pytest.approx(2 * gamma_x)
+    budget = method.encoder_budget(2499)
+    assert method.noise_scale(2499) == pytest.approx(4950 / (2499 * budget))
+    drawn = dpal_steps.laplace(KEY, "chi_1", torch.Size((100_000,)), 2.0)
+    # |Laplace(b)| has mean and deviation b: 6 standard deviations of the mean, 2e-9.
+    assert abs(float(drawn.abs().mean()) - 2.0) < 6 * 2.0 / math.sqrt(100_000)
+    assert abs(float(drawn.mean())) < 6 * 2.0 * math.sqrt(2 / 100_000)
+
+
+# ---- predictions
+
+
+def test_sizes_are_the_printed_ones() -> None:
+    scores = torch.tensor([[0.9, 0.05, 0.0], [0.4, 0.35, 0.25]], dtype=torch.float64)
+    budget = dpal_inference.robustness_budget(scores, 10_000)
+    off = math.sqrt(math.log(6 / 0.05) / 20_000)
+    assert float(budget[0]) == pytest.approx(math.log((0.9 - off) / (0.05 + off)) / 2)
+    assert 0 < float(budget[1]) < 0.1
+    assert dpal_inference.robustness_budget(scores, 10)[1] == 0
+    kappa, phi = dpal_inference.printed_sizes(budget, 0.2, 3.0, 784, 196, 1.0)
+    assert float(kappa[0]) == pytest.approx(3.0 / (0.2 * 784 / float(budget[0])))
+    assert float(phi[0]) == pytest.approx(6.0 / (196 / float(budget[0])))
+
+
+def test_predictions_are_products_around_the_training_s_noise() -> None:
+    made, method = network(), DPAL(**METHOD)
+    made.input_noise.normal_(), made.hidden_noise.normal_()
+    x = 2 * torch.rand(3, *SHAPE) - 1
+    quiet = dpal_inference.mean_scores(made, x, KEY, method, 1e-9)
+    assert torch.allclose(quiet, made(x).double().softmax(1) ** 2, atol=1e-6)
+    loud = dpal_inference.mean_scores(made, x, KEY, method, 1.0)
+    shrunk = dpal_inference.mean_scores(made, x, KEY, DPAL(**METHOD | {"psi": 1e6}), 1.0)
+    assert not torch.allclose(loud, quiet, atol=1e-3) and torch.allclose(shrunk, quiet, atol=1e-4)
+
+
+# ---- a training
+
+
+def noises(job: Any) -> list[Tensor]:
+    found = models.load(job.folder.model).network
+    return [found.input_noise, found.hidden_noise]
+
+
+def test_one_noise_for_all_steps_and_attempts(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(dpal_steps, "_SAVED", 1)
+    whole, folder = run(tmp_path, "whole")
+    expected = train(whole, folder)
+    recipe, again = run(tmp_path, "cut")
+    interrupted(recipe, again, monkeypatch, 3)
+    assert torch.equal(train(recipe, again), expected)
+    job = prepare(*run(tmp_path, "whole"), "test")
+    scale = recipe.method.noise_scale(50)
+    first, second = noises(job)
+    # The mean of so many absolute values is within half of the scale: 64 of them, beyond 1e-4.
+    assert 0.5 < float(first.abs().mean()) / scale < 1.5
+    assert 0.5 < float(second.abs().mean()) / (2 * scale) < 1.5
+    kept = models.load(folder.model).network.encoder.weight.abs().sum((1, 2, 3))
+    assert float(kept.max()) <= 1 + 1e-6
+
+
+def test_batches_are_disjoint_and_stay(tmp_path, monkeypatch) -> None:
+    seen: list[list[Tensor]] = []
+    real = dpal_steps.Steps._records
+
+    def watched(self: Any, step: int, *rest: int) -> Any:
+        found = real(self, step, *rest)
+        seen.append([noisy for noisy, _ in found])
+        return found
+
+    monkeypatch.setattr(dpal_steps.Steps, "_records", watched)
+    recipe, folder = run(tmp_path, training__steps=9)
+    job = prepare(recipe, folder, "test")
+    execute(job)
+    records = job.plan.records
+    count = records // 50
+    sums = [round(float(torch.cat(part).double().sum()), 3) for part in seen]
+    assert {len(torch.cat(part)) for part in seen} == {50} and len(set(sums)) == count
+    own, following = sums[::2], sums[1::2]  # a step's, and that of its adversarial examples
+    assert own == [own[step % count] for step in range(9)] and following[:-1] == own[1:]
+
+
+def test_workers_share_a_batch(tmp_path) -> None:
+    alone = {"method": {**METHOD, "xi": 0}}
+    one = train(*run(tmp_path, "one", **alone))
+    two = train(*run(tmp_path, "two", **alone), 2)
+    assert torch.allclose(one, two, atol=1e-4)
+
+
+def test_first_steps_train_the_auto_encoder_alone(tmp_path) -> None:
+    alone = {"method": {**METHOD, "pretraining": 5}}
+    recipe, folder = run(tmp_path, **alone)
+    train(recipe, folder)
+    after, before = models.load(folder.model).network, network()
+    assert torch.equal(after.head.weight, before.head.weight)
+    assert not torch.equal(after.encoder.weight, before.encoder.weight)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"privacy": {**PRIVACY, "noise_multiplier": 1.0}}, "without DP-SGD: give"),
+        ({"model": {**MODEL, "mean": []}}, "takes images in"),
+        ({"model": {"name": "small-cnn", "mean": [0.5], "std": [0.5]}}, "take model dpal-cnn"),
+        ({"method": {**METHOD, "encoder_sensitivity": 5}}, "formula gives 450 for this network"),
+        ({"method": {**METHOD, "output_sensitivity": 5}}, "formula gives 32 for this network"),
+        ({"method": {**METHOD, "epsilon_2": 0.2}}, "it must be smaller"),
+        ({"training": {**TRAINING, "crop": 1}}, "leave out crop and flip"),
+    ],
+)  # fmt: skip
+def test_what_it_refuses(tmp_path, more: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        prepare(*run(tmp_path, **more), "test")
+
+
+# ---- its epsilon
+
+
+def test_the_claim_is_pure_and_nothing_is_proved(tmp_path) -> None:
+    job = prepare(*run(tmp_path), "test")
+    proved = job.plan.guarantee()
+    claim = job.recipe.method.claim(job.plan, proved)
+    assert proved.epsilon == math.inf and claim.verdict == "not sound"
+    assert claim.claimed.epsilon == pytest.approx(0.2) and claim.claimed.delta == 0
+    assert "fixed disjoint batches" in " ".join(job.plan.assumptions)
+
+
+def test_a_pair_is_one_record_under_one_of_two_labels(tmp_path, monkeypatch) -> None:
+    audit = {"kind": "canaries", "canary": "pair", "canaries": 40}
+    recipe, folder = run(tmp_path, audit=audit, training__steps=6)
+    job = prepare(recipe, folder, "test")
+    dataset = job.records()
+    assert isinstance(dataset, WithCanaries)
+    seen: dict[int, int] = {}
+    real = dpal_steps.Steps._gradient
+
+    def watched(self: Any, step: int, noisy: Tensor, labels: Tensor, weight: float) -> Any:
+        clean = ((noisy - self._network.input_noise + 1) / 2).round()
+        for image, label in zip(clean, labels, strict=True):
+            seen[hash(image.numpy().astype(np.int8).tobytes())] = int(label)
+        return real(self, step, noisy, labels, weight)
+
+    monkeypatch.setattr(dpal_steps.Steps, "_gradient", watched)
+    execute(job)
+    inputs, _ = dataset.planted_rows
+    present, found = coins(folder.read_key(), 40), 0
+    for image, first in zip(inputs, present, strict=True):
+        mine = seen.get(hash(image.numpy().astype(np.int8).tobytes()))
+        found += mine is not None
+        assert mine in (None, 0 if first else 1)
+    assert found > 20 and 5 < present.sum() < 35
+    added = {**PRIVACY, "neighbours": "add-or-remove-one"}
+    with pytest.raises(UserError, match="neighbours: replace-one"):
+        parse({**recipe.model_dump(mode="json"), "privacy": added}, "x")
+
+
+def test_it_is_not_released(tmp_path, monkeypatch, capsys) -> None:
+    without_ray(monkeypatch)
+    recipe, _ = run(tmp_path)
+    raw = {**recipe.model_dump(mode="json"), "name": "d"}
+    raw["privacy"] |= {"run_key": None}
+    (tmp_path / "d.yaml").write_text(yaml.safe_dump(raw))
+    done = command(monkeypatch, capsys, tmp_path, "run", "d.yaml")
+    assert done.code == 0 and "NOT PRIVATE: epsilon is infinite" in done.out, done.err
+    assert "DPAL Theorem 4): not sound" in " ".join(done.out.split())
+    assert "as the paper measures it, PGD linf" in done.out
+    private = json.loads((tmp_path / "runs/d/private/dpal.json").read_text())
+    assert 0 <= private["attacked"][0]["printed"] <= private["attacked"][0]["right"] <= 1
+    done = command(monkeypatch, capsys, tmp_path, "release", "d")
+    assert done.code == 2 and "its proved epsilon is infinite" in done.err
+
+
+def test_one_run_refutes_its_epsilon(tmp_path, monkeypatch, capsys) -> None:
+    """The claim is pure 0.2; canaries of one training on built-in data say more at 95 %."""
+    without_ray(monkeypatch)
+    done = command(monkeypatch, capsys, tmp_path, "audit", "digits-dpal-audited")
+    assert done.code == 1 and "refutes the claim" in done.out, done.out + done.err
+    (path,) = (tmp_path / "runs").rglob("audit.json")
+    found = Audited.read(path)
+    assert found.proved == math.inf and found.claimed == pytest.approx(0.2)
+    assert found.epsilon > 1 and found.assumptions == () and found.view == "the trained model"

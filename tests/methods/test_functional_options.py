@@ -1,0 +1,255 @@
+"""Options of method functional: adversarial rounds, and noise shared out by public relevance."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.training import execute, interrupted, make, parameters, train
+from test_functional import CLASSES, RECORDS, SHAPE, job_of, network, records
+from torch import Tensor, nn
+
+from dpdist import data, models
+from dpdist.base.errors import UserError
+from dpdist.methods.base import Fixed, Setup
+from dpdist.methods.functional import SCALES, Adversarial, Functional, Relevance
+from dpdist.methods.functional_relevance import scales_of
+from dpdist.methods.functional_sums import Sums, slack
+from dpdist.models import ModelSpec, last_linear
+from dpdist.runs.recipe import parse
+from dpdist.training.canaries import Canaries
+
+ROUND = 2  # the step of the first round
+MOVED = Adversarial(size=0.2, steps=2)
+PATCHES = {"filters": 6, "side": 3, "pool": 3}
+
+
+def encoded() -> nn.Module:
+    return models.initialise(ModelSpec("patches", SHAPE, CLASSES, PATCHES), 0)
+
+
+def sums(method: Functional, scales: Tensor | None = None, model: nn.Module | None = None) -> Sums:
+    return Sums(method, model or network(), torch.rand(8, *SHAPE), RECORDS, scales)
+
+
+def summed(method: Functional, made: Sums | None, left: int = -1, step: int = ROUND) -> Tensor:
+    """What a training sums in a step, of made-up records and one of them left out. made: None for
+    the encoder's sum."""
+    rng = np.random.default_rng(0)
+    x = records(rng).float()
+    y = torch.from_numpy(rng.integers(0, CLASSES, RECORDS))
+    canaries = Canaries()
+    canaries.fed = lambda members: members[members != left]  # type: ignore[method-assign]
+    model = network() if made is not None else encoded()
+    last_linear(model).weight.data.normal_(generator=torch.Generator().manual_seed(0))
+    size = last_linear(model).in_features
+    worker = SimpleNamespace(
+        job=SimpleNamespace(plan=SimpleNamespace(step=lambda step: None, records=RECORDS)),
+        model=model,
+        reducer=SimpleNamespace(device=torch.device("cpu")),
+        fixed=Fixed(nn.Identity()), key=b"k" * 32, attempt="", canaries=canaries,
+        slots={"centre": torch.zeros(size, dtype=torch.float64)},
+        shards=SimpleNamespace(mine=[(0, 0, RECORDS)], rows=1),
+        dataset=SimpleNamespace(batch=lambda rows: x[rows], targets=lambda rows: y[rows]),
+    )  # fmt: skip
+    if made is not None:
+        made._kept.clear()  # its passes are others when a record is left out
+    (row,) = method._rows(worker, made, step)
+    return row
+
+
+@pytest.mark.parametrize("sigma", [0.0, 0.3])
+@pytest.mark.parametrize("xi", [0.5, 3.0])
+def test_one_record_moves_an_adversarial_round_by_at_most_one(xi: float, sigma: float) -> None:
+    asked = Adversarial(size=0.2, steps=2, xi=xi)
+    method = Functional(adversarial=asked, sigma=sigma, draws=2 if sigma else 1)
+    made = sums(method)
+    whole = summed(method, made)
+    some = range(0, RECORDS, 3)
+    moved = [float((whole - summed(method, made, left)).norm()) for left in some]
+    assert max(moved) <= 1 - 2.0**-10  # room for rounding
+    assert max(moved) > (0.5 if sigma else 0.8)
+
+
+def test_a_round_without_copies_is_as_it_was() -> None:
+    plain = Functional()
+    assert sums(plain)._whole == 1 - slack(RECORDS)
+    assert sums(Functional(adversarial=MOVED))._whole < 1 - 2.0**-10
+    made = sums(plain)
+    assert not torch.equal(summed(plain, made), summed(Functional(adversarial=MOVED), made_moved()))
+
+
+def made_moved() -> Sums:
+    return sums(Functional(adversarial=MOVED))
+
+
+def test_copies_stay_near_and_raise_the_loss_of_their_label() -> None:
+    made = made_moved()
+    x, y = 0.2 + 0.6 * torch.rand(20, *SHAPE), torch.arange(20) % CLASSES
+    weight = torch.randn(CLASSES, made.size - 1, dtype=torch.float64)
+    bias = torch.randn(CLASSES, dtype=torch.float64)
+    found = made.moved(x, y, weight, bias)
+    assert 0.15 < float((found - x).abs().max()) <= 0.2 + 1e-12
+    assert float(found.min()) >= 0 and float(found.max()) <= 1
+
+    def loss(points: Tensor) -> Tensor:
+        logits = made._read(points.double()) @ weight.T + bias
+        return nn.functional.cross_entropy(logits, y, reduction="none")
+
+    assert bool((loss(found) > loss(x)).all())
+    # A function of the record alone, but for rounding.
+    alone = torch.cat([made.moved(x[i : i + 1], y[i : i + 1], weight, bias) for i in range(20)])
+    assert float((alone - found).abs().max()) < 1e-9
+
+
+class Turned(torch.autograd.Function):
+    """The same answers in any company, and another gradient in a batch of odd size."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.flatten(1)
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> Tensor:
+        return (slope if len(slope) % 2 == 0 else -slope).view(-1, *SHAPE)
+
+
+class Turns(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return Turned.apply(x)
+
+
+def test_copies_that_depend_on_their_company_are_refused() -> None:
+    model = nn.Sequential(Turns(), nn.Linear(64, CLASSES))
+    sums(Functional(), model=model)
+    with pytest.raises(UserError, match="the model has kinks"):
+        sums(Functional(adversarial=MOVED), model=model)
+    with pytest.raises(ValueError, match="rounds must be > 0"):
+        Functional(adversarial=MOVED, rounds=0)
+
+
+# ---- relevance
+
+
+def test_scaled_directions_are_within_one_and_the_head_is_the_same() -> None:
+    scales = torch.linspace(0.1, 3.0, sums(Functional()).size - 1).double()
+    made = sums(Functional(radius=0.2), scales)
+    features = made.features(records(np.random.default_rng(0)))
+    centre = features.mean(0)
+    h = made.directions(features, centre)
+    assert float(h.norm(dim=1).max()) <= 1 + 1e-12
+    wide = sums(Functional(radius=10.0), scales)  # nothing is clipped
+    h = wide.directions(features, centre)
+    plain = sums(Functional(radius=10.0)).directions(features, centre)
+    assert torch.allclose(h[:, :-1], plain[:, :-1] * scales)
+    weights = torch.randn(wide.size, CLASSES).double()
+    weight, bias = wide.head(weights, centre)
+    assert torch.allclose(features @ weight.T + bias, h @ weights)
+    assert torch.allclose(wide.weights(weight, bias, centre), weights)
+
+
+def test_scales_are_made_of_public_records_alone(tmp_path: Path) -> None:
+    public = data.load(data.Source("digits", 10, None), "train").part(0.0, 0.2)
+    asked = Relevance(floor=0.2)
+    spec = ModelSpec("scattering", SHAPE, 10, {"widths": [1.0], "stride": 1, "cosines": 3})
+    setup = Setup(None, spec, network, None, public, b"")  # type: ignore[arg-type]
+    scales = scales_of(Functional(), asked, setup)
+    assert float(scales.square().mean()) == pytest.approx(1)
+    assert 0.2 <= float(scales.square().min()) < 0.9 and float(scales.square().max()) > 1.5
+
+
+def test_both_options_train(tmp_path: Path) -> None:
+    found = {}
+    base = {"name": "functional", "rounds": 2}
+    for name, more in {
+        "plain": {},
+        "adversarial": {"adversarial": {"size": 0.1}},
+        "relevance": {"relevance": {"data": "digits"}},
+    }.items():
+        given = {"name": "digits", "public": 0.3, "max_train": 400}
+        job = job_of(tmp_path, name, data=given, method=base | more)
+        stand = job.recipe.method.stand_in(network(), SHAPE)
+        assert (SCALES in stand) == (name == "relevance")
+        execute(job)
+        found[name] = parameters(job.folder)
+        assert found[name].isfinite().all()
+        one = job.plan.guarantee().epsilon
+        assert one == pytest.approx(found.setdefault("epsilon", one))  # the same cost
+    for name in ("adversarial", "relevance"):
+        assert not torch.equal(found[name], found["plain"])
+
+
+def test_what_rests_on_public_records_is_said() -> None:
+    raw: dict[str, Any] = {
+        "name": "x", "data": {"name": "mnist"}, "model": "scattering",
+        "method": {"name": "functional", "relevance": {"data": "digits"}},
+        "privacy": {"noise_multiplier": 1.0, "delta": 1e-4},
+        "training": {"batch_size": 1, "steps": 1, "learning_rate": 1.0},
+    }  # fmt: skip
+    recipe = parse(raw, "x")
+    assert "public records of digits" in recipe.method.assumed(recipe)[1]
+    assert math.isclose(recipe.method.public_records.classes, 10)
+
+
+# ---- a private encoder
+
+
+@pytest.mark.parametrize("sigma", [0.0, 0.3])
+def test_one_record_moves_the_encoder_s_sum_by_at_most_one(sigma: float) -> None:
+    method = Functional(encoder=0.1, sigma=sigma, draws=3 if sigma else 1)
+    whole = summed(method, None, step=0)
+    moved = [float((whole - summed(method, None, left, step=0)).norm()) for left in range(RECORDS)]
+    assert max(moved) <= 1.0 and whole.isfinite().all()
+    assert max(moved) > (0.1 if sigma else 0.3)
+    checks = torch.tensor([[0.0, 1e6], [1e6, 0.0]]).repeat(4, 4)[None, None]
+    square = models.patches_of(encoded()).moments(checks)
+    assert float(square.norm()) == pytest.approx(1.0, abs=1e-6)  # not overstated either
+
+
+def test_filters_are_the_principal_components_of_patches() -> None:
+    part = models.patches_of(encoded())
+    before = part.encoder.weight.detach().clone().flatten(1)
+    assert torch.allclose(before @ before.T, torch.eye(6), atol=1e-6)
+    x = torch.rand(40, *SHAPE)
+    found = nn.functional.unfold(x.double(), 3).transpose(1, 2).reshape(-1, 9)
+    found = found - found.mean(1, keepdim=True)
+    found = found / found.norm(dim=1, keepdim=True).clamp(min=1)
+    part.take(part.moments(x).sum(0))
+    after = part.encoder.weight.detach().double().flatten(1)
+    assert torch.allclose(after @ after.T, torch.eye(6).double(), atol=1e-6)
+    assert float(after.sum(1).abs().max()) < 1e-6
+    kept = (found @ after.T).square().sum() / found.square().sum()
+    best = torch.linalg.eigvalsh(found.T @ found).flip(0)
+    assert float(kept) == pytest.approx(float(best[:6].sum() / best.sum()), rel=1e-6)
+
+
+def test_the_encoder_is_paid_for_and_learned_first(tmp_path: Path) -> None:
+    method = {"name": "functional", "rounds": 2, "encoder": 0.1}
+    model = {"name": "patches", "options": PATCHES}
+    job = job_of(tmp_path, model=model, method=method, privacy__noise_multiplier=2.0)
+    noises = [job.plan.step(t).noise_multiplier for t in range(job.plan.steps)]
+    assert len(noises) == 5 and noises[0] == pytest.approx(2.0 / math.sqrt(0.1))
+    assert sum(noise**-2 for noise in noises) == pytest.approx(2.0**-2)
+    execute(job)
+    kept = models.patches_of(models.load(job.folder.model)).encoder.weight
+    assert not torch.allclose(kept, models.patches_of(encoded()).encoder.weight, atol=0.1)
+    assert "paid for" in job.recipe.method.assumed(job.recipe)[0]
+    with pytest.raises(UserError, match="a private encoder is of model patches"):
+        job_of(tmp_path, "other", method=method)
+
+
+def test_a_training_with_an_encoder_continues_with_the_same_bits(tmp_path, monkeypatch) -> None:
+    given = {
+        "model": {"name": "patches", "options": PATCHES},
+        "method": {"name": "functional", "rounds": 1, "encoder": 0.1, "adversarial": {}},
+    }
+    whole = train(*make(tmp_path, "whole", **given))
+    for at in (0, 1):
+        recipe, folder = make(tmp_path, f"cut-{at}", **given)
+        interrupted(recipe, folder, monkeypatch, at)
+        assert torch.equal(train(recipe, folder), whole)
