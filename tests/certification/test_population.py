@@ -38,6 +38,7 @@ def test_nothing_certified_states_nothing() -> None:
     assert each.low == 0.0 and each.certifiable is not None and each.certifiable < 0.25
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("robust", [0.0, 0.5])
 def test_a_known_population_is_covered(robust: float) -> None:
     # Half of the population is robust for certain; the rest lies a hair below what 0.5 needs, where
@@ -55,6 +56,7 @@ def test_a_known_population_is_covered(robust: float) -> None:
     assert unfolded > missed
 
 
+@pytest.mark.slow
 def test_what_cannot_be_certified_is_covered() -> None:
     # All a hair above what 0.5 needs: every input is certifiable, and none may be said not to be
     # more often than the error allows, though each upper bound is too small in 9 % of cases.

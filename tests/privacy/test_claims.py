@@ -72,6 +72,7 @@ def test_residual_theorem_one_by_grid_search():
     )
 
 
+@pytest.mark.slow
 def test_residual_budgets_do_not_follow(table):
     printed = {
         "Residual I, IDC": 1.1e3,

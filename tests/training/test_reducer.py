@@ -6,6 +6,7 @@ import multiprocessing
 from datetime import timedelta
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -47,6 +48,7 @@ def _work(rank: int, folder: str, answers) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_two_processes(tmp_path):
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()

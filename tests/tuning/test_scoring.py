@@ -110,6 +110,7 @@ def test_radii_are_those_of_the_certifier(records, model):
     assert np.array_equal(radii, again) and not np.array_equal(radii, other)
 
 
+@pytest.mark.slow
 def test_private_scores_carry_exactly_the_noise_paid_for(records, model):
     """Chi-square on 400 keys at 10^-4 a side; two thirds and three halves of it are rejected."""
     root, inputs, labels = records
