@@ -15,6 +15,8 @@ from dpdist.privacy.releases import GaussianSteps
 
 NORMAL = stats.norm
 
+pytestmark = pytest.mark.slow  # whoever is first composes the losses that all of them read
+
 
 def gaussian(mu: float, **more: object) -> PrivacyPlan:
     """Full batches, in two phases that add up to mu."""
@@ -39,7 +41,6 @@ def test_full_batches_need_what_a_gaussian_needs(target: float) -> None:
         assert exact - 1e-12 <= found <= exact + 2e-3, changes
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("epsilon", "changes"), [(0.25, 17), (0.5, 9)])
 def test_unanimous_models_withstand_what_is_known(epsilon: float, changes: int) -> None:
     poisoned = Poisoned(gaussian(mu_of(epsilon, 1e-5)))
@@ -65,7 +66,6 @@ def above(threshold: np.ndarray, records: int, at: float) -> np.ndarray:
     return stats.binom.pmf(joined, records, RATE) @ NORMAL.sf(shifted)
 
 
-@pytest.mark.slow
 def test_no_sampled_attack_leaves_less(sampled: Poisoned) -> None:
     # a records that pull up are removed, b that pull down are inserted.
     poisoned, threshold = sampled, np.linspace(-12, 12, 4000)
@@ -81,7 +81,6 @@ def test_no_sampled_attack_leaves_less(sampled: Poisoned) -> None:
         assert worst <= 0.51  # and none could be claimed much earlier
 
 
-@pytest.mark.slow
 def test_groups_of_one_direction_do_not_prove_mixtures(sampled: Poisoned) -> None:
     # Three removed records alone need less than one removed and two inserted: the latter is what
     # an attacker who changes records does, and what must be paid for.
