@@ -339,9 +339,7 @@ class FixedBatches(Phase):
         _check_release(0.0, self.sample_rate)
 
     def events(self, records: int) -> list[dpa.DpEvent]:
-        import dp_accounting as dpa
-
-        return [dpa.NonPrivateDpEvent()]
+        return NonPrivate(self.reason).events(records)
 
     @property
     def loop(self) -> GaussianSteps:

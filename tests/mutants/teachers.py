@@ -151,8 +151,8 @@ FAULTS: list[Fault] = [
             "labels cost less than they may tell",
         ),
         (
-            "        return (self,)\n",
-            "        return (self,) * bool(steps)\n",
+            'taken again."""\n        return (self,)\n',
+            'taken again."""\n        return (self,) * bool(steps)\n',
             "records cost nothing before the first step",
         ),
     ),
