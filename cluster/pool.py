@@ -91,6 +91,19 @@ def run_chunks(
         pool.stop()
 
 
+def run_here(
+    factory: Callable[..., Callable[[Any], Any]],
+    shared: Any,
+    chunks: Iterable[Chunk],
+    on_result: Callable[[str, Any], None],
+    settings: PoolSettings | None = None,
+) -> None:
+    """As `run_chunks`, in this process: for who holds all the resources there are."""
+    work = factory(shared)
+    for chunk in chunks:
+        on_result(chunk.key, work(chunk.payload))
+
+
 def run_once(function: Callable[[Any], Any], argument: Any, failed: str) -> Any:
     """function(argument) on one of the machines that actors run on.
 

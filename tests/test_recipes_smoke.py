@@ -82,8 +82,12 @@ def test_recipe_trains(path, tmp_path, monkeypatch):
         small["privacy.noise_multiplier"] = 0
     if hasattr(recipe.method, "draws"):
         small["method.draws"] = min(2, recipe.method.draws)
-    if recipe.method.withheld is not None:
+    taught = hasattr(recipe.method, "teachers")
+    if taught:
         small |= {"method.teachers": 2, "privacy.nominal_records": RECORDS}
+    if hasattr(recipe.method, "answers"):
+        small |= {"method.queries": 3, "method.answers": 3, "method.teaching": {}}
+        small |= {"method.threshold": 0.0, "method.screening": 0.0}
     if hasattr(recipe.method, "attacks"):
         small["method.steps"] = 1
     public = getattr(recipe.method, "redistribution", None)
@@ -109,13 +113,15 @@ def test_recipe_trains(path, tmp_path, monkeypatch):
         pretrain(recipe, str(path))
     folder = RunFolder(tmp_path / "run")
     job = prepare(recipe, folder, str(path))
-    if recipe.method.withheld is not None:
+    if taught:
         without_ray(monkeypatch)
         fit(job)
         scores = Ensemble(folder).scores(data.load(job.source, "test").batch(slice(0, 2)))
         assert len(scores) == 2 and np.isfinite(scores).all()
+    else:
+        run(job, Reducer(0, 1, torch.device("cpu")))
+    if recipe.method.withheld is not None:
         return
-    run(job, Reducer(0, 1, torch.device("cpu")))
     trained = models.load(folder.model)
     values = torch.cat([p.flatten() for p in trained.parameters()])
     assert torch.isfinite(values).all()

@@ -178,10 +178,10 @@ def _train(job: TrainJob, until: int) -> None:
     torch.set_num_threads(max(1, int(resources.cpus_per_worker)))
     on_gpu = resources.gpus_per_worker > 0 and torch.cuda.is_available()
     reducer = Reducer(0, 1, torch.device("cuda" if on_gpu else "cpu"))
-    fit(job, workers=lambda: run(job, reducer, until))
+    fit(job, workers=lambda it: run(it, reducer, until), here=True)
 
 
 def _train_on_ray_train(job: TrainJob, until: int) -> None:
     from ray.tune.integration.ray_train import TuneReportCallback
 
-    fit(job, max_failures=0, until=until, callbacks=[TuneReportCallback()])
+    fit(job, max_failures=0, until=until, callbacks=[TuneReportCallback()], here=True)

@@ -31,8 +31,8 @@ class Target:
         refuse_withheld(self.recipe)
         if self.recipe.method.local:
             raise UserError(
-                f"{self.recipe.name}: nothing to audit: the records were noised before the steps, "
-                "and steps are what audits drive"
+                f"{self.recipe.name}: nothing to audit: what is private was noised before the "
+                "steps, and steps are what audits drive"
             )
         if math.isinf(self.proved.epsilon) and self.claimed is None:
             raise UserError(

@@ -49,7 +49,7 @@ import pyarrow as pa
 from dpdist import bulk
 from dpdist.base.table_files import Column
 from dpdist.bulk import Kind, Progress
-from dpdist.cluster.pool import Chunk, PoolSettings, run_chunks
+from dpdist.cluster.pool import Chunk, PoolSettings, run_chunks, run_here
 
 Item = int | str
 Partial = Any  # JSON: what is known of some units of an item
@@ -185,13 +185,14 @@ def run(
     actors: int | None = None,
     progress: Progress | None = None,
     chunk_seconds: float = CHUNK_SECONDS,
+    here: bool = False,
 ) -> pa.Table:
     """Do what is missing of the work in the folder `output`; return the table.
 
     ``output`` receives the table (written last), settings.json (what was executed) and, while it
     runs, journal.jsonl and parts/. Called again after any interruption it computes what is missing
     and gives the identical table. actors: None uses the whole cluster and grows with it.
-    progress(done, in all, per second).
+    progress(done, in all, per second). here: in this process, without Ray.
 
     Ray must be initialised. Raises UserError when ``output`` holds other work (naming what differs)
     or another process is working in it, ClusterError when the cluster cannot do it.
@@ -220,7 +221,8 @@ def run(
 
         cut = task.cut(chunk_seconds)
         pool = PoolSettings(actors=actors, stall_after=cut.silence)
-        run_chunks(task.worker, task.shared, chunks(book, cut), on_result, pool)
+        execute = run_here if here else run_chunks
+        execute(task.worker, task.shared, chunks(book, cut), on_result, pool)
     bulk.write_table(work.build(work.finish(book, output), about), finished)
     parts.remove()
     return work.load(finished)

@@ -8,7 +8,7 @@ is. torch is imported where work is done, so that a recipe is read without it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
@@ -100,19 +100,31 @@ class Committee(Protocol):
 class Run(Protocol):
     """A training in the hands of the driver, or of a search's trial; Ray is there.
 
-    job: the `dpdist.training.job.TrainJob`. workers: starts the training workers, each of which
-    calls `Method.learn`, and waits for their end. teachers: trains so many models on disjoint
-    shards of the records, in bulk, and gives them; one record is in one of them. finish: sums up a
-    training that had no workers.
+    job: the `dpdist.training.job.TrainJob`. finish: sums up a training that had no workers.
     """
 
     @property
     def job(self) -> Any: ...
 
-    @property
-    def workers(self) -> Callable[[], None]: ...
+    def workers(self, records: Any = None) -> None:
+        """Start the training workers, each of which calls `Method.learn`, and wait for their end.
 
-    def teachers(self, count: int) -> Committee: ...
+        records: what they train on in place of the private ones (`Method.seen` gets it): made of
+        public data and of what was paid for.
+        """
+
+    def teachers(self, count: int, sections: Mapping[str, Section] | None = None) -> Committee:
+        """Models trained on disjoint shards of the records, in bulk; one record is in one of them.
+
+        sections: of the recipe, in place of its own, by name ("model", "training").
+        """
+
+    def release(self, about: bytes, draw: Callable[[bytes], Sequence[float]]) -> list[float]:
+        """draw(key): noisy numbers that the plan pays for, on record before they are drawn, and the
+        same ones whenever this is asked again. about: PRIVATE, all that they are drawn from.
+
+        Raises UserError when they were drawn from something else before.
+        """
 
     def finish(self) -> None: ...
 
@@ -201,7 +213,7 @@ class Method(Section):
 
     @property
     def local(self) -> bool:
-        """Whether each record is released with noise before the steps (`seen`), which are then
+        """Whether what is private is released with noise before the steps (`seen`), which are then
         post-processing, without noise of their own."""
         return False
 

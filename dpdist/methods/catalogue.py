@@ -20,6 +20,7 @@ from dpdist.methods.functional import Functional
 from dpdist.methods.hgm import HGMPixelDP
 from dpdist.methods.input_noise import InputNoise
 from dpdist.methods.noisy_records import NoisyRecordsMethod
+from dpdist.methods.pate import PATE
 from dpdist.methods.pixeldp import PixelDP
 from dpdist.methods.private_prediction import PrivatePrediction
 from dpdist.methods.residual import ResidualPerturbation
@@ -39,6 +40,7 @@ METHODS: tuple[type[Method], ...] = (
     ResidualPerturbation,
     PrivatePrediction,
     NoisyRecordsMethod,
+    PATE,
     StoBatch,
     DPAL,
 )

@@ -16,6 +16,7 @@ from dpdist.privacy.releases import (
     NoisyRecords,
     NonPrivate,
 )
+from dpdist.privacy.votes import NoisyVotes
 
 _CLASSES: tuple[type[Phase], ...] = (
     GaussianSteps,
@@ -24,6 +25,7 @@ _CLASSES: tuple[type[Phase], ...] = (
     FixedBatches,
     GaussianAnswers,
     NoisyRecords,
+    NoisyVotes,
     NonPrivate,
     ParallelParts,
     RepeatAndSelect,

@@ -280,3 +280,18 @@ def pate_guarantee(
         "exact Gaussian composition, data-independent",
         (f"at most {queries} queries and {answers} answers, fixed beforehand",),
     )
+
+
+def pate_claim(
+    queries: int, answers: int, threshold_std: float, vote_std: float, delta: float = 1e-5
+) -> Guarantee:
+    """Confident-GNMax by Renyi bounds that do not look at votes (Papernot et al. 2018): epsilon =
+    rho + 2 sqrt(rho ln(1/delta)), rho = Q / 2 s1^2 + A / s2^2."""
+    rho = queries / (2 * threshold_std**2) + answers / vote_std**2
+    return _claimed(
+        rho + 2 * math.sqrt(rho * math.log(1 / delta)),
+        delta,
+        "add-or-remove-one",
+        "Confident-GNMax, Renyi bounds independent of the data",
+        (f"at most {queries} queries and {answers} answers, fixed beforehand",),
+    )

@@ -208,6 +208,15 @@ class Ledger(OnJournal):
         """The answer that was given to this question, or None."""
         return self._answers.get(question)
 
+    def began(self, question: str) -> bool:
+        """Whether an answer to this question was counted, kept or lost."""
+        return question in self._asked
+
+    @property
+    def answers(self) -> tuple[list[float], ...]:
+        """Those that were kept."""
+        return tuple(self._answers.values())
+
     @property
     def anchor(self) -> Anchor:
         """Names everything on record now: kept with what is made of these releases."""

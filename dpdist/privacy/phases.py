@@ -74,8 +74,8 @@ class Phase(ABC):
 
     @property
     def pays_for(self) -> int:
-        """How many answers it pays for that are given after training, one at a time: the ledger
-        counts each before its noise is drawn."""
+        """How many answers it pays for beside the loop, one at a time (votes before it, what models
+        are asked after it): the ledger counts each before its noise is drawn."""
         return 0
 
     @property

@@ -104,7 +104,7 @@ class PrivacyPlan:
 
     @property
     def answers(self) -> int:
-        """Number of answers that may be given after training."""
+        """Number of answers that may be given beside the loop."""
         return sum(phase.pays_for for phase in self.phases)
 
     @property

@@ -23,7 +23,8 @@ def check_count(name: str, value: object) -> None:
         raise ValueError(f"{name} must be a whole number >= 1, got {value!r}")
 
 
-def _check_release(noise_multiplier: float, sample_rate: float) -> None:
+def check_release(noise_multiplier: float, sample_rate: float) -> None:
+    """Raise ValueError for a noise multiplier or a sampling rate that is none."""
     if not (math.isfinite(noise_multiplier) and noise_multiplier >= 0):
         raise ValueError(f"noise_multiplier must be >= 0 and finite, got {noise_multiplier}")
     if not 0 < sample_rate <= 1:
@@ -47,7 +48,7 @@ class GaussianSteps(Phase):
 
     def __post_init__(self) -> None:
         check_count("steps", self.steps)
-        _check_release(self.noise_multiplier, self.sample_rate)
+        check_release(self.noise_multiplier, self.sample_rate)
         if self.batch_cap is not None:
             check_count("batch_cap", self.batch_cap)
 
@@ -143,7 +144,7 @@ class _Releases(Phase):
 
     def __post_init__(self) -> None:
         check_count("count", self.count)
-        _check_release(self.noise_multiplier, self.sample_rate)
+        check_release(self.noise_multiplier, self.sample_rate)
 
     @abstractmethod
     def _one(self) -> dpa.DpEvent:
@@ -256,7 +257,7 @@ class NoisyRecords(Phase):
     batch_cap: int | None = None
 
     def __post_init__(self) -> None:
-        _check_release(self.noise_multiplier, self.sample_rate)
+        check_release(self.noise_multiplier, self.sample_rate)
         if not (math.isfinite(self.label_epsilon) and self.label_epsilon > 0):
             raise ValueError(f"label_epsilon must be > 0 and finite, got {self.label_epsilon}")
 

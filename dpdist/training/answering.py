@@ -1,8 +1,10 @@
-"""Asking a run whose models never leave: each answer is paid for, and counted before it is made."""
+"""Answers that are paid for, counted before they are made: of a run whose models never leave, and
+votes that are released once, before the steps."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -10,11 +12,12 @@ from torch import Tensor
 
 from dpdist.base.errors import UserError
 from dpdist.privacy.journal import JournalError
-from dpdist.privacy.ledger import Ledger
+from dpdist.privacy.ledger import Ledger, NoAnswersLeft
 from dpdist.randomness.keys import derive_key, new_run_key
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe
 from dpdist.runs.released import check_released, read_released
+from dpdist.training.job import TrainJob
 from dpdist.training.teachers import Ensemble
 
 
@@ -88,3 +91,30 @@ def _question(one: Tensor) -> str:
     digest.update(str(tuple(one.shape)).encode())
     digest.update((one + 0.0).contiguous().numpy().tobytes())
     return digest.hexdigest()
+
+
+def released_once(
+    job: TrainJob, about: bytes, draw: Callable[[bytes], Sequence[float]]
+) -> list[float]:
+    """`dpdist.methods.base.Run.release`. What is drawn has a key of its own for everything that it
+    is drawn from: to draw it again after a crash is an exact replay."""
+    digest = hashlib.blake2b(about, digest_size=32, person=b"dpdist.once")
+    question = digest.hexdigest()
+    folder, plan = job.folder, job.plan
+    key = derive_key(folder.read_key(), "released", plan.fingerprint(), question)
+    with Ledger.open(folder.ledger, plan.fingerprint()) as ledger:
+        check_released(folder, plan, ledger)
+        kept = ledger.answer(question)
+        if kept is not None:
+            return kept
+        if not ledger.began(question):
+            try:
+                ledger.ask(question, plan)
+            except NoAnswersLeft:
+                raise UserError(
+                    f"{folder.path}: what is private has changed since it was released, and would "
+                    "be released a second time; choose another --name"
+                ) from None
+        values = list(draw(key))
+        ledger.keep(question, values)
+        return values

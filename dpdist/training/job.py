@@ -39,6 +39,7 @@ class TrainJob:
     """Handed to every worker. The run key is not in it: workers read it from the private folder.
 
     members: bool (N,), of the training records those to train on; None: all of them.
+    given: what is trained on in place of the records (`dpdist.methods.base.Run.workers`).
     """
 
     recipe: Recipe
@@ -47,9 +48,12 @@ class TrainJob:
     source: data.Source
     packages: dict[str, str]
     members: np.ndarray | None = None
+    given: Any = None
 
-    def records(self) -> data.Dataset:
+    def records(self) -> Any:
         """The records to train on, and behind them the canaries of an audit."""
+        if self.given is not None:
+            return self.given
         if self.members is None:
             return training_data(self.recipe, self.source)
         return self.own_records()
@@ -58,6 +62,10 @@ class TrainJob:
         """Without canaries."""
         records = training_records(self.recipe, self.source)
         return records if self.members is None else records.only(self.members)
+
+    def public(self) -> data.Dataset | None:
+        """The public records that the method reads."""
+        return public_data(self.recipe)
 
 
 def check_records(recipe: Recipe, source: data.Source, where: str) -> dict[str, Any] | None:

@@ -96,16 +96,20 @@ class _Here:
 
     job: TrainJob
 
-    def workers(self) -> None:
+    def workers(self, records: Any = None) -> None:
         import torch
 
         from dpdist.training.loop import run
         from dpdist.training.reducer import Reducer
 
-        run(self.job, Reducer(0, 1, torch.device("cpu")))
+        job = self.job if records is None else replace(self.job, given=records)
+        run(job, Reducer(0, 1, torch.device("cpu")))
 
-    def teachers(self, count: int) -> Any:
+    def teachers(self, count: int, sections: Any = None) -> Any:
         raise UserError(f"{self.job.recipe.name}: one of many trainings has no teachers of its own")
+
+    def release(self, about: bytes, draw: Any) -> list[float]:
+        raise NotImplementedError("nothing is paid for")
 
     def finish(self) -> None:
         raise NotImplementedError("workers sum it up")

@@ -5,9 +5,11 @@ Training, searches, dry runs and previews all take the cost of a training from h
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from dpdist.base.errors import UserError
+from dpdist.base.fields import Section
 from dpdist.methods.catalogue import DEFAULT
 from dpdist.privacy.calibrate import least_noise
 from dpdist.privacy.plan import PrivacyPlan
@@ -70,9 +72,14 @@ def training_alone(recipe: Recipe) -> Recipe:
     return parse(_raw(recipe), recipe.name)
 
 
-def ordinary(recipe: Recipe) -> Recipe:
-    """The recipe of the same training by ordinary SGD: without method, clip and noise."""
+def ordinary(recipe: Recipe, sections: Mapping[str, Section] | None = None) -> Recipe:
+    """The recipe of the same training by ordinary SGD: without method, clip and noise.
+
+    sections: in place of its own, by name.
+    """
     raw = _raw(recipe)
+    for name, section in (sections or {}).items():
+        raw[name] = section.model_dump(mode="json")
     raw["method"] = DEFAULT.model_dump(mode="json")
     raw["privacy"] |= {
         "epsilon": None, "noise_multiplier": 0.0, "clipping": "none", "batch_cap": None

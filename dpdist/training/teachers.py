@@ -10,6 +10,7 @@ stop a run.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,6 +21,7 @@ import pyarrow as pa
 
 from dpdist import bulk
 from dpdist.base.errors import UserError
+from dpdist.base.fields import Section
 from dpdist.base.reading import read_bytes
 from dpdist.base.storage import private_folder, write_json
 from dpdist.base.table_files import Column
@@ -131,8 +133,11 @@ class Teachers(Work):
     kind = bulk.Kind("set of teachers", "training teachers")
     file, key, schema, columns, order = TABLE, KEY, SCHEMA, COLUMNS, ("model",)
 
-    def __init__(self, job: TrainJob, count: int) -> None:
+    def __init__(
+        self, job: TrainJob, count: int, sections: Mapping[str, Section] | None = None
+    ) -> None:
         self._job, self._count = job, count
+        self.recipe = ordinary(job.recipe, sections)
 
     def identity(self) -> dict[str, Any]:
         """The folder is the run's, whose recipe does not change."""
@@ -144,7 +149,7 @@ class Teachers(Work):
         return {"seed": derive_key(read_run_key(self._job.folder), "teachers").hex()}
 
     def open(self, about: dict[str, Any], output: Path) -> Task:
-        recipe = ordinary(self._job.recipe)
+        recipe = self.recipe
         shared = TeacherSetup(recipe, self._count, bytes.fromhex(about["seed"]))
         records = len(self._job.own_records())
         _, plan = plan_of_shard(recipe, max(1, records // self._count))
@@ -185,12 +190,26 @@ class Ensemble:
         return np.stack(found)
 
 
-def train_teachers(job: TrainJob, count: int) -> Ensemble:
-    """Train the teachers of a run, or those that are missing, on the pool of actors."""
+def train_teachers(
+    job: TrainJob,
+    count: int,
+    sections: Mapping[str, Section] | None = None,
+    *,
+    here: bool = False,
+) -> Ensemble:
+    """Train the teachers of a run, or those that are missing, on the pool of actors.
+
+    sections: of the recipe, in place of its own. here: in this process instead.
+    """
+    import torch
 
     def show(done: int, total: int, rate: float) -> None:
         write_json(job.folder.progress, {"done": done, "steps": total, "rate": rate})
 
-    output, actors = job.folder.private / FOLDER, job.recipe.resources.certify_actors
-    run(Teachers(job, count), output, actors=actors, progress=show)
-    return Ensemble(job.folder, job.recipe.model.name)
+    work, output = Teachers(job, count, sections), job.folder.private / FOLDER
+    actors, threads = job.recipe.resources.certify_actors, torch.get_num_threads()
+    try:
+        run(work, output, actors=actors, progress=show, here=here)
+    finally:
+        torch.set_num_threads(threads)  # a teacher in this process took one
+    return Ensemble(job.folder, work.recipe.model.name)

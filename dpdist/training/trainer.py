@@ -7,13 +7,14 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from dpdist.base.errors import ClusterError, NoRoom, UserError
+from dpdist.base.fields import Section
 from dpdist.base.storage import private_folder, write_atomic
 from dpdist.cluster.packages import check_nodes
 from dpdist.cluster.session import Session
@@ -101,13 +102,22 @@ class _Run:
     """A training in the hands of the driver (`dpdist.methods.base.Run`)."""
 
     job: TrainJob
-    workers: Callable[[], None]
+    start: Callable[[TrainJob], None]  # training workers
+    here: bool = False
     began: float = field(default_factory=time.monotonic)
 
-    def teachers(self, count: int) -> Any:
+    def workers(self, records: Any = None) -> None:
+        self.start(self.job if records is None else replace(self.job, given=records))
+
+    def teachers(self, count: int, sections: Mapping[str, Section] | None = None) -> Any:
         from dpdist.training.teachers import train_teachers
 
-        return train_teachers(self.job, count)
+        return train_teachers(self.job, count, sections, here=self.here)
+
+    def release(self, about: bytes, draw: Callable[[bytes], Sequence[float]]) -> list[float]:
+        from dpdist.training.answering import released_once
+
+        return released_once(self.job, about, draw)
 
     def finish(self) -> None:
         from dpdist.training.monitor import sum_up
@@ -125,18 +135,20 @@ def fit(
     max_failures: int | None = None,
     until: int | None = None,
     callbacks: Sequence[Any] = (),
-    workers: Callable[[], None] | None = None,
+    workers: Callable[[TrainJob], None] | None = None,
+    here: bool = False,
 ) -> None:
     """Train a prepared job as its method does: on Ray Train, from its newest checkpoint if there
     is one.
 
     max_failures: restarts by Ray (default: resources.max_failures). until: pause after so many
-    steps. callbacks: for Ray's run configuration. workers: in place of Ray Train. Raises UserError,
-    ClusterError.
+    steps. callbacks: for Ray's run configuration. workers: in place of Ray Train. here: teachers
+    are trained in this process, as in a search's trial, which holds what it needs. Raises
+    UserError, ClusterError.
     """
     restarts = job.recipe.resources.max_failures if max_failures is None else max_failures
-    on_ray = lambda: _fit(job, restarts, until, callbacks)  # noqa: E731
-    job.recipe.method.train(_Run(job, workers or on_ray))
+    on_ray = lambda it: _fit(it, restarts, until, callbacks)  # noqa: E731
+    job.recipe.method.train(_Run(job, workers or on_ray, here))
 
 
 def _fit(job: TrainJob, restarts: int, until: int | None, callbacks: Sequence[Any]) -> None:

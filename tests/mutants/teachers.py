@@ -1,4 +1,5 @@
-"""Faults in teachers on disjoint shards, in answers that are paid for, and in records noised once."""
+"""Faults in teachers on disjoint shards, in answers and votes that are paid for, and in records
+noised once."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from mutants.fault import Fault, group
 
 ANSWERS = "methods/test_private_prediction"
 NOISY = "methods/test_noisy_records"
+VOTES = "methods/test_pate"
 
 FAULTS: list[Fault] = [
     *group(
@@ -16,6 +18,11 @@ FAULTS: list[Fault] = [
             "raw[start : start + size], digest_size",
             'b"%d" % start, digest_size',
             "a record's shard follows from its place",
+        ),
+        (
+            "members = self._shards == number",
+            "members = self._shards <= number",
+            "a record is in several teachers",
         ),
         (
             "batch = min(recipe.training.batch_size, records)",
@@ -125,6 +132,103 @@ FAULTS: list[Fault] = [
             'raise UserError(f"{folder.path}: {facts.recipe.method.withheld}")',
             "pass",
             "a model that must not leave is released",
+        ),
+    ),
+    *group(
+        "dpdist/methods/pate.py",
+        VOTES,
+        (
+            'noisy = add_noise(most, derive_key(key, "threshold"), paid.screen_noise)',
+            "noisy = most",
+            "thresholds have no noise",
+        ),
+        (
+            'counts = add_noise(votes[asked], derive_key(key, "answer"), paid.vote_noise)',
+            "counts = votes[asked]",
+            "votes have no noise",
+        ),
+        (
+            'derive_key(key, "answer"), paid.vote_noise)',
+            'derive_key(key, "answer"), paid.vote_noise / 2)',
+            "votes have half the noise",
+        ),
+        ("asked = passed[: paid.answers]", "asked = passed", "the cap on answers is ignored"),
+        (
+            "noisy >= self.threshold",
+            "noisy >= 0 * self.threshold",
+            "every input passes",
+        ),
+        (
+            "        if not isinstance(records, Answered):\n            raise",
+            "        if False:\n            raise",
+            "the student may be trained on the records",
+        ),
+        (
+            "choices = scores.argmax(axis=2)",
+            "choices = np.concatenate([scores.argmax(axis=2)] * 2)",
+            "a teacher has two votes",
+        ),
+        (
+            "told = run.release(votes.tobytes(), lambda key",
+            "told = run.release(b'votes', lambda key",
+            "other votes are taken for those that were released",
+        ),
+        (
+            "job.plan.records,\n            )",
+            "len(job.own_records()),\n            )",
+            "the student tells how many records there are",
+        ),
+    ),
+    *group(
+        "dpdist/privacy/votes.py",
+        f"privacy/test_votes {VOTES}",
+        (
+            "math.sqrt(2 * self.answers / (1 - self.screening))",
+            "math.sqrt(self.answers / (1 - self.screening))",
+            "a vote that moves changes one count",
+        ),
+        (
+            "math.sqrt(2 * self.answers / (1 - self.screening))",
+            "math.sqrt(2 * self.answers)",
+            "thresholds are not paid for",
+        ),
+        (
+            "self.noise_multiplier * math.sqrt(self.queries / self.screening)",
+            "self.noise_multiplier * math.sqrt(self.answers / self.screening)",
+            "only what passes pays for its threshold",
+        ),
+        (
+            "        return (self,)\n",
+            "        return (self,) * bool(steps)\n",
+            "votes cost nothing before the first step",
+        ),
+        (
+            "self.noise_multiplier >= other.noise_multiplier",
+            "self.answers <= other.answers",
+            "fewer answers may have less noise",
+        ),
+    ),
+    *group(
+        "dpdist/training/answering.py",
+        VOTES,
+        (
+            "                ledger.ask(question, plan)\n",
+            "                pass\n",
+            "votes are not counted before their noise",
+        ),
+        (
+            "        if not ledger.began(question):\n",
+            "        if True:\n",
+            "a crash spends the votes",
+        ),
+    ),
+    *group(
+        "dpdist/training/loop.py",
+        VOTES,
+        (
+            "self.dataset = job.records()",
+            "self.dataset = job.own_records()",
+            "a student is given the records",
         ),
     ),
     *group(

@@ -29,6 +29,7 @@ from dpdist.privacy.releases import (
     NoisyRecords,
     NonPrivate,
 )
+from dpdist.privacy.votes import NoisyVotes
 
 STEPS = GaussianSteps(6057, 1.1, 256 / 60_000)
 CAPPED = GaussianSteps(30, 0.8, 0.1, 12)
@@ -37,7 +38,7 @@ PARTS = ParallelParts(((GaussianSteps(400, 4.0, 200 / 9000),), (GaussianReleases
 OWN_NOISE = WorstOf(((RELEASE, GaussianSteps(400, 4.0, 0.02)),), 1e-9)
 
 # Made by the code as it was before each kind had a class of its own; those with a WorstOf or
-# answers later.
+# answers or votes later.
 FINGERPRINTS = {
     "085e5e11e5993ee2de9b29a2ae83762e124aa217bfba681952401fc496d5a4bb": PrivacyPlan(
         60_000, (STEPS,), 1e-5
@@ -79,6 +80,9 @@ FINGERPRINTS = {
     ),
     "f17095f57bf0e8b36e8aef49dc1065c01c220c041579a54dc2da470290316859": PrivacyPlan(
         1000, (NoisyRecords(2.0, 1.0, 50, 0.1),), 1e-5, 1.0, "replace-one"
+    ),
+    "f405565075d7acff3f059d99cb6a94e5635692e50e478e39557f9d998458f3c2": PrivacyPlan(
+        1000, (NoisyVotes(1.3, 40, 10, 0.25, 50, 0.1),), 1e-5, math.inf, nominal=True
     ),
 }
 

@@ -516,6 +516,18 @@ OF_EACH = [
     ("residual", {"gamma": 0.1}, OPEN),
     ("functional", {"centre": 0.2, "rounds": 3}, TARGET),
     ("stobatch", {}, TARGET),
+    (
+        "pate",
+        {
+            "teachers": 5,
+            "public": {"data": "digits"},
+            "queries": 10,
+            "answers": 5,
+            "threshold": 3.0,
+            "screening": 0.2,
+        },
+        TARGET,
+    ),
 ]
 MODELS = {
     "transdenoiser": {"name": "small-unet", "classifier": "/nowhere"},

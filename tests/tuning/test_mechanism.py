@@ -8,6 +8,8 @@ the generating function of K's law, so that its privacy loss is known without an
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ from dpdist.privacy.combined import WorstOf
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.privacy.releases import GaussianReleases
 from dpdist.privacy.searches import search_guarantee
+from dpdist.privacy.votes import NoisyVotes
 from dpdist.randomness.keys import derive_key
 from dpdist.sections.search import LawRecipe, TuneRecipe
 from dpdist.tuning.manifest import best, draw_trials, number_of_trials
@@ -142,23 +145,37 @@ def test_measured_distinguishability_stays_within_the_stated_epsilon():
 
 
 SPLITS = [0.1, 0.5]  # parts of mu^2 = 1 / NOISE^2 that the first of two releases has
+Parts = list[tuple[float, float]]  # of each release: what a neighbour moves, and its noise
 
 
-def split_many(law: LawRecipe, centre: float, searches: int, seed: int) -> np.ndarray:
-    """As `search_many`, of trials that split one budget differently: two noisy counts each, whose
-    score is their mean, weighted by precision. Splits are drawn by the code of real searches."""
-    space = {"method.centre": {"choice": SPLITS}}
+def counts(split: float) -> Parts:
+    """Two noisy counts."""
+    return [(1.0, NOISE / part**0.5) for part in (split, 1 - split)]
+
+
+def votes(split: float) -> Parts:
+    """A teacher that moves the most votes on five inputs, and all votes on three of them."""
+    phase = NoisyVotes(NOISE, 5, 3, split, 1, 1.0)
+    return [(5**0.5, phase.screen_noise), (6**0.5, phase.vote_noise)]
+
+
+def split_many(
+    parts: Callable[[float], Parts], law: LawRecipe, centre: float, searches: int, seed: int
+) -> np.ndarray:
+    """As `search_many`, of trials that split one budget differently: their score is the mean of
+    what they release, weighted by precision. Splits are drawn by the code of real searches."""
+    space = {"method.split": {"choice": SPLITS}}
     tune = TuneRecipe.model_validate({"space": space, "law": law.model_dump(exclude_none=True)})
     released = np.full(searches, -np.inf)
     for number in range(searches):
         trials = draw_trials(tune, derive_key(bytes(32), "split", seed, number))
         scores = {}
         for trial in trials:
-            parts = [trial.values["method.centre"], 1 - trial.values["method.centre"]]
             noisy = [
-                part * add_noise(np.array([centre]), derive_key(trial.key, k), NOISE / part**0.5)[0]
-                for k, part in enumerate(parts)
-            ]
+                moved * add_noise(np.array([centre * moved]), derive_key(trial.key, k), std)[0]
+                / (std / NOISE) ** 2
+                for k, (moved, std) in enumerate(parts(trial.values["method.split"]))
+            ]  # fmt: skip
             scores[trial.number] = float(sum(noisy))
         winner = best(trials, scores)
         if winner is not None:
@@ -166,16 +183,23 @@ def split_many(law: LawRecipe, centre: float, searches: int, seed: int) -> np.nd
     return released
 
 
-def test_a_search_over_splits_stays_within_its_epsilon():
+PRICES = {
+    counts: [tuple(GaussianReleases(NOISE / p**0.5, 1) for p in (s, 1 - s)) for s in SPLITS],
+    votes: [(NoisyVotes(NOISE, 5, 3, s, 1, 1.0),) for s in SPLITS],
+}
+
+
+@pytest.mark.parametrize("parts", PRICES, ids=lambda parts: parts.__name__)
+def test_a_search_over_splits_stays_within_its_epsilon(parts):
     """2,000 searches on each of two neighbours, against what such a search is priced; the bound is
     wrong with probability at most 0.001. Priced without the first of its releases, as if a split
     were free, the search's exact delta is beyond the promise."""
     law = LawRecipe(name="geometric", mean=6.0)
-    split = [tuple(GaussianReleases(NOISE / p**0.5, 1) for p in (s, 1 - s)) for s in SPLITS]
-    priced = search_guarantee((WorstOf(tuple(split)),), law.secret, records=100, delta=DELTA)
+    choices = WorstOf(tuple(PRICES[parts]))
+    priced = search_guarantee((choices,), law.secret, records=100, delta=DELTA)
     assert priced.epsilon == pytest.approx(stated(law), rel=5e-3)  # each split has the same profile
-    assert 0 < measured_epsilon(law, 2000, split_many) <= priced.epsilon
-    without = search_guarantee(split[1][1:], law.secret, records=100, delta=DELTA)
+    assert 0 < measured_epsilon(law, 2000, partial(split_many, parts)) <= priced.epsilon
+    without = search_guarantee(PRICES[counts][1][1:], law.secret, records=100, delta=DELTA)
     assert true_delta(law, without.epsilon) > 2 * DELTA
 
 

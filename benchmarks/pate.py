@@ -1,0 +1,91 @@
+"""What smoothing is worth to a student of noisy votes, by their noise (DPlis, Section 5.7).
+
+    python benchmarks/pate.py RUN --data-root DATA
+
+Takes the votes of a finished run of method pate and trains students on them again and again, at
+each noise with as many keys as `--seeds`, without smoothing and with each deviation: on private
+records each would be a release of its own, so this is for public data only. The students of one
+seed have the same labels. One line of JSON a student.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from dpdist.base.storage import private_folder, write_atomic
+from dpdist.evaluation import evaluate_stage
+from dpdist.methods.pate import UNANSWERED, VOTES
+from dpdist.privacy.ledger import Ledger
+from dpdist.randomness.keys import new_run_key
+from dpdist.runs.folder import RunFolder
+from dpdist.runs.recipe import parse
+from dpdist.training.job import prepare
+from dpdist.training.loop import run
+from dpdist.training.reducer import Reducer
+from dpdist.training.trainer import fit
+
+
+def student(raw: dict[str, Any], votes: Path, key: bytes, home: Path) -> dict[str, Any]:
+    """Epsilon, the share of labels that are right, the student's accuracy on the test split."""
+    recipe, folder = parse(raw, "benchmark"), RunFolder(home)
+    folder.begin(recipe)
+    write_atomic(folder.run_key, key.hex())
+    shutil.copy(votes, private_folder(folder.private) / VOTES)
+    job = prepare(recipe, folder, "benchmark")
+    fit(job, workers=lambda it: run(it, Reducer(0, 1, torch.device("cpu"))), here=True)
+    evaluate_stage(recipe, folder)
+    labels = np.array(Ledger.read(folder.ledger).answers[0])
+    answered = np.flatnonzero(labels != UNANSWERED)
+    right = labels[answered] == job.public().targets(slice(0, len(labels))).numpy()[answered]
+    return {
+        "epsilon": job.plan.guarantee().epsilon,
+        "labels": len(answered),
+        "labels right": float(right.mean()),
+        "accuracy": json.loads(folder.evaluation.read_text())["accuracy"],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--data-root", type=Path)
+    parser.add_argument("--noises", type=float, nargs="+", default=[40, 80, 100], help="in votes")
+    parser.add_argument("--smoothing", type=float, nargs="+", default=[0.03])
+    parser.add_argument("--draws", type=int, default=10)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--all", action="store_true", help="label all inputs, without a threshold")
+    parser.add_argument("--steps", type=int)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    raw = RunFolder(given.run).read_recipe().model_dump(mode="json")
+    if given.data_root is not None:
+        raw["data"]["root"] = str(given.data_root.resolve())
+    method, votes = raw["method"], given.run / "private" / VOTES
+    if given.all:
+        method |= {"answers": method["queries"], "threshold": 0.0, "screening": 0.0}
+    if given.steps is not None:
+        raw["training"] |= {"steps": given.steps, "epochs": None}
+    for noise in given.noises:
+        part = math.sqrt((1 - method["screening"]) / (2 * method["answers"]))
+        raw["privacy"] |= {"epsilon": None, "noise_multiplier": noise * part}
+        for seed in range(given.seeds):
+            key = new_run_key()
+            for std in (0.0, *given.smoothing):
+                method["smoothing"] = {"std": std, "draws": given.draws} if std else None
+                with tempfile.TemporaryDirectory() as home:
+                    found = student(raw, votes, key, Path(home) / "run")
+                line = {"noise": noise, "seed": seed, "smoothing": std, **found}
+                print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,345 @@
+"""PATE: teachers on disjoint shards of the private records vote on public inputs, noisily and once;
+a student is trained on what they said, and may be released.
+
+Papernot et al., "Semi-supervised Knowledge Transfer" (ICLR 2017) and "Scalable Private Learning
+with PATE" (ICLR 2018: Confident-GNMax); with a smoothed student, as in Section 5.7 of DPlis (PoPETs
+2021).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import numpy as np
+from pydantic import Field, field_validator, model_validator
+
+from dpdist.base.errors import UserError
+from dpdist.base.fields import (
+    Count,
+    FilePath,
+    Number,
+    Part,
+    Positive,
+    PositiveOrZero,
+    Section,
+    Text,
+)
+from dpdist.methods.base import DrawCount, Fixed, Method, PublicRecords
+from dpdist.privacy.plan import PrivacyPlan, StepPlan
+from dpdist.privacy.releases import GaussianSteps
+from dpdist.privacy.votes import NoisyVotes
+from dpdist.sections.recipe import ModelRecipe, Sections
+from dpdist.sections.training import TrainingRecipe
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from dpdist.gradients.perturbations import Draws
+    from dpdist.methods.base import Run
+    from dpdist.privacy.claims import Claim
+    from dpdist.privacy.guarantee import Guarantee
+    from dpdist.privacy.phases import Phase
+
+VOTES = "votes.npy"  # in a run's private folder
+UNANSWERED = -1.0
+
+
+class Questions(Section):
+    """The public inputs that teachers are asked about; their labels are never read.
+
+    The training split of `data` under `root` (default: where the recipe's own data lie); of the
+    run's own data set, the records that data.public declares public.
+    """
+
+    data: Text
+    root: FilePath | None = None
+    classes: Annotated[int, Number, Field(ge=1, le=100_000)] = 10
+
+
+class Teaching(Section):
+    """What of the recipe is another for teachers: the student's model, its training."""
+
+    model: ModelRecipe | None = None
+    training: TrainingRecipe | None = None
+
+    @field_validator("model", mode="before")
+    @classmethod
+    def _model_by_name(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+    @property
+    def sections(self) -> dict[str, Section]:
+        """Those that are given, by name."""
+        found: dict[str, Section | None] = {"model": self.model, "training": self.training}
+        return {name: section for name, section in found.items() if section is not None}
+
+
+class Smoothing(Section):
+    """The student's loss is the mean over `draws` of its loss at parameters + std * N(0, I)."""
+
+    std: Positive
+    draws: DrawCount = 10
+
+
+class PATE(Method):
+    """(epsilon, delta)-DP of the student, by the noise on the votes that it learns from.
+
+    Each record is in the shard of one of the `teachers` by a keyed hash, and each teacher is
+    trained on its shard without a clip or noise, by the sections of `teaching` (default: the
+    student's). Each votes for one class of each of the first `queries` public inputs: a record that
+    comes or goes moves one vote of each. Where `threshold` is given, an input passes when the most
+    votes for a class, plus noise, reach it; the first `answers` of those that pass get the class
+    with the most votes, each count plus noise. Both numbers are fixed beforehand and paid in full;
+    what passes beyond `answers` stays without a label. One Gaussian of mu = 1 /
+    privacy.noise_multiplier covers it all (the noise is given, or found for privacy.epsilon):
+    `screening` is the part of mu^2 that the thresholds have.
+
+    The student sees those inputs and labels, and nothing else: its training is post-processing, and
+    free. smoothing: of its loss (DPlis).
+    """
+
+    name: Literal["pate"] = "pate"
+    teachers: Annotated[int, Number, Field(ge=1, le=10_000)]
+    public: Questions
+    queries: Count
+    answers: Count
+    threshold: PositiveOrZero = 0.0
+    screening: Part = 0.0
+    teaching: Teaching = Teaching()
+    smoothing: Smoothing | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> PATE:
+        if self.answers > self.queries:
+            raise ValueError("answers: must be <= queries, of which they are a part")
+        if bool(self.threshold) != bool(self.screening):
+            raise ValueError(
+                "threshold and screening belong together: the votes that an input needs, and the "
+                "part of mu^2 that finding out may cost; leave out both to label whatever is asked"
+            )
+        if not self.threshold and self.answers < self.queries:
+            raise ValueError("answers: without a threshold all queries are answered: leave as many")
+        return self
+
+    # --- said in the recipe, the plan and the report
+
+    def check(self, recipe: Sections) -> None:
+        super().check(recipe)
+        refused = {
+            "audit: what is private is released before the steps": recipe.audit is not None,
+            "privacy.batch_cap": recipe.privacy.batch_cap is not None,
+            "resources.archive_private: votes stay where they are": (
+                recipe.resources.archive_private
+            ),
+        }
+        for what, given in refused.items():
+            if given:
+                raise ValueError(f"method {self.name} does not go with {what}")
+        own = self.public.data == recipe.data.name and self.public.root in (None, recipe.data.root)
+        if own and not recipe.data.public:
+            raise ValueError(
+                "data.public: required: method.public names the run's own data set, of which some "
+                "records must be public"
+            )
+
+    @property
+    def stepwise(self) -> bool:
+        return False
+
+    @property
+    def local(self) -> bool:
+        return True
+
+    @property
+    def public_records(self) -> PublicRecords:
+        public = self.public
+        return PublicRecords("method.public.data", public.data, public.classes, public.root)
+
+    def cost(self, steps: GaussianSteps) -> tuple[Phase, ...]:
+        """The votes alone: the student's steps are post-processing."""
+        return (
+            NoisyVotes(
+                steps.noise_multiplier, self.queries, self.answers, self.screening, steps.steps,
+                steps.sample_rate,
+            ),
+        )  # fmt: skip
+
+    def claim(self, plan: PrivacyPlan, proved: Guarantee) -> Claim | None:
+        from dpdist.privacy.claims import Claim, pate_claim
+
+        votes = _votes_of(plan)
+        if votes.noise_multiplier == 0:
+            return None
+        return Claim(
+            "PATE, Confident-GNMax",
+            f"{votes.queries} queries, thresholds {votes.screen_noise:.4g}, {votes.answers} "
+            f"answers, votes {votes.vote_noise:.4g}",
+            None,
+            pate_claim(
+                votes.queries, votes.answers, votes.screen_noise, votes.vote_noise, plan.delta
+            ),
+            proved,
+            "sound",
+            "Renyi bounds at numbers fixed beforehand; the exact Gaussian profile is smaller. What "
+            "is printed in papers depends on the votes, and tells of them",
+        )
+
+    def measured(self, private: Path) -> list[tuple[str, str]]:
+        """How many labels there are follows from what was released."""
+        from dpdist.privacy.ledger import Ledger
+
+        found = Ledger.read(private / "ledger.jsonl").answers
+        if not found:
+            return []
+        given = sum(label != UNANSWERED for label in found[0])
+        return [
+            ("labels", f"{given:,} of {self.answers:,} that epsilon pays for, of {self.queries:,} "
+             "inputs asked about")
+        ]  # fmt: skip
+
+    def words(self, plan: PrivacyPlan) -> str:
+        votes = _votes_of(plan)
+        screened = ""
+        if votes.screening:
+            screened = (
+                f"those with {self.threshold:g} votes or more under noise {votes.screen_noise:.4g} "
+                f"are answered, at most {votes.answers:,}, "
+            )
+        return (
+            f"{self.teachers:,} teachers on disjoint shards vote on {votes.queries:,} public "
+            f"inputs; {screened}with noise {votes.vote_noise:.4g} on each count of votes; then "
+            f"{plan.steps:,} steps on these labels, expected batch {plan.step(0).expected_batch:g}"
+        )
+
+    # --- done in training
+
+    def train(self, run: Run) -> None:
+        job = run.job
+        public, shape = job.public(), job.own_records().input_shape
+        if public.input_shape != shape or len(public) < self.queries:
+            raise UserError(
+                f"{job.recipe.name}: method.queries: needs {self.queries:,} public inputs of shape "
+                f"{shape}, {public.name} has {len(public):,} of {public.input_shape}"
+            )
+        inputs = public.batch(slice(0, self.queries))
+        votes = self._votes(run, inputs)
+        told = run.release(votes.tobytes(), lambda key: self.told(votes, job.plan, key))
+        labels = np.array(told, dtype=np.int64)
+        answered = labels != UNANSWERED
+        if not answered.any():
+            raise UserError(
+                f"{job.recipe.name}: none of {self.queries:,} inputs passed method.threshold, and "
+                "the budget is spent; begin again with a lower one"
+            )
+        run.workers(
+            Answered(
+                public.name, public.classes, inputs.numpy()[answered], labels[answered],
+                job.plan.records,
+            )
+        )  # fmt: skip
+
+    def _votes(self, run: Run, inputs: Tensor) -> np.ndarray:
+        """PRIVATE: those of the teachers, made once and kept in the private folder."""
+        from dpdist.base.reading import read_bytes
+        from dpdist.base.storage import write_atomic
+
+        path = run.job.folder.private / VOTES
+        if not path.exists():
+            votes = counted(run.teachers(self.teachers, self.teaching.sections).scores(inputs))
+            buffer = io.BytesIO()
+            np.save(buffer, votes)
+            write_atomic(path, buffer.getvalue())
+            path.chmod(0o600)
+        return np.load(io.BytesIO(read_bytes(path)), allow_pickle=False)
+
+    def told(self, votes: np.ndarray, plan: PrivacyPlan, key: bytes) -> list[float]:
+        """What the plan pays for: the label of each of its questions, or UNANSWERED.
+
+        votes: PRIVATE, (queries, classes). Confident-GNMax (Papernot et al. 2018, Algorithm 1), all
+        thresholds before the first answer. key: serves nothing else.
+        """
+        from dpdist.gradients.noise import add_noise
+        from dpdist.randomness.keys import derive_key
+
+        paid, votes = _votes_of(plan), votes.astype(np.float64)
+        passed = np.arange(paid.queries)
+        if paid.screening:
+            most = votes[: paid.queries].max(axis=1)
+            noisy = add_noise(most, derive_key(key, "threshold"), paid.screen_noise)
+            passed = np.flatnonzero(noisy >= self.threshold)
+        asked = passed[: paid.answers]
+        labels = np.full(len(votes), UNANSWERED)
+        counts = add_noise(votes[asked], derive_key(key, "answer"), paid.vote_noise)
+        labels[asked] = counts.argmax(axis=1)
+        return labels.tolist()
+
+    def seen(self, records: Any, plan: PrivacyPlan, key: bytes) -> Answered:
+        """What was answered. Raises UserError for anything else, which nothing would protect."""
+        if not isinstance(records, Answered):
+            raise UserError("method pate: the student learns from answers, never from records")
+        return records
+
+    def perturbation(self, step: StepPlan, learning_rate: float, fixed: Fixed) -> Draws:
+        from dpdist.gradients.perturbations import Draws, ParameterDraws
+
+        smooth = self.smoothing
+        return Draws() if smooth is None else ParameterDraws(smooth.draws, smooth.std)
+
+
+def _votes_of(plan: PrivacyPlan) -> Any:
+    """The phase that pays for them."""
+    return plan.phases[0]
+
+
+def counted(scores: np.ndarray) -> np.ndarray:
+    """Votes, int64 (B, classes), from what each teacher says, (teachers, B, classes): one vote of
+    each teacher for each input, whatever it says."""
+    _, inputs, classes = scores.shape
+    choices = scores.argmax(axis=2)  # of what is not a number, the first
+    return np.stack([np.bincount(choices[:, i], minlength=classes) for i in range(inputs)])
+
+
+@dataclass(frozen=True, eq=False)
+class Answered:
+    """Inputs (A, ...) and the labels (A,) they were given, over and over, `records` in all: so that
+    the plan's sampling rate and batch are the student's too, however many were answered."""
+
+    name: str
+    classes: int
+    inputs: np.ndarray
+    labels: np.ndarray
+    records: int
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        return tuple(self.inputs.shape[1:])
+
+    @cached_property
+    def fingerprint(self) -> str:
+        digest = hashlib.blake2b(digest_size=16, person=b"dpdist.answered")
+        digest.update(np.ascontiguousarray(self.inputs).tobytes())
+        digest.update(self.labels.tobytes())
+        return digest.hexdigest()
+
+    def __len__(self) -> int:
+        return self.records
+
+    def batch(self, indices: np.ndarray | slice) -> Tensor:
+        """Inputs, float32 (B, *input_shape)."""
+        import torch
+
+        return torch.from_numpy(self.inputs[self._places(indices)])
+
+    def targets(self, indices: np.ndarray | slice) -> Tensor:
+        """Labels, int64 (B,)."""
+        import torch
+
+        return torch.from_numpy(self.labels[self._places(indices)])
+
+    def _places(self, indices: np.ndarray | slice) -> np.ndarray:
+        return np.arange(self.records)[indices] % len(self.labels)

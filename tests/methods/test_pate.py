@@ -1,0 +1,363 @@
+"""PATE: one record is one vote, votes are noised as the plan says, and the student sees no more."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+import yaml
+from scipy.stats import binom, norm
+from support.here import command, without_ray
+from support.training import execute, parameters
+
+from dpdist.base.errors import UserError
+from dpdist.methods.pate import PATE, UNANSWERED, VOTES, counted
+from dpdist.privacy.ledger import Ledger
+from dpdist.privacy.plan import PrivacyPlan
+from dpdist.privacy.releases import GaussianSteps
+from dpdist.runs import archive as archives
+from dpdist.runs.archive import Archive
+from dpdist.runs.exporting import export, unpack
+from dpdist.runs.folder import RunFolder
+from dpdist.runs.recipe import parse
+from dpdist.runs.released import read_released
+from dpdist.training.job import TrainJob, prepare
+from dpdist.training.trainer import fit
+
+KEY = "5a" * 32
+METHOD = {
+    "name": "pate", "teachers": 5, "public": {"data": "digits"}, "queries": 20, "answers": 12,
+    "threshold": 1.0, "screening": 0.2,
+}  # fmt: skip
+RAW: dict[str, Any] = {
+    "name": "x",
+    "data": {"name": "digits", "public": 0.2},
+    "model": "linear",
+    "method": METHOD,
+    "privacy": {
+        "noise_multiplier": 0.05, "delta": 1e-4, "clipping": "none", "nominal_records": 1100,
+    },
+    "training": {"batch_size": 50, "steps": 4, "learning_rate": 0.5},
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _here(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_ray(monkeypatch)
+
+
+def method(**more: Any) -> PATE:
+    return PATE(**(METHOD | more))
+
+
+def plan_of(noise: float, one: PATE | None = None, **more: Any) -> PrivacyPlan:
+    phases = (one or method()).cost(GaussianSteps(4, noise, 0.1))
+    return PrivacyPlan(1100, phases, 1e-5, math.inf, nominal=True, **more)
+
+
+# ---- what one record moves
+
+
+def releases_of(
+    one: PATE, plan: PrivacyPlan, votes: np.ndarray, patch: pytest.MonkeyPatch
+) -> list[tuple[np.ndarray, float]]:
+    """What is noised, and by how much, in order."""
+    seen: list[tuple[np.ndarray, float]] = []
+
+    def without(total: np.ndarray, key: bytes, std: float) -> np.ndarray:
+        seen.append((total.copy(), std))
+        return total
+
+    with patch.context() as inner:
+        inner.setattr("dpdist.gradients.noise.add_noise", without)
+        one.told(votes, plan, b"k" * 32)
+    return seen
+
+
+def test_one_teacher_moves_the_votes_by_what_is_paid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In units of the noise; votes that go from the first class to one without any attain it."""
+    rng, one, plan = np.random.default_rng(4), method(), plan_of(2.0)
+    others = rng.multinomial(30, [0.7, 0.1, 0.1, 0.1, 0, 0, 0, 0, 0, 0], 20)
+    most = 0.0
+    for trial in range(30):
+        before, after = rng.integers(0, 10, 20), rng.integers(0, 10, 20)
+        if not trial:
+            before[:], after[:] = 0, 9
+        found = [
+            releases_of(one, plan, others + np.eye(10, dtype=int)[said], monkeypatch)
+            for said in (before, after)
+        ]
+        assert [len(each) for each in found] == [2, 2]
+        moved = 0.0
+        for (first, std), (second, same) in zip(*found, strict=True):
+            assert std == same and first.shape == second.shape
+            moved += float(((first - second) ** 2).sum()) / std**2
+        most = max(most, math.sqrt(moved))
+        assert moved <= (1 / 2.0) ** 2 * (1 + 1e-12)
+    assert most == pytest.approx(1 / 2.0)
+
+
+def write(root: Path, keep: np.ndarray | slice) -> None:
+    """A data set of made-up features; of its training records those in `keep`."""
+    rng = np.random.default_rng(3)
+    inputs = rng.random((98, 6), dtype=np.float32)
+    labels = (3 * inputs[:, 0]).astype(np.int64)
+    (root / "made").mkdir(parents=True)
+    for split, rows in (("train", np.arange(90)[keep]), ("test", np.arange(90, 98))):
+        table = pa.table({"x": inputs[rows].tolist(), "label": labels[rows]})
+        pq.write_table(table, root / "made" / f"{split}.parquet")
+
+
+def job_of(home: Path, keep: np.ndarray | slice = slice(None), **more: Any) -> TrainJob:
+    write(home / "data", keep)
+    raw = {
+        "name": "x",
+        "data": {
+            "name": "made", "root": str(home / "data"), "classes": 3, "public": 0.3,
+            "columns": {"features": ["x"]},
+        },
+        "model": "linear",
+        "method": METHOD | {"public": {"data": "made", "classes": 3}, "teachers": 4, **more},
+        "privacy": RAW["privacy"] | {"nominal_records": 60, "delta": 1e-3, "run_key": KEY},
+        "training": {"batch_size": 8, "epochs": 3, "learning_rate": 2.0},
+    }  # fmt: skip
+    return prepare(parse(raw, "test"), RunFolder(home / "run"), "test")
+
+
+def votes_of(job: TrainJob) -> np.ndarray:
+    fit(job, workers=lambda _: None, here=True)
+    return np.load(job.folder.private / VOTES)
+
+
+def test_one_record_is_one_vote_of_each_row(tmp_path: Path) -> None:
+    every = job_of(tmp_path / "every")
+    votes, private = votes_of(every), every.own_records()
+    assert votes.shape == (20, 3) and (votes.sum(axis=1) == 4).all()
+    assert (every.folder.private / VOTES).stat().st_mode & 0o077 == 0
+    changed = 0
+    inputs = pq.read_table(tmp_path / "every/data/made/train.parquet")["x"].to_pylist()
+    own = {tuple(row) for row in private.batch(slice(0, len(private))).tolist()}
+    gone = [n for n, row in enumerate(inputs) if tuple(np.float32(row).tolist()) in own][:3]
+    for n in gone:
+        fewer = votes_of(job_of(tmp_path / f"without-{n}", np.arange(90) != n))
+        moved = np.abs(fewer - votes)
+        assert moved.max() <= 1 and (moved.sum(axis=1) <= 2).all()
+        assert (fewer.sum(axis=1) == 4).all()
+        changed += bool(moved.any())
+    assert len(gone) == 3 and changed
+
+
+def test_a_teacher_has_one_vote_whatever_it_says() -> None:
+    scores = np.zeros((3, 2, 4))
+    scores[0, :, 2], scores[1, 0], scores[2, 1, 3] = 1, np.nan, np.inf
+    found = counted(scores)
+    assert (found.sum(axis=1) == 3).all() and found[1].tolist() == [1, 0, 1, 1]
+
+
+# ---- its noise
+
+
+def test_what_passes_and_what_is_told_follow_the_exact_law() -> None:
+    """Two classes, 60 votes to 40: a threshold of 70 under noise 10, then noise 20. Counts are
+    within binomial limits that are wrong with probability 1e-6; two thirds and three halves of
+    either noise are not."""
+    count = 20_000
+    one = method(queries=count, answers=count, threshold=70.0, screening=2 / 3)
+    plan = plan_of(math.sqrt(100 * (2 / 3) / count), one)
+    phase: Any = plan.phases[0]
+    assert phase.screen_noise == pytest.approx(10) and phase.vote_noise == pytest.approx(20)
+    labels = np.array(one.told(np.tile([60, 40], (count, 1)), plan, b"n" * 32))
+    passed = int((labels != UNANSWERED).sum())
+
+    def likely(seen: int, among: int, share: float) -> bool:
+        low, high = binom.ppf([5e-7, 1 - 5e-7], among, share)
+        return bool(low <= seen <= high)
+
+    wrong = int((labels == 1).sum())
+    for factor in (1.0, 2 / 3, 1.5):
+        assert likely(passed, count, norm.cdf(-10 / (10 * factor))) == (factor == 1)
+        assert likely(wrong, passed, norm.cdf(-20 / (math.sqrt(2) * 20 * factor))) == (factor == 1)
+    again = one.told(np.tile([60, 40], (count, 1)), plan, b"m" * 32)
+    assert again != labels.tolist()
+
+
+def test_no_more_is_told_than_was_paid_for() -> None:
+    votes = np.zeros((20, 10), dtype=int)
+    votes[:, 4] = 100
+    votes[::2] = 10  # no class has enough
+    one = method(threshold=50.0)
+    labels = one.told(votes, plan_of(0.01, one), b"k" * 32)
+    assert labels == [UNANSWERED, 4.0] * 10
+    fewer = method(threshold=50.0, answers=3)
+    told = fewer.told(votes, plan_of(0.01, fewer), b"k" * 32)
+    assert told[:6] == [UNANSWERED, 4.0] * 3 and set(told[6:]) == {UNANSWERED}  # the first three
+    every = method(threshold=0.0, screening=0.0, answers=20)
+    assert UNANSWERED not in every.told(votes, plan_of(0.01, every), b"k" * 32)
+    quiet = method(threshold=200.0)
+    assert set(quiet.told(votes, plan_of(0.01, quiet), b"k" * 32)) == {UNANSWERED}
+
+
+@pytest.mark.parametrize(
+    ("section", "given", "said"),
+    [
+        ("method", {"answers": 30}, "answers: must be <= queries"),
+        ("method", {"threshold": 0.0}, "threshold and screening belong together"),
+        ("method", {"threshold": 0.0, "screening": 0.0}, "leave as many"),
+        ("data", {"public": 0.0}, "data.public: required"),
+        ("privacy", {"nominal_records": None, "batch_cap": 60}, "does not go with privacy.batch"),
+        ("audit", {"kind": "canaries"}, "does not go with audit"),
+        ("resources", {"archive": "s3://a/b", "archive_private": True}, "votes stay where"),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_with_it_is_refused(section: str, given: Any, said: str) -> None:
+    raw = RAW | {section: {**RAW.get(section, {}), **given}}
+    with pytest.raises(UserError, match=said) as error:
+        parse(raw, "test")
+    assert len(str(error.value).splitlines()) == 1
+
+
+# ---- once
+
+
+def test_a_crash_replays_the_votes_and_others_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, real = job_of(tmp_path / "a"), PATE.told
+    path = job.folder.ledger
+
+    def dies(self: PATE, *given: Any) -> Any:
+        assert Ledger.read(path).asked == 1  # on the disk, before its noise
+        real(self, *given)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as inner, pytest.raises(KeyboardInterrupt):
+        inner.setattr(PATE, "told", dies)
+        votes_of(job)
+    assert Ledger.read(path).answers == ()
+    votes = votes_of(job)
+    ledger = Ledger.read(path)
+    undisturbed = job_of(tmp_path / "b")
+    assert np.array_equal(votes_of(undisturbed), votes)
+    assert ledger.asked == 1 and ledger.answers == Ledger.read(undisturbed.folder.ledger).answers
+    with monkeypatch.context() as inner:
+        inner.setattr(PATE, "told", dies)  # never asked again
+        votes_of(job)
+    votes[0] = np.roll(votes[0], 1)
+    np.save(job.folder.private / VOTES, votes)
+    with pytest.raises(UserError, match="released a second time"):
+        votes_of(job)
+    assert Ledger.read(path).asked == 1
+
+
+def test_the_student_sees_answers_and_nothing_else(tmp_path: Path) -> None:
+    job = job_of(tmp_path / "a")
+    with pytest.raises(UserError, match="never from records"):
+        execute(job)
+    given: list[Any] = []
+    fit(job, workers=given.append, here=True)
+    (told,) = Ledger.read(job.folder.ledger).answers
+    labels = np.array(told)
+    public = job.public()
+    assert public is not None and 0 < (labels != UNANSWERED).sum() <= 12 and len(labels) == 20
+    student = given[0].records()
+    assert len(student) == job.plan.records == 60
+    asked = torch.from_numpy(np.flatnonzero(labels != UNANSWERED))
+    some = np.array([0, 59, 7])
+    assert torch.equal(student.batch(some), public.batch(slice(0, 20))[asked[some % len(asked)]])
+    expected = labels[labels != UNANSWERED][some % len(asked)]
+    assert student.targets(some).tolist() == expected.tolist()
+    assert torch.equal(student.batch(slice(0, 9)), student.batch(np.arange(9)))
+    # The same student on any number of workers.
+    execute(given[0])
+    alone = parameters(job.folder)
+    other = job_of(tmp_path / "b")
+    fit(other, workers=lambda it: execute(it, 2), here=True)
+    assert torch.allclose(alone, parameters(other.folder), atol=1e-5)
+
+
+def test_too_few_questions_and_too_high_a_threshold_are_said(tmp_path: Path) -> None:
+    many = job_of(tmp_path / "many", queries=500)
+    with pytest.raises(UserError, match=r"needs 500 public inputs of shape \(6,\), made/train has"):
+        votes_of(many)
+    assert not (many.folder.private / "teachers").exists()
+    high = job_of(tmp_path / "high", threshold=900.0)
+    with pytest.raises(UserError, match="none of 20 inputs passed"):
+        votes_of(high)
+
+
+# ---- the whole
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Any:
+
+    def go(raw: dict[str, Any], *arguments: object) -> Any:
+        (tmp_path / "x.yaml").write_text(yaml.safe_dump(raw))
+        return command(monkeypatch, capsys, tmp_path, *arguments)
+
+    return go
+
+
+def test_a_run_from_teachers_to_release(here: Any, tmp_path: Path) -> None:
+    smooth = {"smoothing": {"std": 0.01, "draws": 2}}
+    training = {"batch_size": 20, "steps": 8, "learning_rate": 0.5}
+    teaching = {"teaching": {"model": "mlp", "training": training}}
+    raw = RAW | {"method": METHOD | smooth | teaching}
+    dry = here(raw, "run", "x.yaml", "--dry-run")
+    assert dry.code == 0 and "5 teachers on disjoint shards vote on 20 public" in dry.out, dry.err
+    done = here(raw, "run", "x.yaml")
+    assert done.code == 0, done.err
+    assert "add-or-remove-one (proved" in done.out and "of 12 that epsilon pays for" in done.out
+    folder = RunFolder(tmp_path / "runs" / "x")
+    ledger, plan = read_released(folder).ledger, folder.read_plan()
+    assert ledger.asked == 1 and ledger.guarantee(plan) == plan.guarantee(0)
+    before = folder.ledger.read_bytes()
+    assert here(raw, "run", "x.yaml").code == 0 and folder.ledger.read_bytes() == before
+    assert here(raw, "release", "x").code == 0
+    card = json.loads((folder.release / "privacy_card.json").read_text())
+    assert card["private"] and card["mechanism"][0].startswith("votes of models on disjoint shards")
+    assert "never released" in " ".join(card["assumptions"])
+    audit = here(raw, "audit", "x.yaml")
+    assert audit.code == 2 and "noised before the steps" in audit.err
+    unpack(export(folder), tmp_path / "fetched")
+    archive = Archive.begin(folder, f"file://{tmp_path}/archive", False)
+    assert archive is not None
+    archive.update()
+    archives.fetch(f"file://{tmp_path}/archive", tmp_path / "archived")
+    votes = (folder.private / VOTES).read_bytes()
+    for place in ("fetched", "archived", "archive", "runs/x/release"):
+        for path in (tmp_path / place).rglob("*"):
+            assert "teacher" not in path.name and "votes" not in path.name
+            assert path.is_dir() or votes not in path.read_bytes()
+
+
+def test_splits_are_searched_at_one_price(here: Any, tmp_path: Path) -> None:
+    raw = RAW | {
+        "privacy": {"epsilon": 8.0, "delta": 1e-4, "clipping": "none"},
+        "method": METHOD | {"teachers": 2},
+        "tune": {
+            "space": {
+                "method.screening": {"choice": [0.05, 0.5]},
+                "method.queries": {"choice": [15, 20]},
+                "method.threshold": {"uniform": [0.5, 1.5]},
+            },
+            "law": {"name": "fixed", "runs": 3},
+            "score": {"public": {"name": "digits", "split": "test"}},
+            "concurrent": 1,
+        },
+    }
+    done = here(raw, "run", "x.yaml")
+    assert done.code == 0, done.err
+    trials = sorted((tmp_path / "runs/x/private").rglob("plan.json"))
+    phases = [json.loads(path.read_text())["phases"][0] for path in trials]
+    splits = {(phase["screening"], phase["queries"]) for phase in phases}
+    assert len(phases) >= 3 and len(splits) > 1
+    assert len({phase["noise_multiplier"] for phase in phases}) == 1
+    assert "add-or-remove-one" in done.out and "of 12 that epsilon pays for" in done.out
