@@ -45,7 +45,8 @@ def student(raw: dict[str, Any], votes: Path, key: bytes, home: Path) -> dict[st
     evaluate_stage(recipe, folder)
     labels = np.array(Ledger.read(folder.ledger).answers[0])
     answered = np.flatnonzero(labels != UNANSWERED)
-    right = labels[answered] == job.public().targets(slice(0, len(labels))).numpy()[answered]
+    true = job.public().targets(slice(0, len(labels))).numpy()
+    right = labels[answered] == true[answered]
     return {
         "epsilon": job.plan.guarantee().epsilon,
         "labels": len(answered),
