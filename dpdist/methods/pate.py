@@ -79,7 +79,7 @@ class Teaching(Section):
         return {name: section for name, section in found.items() if section is not None}
 
 
-class Smoothing(Section):
+class SmoothedLoss(Section):
     """The student's loss is the mean over `draws` of its loss at parameters + std * N(0, I)."""
 
     std: Positive
@@ -111,7 +111,7 @@ class PATE(Method):
     threshold: PositiveOrZero = 0.0
     screening: Part = 0.0
     teaching: Teaching = Teaching()
-    smoothing: Smoothing | None = None
+    smoothing: SmoothedLoss | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> PATE:
