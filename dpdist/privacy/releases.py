@@ -337,7 +337,7 @@ class FixedBatches(Phase):
 
     def __post_init__(self) -> None:
         check_count("steps", self.steps)
-        _check_release(0.0, self.sample_rate)
+        check_release(0.0, self.sample_rate)
 
     def events(self, records: int) -> list[dpa.DpEvent]:
         return NonPrivate(self.reason).events(records)
