@@ -516,6 +516,7 @@ OF_EACH = [
     ("residual", {"gamma": 0.1}, OPEN),
     ("functional", {"centre": 0.2, "rounds": 3}, TARGET),
     ("stobatch", {}, TARGET),
+    ("dpal", {}, OPEN),
     (
         "pate",
         {
@@ -532,6 +533,7 @@ OF_EACH = [
 MODELS = {
     "transdenoiser": {"name": "small-unet", "classifier": "/nowhere"},
     "residual": "resnet-rp",
+    "dpal": {"name": "dpal-cnn", "mean": [0.5], "std": [0.5]},
 }
 
 
