@@ -162,6 +162,7 @@ def test_nothing_is_released_before_the_archive_knows(tmp_path, url) -> None:
         assert max(released(folder)) < archives.read_permit(folder.permit).steps < STEPS
 
 
+@pytest.mark.long
 def test_a_lost_run_is_restored_and_every_release_counts(tmp_path, url) -> None:
     recipe, folder = make(tmp_path, archive=url, archive_private=True)
     lost = lose(recipe, folder, 60)
@@ -366,6 +367,7 @@ def test_private_state_is_archived_only_when_asked(tmp_path, url) -> None:
         Archive.begin(folder, None, False)
 
 
+@pytest.mark.long
 def test_a_finished_run_is_read_back_by_the_commands(tmp_path, url, monkeypatch, capsys) -> None:
     def dpdist(*arguments: object) -> tuple[int, str]:
         monkeypatch.setattr(sys, "argv", ["dpdist", *map(str, arguments)])

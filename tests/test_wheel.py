@@ -41,7 +41,10 @@ def wheel(tmp_path_factory) -> Path:
     return build_wheel(tmp_path_factory.mktemp("wheel"))
 
 
-PLACES = ["checkout", "--target", pytest.param("--user", marks=pytest.mark.long)]
+PLACES = [
+    "checkout",
+    *(pytest.param(way, marks=pytest.mark.long) for way in ("--target", "--user")),
+]
 
 
 @pytest.fixture(scope="module", params=PLACES)
@@ -121,6 +124,7 @@ def test_workers_of_ray_beside_a_user_s_own_files(run, place, tmp_path):
     assert where.startswith(str(place[1])) and name == "small"
 
 
+@pytest.mark.long
 def test_no_module_is_loaded_under_two_names():
     """Also when everything is imported, in a checkout, where links lead to two folders."""
     code = (

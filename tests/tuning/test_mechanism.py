@@ -189,7 +189,7 @@ PRICES = {
 }
 
 
-@pytest.mark.parametrize("parts", PRICES, ids=lambda parts: parts.__name__)
+@pytest.mark.parametrize("parts", [counts, pytest.param(votes, marks=pytest.mark.long)])
 def test_a_search_over_splits_stays_within_its_epsilon(parts):
     """2,000 searches on each of two neighbours, against what such a search is priced; the bound is
     wrong with probability at most 0.001. Priced without the first of its releases, as if a split
