@@ -63,3 +63,16 @@ def check_test(train: Dataset, test: Dataset, begin: str) -> None:
         "the files, or leave them out of training with data.drop_test_records: true"
     )
     refuse_common(train, test, begin, why)
+
+
+def check_unseen(public: Dataset, test: Dataset, begin: str, own: bool) -> None:
+    """Raise UserError when a test record is among the public ones that a model learns from.
+
+    own: whether these are the run's own data set's."""
+    both = common(public, test)
+    if both:
+        raise UserError(
+            f"{begin}: {both:,} of the {len(public):,} public records of {public.name} are in "
+            f"{test.name}, whose scores would then say nothing about new records; "
+            + ("set data.drop_test_records: true" if own else "take others")
+        )

@@ -41,12 +41,14 @@ DrawCount = Annotated[int, Number, Field(ge=1, le=10_000)]  # of perturbations p
 @dataclass(frozen=True)
 class PublicRecords:
     """Public records that a method reads: the training split of the data set `data` under `root`
-    (default: where the recipe's own data lie). field: the recipe's key, for complaints."""
+    (default: where the recipe's own data lie). field: the recipe's key, for complaints. learned:
+    whether a model is trained on them, so that no test record may be among them."""
 
     field: str
     data: str
     classes: int
     root: Path | None = None
+    learned: bool = False
 
     def assumed(self, recipe: Sections) -> list[str]:
         """What nobody can check of them: that no private record is among them in another shape."""

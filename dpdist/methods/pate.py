@@ -20,6 +20,7 @@ from pydantic import Field, field_validator, model_validator
 
 from dpdist.base.errors import UserError
 from dpdist.base.fields import (
+    SMALLEST,
     Count,
     FilePath,
     Number,
@@ -122,6 +123,8 @@ class PATE(Method):
                 "threshold and screening belong together: the votes that an input needs, and the "
                 "part of mu^2 that finding out may cost; leave out both to label whatever is asked"
             )
+        if 0 < self.screening < SMALLEST:
+            raise ValueError(f"screening: must be 0, or at least {SMALLEST:g}")
         if not self.threshold and self.answers < self.queries:
             raise ValueError("answers: without a threshold all queries are answered: leave as many")
         return self
@@ -136,6 +139,8 @@ class PATE(Method):
             "resources.archive_private: votes stay where they are": (
                 recipe.resources.archive_private
             ),
+            "public weights of method.teaching.model, which nobody holds against the records "
+            "(model's may be the teachers' too)": self._begins_with_others(recipe.model),
         }
         for what, given in refused.items():
             if given:
@@ -146,6 +151,12 @@ class PATE(Method):
                 "data.public: required: method.public names the run's own data set, of which some "
                 "records must be public"
             )
+
+    def _begins_with_others(self, student: ModelRecipe) -> bool:
+        """Whether teachers begin with weights of which the student has none: what those saw, every
+        teacher knows, and only the student's are checked."""
+        model = self.teaching.model
+        return model is not None and model.pretrained not in (None, student.pretrained)
 
     @property
     def stepwise(self) -> bool:
@@ -158,7 +169,9 @@ class PATE(Method):
     @property
     def public_records(self) -> PublicRecords:
         public = self.public
-        return PublicRecords("method.public.data", public.data, public.classes, public.root)
+        return PublicRecords(
+            "method.public.data", public.data, public.classes, public.root, learned=True
+        )
 
     def cost(self, steps: GaussianSteps) -> tuple[Phase, ...]:
         """The votes alone: the student's steps are post-processing."""
@@ -220,14 +233,15 @@ class PATE(Method):
 
     def train(self, run: Run) -> None:
         job = run.job
-        public, shape = job.public(), job.own_records().input_shape
+        public, own = job.public(), job.own_records()
+        shape = own.input_shape
         if public.input_shape != shape or len(public) < self.queries:
             raise UserError(
                 f"{job.recipe.name}: method.queries: needs {self.queries:,} public inputs of shape "
                 f"{shape}, {public.name} has {len(public):,} of {public.input_shape}"
             )
         inputs = public.batch(slice(0, self.queries))
-        votes = self._votes(run, inputs)
+        votes = self._votes(run, inputs, own.classes)
         told = run.release(votes.tobytes(), lambda key: self.told(votes, job.plan, key))
         labels = np.array(told, dtype=np.int64)
         answered = labels != UNANSWERED
@@ -238,14 +252,14 @@ class PATE(Method):
             )
         run.workers(
             Answered(
-                public.name, public.classes, inputs.numpy()[answered], labels[answered],
+                public.name, own.classes, inputs.numpy()[answered], labels[answered],
                 job.plan.records,
             )
         )  # fmt: skip
 
-    def _votes(self, run: Run, inputs: Tensor) -> np.ndarray:
+    def _votes(self, run: Run, inputs: Tensor, classes: int) -> np.ndarray:
         """PRIVATE: those of the teachers, made once and kept in the private folder."""
-        from dpdist.base.reading import read_bytes
+        from dpdist.base.reading import read_bytes, reason
         from dpdist.base.storage import write_atomic
 
         path = run.job.folder.private / VOTES
@@ -255,7 +269,15 @@ class PATE(Method):
             np.save(buffer, votes)
             write_atomic(path, buffer.getvalue())
             path.chmod(0o600)
-        return np.load(io.BytesIO(read_bytes(path)), allow_pickle=False)
+        try:
+            votes = np.load(io.BytesIO(read_bytes(path)), allow_pickle=False)
+            if votes.shape != (len(inputs), classes) or votes.dtype != np.int64:
+                raise ValueError("other votes than these teachers have")
+        except (ValueError, EOFError) as error:
+            raise UserError(
+                f"{path}: damaged: {reason(error)}; remove it, and the teachers vote again"
+            ) from error
+        return votes
 
     def told(self, votes: np.ndarray, plan: PrivacyPlan, key: bytes) -> list[float]:
         """What the plan pays for: the label of each of its questions, or UNANSWERED.

@@ -13,7 +13,7 @@ from dpdist.base.errors import UserError
 from dpdist.base.reading import read_json
 from dpdist.base.storage import write_atomic, write_json
 from dpdist.cluster.packages import fingerprint
-from dpdist.data.overlap import refuse_common
+from dpdist.data.overlap import check_unseen, refuse_common
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.randomness.keys import new_run_key
 from dpdist.runs.folder import RunFolder
@@ -73,13 +73,16 @@ def check_records(recipe: Recipe, source: data.Source, where: str) -> dict[str, 
 
     Returns what the model's public part is and saw (`check_pretrained`).
     """
-    evaluation_data(recipe, source)
+    test = evaluation_data(recipe, source)
     private = private_data(recipe, source)
     pretrained = check_pretrained(recipe, private, where)
     named, public = recipe.method.public_records, public_data(recipe)
-    # Without noise nothing is promised.
-    if named is not None and public is not None and recipe.privacy.noise_multiplier != 0:
-        refuse_common(private, public, f"{where}: {named.field}", AMONG_PUBLIC)
+    if named is not None and public is not None:
+        begin = f"{where}: {named.field}"
+        if named.learned:
+            check_unseen(public, test, begin, public.folder == private.folder)
+        if recipe.privacy.noise_multiplier != 0:  # else nothing is promised
+            refuse_common(private, public, begin, AMONG_PUBLIC)
     return pretrained
 
 

@@ -80,6 +80,8 @@ def ordinary(recipe: Recipe, sections: Mapping[str, Section] | None = None) -> R
     raw = _raw(recipe)
     for name, section in (sections or {}).items():
         raw[name] = section.model_dump(mode="json")
+    if sections:
+        raw["public"] = None  # about the recipe's own model
     raw["method"] = DEFAULT.model_dump(mode="json")
     raw["privacy"] |= {
         "epsilon": None, "noise_multiplier": 0.0, "clipping": "none", "batch_cap": None

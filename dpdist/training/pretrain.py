@@ -22,7 +22,7 @@ from dpdist import data, models
 from dpdist.base.errors import UserError
 from dpdist.base.reading import read_bytes
 from dpdist.base.storage import built_aside
-from dpdist.data.overlap import common, refuse_common
+from dpdist.data.overlap import check_unseen, refuse_common
 from dpdist.gradients.task import cross_entropy, squared_error
 from dpdist.methods.hgm_shares import resized
 from dpdist.models import ModelSpec
@@ -101,14 +101,7 @@ def _public_records(
                 f"{recipe.data.told_apart}"
             )
         records = found
-    test = data.load(source, "test")
-    both = common(records, test)
-    if both:
-        raise UserError(
-            f"{where}: {both:,} of the {len(records):,} public records of {records.name} are in "
-            f"{test.name}, whose scores would then say nothing about new records; "
-            + ("take others" if section.data else "set data.drop_test_records: true")
-        )
+    check_unseen(records, data.load(source, "test"), where, section.data is None)
     if section.training.batch_size > len(records):
         raise UserError(
             f"{where}: public.training.batch_size: must be <= the {len(records)} public records, "

@@ -30,6 +30,7 @@ from dpdist.privacy.plan import PrivacyPlan
 from dpdist.randomness.keys import derive_key, key_id
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe
+from dpdist.training.building import check_model, initial_model, model_spec
 from dpdist.training.finite import Diverged
 from dpdist.training.job import TrainJob, read_run_key
 from dpdist.training.many import ManyTrainings, file_digest, files_of, kept_in, trained_here
@@ -112,7 +113,6 @@ class TeacherTrainer:
 
     def _as_it_began(self) -> dict[str, bytes]:
         from dpdist import models
-        from dpdist.training.building import initial_model, model_spec
 
         spec = model_spec(self._shared.recipe, self._records)
         with TemporaryDirectory(prefix="dpdist-teacher-") as folder:
@@ -207,6 +207,8 @@ def train_teachers(
         write_json(job.folder.progress, {"done": done, "steps": total, "rate": rate})
 
     work, output = Teachers(job, count, sections), job.folder.private / FOLDER
+    if sections:  # the recipe's own was checked before the run
+        check_model(work.recipe, job.own_records())
     actors, threads = job.recipe.resources.certify_actors, torch.get_num_threads()
     try:
         run(work, output, actors=actors, progress=show, here=here)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse
 from dpdist.runs.released import read_released
 from dpdist.training.job import TrainJob, prepare
+from dpdist.training.planning import ordinary
 from dpdist.training.trainer import fit
 
 KEY = "5a" * 32
@@ -213,6 +215,12 @@ def test_no_more_is_told_than_was_paid_for() -> None:
         ("data", {"public": 0.0}, "data.public: required"),
         ("privacy", {"nominal_records": None, "batch_cap": 60}, "does not go with privacy.batch"),
         ("audit", {"kind": "canaries"}, "does not go with audit"),
+        ("method", {"screening": 1e-310}, "screening: must be 0, or at least 1e-09"),
+        (
+            "method",
+            {"teaching": {"model": {"name": "linear", "initial": {"folder": "w", "saw": "it"}}}},
+            "public weights of method.teaching.model",
+        ),
         ("resources", {"archive": "s3://a/b", "archive_private": True}, "votes stay where"),
     ],
 )  # fmt: skip
@@ -280,6 +288,60 @@ def test_the_student_sees_answers_and_nothing_else(tmp_path: Path) -> None:
     other = job_of(tmp_path / "b")
     fit(other, workers=lambda it: execute(it, 2), here=True)
     assert torch.allclose(alone, parameters(other.folder), atol=1e-5)
+
+
+def test_the_student_tells_the_records_classes_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever classes the public records have, whose labels nobody reads."""
+    public, given = TrainJob.public, []
+    monkeypatch.setattr(TrainJob, "public", lambda job: replace(public(job), classes=2))
+    job = job_of(tmp_path)
+    np.save(job.folder.private / VOTES, np.tile([0, 0, 4], (20, 1)))
+    fit(job, workers=given.append, here=True)
+    student = given[0].records()
+    assert student.classes == 3 and student.targets(slice(0, 60)).max() == 2
+    execute(given[0])
+
+
+def test_a_teacher_s_network_may_be_another_where_the_student_s_is_pretrained() -> None:
+    """What `pretrain` makes is the student's, and nothing of it is the teachers'."""
+    raw = RAW | {
+        "model": {"name": "linear", "initial": "weights"},
+        "public": {"training": RAW["training"]},
+        "method": METHOD | {"teaching": {"model": "mlp"}},
+    }
+    recipe = parse(raw, "test")
+    teachers = ordinary(recipe, recipe.method.teaching.sections)
+    assert teachers.model.name == "mlp" and teachers.model.pretrained is None
+
+
+def test_a_teacher_s_network_is_checked_before_any_is_trained(tmp_path: Path) -> None:
+    job = job_of(tmp_path, teaching={"model": "nothing"})
+    with pytest.raises(UserError, match="nothing"):
+        votes_of(job)
+    assert not (job.folder.private / "teachers").exists()
+
+
+def test_no_question_is_a_test_record(tmp_path: Path) -> None:
+    job, path = job_of(tmp_path), tmp_path / "data/made/test.parquet"
+    public = job.public()
+    assert public is not None
+    one = {"x": public.batch(slice(0, 1))[0].tolist(), "label": 0}
+    pq.write_table(pa.Table.from_pylist([*pq.read_table(path).to_pylist(), one]), path)
+    with pytest.raises(UserError, match=r"method\.public\.data: 1 of the .* are in made/test"):
+        prepare(job.recipe, job.folder, "test")
+
+
+def test_damaged_votes_are_said(tmp_path: Path) -> None:
+    job, path = job_of(tmp_path), tmp_path / "run/private" / VOTES
+    np.save(path, np.zeros((20, 2), dtype=np.int64))
+    for content in (path.read_bytes(), b"", path.read_bytes()[:100]):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=r"votes\.npy: damaged: .*; remove it") as error:
+            votes_of(job)
+        assert len(str(error.value).splitlines()) == 1
+    assert not job.folder.ledger.exists()
 
 
 def test_too_few_questions_and_too_high_a_threshold_are_said(tmp_path: Path) -> None:

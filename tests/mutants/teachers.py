@@ -135,6 +135,11 @@ FAULTS: list[Fault] = [
         ),
     ),
     *group(
+        "dpdist/training/job.py",
+        VOTES,
+        ("if named.learned:", "if False:", "a student is scored on inputs that it was taught"),
+    ),
+    *group(
         "dpdist/methods/pate.py",
         VOTES,
         (
@@ -151,6 +156,11 @@ FAULTS: list[Fault] = [
             'derive_key(key, "answer"), paid.vote_noise)',
             'derive_key(key, "answer"), paid.vote_noise / 2)',
             "votes have half the noise",
+        ),
+        (
+            "model.pretrained not in (None, student.pretrained)",
+            "model.pretrained not in (None, model.pretrained)",
+            "teachers begin with weights that nobody held against the records",
         ),
         ("asked = passed[: paid.answers]", "asked = passed", "the cap on answers is ignored"),
         (
