@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,10 @@ def test_other_settings_are_refused_by_name(tmp_path: Path) -> None:
         work(tmp_path, n=11)
     with pytest.raises(UserError, match="seed was 'drawn', now 'mine'"):
         work(tmp_path, seed="mine")
+    with bulk.held(tmp_path, KIND) as journal, pytest.raises(UserError) as refused:
+        secret = replace(KIND, secret=True)
+        bulk.pin(journal, secret, wanted(), "mine", lambda: {})
+    assert "the seed is another" in str(refused.value) and "drawn" not in str(refused.value)
     assert work(tmp_path) == [1]
 
 

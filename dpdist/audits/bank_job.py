@@ -27,7 +27,7 @@ SCORES = "scores.safetensors"
 class Bank(Work):
     """Shadow models of one recipe. identity: see `dpdist.audits.membership`."""
 
-    kind = bulk.Kind("bank of shadow models", "training shadow models")
+    kind = bulk.Kind("bank of shadow models", "training shadow models", secret=True)
     file, key, schema, columns = TABLE, KEY, SCHEMA, COLUMNS
 
     def __init__(

@@ -30,7 +30,7 @@ COLUMNS: dict[str, Column] = {"trial": (int, 0), "present": (int, 0), "score": (
 class Retraining(Work):
     """The trainings and the score of the canary in each; private, as the models are."""
 
-    kind = bulk.Kind("audit of many runs", "auditing many runs")
+    kind = bulk.Kind("audit of many runs", "auditing many runs", secret=True)
     file, key, schema, columns, order = TABLE, KEY, SCHEMA, COLUMNS, ("trial",)
 
     def __init__(self, options: ManyRunsAudit, target: Target) -> None:

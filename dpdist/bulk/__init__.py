@@ -47,11 +47,13 @@ def _canonical(about: Mapping[str, Any]) -> bytes:
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of job, in words for its messages. free: settings on which no result depends."""
+    """One kind of job, in words for its messages. free: settings on which no result depends.
+    secret: its seed is a key, which no message shows."""
 
     name: str  # "certification"
     doing: str  # "certifying"
     free: frozenset[str] = frozenset()
+    secret: bool = False
 
 
 @contextmanager
@@ -130,7 +132,8 @@ def refuse_difference(
         if name not in kind.free and old.get(name) != value
     ]
     if seed is not None and seed != about.get("seed"):
-        differences.append(f"seed was {about.get('seed')!r}, now {seed!r}")
+        shown = f"seed was {about.get('seed')!r}, now {seed!r}"
+        differences.append("the seed is another" if kind.secret else shown)
     if differences:
         raise UserError(
             f"{output}: holds another {kind.name} ({'; '.join(differences)}); choose another "

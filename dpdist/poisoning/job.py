@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class Voting(Work):
     """Of one recipe. wanted: see `dpdist.poisoning.voting`."""
 
-    kind = bulk.Kind("set of votes", "training voters")
+    kind = bulk.Kind("set of votes", "training voters", secret=True)
     file, key, schema, columns, order = TABLE, KEY, SCHEMA, COLUMNS, ("model", "index")
 
     def __init__(
