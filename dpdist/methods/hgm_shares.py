@@ -89,8 +89,12 @@ def _paid(section: Redistribution, sensitivity: float, setup: Setup) -> Tensor:
 
 
 def shares(sensitivities: Tensor, floor: float) -> Tensor:
-    """K r, float64, mean 1, each at least `floor`; sensitivities >= 0 of the hidden shape."""
-    r = redistribution(sensitivities.double().flatten().numpy(), floor)
+    """K r, float64, mean 1, each at least `floor`; sensitivities >= 0 of the hidden shape. Raises
+    UserError where they, or their sum, are not finite."""
+    weights = sensitivities.double().flatten()
+    if not weights.sum().isfinite():
+        raise UserError("beta: powers of the records' gradients are not finite; take a smaller one")
+    r = redistribution(weights.numpy(), floor)
     return torch.from_numpy(r * r.size).view_as(sensitivities)
 
 

@@ -20,6 +20,7 @@ from dpdist.methods.base import Fixed, Setup
 from dpdist.methods.functional import SCALES, Adversarial, Functional, Relevance
 from dpdist.methods.functional_relevance import scales_of
 from dpdist.methods.functional_sums import Sums, slack
+from dpdist.methods.hgm_shares import shares
 from dpdist.models import ModelSpec, last_linear
 from dpdist.runs.recipe import parse
 from dpdist.training.canaries import Canaries
@@ -161,6 +162,13 @@ def test_scales_are_made_of_public_records_alone(tmp_path: Path) -> None:
     scales = scales_of(Functional(), asked, setup)
     assert float(scales.square().mean()) == pytest.approx(1)
     assert 0.2 <= float(scales.square().min()) < 0.9 and float(scales.square().max()) > 1.5
+
+
+def test_powers_beyond_all_numbers_are_refused() -> None:
+    for powers in ([math.inf, 1.0], [1e308, 1e308]):
+        with pytest.raises(UserError, match="smaller one"):
+            shares(torch.tensor(powers, dtype=torch.float64), 0.1)
+    assert shares(torch.zeros(4), 0.1).tolist() == [1.0] * 4
 
 
 def test_both_options_train(tmp_path: Path) -> None:
