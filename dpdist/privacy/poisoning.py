@@ -11,7 +11,8 @@ records, then insert b. With R_a and I_b the curves of each direction alone, exa
 a phase has them (mixtures of Gaussians), the answer keeps at least I_b(R_a(x)), so
 B_k = min over a + b = k of I_b(R_a(x)): one direction's group curve alone would not do, since it
 says nothing of mixtures. The curve of one record in either order, k times over, holds as well; the
-larger of both is taken. Under replace-one k counts replaced records, and only the latter is known.
+larger of both is taken, and large k are made of exact groups of 16. Under replace-one k counts
+replaced records, and only the curve of one is known.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from dpdist.privacy.group import group_pld
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.privacy.trade_off import Curve
 
-_HALVINGS = 60
+_POINTS, _ROUNDS = 1025, 6  # of a search in [0, 1]: 60 bits
+_LARGEST = 16  # of groups whose exact loss is computed, which takes time in proportion
+_MOST = 1000  # changes that are looked for
 
 
 class Poisoned:
@@ -46,28 +49,29 @@ class Poisoned:
         infinity where none is enough. Rounded up."""
         found = self._needed.setdefault(target, [target])
         while len(found) <= changes:
-            found.append(max(found[-1], self._after(len(found), target, found)))
+            found.append(max(found[-1], self._after(len(found), found)))
         return found[changes]
 
     def changes(self, probability: float, target: float = 0.5) -> int:
-        """The largest number of changes after which an answer of at least this probability keeps
-        more than `target`; -1 where it has no more than that to begin with."""
+        """The largest number of changes, up to 1,000, after which an answer of at least this
+        probability keeps more than `target`; -1 where it has no more than that to begin with."""
         if probability <= target:
             return -1
         most = 0
-        while self.needed(most + 1, target) <= probability:
+        while most < _MOST and self.needed(most + 1, target) <= probability:
             most += 1
         return most
 
-    def _after(self, changes: int, target: float, fewer: list[float]) -> float:
-        """fewer: what 0 to changes - 1 need. One change first must keep what the others need."""
-        stepwise = _inverse(self._one, fewer[-1])
-        if self._both(changes) is None:
+    def _after(self, changes: int, fewer: list[float]) -> float:
+        """fewer: what 0 to changes - 1 need. One change, or a group, must keep what the others
+        need."""
+        stepwise, group = _inverse(self._one, fewer[-1]), min(changes, _LARGEST)
+        if self._both(group) is None:
             return stepwise
         worst = 0.0
-        for removed in range(changes + 1):
-            kept = target
-            if inserted := changes - removed:
+        for removed in range(group + 1):
+            kept = fewer[changes - group]
+            if inserted := group - removed:
                 kept = _inverse(self._pair(inserted)[1], kept)
             if removed:
                 kept = _inverse(self._pair(removed)[0], kept)
@@ -92,17 +96,14 @@ def _inverse(curve: Curve, target: float) -> float:
 
     Curves do not decrease, so whatever lies above x keeps more than the target as well.
     """
-    if not target < 1 or not _at(curve, 1.0) > target:
-        return math.inf
     low, high = target, 1.0  # curve(x) <= x
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        low, high = (low, middle) if _at(curve, middle) > target else (middle, high)
+    if not low < high or not curve(np.array(high)) > target:
+        return math.inf
+    for _ in range(_ROUNDS):
+        x = np.linspace(low, high, _POINTS)
+        first = int(np.argmax(curve(x) > target))
+        low, high = float(x[max(first - 1, 0)]), float(x[first])
     return high
-
-
-def _at(curve: Curve, x: float) -> float:
-    return float(curve(np.array(x)))
 
 
 def cost_of_votes(plan: PrivacyPlan, models: int) -> PrivacyPlan:

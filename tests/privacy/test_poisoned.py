@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import optimize, stats
 
-from dpdist.privacy import trade_off
+from dpdist.privacy import poisoning, trade_off
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.privacy.poisoning import Poisoned, cost_of_votes
 from dpdist.privacy.releases import GaussianSteps
@@ -122,3 +122,19 @@ def test_votes_cost_all_their_trainings() -> None:
     plan = gaussian(0.25)
     whole = cost_of_votes(plan, 9)
     assert whole.guarantee().epsilon == pytest.approx(gaussian(0.75).guarantee().epsilon, rel=1e-3)
+
+
+def test_tiny_epsilons_end() -> None:
+    # So much noise withstands thousands of changes: nobody waits for all of them.
+    poisoned = Poisoned(PrivacyPlan(1000, (GaussianSteps(1, 1e4, 1.0),), 1e-5))
+    poisoned._needed[0.5] = [0.5] * 1001
+    assert poisoned.changes(0.9) == 1000
+
+
+def test_large_groups_are_made_of_smaller_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(poisoning, "_LARGEST", 2)
+    poisoned = Poisoned(gaussian(0.25))
+    for changes in (3, 4, 5):
+        exact = NORMAL.cdf(NORMAL.ppf(0.5) + 0.25 * changes)
+        assert exact - 1e-12 <= poisoned.needed(changes) <= exact + 4e-3, changes
+    assert set(poisoned._groups) == {1, 2}
