@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dpdist.base.errors import UserError
 from dpdist.base.fields import Count, CountOrZero, Positive, Probability
 from dpdist.commands.options import (
     RUNS,
@@ -83,6 +84,8 @@ def command(
     resolved = pipeline.resolve(recipe, name=name, data_root=data_root)
     folder = RunFolder(runs / resolved.name)
     at = (0.0, *[r for r in numbers(radii, "--radii") or () if r])
+    if partitions and len(at) > 1:
+        raise UserError("--radii: goes with private models, not with --partitions")
     shown = numbers(changes, "--changes", CountOrZero)
     settings = Poisoning(models, partitions, sigma, start or 0, every or 1, max_inputs, seed)
     for path in (output, csv):
@@ -160,7 +163,10 @@ def _terms(votes: Votes, found: list[Withstands], plan: PrivacyPlan) -> list[tup
     from dpdist.privacy.poisoning import cost_of_votes
 
     if found[0].alpha == 0:
-        return [("a change", "a record inserted or removed; another label is both")]
+        what = "a record inserted or removed"
+        if votes.settings.get("data.max_train") is not None:
+            what = "a record blanked out or filled in, N fixed (data.max_train is a share of it)"
+        return [("a change", f"{what}; another label is both")]
     one, all_of_them = plan.guarantee(), cost_of_votes(plan, len(votes.vote)).guarantee()
     what = {
         "replace-one": "a record replaced by another",
@@ -168,8 +174,10 @@ def _terms(votes: Votes, found: list[Withstands], plan: PrivacyPlan) -> list[tup
     }.get(
         one.relation, "a record blanked out or filled in, N fixed; another label or image is both"
     )
+    public = [("trusted", "data.public: whose hash lies there is no training record")]
     return [
         ("a change", what),
+        *(public if votes.settings.get("data.public") else []),
         ("error", f"alpha {found[0].alpha:g} each; of all together: 0.05 (union bound)"),
         ("certified", "what the recipe says most often over its secret keys"),
         ("one training", str(one)),

@@ -102,5 +102,5 @@ def by_partitions(votes: Votes) -> Withstands:
     rows, names = np.arange(inputs), np.arange(classes)
     rival = counts + (names < answer[:, None])  # which of equals wins
     rival[rows, answer] = -1
-    lead = counts[rows, answer] - rival.max(1)
+    lead = counts[rows, answer] - rival.max(1, initial=0)  # a class that nobody named may win too
     return Withstands(answer, {0.0: (lead // 2).astype(np.int64)}, len(votes.vote), 0.0)

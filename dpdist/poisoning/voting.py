@@ -89,7 +89,13 @@ class Poisoning(Evaluation):
             plain = ordinary(recipe)
             return plain, plan_of_shard(plain, max(1, records // self.models))[1]
         alone = training_alone(recipe)
-        return alone, make_plan(alone, records, recipe.name)
+        plan = make_plan(alone, records, recipe.name)
+        if plan.answers:
+            raise UserError(
+                f"{recipe.name}: nothing to vote: each training would need teachers of its own; "
+                "take another method, or --partitions"
+            )
+        return alone, plan
 
     def work(self, subject: Subject) -> Voting:
         """Raises UserError for a recipe whose models cannot vote."""

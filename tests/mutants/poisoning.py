@@ -10,8 +10,9 @@ FAULTS: list[Fault] = [
     *group(
         "dpdist/privacy/poisoning.py",
         "privacy/test_poisoned",
-        ("range(changes + 1)", "(changes,)", "all changes are removals"),
-        ("range(changes + 1)", "(0,)", "all changes are insertions"),
+        ("range(group + 1)", "(group,)", "all changes are removals"),
+        ("range(group + 1)", "(0,)", "all changes are insertions"),
+        ("fewer[changes - group]", "fewer[0]", "changes beyond a group are free"),
         ("self._pair(inserted)[1]", "self._pair(inserted)[0]", "an insertion counts as a removal"),
         ("self._pair(removed)[0]", "self._pair(removed)[1]", "a removal counts as an insertion"),
         ("_inverse(self._one, fewer[-1])", "fewer[-1]", "further changes are free"),
@@ -39,6 +40,7 @@ FAULTS: list[Fault] = [
         ),
         ("rival = counts + (names < answer[:, None])", "rival = counts + 0", "ties are won by both"),
         ("lead // 2", "lead", "a change moves half a vote"),
+        ("rival.max(1, initial=0)", "rival.max(1)", "a class without votes cannot win any"),
     ),
     *group(
         "dpdist/poisoning/models.py",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -12,13 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import load
+from safetensors.numpy import load as load_tensors
 from scipy import stats
 from support.here import Done, command, without_ray
 from support.training import make
 
 from dpdist import models, pipeline
 from dpdist.base.errors import UserError
+from dpdist.commands.poison import _terms
 from dpdist.data import Dataset
 from dpdist.poisoning.certificates import by_partitions, by_privacy
 from dpdist.poisoning.models import Voter
@@ -29,7 +31,7 @@ from dpdist.privacy.poisoning import Poisoned
 from dpdist.privacy.releases import GaussianSteps
 from dpdist.randomness.keys import derive_key
 from dpdist.runs.folder import RunFolder
-from dpdist.runs.recipe import Recipe
+from dpdist.runs.recipe import Recipe, find, load
 from dpdist.training import job, many
 from dpdist.training.planning import make_plan
 from dpdist.training.records import evaluation_data, source_of, training_data
@@ -100,6 +102,13 @@ def test_partitions_withstand_exactly_so_many_moved_votes() -> None:
     for votes, answer, changes in zip(every, found.answer, found.changes[0.0], strict=True):
         assert answer == winner(votes)
         assert not moved(votes, int(changes)) and moved(votes, int(changes) + 1)
+
+
+def test_a_class_that_nobody_named_may_win() -> None:
+    # All say 0, which is every label: of 3 votes two moved to class 1 win, of 2 one makes a tie.
+    for votes, changes in ((1, 0), (2, 1), (3, 1), (4, 2)):
+        found = by_partitions(votes_of([[0]] * votes))
+        assert found.answer.tolist() == [0] and found.changes[0.0].tolist() == [changes]
 
 
 def test_a_vote_for_nothing_counts_for_no_class() -> None:
@@ -198,6 +207,9 @@ def test_a_changed_record_moves_one_partition(run: Any, tmp_path: Path) -> None:
         with torch.inference_mode():
             said = model(voter._test.batch(votes.index)).argmax(1)
         assert votes.vote[number].tolist() == said.tolist()
+    # How many records data.max_train lets in follows from their number: a change must leave that.
+    done = run("poison", "x.yaml", "--partitions", "--models", 4, "--every", 20, "--seed", SEED)
+    assert done.code == 0 and "data.max_train is a share of it" in done.out
 
 
 def setup_of(recipe: Recipe, settings: Poisoning) -> Any:
@@ -232,6 +244,10 @@ def test_the_command_prints_what_is_withstood_and_keeps_it_private(
     shutil.rmtree(home / "models/0004")
     assert run(*asked, "--changes", "0,1", "--csv", "out.csv").out == done.out
     assert (home / "votes.parquet").read_bytes() == table
+    # Of another seed: said without the secret one.
+    done = run(*asked, "--seed", SEED)
+    secret = json.loads((home / "settings.json").read_text())["seed"]
+    assert done.code == 2 and "the seed is another" in done.err and secret not in done.err
 
 
 def test_mistakes_are_told_before_a_model_is_trained(run: Any, tmp_path: Path) -> None:
@@ -240,6 +256,7 @@ def test_mistakes_are_told_before_a_model_is_trained(run: Any, tmp_path: Path) -
         (("--models", 6, "--select", 6), "--select"),
         (("--radii", "0.1"), "--sigma"),
         (("--partitions", "--sigma", 0.1), "--partitions"),
+        (("--partitions", "--radii", "0.1"), "--partitions"),
         (("--seed", "12"), "seed"),
         (("--start", 10_000), "no test input"),
         (("--csv", "runs/x/certificates.csv"), "may be published"),
@@ -251,6 +268,22 @@ def test_mistakes_are_told_before_a_model_is_trained(run: Any, tmp_path: Path) -
     assert free.privacy.noise_multiplier == 0
     done = run("poison", "x.yaml", "--name", "free")
     assert done.code == 2 and "no trade-off curve" in done.err
+
+
+def test_teachers_cannot_vote_themselves() -> None:
+    recipe = load(find("digits-pate"))
+    with pytest.raises(UserError, match="teachers of its own"):
+        Poisoning().training(recipe, 1100)
+    plain, _ = Poisoning(partitions=True).training(recipe, 1100)
+    assert plain.privacy.noise_multiplier == 0
+
+
+def test_public_records_are_trusted() -> None:
+    votes = votes_of(np.zeros((9, 1)))
+    found = [by_privacy(votes, PLAN, select=1, alpha=0.1)]
+    assert "trusted" not in dict(_terms(votes, found, PLAN))
+    votes = replace(votes, about={"settings": {"data.public": 0.2}})
+    assert "data.public" in dict(_terms(votes, found, PLAN))["trusted"]
 
 
 # ---- and poisoned records do not
@@ -292,6 +325,6 @@ def poisoned(records: Dataset, folder: Path, flips: int) -> Dataset:
 
 def said_by(voter: Voter) -> Votes:
     shared = voter._shared
-    found = [load(voter(number)[FILE])["votes"] for number in range(shared.models)]
+    found = [load_tensors(voter(number)[FILE])["votes"] for number in range(shared.models)]
     rows = np.array(shared.indices)
     return Votes({}, rows, np.asarray(voter._test.labels)[rows], np.stack(found))
