@@ -18,6 +18,7 @@ TABLE = "votes.parquet"
 KEY = b"dpdist.votes"
 FILE = "votes.safetensors"  # of one model: "votes", int64 (N,)
 NONE = -1  # the vote of a training whose numbers were no numbers any more
+_MOST = 100_000  # classes
 SCHEMA = pa.schema(
     [
         pa.field("model", pa.int64(), nullable=False),
@@ -61,6 +62,7 @@ def read_votes(path: Path) -> Votes:
     regular = regular and (model == np.repeat(np.arange(models), inputs)).all()
     for column in (index, label):
         regular = regular and (column == np.tile(column[:inputs], models)).all()
-    if not regular or len(np.unique(index[:inputs])) < inputs:
+    named = max(label.max(initial=0), vote.max(initial=0)) < _MOST
+    if not (regular and named) or len(np.unique(index[:inputs])) < inputs:
         raise UserError(f"{path}: damaged: not one vote of every model on every input")
     return Votes(about, index[:inputs], label[:inputs], vote.reshape(models, inputs))
