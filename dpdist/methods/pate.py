@@ -135,6 +135,9 @@ class PATE(Method):
         super().check(recipe)
         refused = {
             "audit: what is private is released before the steps": recipe.audit is not None,
+            "data.max_train, a share of the number of records (take data.fraction)": (
+                recipe.data.max_train is not None
+            ),
             "privacy.batch_cap": recipe.privacy.batch_cap is not None,
             "resources.archive_private: votes stay where they are": (
                 recipe.resources.archive_private

@@ -214,6 +214,7 @@ def test_no_more_is_told_than_was_paid_for() -> None:
         ("method", {"threshold": 0.0, "screening": 0.0}, "leave as many"),
         ("data", {"public": 0.0}, "data.public: required"),
         ("privacy", {"nominal_records": None, "batch_cap": 60}, "does not go with privacy.batch"),
+        ("data", {"max_train": 60}, "does not go with data.max_train"),
         ("audit", {"kind": "canaries"}, "does not go with audit"),
         ("method", {"screening": 1e-310}, "screening: must be 0, or at least 1e-09"),
         (
