@@ -48,25 +48,33 @@ def shares_for(section: Redistribution, sensitivity: float, setup: Setup) -> Ten
 def _open(section: Redistribution, sensitivity: float, setup: Setup, records: Dataset) -> Tensor:
     """Equation 7 on records used without privacy, by the network trained on them.
 
-    That is the run's own network before its first step, a frozen classifier with the weights it
-    has; records of other classes need another last layer, and so a network from its seed.
+    That is the network of `without_privacy`, a frozen classifier with the weights it has.
     """
+    field = "method.redistribution.data"
+    model, inputs, labels = without_privacy(records, section.max_records, setup, field)
+    split = models.require_split(model)
+    train_openly(model, inputs, labels, section.steps, lambda: keep_within(split, sensitivity))
+    return mean_powers(split, inputs, labels, section.beta)
+
+
+def without_privacy(
+    records: Dataset, most: int, setup: Setup, field: str
+) -> tuple[nn.Module, Tensor, Tensor]:
+    """At most so many records, as inputs and labels, and the network that may learn from them: the
+    run's own before its first step; records of other classes need another last layer, and so a
+    network from its seed. Raises UserError, which names the field, for inputs that do not fit."""
     # Any many are enough for a mean; evenly spaced, whatever order the file has.
-    count = min(section.max_records, len(records))
-    rows = np.linspace(0, len(records) - 1, count).astype(np.int64)
+    rows = np.linspace(0, len(records) - 1, min(most, len(records))).astype(np.int64)
     try:
         inputs = resized(records.batch(rows), setup.spec.input_shape)
     except ValueError as error:
-        raise UserError(f"method.redistribution.data: {records.name}: {error}") from error
-    labels = records.targets(rows)
+        raise UserError(f"{field}: {records.name}: {error}") from error
     if records.classes == setup.spec.classes:
         model = setup.initial()
     else:
         other = dataclasses.replace(setup.spec, classes=records.classes)
         model = models.initialise(other, setup.recipe.training.init_seed)
-    split = models.require_split(model)
-    train_openly(model, inputs, labels, section.steps, lambda: keep_within(split, sensitivity))
-    return mean_powers(split, inputs, labels, section.beta)
+    return model, inputs, records.targets(rows)
 
 
 def _paid(section: Redistribution, sensitivity: float, setup: Setup) -> Tensor:
