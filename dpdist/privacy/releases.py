@@ -241,8 +241,24 @@ class GaussianAnswers(GaussianReleases):
         return one.self_compose(self.count), self.count
 
 
+class AtOnce(Phase):
+    """A phase whose `steps` steps have no noise of their own: all of it is charged from the
+    beginning, and no more for steps that were taken again."""
+
+    steps: int
+    sample_rate: float
+    batch_cap: int | None = None
+
+    @property
+    def loop(self) -> GaussianSteps:
+        return GaussianSteps(self.steps, 0.0, self.sample_rate, self.batch_cap)
+
+    def taken(self, steps: int) -> tuple[Phase, ...]:
+        return (self,)
+
+
 @dataclass(frozen=True)
-class NoisyRecords(Phase):
+class NoisyRecords(AtOnce):
     """Every record released once, with noise of its own, before `steps` steps on nothing else.
 
     An input is clipped to some L2 norm c and gets Gaussian noise of noise_multiplier * c; a label
@@ -267,14 +283,6 @@ class NoisyRecords(Phase):
         # Of all mechanisms of pure epsilon, randomised response on one bit tells most.
         label = dpa.RandomizedResponseDpEvent(2 / (math.exp(self.label_epsilon) + 1), 2)
         return [dpa.ComposedDpEvent([dpa.GaussianDpEvent(self.noise_multiplier), label])]
-
-    @property
-    def loop(self) -> GaussianSteps:
-        return GaussianSteps(self.steps, 0.0, self.sample_rate, self.batch_cap)
-
-    def taken(self, steps: int) -> tuple[Phase, ...]:
-        """All of it from the beginning, and no more for steps that were taken again."""
-        return (self,)
 
     def refused(self, neighbours: Neighbours) -> str | None:
         if neighbours == "replace-one":
@@ -326,7 +334,7 @@ class NonPrivate(Phase):
 
 
 @dataclass(frozen=True)
-class FixedBatches(Phase):
+class FixedBatches(AtOnce):
     """`steps` steps on disjoint batches that stay the same, each a share sample_rate of the
     records, which no theorem covers: epsilon is infinite."""
 
@@ -341,14 +349,6 @@ class FixedBatches(Phase):
 
     def events(self, records: int) -> list[dpa.DpEvent]:
         return NonPrivate(self.reason).events(records)
-
-    @property
-    def loop(self) -> GaussianSteps:
-        return GaussianSteps(self.steps, 0.0, self.sample_rate)
-
-    def taken(self, steps: int) -> tuple[Phase, ...]:
-        """As little is proved of some of them as of all."""
-        return (self,)
 
     @property
     def unproved(self) -> str:

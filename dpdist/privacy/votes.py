@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from dpdist.privacy.phases import Phase
-from dpdist.privacy.releases import GaussianSteps, check_count, check_release
+from dpdist.privacy.releases import AtOnce, check_count, check_release
 
 if TYPE_CHECKING:
     import dp_accounting as dpa
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class NoisyVotes(Phase):
+class NoisyVotes(AtOnce):
     """Votes of models that are never released, released once, before `steps` steps on nothing else.
 
     The models are trained on disjoint shards, and each has one vote on each of `queries` questions.
@@ -58,14 +58,6 @@ class NoisyVotes(Phase):
         import dp_accounting as dpa
 
         return [dpa.GaussianDpEvent(self.noise_multiplier)]
-
-    @property
-    def loop(self) -> GaussianSteps:
-        return GaussianSteps(self.steps, 0.0, self.sample_rate)
-
-    def taken(self, steps: int) -> tuple[Phase, ...]:
-        """All of it from the beginning, and no more for steps that were taken again."""
-        return (self,)
 
     @property
     def pays_for(self) -> int:

@@ -208,14 +208,18 @@ FAULTS: list[Fault] = [
             "only what passes pays for its threshold",
         ),
         (
-            "        return (self,)\n",
-            "        return (self,) * bool(steps)\n",
-            "votes cost nothing before the first step",
-        ),
-        (
             "self.noise_multiplier >= other.noise_multiplier",
             "self.answers <= other.answers",
             "fewer answers may have less noise",
+        ),
+    ),
+    *group(
+        "dpdist/privacy/releases.py",
+        f"privacy/test_votes {VOTES}",
+        (
+            "        return (self,)\n",
+            "        return (self,) * bool(steps)\n",
+            "votes cost nothing before the first step",
         ),
     ),
     *group(
@@ -265,8 +269,8 @@ FAULTS: list[Fault] = [
             "labels cost less than they may tell",
         ),
         (
-            'taken again."""\n        return (self,)\n',
-            'taken again."""\n        return (self,) * bool(steps)\n',
+            "        return (self,)\n",
+            "        return (self,) * bool(steps)\n",
             "records cost nothing before the first step",
         ),
     ),
