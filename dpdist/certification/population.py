@@ -77,10 +77,9 @@ def of_population(
 def line(found: CertificateTable, at: Sequence[float]) -> tuple[str, str]:
     """Name and value of a summary's line: certified accuracy of the population, at least."""
     name = "of the population, at least"
-    try:
-        stated = of_population(found, at)
-    except UserError:
+    if found.terms["noise_bank"]:
         return name, "nothing is stated: the inputs share one noise bank"
+    stated = of_population(found, at)
     shares = ", ".join(f"{floored(each.low)} % at {each.radius:g}" for each in stated)
     return name, f"{shares} ({100 * (1 - ERROR):g} %, all radii together)"
 

@@ -175,20 +175,14 @@ def label_reach(table: pa.Table, alpha: float | None = None) -> np.ndarray | Non
     is rounded up; -1 where u does not exceed 1/2. None where the counts of all classes were not
     kept, as in the modes that stop early.
     """
-    rows, noise = table.to_pylist(), certified_by(table)
-    if any(row["histogram"] is None for row in rows):
+    counted = table.select(["histogram", "label", "n", "alpha"]).to_pylist()
+    if any(row["histogram"] is None for row in counted):
         return None
-    upper = [
-        clopper_pearson_upper(row["histogram"][row["label"]], row["n"], alpha or row["alpha"])
-        for row in rows
-    ]
-    return np.array(
-        [
-            # R rounds down; here it must not.
-            float(noise.radius(min(p, 1.0))) * (1 + 1e-11) if p > 0.5 else -1.0
-            for p in upper
-        ]
-    )
+    hits = [row["histogram"][row["label"]] for row in counted]
+    errors = alpha or [row["alpha"] for row in counted]
+    upper = np.minimum(clopper_pearson_upper(hits, [row["n"] for row in counted], errors), 1.0)
+    # R rounds down; here it must not.
+    return np.where(upper > 0.5, certified_by(table).radius(upper) * (1 + 1e-11), -1.0)
 
 
 def neyman_pearson_radius(
