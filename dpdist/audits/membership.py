@@ -103,7 +103,12 @@ class Membership(Evaluation):
         A shadow is trained as the recipe says on fewer records. With coins their number is drawn:
         rate, divisor and steps follow from the expected one, as with privacy.nominal_records.
         """
-        from dpdist.training.planning import make_plan, ordinary, training_alone
+        from dpdist.training.planning import (
+            make_plan,
+            ordinary,
+            refuse_answers,
+            training_alone,
+        )
 
         refuse_planted(recipe, "shadow models")
         refuse_withheld(recipe)
@@ -120,6 +125,7 @@ class Membership(Evaluation):
                 planned = own.model_copy(update={"privacy": privacy})
             where = f"{recipe.name}, a shadow with {size:,} of {records:,} records"
             found.append((own, make_plan(planned, size, where)))
+            refuse_answers(found[-1][1], recipe.name)
         return found
 
     @classmethod

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from dpdist.poisoning.certificates import Withstands
     from dpdist.poisoning.votes import Votes
     from dpdist.privacy.plan import PrivacyPlan
+    from dpdist.privacy.poisoning import Poisoned
 
 _SHOWN = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
@@ -76,6 +77,7 @@ def command(
     folder.
     """
     from dpdist import pipeline
+    from dpdist.certification.paired import ERROR
     from dpdist.poisoning.certificates import by_partitions, by_privacy
     from dpdist.poisoning.voting import Poisoning
     from dpdist.runs.folder import RunFolder
@@ -93,18 +95,17 @@ def command(
     folder.check_same_recipe(resolved)
     dataset, _ = check_trainable(resolved, recipe)
     _, plan = settings.training(resolved, len(dataset))
-    if not partitions:  # what could be refused later
-        _check(plan, models, select, at, sigma)
+    poisoned = None if partitions else _poisoned(plan, models, select, at, sigma)
     folder.begin(resolved)
     with pipeline.session(folder):
         path = pipeline.evaluation_stage(resolved, folder, settings, output, actors)
     votes = settings.read(path)
-    found = [by_partitions(votes)]
-    if not partitions:
-        levels = (alpha, alpha_of_all(votes))
+    if poisoned is None:
+        found = [by_partitions(votes)]
+    else:  # each by itself, and with which none of the set is false
         found = [
-            by_privacy(votes, plan, select=select, alpha=each, radii=at, sigma=sigma)
-            for each in levels
+            by_privacy(votes, poisoned, select=select, alpha=each, radii=at, sigma=sigma)
+            for each in (alpha, ERROR / len(votes.index))
         ]
     _print(votes, found, plan, [int(k) for k in shown or ()], path)
     if csv is not None:
@@ -112,22 +113,18 @@ def command(
         typer.echo(f"each input: {csv}")
 
 
-def alpha_of_all(votes: Votes, error: float = 0.05) -> float:
-    """With which none of the set's certificates is false, but with probability `error`."""
-    return error / len(votes.index)
-
-
-def _check(
+def _poisoned(
     plan: PrivacyPlan, models: int, select: int, at: tuple[float, ...], sigma: float | None
-) -> None:
-    """Raise what `by_privacy` would, before a model is trained."""
-    import numpy as np
+) -> Poisoned:
+    """Raises what could be refused later, before a model is trained."""
+    from dpdist.poisoning.certificates import check
+    from dpdist.privacy.poisoning import Poisoned
 
-    from dpdist.poisoning.certificates import by_privacy
-    from dpdist.poisoning.votes import Votes
-
-    none, vote = np.zeros(1, np.int64), np.full((models, 1), -1, np.int64)
-    by_privacy(Votes({}, none, none, vote), plan, select=select, alpha=0.5, radii=at, sigma=sigma)
+    check(models, select, at, sigma)
+    try:
+        return Poisoned(plan)
+    except ValueError as error:
+        raise UserError(str(error)) from None
 
 
 def _print(
@@ -159,6 +156,7 @@ def _models(votes: Votes, each: Withstands) -> str:
 
 
 def _terms(votes: Votes, found: list[Withstands], plan: PrivacyPlan) -> list[tuple[str, str]]:
+    from dpdist.certification.paired import ERROR
     from dpdist.privacy.guarantee import format_epsilon
     from dpdist.privacy.poisoning import cost_of_votes
 
@@ -178,7 +176,7 @@ def _terms(votes: Votes, found: list[Withstands], plan: PrivacyPlan) -> list[tup
     return [
         ("a change", what),
         *(public if votes.settings.get("data.public") else []),
-        ("error", f"alpha {found[0].alpha:g} each; of all together: 0.05 (union bound)"),
+        ("error", f"alpha {found[0].alpha:g} each; of all together: {ERROR:g} (union bound)"),
         ("certified", "what the recipe says most often over its secret keys"),
         ("one training", str(one)),
         ("these votes, if published", f"epsilon = {format_epsilon(all_of_them.epsilon)}"),

@@ -28,7 +28,6 @@ from scipy.special import ndtr
 from dpdist.base.binomial import clopper_pearson_lower
 from dpdist.base.errors import UserError
 from dpdist.poisoning.votes import Votes
-from dpdist.privacy.plan import PrivacyPlan
 from dpdist.privacy.poisoning import Poisoned
 
 _UP = 1 + 1e-12  # a target is rounded up
@@ -59,29 +58,27 @@ class Withstands:
         return int(max(found.max() for found in self.changes.values()))
 
 
+def check(models: int, select: int, radii: Sequence[float], sigma: float | None) -> None:
+    """Raise UserError without models for both, or for a radius without noise."""
+    if not 0 < select < models:
+        raise UserError(f"--select: must leave some of the {models} models to count, got {select}")
+    if any(radii) and sigma is None:
+        raise UserError("--radii: need --sigma, noise on the inputs of the votes")
+
+
 def by_privacy(
     votes: Votes,
-    plan: PrivacyPlan,
+    poisoned: Poisoned,
     *,
     select: int,
     alpha: float,
     radii: Sequence[float] = (0.0,),
     sigma: float | None = None,
 ) -> Withstands:
-    """Of models that were each trained by the plan. select: how many of them choose the class.
-
-    Raises UserError without models for both, for a radius without noise, or for a plan of which no
-    trade-off curve is proved.
-    """
+    """Of models that were each trained by one plan. poisoned: what of it changed records leave.
+    select: how many of the models choose the class. Raises as `check`."""
     total = len(votes.vote)
-    if not 0 < select < total:
-        raise UserError(f"--select: must leave some of the {total} models to count, got {select}")
-    if any(radii) and sigma is None:
-        raise UserError("--radii: need --sigma, noise on the inputs of the votes")
-    try:
-        poisoned = Poisoned(plan)
-    except ValueError as error:
-        raise UserError(str(error)) from None
+    check(total, select, radii, sigma)
     chosen, counted = votes.counts(slice(0, select)), votes.counts(slice(select, total))
     answer = chosen.argmax(1)
     hits = np.take_along_axis(counted, answer[:, None], 1)[:, 0]

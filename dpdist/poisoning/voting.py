@@ -75,7 +75,12 @@ class Poisoning(Evaluation):
 
         Raises UserError for a recipe whose models cannot be trained one by one.
         """
-        from dpdist.training.planning import make_plan, ordinary, training_alone
+        from dpdist.training.planning import (
+            make_plan,
+            ordinary,
+            refuse_answers,
+            training_alone,
+        )
         from dpdist.training.teachers import plan_of_shard
 
         for wrong, why in (
@@ -90,11 +95,7 @@ class Poisoning(Evaluation):
             return plain, plan_of_shard(plain, max(1, records // self.models))[1]
         alone = training_alone(recipe)
         plan = make_plan(alone, records, recipe.name)
-        if plan.answers:
-            raise UserError(
-                f"{recipe.name}: nothing to vote: each training would need teachers of its own; "
-                "take another method, or --partitions"
-            )
+        refuse_answers(plan, recipe.name)
         return alone, plan
 
     def work(self, subject: Subject) -> Voting:
@@ -109,6 +110,7 @@ class Poisoning(Evaluation):
         wanted = {
             "data": records.fingerprint,
             "test": test.fingerprint,
+            "plan": plan.fingerprint(),
             "settings": {
                 "models": self.models,
                 "partitions": self.partitions,

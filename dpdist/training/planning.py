@@ -67,6 +67,14 @@ def settle(recipe: Recipe, records: int, where: str) -> tuple[float, PrivacyPlan
         raise UserError(f"{where}: privacy: {error}") from error
 
 
+def refuse_answers(plan: PrivacyPlan, where: str) -> None:
+    """Raise UserError for a training that pays for answers: as one of many it has nobody to ask."""
+    if plan.answers:
+        raise UserError(
+            f"{where}: each of many trainings would need teachers of its own; take another method"
+        )
+
+
 def training_alone(recipe: Recipe) -> Recipe:
     """The recipe of its training and nothing else."""
     return parse(_raw(recipe), recipe.name)

@@ -26,7 +26,7 @@ from dpdist.runs import archive as archives
 from dpdist.runs.archive import Archive
 from dpdist.runs.exporting import export, unpack
 from dpdist.runs.folder import RunFolder
-from dpdist.runs.recipe import Recipe, parse
+from dpdist.runs.recipe import Recipe, find, load, parse
 from dpdist.training import job, records
 
 SEED = "5b" * 32
@@ -118,6 +118,11 @@ def test_a_shadow_is_the_recipes_own_training(
     tensors = load_file(path.parent / "models/0001/model.safetensors")
     found = torch.cat([tensors[name].flatten() for name in sorted(tensors)])
     assert torch.equal(found, parameters(alone))
+
+
+def test_a_recipe_that_needs_teachers_is_refused_before_a_shadow_is_trained() -> None:
+    with pytest.raises(UserError, match="teachers of its own"):
+        Membership().shadows(load(find("digits-pate")), 1400)
 
 
 def _begun(recipe: Recipe, tmp_path: Path) -> RunFolder:

@@ -22,6 +22,7 @@ from dpdist import models, pipeline
 from dpdist.base.errors import UserError
 from dpdist.commands.poison import _terms
 from dpdist.data import Dataset
+from dpdist.poisoning import models as voting_models
 from dpdist.poisoning.certificates import by_partitions, by_privacy
 from dpdist.poisoning.models import Voter
 from dpdist.poisoning.votes import FILE, NONE, Votes, read_votes
@@ -55,7 +56,7 @@ def test_the_class_is_chosen_by_models_that_do_not_count() -> None:
     # Input 0: all say 0. Input 1: the choosing models say 1, the others 0: nothing is certified.
     vote = np.zeros((34, 2), np.int64)
     vote[:4, 1] = 1
-    found = by_privacy(votes_of(vote), PLAN, select=4, alpha=0.01)
+    found = by_privacy(votes_of(vote), Poisoned(PLAN), select=4, alpha=0.01)
     assert found.answer.tolist() == [0, 1] and found.models == 30
     sure = 0.01 ** (1 / 30)
     assert found.changes[0.0].tolist() == [Poisoned(PLAN).changes(sure), -1]
@@ -64,7 +65,12 @@ def test_the_class_is_chosen_by_models_that_do_not_count() -> None:
 
 def test_an_input_may_move_besides() -> None:
     found = by_privacy(
-        votes_of(np.zeros((66, 1))), PLAN, select=6, alpha=0.001, radii=(0.0, 0.1, 9.0), sigma=0.2
+        votes_of(np.zeros((66, 1))),
+        Poisoned(PLAN),
+        select=6,
+        alpha=0.001,
+        radii=(0.0, 0.1, 9.0),
+        sigma=0.2,
     )
     room = stats.norm.ppf(0.001 ** (1 / 60))
     expected = [int(room / 0.1), int((room - 0.1 / 0.2) / 0.1), -1]
@@ -79,7 +85,9 @@ def test_an_input_may_move_besides() -> None:
 )
 def test_what_cannot_be_certified_is_refused(changed: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        by_privacy(votes_of(np.zeros((3, 1))), PLAN, **{"select": 1, "alpha": 0.1, **changed})
+        by_privacy(
+            votes_of(np.zeros((3, 1))), Poisoned(PLAN), **{"select": 1, "alpha": 0.1, **changed}
+        )
 
 
 def test_partitions_withstand_exactly_so_many_moved_votes() -> None:
@@ -114,7 +122,7 @@ def test_a_class_that_nobody_named_may_win() -> None:
 def test_a_vote_for_nothing_counts_for_no_class() -> None:
     found = by_partitions(votes_of([[NONE], [NONE], [NONE], [0], [0]]))
     assert found.answer.tolist() == [0] and found.changes[0.0].tolist() == [1]
-    found = by_privacy(votes_of([[0]] + [[NONE]] * 9), PLAN, select=1, alpha=0.1)
+    found = by_privacy(votes_of([[0]] + [[NONE]] * 9), Poisoned(PLAN), select=1, alpha=0.1)
     assert found.changes[0.0].tolist() == [-1]
 
 
@@ -184,6 +192,18 @@ def test_noise_on_the_input_is_each_models_own(run: Any, tmp_path: Path) -> None
     )
     changed = quiet.vote != loud.vote
     assert changed.any(axis=1).all() and not (changed[0] == changed[1]).all()
+
+
+def test_models_that_are_alike_vote_under_noises_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = recipe_of(tmp_path)
+    voter, real = Voter(setup_of(recipe, Poisoning(2, seed=SEED, sigma=3.0))), many.trained_here
+    monkeypatch.setattr(voting_models, "trained_here", lambda *of: real(*of[:-1], b"k" * 32))
+    first, second = (load_tensors(voter(number)[FILE])["votes"] for number in (0, 1))
+    assert (first != second).any()
+    again = load_tensors(voter(0)[FILE])["votes"]
+    assert (first == again).all()
 
 
 def test_a_changed_record_moves_one_partition(run: Any, tmp_path: Path) -> None:
@@ -280,7 +300,7 @@ def test_teachers_cannot_vote_themselves() -> None:
 
 def test_public_records_are_trusted() -> None:
     votes = votes_of(np.zeros((9, 1)))
-    found = [by_privacy(votes, PLAN, select=1, alpha=0.1)]
+    found = [by_privacy(votes, Poisoned(PLAN), select=1, alpha=0.1)]
     assert "trusted" not in dict(_terms(votes, found, PLAN))
     votes = replace(votes, about={"settings": {"data.public": 0.2}})
     assert "data.public" in dict(_terms(votes, found, PLAN))["trusted"]
@@ -299,7 +319,7 @@ def test_flipped_labels_do_not_change_a_certified_answer(
         training__steps=8, training__learning_rate=2.0,
     )  # fmt: skip
     setup, real = setup_of(recipe, Poisoning(10, seed=SEED)), job.training_records
-    found = by_privacy(said_by(Voter(setup)), setup.plan, select=2, alpha=0.05)
+    found = by_privacy(said_by(Voter(setup)), Poisoned(setup.plan), select=2, alpha=0.05)
     flips = int(found.changes[0.0].max()) // 2
     sure = found.changes[0.0] >= 2 * flips
     assert flips >= 2 and sure.sum() >= 20

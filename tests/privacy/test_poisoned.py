@@ -74,11 +74,26 @@ def test_no_sampled_attack_leaves_less(sampled: Poisoned) -> None:
         for removed in range(changes + 1):
             before = above(threshold, removed, 1.0)
             after = above(threshold, changes - removed, -1.0)
-            for target in (0.5, 0.7):
+            # Below 1/2 removals are the worse ones, above it insertions.
+            for target in (0.3, 0.5, 0.7):
                 enough = before >= poisoned.needed(changes, target)
                 assert (after[enough] > target).all(), (changes, removed)
             worst = min(worst, after[before >= poisoned.needed(changes)].min(initial=1.0))
         assert worst <= 0.51  # and none could be claimed much earlier
+
+
+def test_what_is_needed_leaves_more_than_the_target(sampled: Poisoned) -> None:
+    # To the last bit, by one record's curve or by both directions; 1e-9 less does not.
+    pair = sampled._both(1)
+    assert pair is not None
+
+    def left(x: float) -> float:
+        ways = [float(curve(np.array(x))) for curve in (sampled._one, *pair)]
+        return max(ways[0], min(ways[1:]))
+
+    for target in (0.3, 0.5, 0.7):
+        needed = sampled.needed(1, target)
+        assert left(needed) > target >= left(needed - 1e-9)
 
 
 def test_groups_of_one_direction_do_not_prove_mixtures(sampled: Poisoned) -> None:
