@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import math
 import secrets
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from PIL import Image
 
 from dpdist import models
 from dpdist.base.errors import UserError
@@ -22,6 +25,7 @@ from dpdist.training.records import evaluation_data, source_of
 
 _BATCH = 1000
 _DRAWS = 16
+_SIDE = 96  # of an image in a report, at most
 
 
 def require_model(recipe: Recipe, folder: RunFolder) -> None:
@@ -52,6 +56,7 @@ def evaluate_stage(recipe: Recipe, folder: RunFolder) -> None:
         return
     wrong: list[int] = []
     loss = 0.0
+    seen = torch.zeros(2, dataset.classes, dtype=torch.int64)  # of each class: inputs, and missed
     with torch.inference_mode():
         for start in range(0, len(dataset), _BATCH):
             rows = slice(start, start + _BATCH)
@@ -59,6 +64,8 @@ def evaluate_stage(recipe: Recipe, folder: RunFolder) -> None:
             outputs = answer(inputs, start)
             missed = torch.nonzero(outputs.argmax(1) != targets).flatten() + start
             wrong += missed.tolist()
+            for row, found in enumerate((targets, targets[missed - start])):
+                seen[row] += torch.bincount(found, minlength=dataset.classes)
             loss += float(torch.nn.functional.cross_entropy(outputs, targets, reduction="sum"))
     write_json(
         folder.evaluation,
@@ -68,6 +75,7 @@ def evaluate_stage(recipe: Recipe, folder: RunFolder) -> None:
             "correct": len(dataset) - len(wrong),
             "accuracy": (len(dataset) - len(wrong)) / len(dataset),
             "wrong": " ".join(map(str, wrong)),  # which inputs: two runs are compared by input
+            "by_class": torch.stack([seen[0], seen[0] - seen[1]], 1).tolist(),  # inputs, right
             "fingerprint": dataset.fingerprint,
             "cross_entropy": json_number(loss / len(dataset)),
             "perplexity": json_number(math.exp(min(700.0, loss / len(dataset)))),
@@ -95,3 +103,40 @@ def _answering(
         lambda inputs, start: expected_log_scores(model, inputs, draws, seed, start),
         about | {"noise_draws": draws},
     )
+
+
+@dataclass(frozen=True)
+class SplitImages:
+    """The test split as images, for a report that may show them."""
+
+    dataset: Dataset
+
+    @property
+    def fingerprint(self) -> str:
+        return self.dataset.fingerprint
+
+    def png(self, index: int) -> bytes:
+        """One input, no larger than it need be. Raises UserError where there is no such input."""
+        if not 0 <= index < len(self.dataset):
+            raise UserError(f"{self.dataset.name}: has {len(self.dataset):,} inputs, no {index}")
+        pixels = self.dataset.batch(slice(index, index + 1))[0].clamp(0, 1)
+        channels = (255 * pixels).round().byte().permute(1, 2, 0).numpy()
+        image = Image.fromarray(channels[:, :, 0] if channels.shape[2] == 1 else channels)
+        image.thumbnail((_SIDE, _SIDE))
+        buffer = io.BytesIO()
+        image.save(buffer, format="PNG", optimize=True)
+        return buffer.getvalue()
+
+
+def split_images(recipe: Recipe) -> SplitImages | str:
+    """The images of the test split, or why there are none to show."""
+    if recipe.planted is not None:
+        return "canaries of an audit may be among the test inputs"
+    try:
+        dataset = evaluation_data(recipe, source_of(recipe))
+    except UserError:
+        return "the test data are not here, or cannot be read"
+    shape = dataset.input_shape
+    if len(shape) != 3 or shape[0] not in (1, 3):
+        return "the test inputs are no images"
+    return SplitImages(dataset)

@@ -19,7 +19,7 @@ from dpdist.certification.job import TABLE, Data, certify
 from dpdist.certification.table import about
 from dpdist.cluster.packages import check_nodes
 from dpdist.cluster.session import Session, connect
-from dpdist.evaluation import evaluate_stage, require_model
+from dpdist.evaluation import evaluate_stage, require_model, split_images
 from dpdist.runs.archive import Archive
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe, field_error
@@ -327,11 +327,18 @@ def evaluation_stage(
     return output / evaluation.file
 
 
-def report_stage(folder: RunFolder) -> None:
-    """The HTML report, from the folder's files."""
+def report_stage(folder: RunFolder, images: bool | None = None, *, dated: bool = False) -> None:
+    """The HTML report, from the folder's files and, where it may show them, the test images.
+
+    images: whether it may; None: as was asked last, and unasked only those of built-in data.
+    dated: as in `dpdist.reports.page.write_report`.
+    """
+    from dpdist.reports.images import UNASKED, allowed
     from dpdist.reports.page import write_report
 
-    write_report(folder)
+    recipe = folder.read_recipe()
+    shown = allowed(folder, images, built_in=recipe.data.root is None)
+    write_report(folder, split_images(recipe) if shown else UNASKED, dated=dated)
 
 
 def summary(folder: RunFolder) -> list[tuple[str, str]]:

@@ -114,7 +114,8 @@ def test_run_report_release_and_ports(tmp_path, dpdist):
     assert (run / "private" / "teachers").exists()
     assert len(list((run / "private").glob("learnt-*"))) == 2
     page = (run / "report" / "index.html").read_text()
-    assert "data:image/png;base64," in page and "http://" not in page and "https://" not in page
+    assert "<svg" in page and "data:image/png;base64," in page
+    assert "http://" not in page and "https://" not in page
     table = pq.read_table(run / "certificates" / "sigma-0.25-fixed-n-200" / "certificates.parquet")
     assert table.num_rows == 10
 

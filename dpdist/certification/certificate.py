@@ -197,6 +197,11 @@ class Certificate(Section):
         raise NotImplementedError
 
     @classmethod
+    def words(cls, found: CertificateTable) -> str:
+        """A table of it in the words of a reader: the noise, the draws, what is decided."""
+        return found.title
+
+    @classmethod
     def terms(cls, found: CertificateTable) -> dict[str, Any]:
         """Of its own, on which the certificates were made: see `CertificateTable.terms`."""
         raise NotImplementedError

@@ -18,6 +18,11 @@ _MARGIN = 1e-14
 Radius = np.ndarray | np.float64
 
 
+def norm_name(norm: str) -> str:
+    """Of a norm's key, as people write it."""
+    return {"l1": "L1", "l2": "L2", "linf": "L-infinity"}.get(norm, norm)
+
+
 def gaussian_l2_radius(p_lower: ArrayLike, sigma: ArrayLike) -> Radius:
     """L2 radius sigma * Phi^-1(p_lower) of Gaussian smoothing; 0 where p_lower <= 1/2.
 

@@ -64,6 +64,11 @@ class CertificateTable:
             return self.name
 
     @property
+    def words(self) -> str:
+        """What was certified and how, as people say it."""
+        return self.kind.words(self)
+
+    @property
     def correct(self) -> np.ndarray:
         """Whether the certified answer is the label; an abstention is not."""
         return self.prediction == self.label

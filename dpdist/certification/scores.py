@@ -181,6 +181,10 @@ class ExpectedScores(Certificate):
         return [(f"{sizes.norm} {sizes.label}", shares(sizes)) for sizes in found.sizes]
 
     @classmethod
+    def words(cls, found: CertificateTable) -> str:
+        return f"Expected scores under the model's own noise, {found.n:,} draws an input"
+
+    @classmethod
     def terms(cls, found: CertificateTable) -> dict[str, Any]:
         return {"bound": found.table["bound"][0].as_py()}
 

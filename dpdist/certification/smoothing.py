@@ -43,6 +43,7 @@ class Smoothing(Certificate):
 
     mode: str
     belongs: ClassVar[str] = "with sigma, by smoothing the inputs"
+    counted: ClassVar[str] = "{n:,} draws an input"
     keeps_blocks: ClassVar[bool] = True  # the first of a noise bank are asked for again and again
 
     @model_validator(mode="after")
@@ -175,6 +176,12 @@ class Smoothing(Certificate):
             shares = ", ".join(f"{100 * np.mean(held >= r):.2f} % at {r:g}" for r in at)
             lines.append((sizes.title, shares))
         return lines
+
+    @classmethod
+    def words(cls, found: CertificateTable) -> str:
+        hidden = "" if of_table(found.table) is None else " and hidden noise"
+        noise = f"{found.noise.capitalize()} noise {found.sigma:g}{hidden}"
+        return f"Smoothing by {noise}, {cls.counted.format(n=found.n)}"
 
     @classmethod
     def terms(cls, found: CertificateTable) -> dict[str, Any]:

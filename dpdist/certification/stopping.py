@@ -52,6 +52,7 @@ class TargetRadius(_Sequential):
 
     mode: Literal["target"] = "target"
     spending: ClassVar[str] = "alpha*sqrt(n/cap), exact binomial"
+    counted: ClassVar[str] = "given radii decided by at most {n:,} draws"
 
     @model_validator(mode="after")
     def _targets(self) -> Self:
@@ -120,6 +121,7 @@ class Anytime(_Sequential):
 
     mode: Literal["anytime"] = "anytime"
     spending: ClassVar[str] = "beta mixture, 1/alpha"
+    counted: ClassVar[str] = "at most {n:,} draws, valid at any time"
 
     @model_validator(mode="after")
     def _error(self) -> Self:

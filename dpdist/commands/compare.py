@@ -14,10 +14,13 @@ from dpdist.commands.options import RUNS, Runs, file_path, numbers
 def command(
     names: Annotated[list[str], typer.Argument(metavar="RUN...", help="Runs, by name or path.")],
     runs: Runs = RUNS,
-    l2: Annotated[str, typer.Option(help="L2 sizes of certified accuracy.")] = "0.1,0.25,0.5",
+    l2: Annotated[
+        str | None, typer.Option(help="L2 sizes of certified accuracy (default: 0.1,0.25,0.5).")
+    ] = None,
     linf: Annotated[
-        str, typer.Option(help="L-infinity sizes of certified accuracy.")
-    ] = "0.003,0.01,0.02",
+        str | None,
+        typer.Option(help="L-infinity sizes of certified accuracy (default: 0.003,0.01,0.02)."),
+    ] = None,
     picture: Annotated[
         Path | None,
         typer.Option(callback=file_path(".png"), help="Also draw all curves into this PNG file."),
@@ -32,8 +35,8 @@ def command(
     from dpdist.runs.folder import open_run
 
     sizes = {
-        "l2": numbers(l2, "--l2", Positive) or (),
-        "linf": numbers(linf, "--linf", Positive) or (),
+        "l2": numbers(l2, "--l2", Positive) or compare.SIZES["l2"],
+        "linf": numbers(linf, "--linf", Positive) or compare.SIZES["linf"],
     }
     facts = [read_facts(open_run(name, runs)) for name in names]
     grids = [compare.privacy_grid(facts)]

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol
 
 from pydantic import Field
 
@@ -148,6 +148,13 @@ class Method(Section):
     name: str
 
     # --- said in the recipe, the plan and the report
+
+    known_as: ClassVar[str] = ""  # to people
+
+    @property
+    def title(self) -> str:
+        """What people call it; of a class from elsewhere, where it is."""
+        return self.known_as if self.known_as and ":" not in self.name else self.name
 
     def check(self, recipe: Sections) -> None:
         """Raise ValueError for a recipe in which the method would not be what it says."""

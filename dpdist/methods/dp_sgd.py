@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from dpdist.base.fields import Positive
 from dpdist.methods.base import Fixed, Method
@@ -20,6 +20,7 @@ class DPSGD(Method):
     """
 
     name: Literal["dp-sgd"] = "dp-sgd"
+    known_as: ClassVar[str] = "DP-SGD"
     gradient_scale: Positive = 1.0
 
     def perturbation(self, step: StepPlan, learning_rate: float, fixed: Fixed) -> Draws:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -45,6 +45,7 @@ class DPAL(Method):
     """
 
     name: Literal["dpal"] = "dpal"
+    known_as: ClassVar[str] = "DPAL as published"
     epsilon: Positive = 0.2
     epsilon_2: Positive = 0.1
     encoder_sensitivity: Positive = 4950.0

@@ -16,7 +16,7 @@ clip of C/K on the mean with a K-fold step for unclipped records. So three varia
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from dpdist.base.errors import UserError
 from dpdist.base.fields import Positive, PositiveOrZero
@@ -39,6 +39,7 @@ class DPlis(Method):
     """
 
     name: Literal["dplis"] = "dplis"
+    known_as: ClassVar[str] = "DPlis (smoothed loss)"
     radius: Positive = 10.0
     draws: DrawCount = 10
     aggregate: Literal["mean", "sum"] = "mean"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -100,6 +100,7 @@ class Functional(Method):
     """
 
     name: Literal["functional"] = "functional"
+    known_as: ClassVar[str] = "functional mechanism"
     clip: Positive = 1.0
     radius: Positive = 0.4
     constant: _Between = 0.15

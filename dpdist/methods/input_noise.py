@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import model_validator
 
@@ -24,6 +24,7 @@ class InputNoise(Method):
     """
 
     name: Literal["input-noise"] = "input-noise"
+    known_as: ClassVar[str] = "DP-SGD on noisy copies of each record"
     sigma: Positive
     draws: DrawCount = 4
     consistency: PositiveOrZero = 0.0

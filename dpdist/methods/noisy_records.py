@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
@@ -32,6 +32,7 @@ class NoisyRecordsMethod(Method):
     """
 
     name: Literal["noisy-records"] = "noisy-records"
+    known_as: ClassVar[str] = "training on records that were noised once"
     input_norm: Positive
     label_epsilon: Positive
 

@@ -13,7 +13,7 @@ import io
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field, field_validator, model_validator
@@ -105,6 +105,7 @@ class PATE(Method):
     """
 
     name: Literal["pate"] = "pate"
+    known_as: ClassVar[str] = "PATE"
     teachers: Annotated[int, Number, Field(ge=1, le=10_000)]
     public: Questions
     queries: Count

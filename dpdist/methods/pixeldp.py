@@ -5,7 +5,7 @@ Not private: it claims robustness only.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from dpdist.methods.hidden_noise import WithoutGradientPrivacy
 
@@ -17,5 +17,6 @@ class PixelDP(WithoutGradientPrivacy):
     """
 
     name: Literal["pixeldp"] = "pixeldp"
+    known_as: ClassVar[str] = "PixelDP"
     mechanism: Literal["classical", "analytic", "extended"] = "classical"
     redistribution: None = None

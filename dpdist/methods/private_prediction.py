@@ -4,7 +4,7 @@ more; the models themselves never leave."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -33,6 +33,7 @@ class PrivatePrediction(Method):
     """
 
     name: Literal["private-prediction"] = "private-prediction"
+    known_as: ClassVar[str] = "private prediction (the model never leaves)"
     teachers: Annotated[int, Number, Field(ge=1, le=10_000)]
     logit_bound: Positive
     queries: Count

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import model_validator
 
@@ -50,6 +50,7 @@ class ResidualPerturbation(Method):
     """
 
     name: Literal["residual"] = "residual"
+    known_as: ClassVar[str] = "residual perturbation"
     strategy: Literal["additive", "multiplicative"] = "additive"
     gamma: Positive
     pi: PositiveOrZero | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from dpdist.methods.hidden_noise import HiddenNoiseMethod
 from dpdist.methods.redistribution import Redistribution
@@ -30,6 +30,7 @@ class SecureSGD(HiddenNoiseMethod):
     """
 
     name: Literal["secure-sgd"] = "secure-sgd"
+    known_as: ClassVar[str] = "Secure-SGD"
     redistribution: Redistribution | None = Redistribution()
 
     def claim(self, plan: PrivacyPlan, proved: Guarantee) -> Claim | None:

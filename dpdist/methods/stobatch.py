@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -51,6 +51,7 @@ class StoBatch(Method):
     """
 
     name: Literal["stobatch"] = "stobatch"
+    known_as: ClassVar[str] = "StoBatch (adversarial training inside the clip)"
     xi: PositiveOrZero = 1.0
     attacks: Annotated[tuple[Member, ...], Field(min_length=1, max_length=3)] = (
         "i-fgsm", "mim", "pgd",

@@ -10,7 +10,7 @@ The denoiser g learns ||g(x + b) - x||^2 with input noise b ~ N(0, sigma^2). Thr
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -48,6 +48,7 @@ class TransDenoiser(Method):
     """
 
     name: Literal["transdenoiser"] = "transdenoiser"
+    known_as: ClassVar[str] = "TransDenoiser"
     variant: Literal["separate-dp", "no-dp", "full"] = "separate-dp"
     sigma: Positive = 0.25
     draws: DrawCount = 1

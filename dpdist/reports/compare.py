@@ -7,16 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import matplotlib
 import numpy as np
 
+from dpdist.certification.radii import norm_name
 from dpdist.privacy.guarantee import format_epsilon
 from dpdist.reports.facts import Facts
-from dpdist.reports.figures import axes_of, png
 
-matplotlib.use("Agg")
-
-NORMS = {"l2": "L2", "linf": "L-infinity"}
+NORMS = {norm: norm_name(norm) for norm in ("l2", "linf")}
+SIZES = {"l2": (0.1, 0.25, 0.5), "linf": (0.003, 0.01, 0.02)}  # shown where none are asked for
 _COLOURS = ("#0b5cad", "#c1440e", "#3a7d44", "#7b4fa3", "#8a6d00", "#444444")
 
 
@@ -111,6 +109,8 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
 
 def picture(runs: Sequence[Facts]) -> bytes:
     """PNG, a panel for each norm: certified accuracy (lines) and accuracy under attack (dots)."""
+    from dpdist.reports.figures import axes_of, png
+
     figure, panels = axes_of(len(NORMS))
     for axes, (norm, title) in zip(panels, NORMS.items(), strict=True):
         widest = 0.0

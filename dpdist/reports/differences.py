@@ -13,9 +13,8 @@ from dpdist.base.errors import UserError
 from dpdist.certification.paired import ERROR, Comparison, compare, difference_interval, holm
 from dpdist.certification.reading import CertificateTable
 from dpdist.reports.compare import NORMS, markdown
-from dpdist.reports.facts import Facts
+from dpdist.reports.facts import MOST_INPUTS, Facts
 
-_MOST = 10**9  # inputs of an evaluation: a damaged file must not ask for all memory
 _HEADER = (
     "run", "what", "size", "inputs", "{first}, %", "run, %", "difference", "interval",
     "all intervals", "only {first} : only run", "p", "p, Holm", "p, any time",
@@ -116,7 +115,7 @@ def _right(facts: Facts) -> np.ndarray:
     inputs = about["inputs"]
     try:
         wrong = sorted({int(index) for index in about["wrong"].split()})
-        sound = 1 <= inputs <= _MOST and about["accuracy"] == (inputs - len(wrong)) / inputs
+        sound = 1 <= inputs <= MOST_INPUTS and about["accuracy"] == (inputs - len(wrong)) / inputs
         sound = sound and all(0 <= index < inputs for index in wrong[:1] + wrong[-1:])
     except (AttributeError, ValueError):
         sound = False

@@ -33,6 +33,7 @@ from dpdist.runs.recipe import Recipe
 from dpdist.runs.released import read_released
 
 _EVALUATION = {"accuracy": float, "inputs": int, "data": str}
+MOST_INPUTS = 10**9  # of an evaluation: a damaged file must not ask for all memory
 _TABLES = "*/certificates.parquet"
 
 
@@ -89,11 +90,17 @@ class Facts:
             return "NOT PRIVATE: fixed run key (for tests only)"
         guarantee = self.guarantee
         if math.isinf(guarantee.epsilon):
-            return f"NOT PRIVATE: epsilon is infinite, nothing is proved ({self._why_not})"
+            return f"NOT PRIVATE: epsilon is infinite, nothing is proved ({self.why_not})"
         return (
             f"epsilon = {format_epsilon(guarantee.epsilon)} at delta = {guarantee.delta:g}, "
             f"{guarantee.relation} ({guarantee.kind}, {guarantee.source})"
         )
+
+    @property
+    def times_hidden(self) -> bool:
+        """Whether nothing may say how long the run took: for a search's trials that is part of what
+        stays secret about it; else it may tell how many records there are."""
+        return self.search is not None or self.plan.nominal
 
     @property
     def budget_lost(self) -> str | None:
@@ -103,7 +110,8 @@ class Facts:
         return "epsilon unknown, the budget that the recipe names is gone or has lost this run"
 
     @property
-    def _why_not(self) -> str:
+    def why_not(self) -> str:
+        """Why nothing is proved, where nothing is."""
         reasons = self.plan.unproved
         if self.plan.steps and self.plan.step(0).noise_multiplier == 0:
             reasons.append(f"method {self.recipe.method.name}, trained without gradient privacy")
@@ -162,7 +170,7 @@ class Facts:
         if self.budget_lost:
             notes.append(f"All runs on this data set: {self.budget_lost}.")
         if math.isinf(self.guarantee.epsilon):
-            notes.append(f"Nothing is proved about training records: {self._why_not}.")
+            notes.append(f"Nothing is proved about training records: {self.why_not}.")
         if ":" in self.recipe.model.name:  # a factory outside the zoo
             how = "each runs alone" if self.recipe.model.isolate else "assumed, screened"
             notes.append(f"Custom model: treats examples independently ({how}).")
@@ -207,10 +215,7 @@ class Facts:
                 rows.append((title, f"epsilon = {format_epsilon(other.epsilon)} ({other.source})"))
         if self.budget_lost:
             rows.append(("data set", self.budget_lost))
-        # How long a search's trials took is part of what stays secret about it; how long a run
-        # took tells how many records it has.
-        hidden = self.search is not None or self.plan.nominal
-        took = "" if hidden else f", {self.trained['seconds']:.0f} s"
+        took = "" if self.times_hidden else f", {self.trained['seconds']:.0f} s"
         if self.audited_run is not None:
             rows.append(("audited run", self.audited_run))
         rows.append(("training", self.recipe.method.words(self.plan) + took))
@@ -253,7 +258,7 @@ def read_facts(folder: RunFolder) -> Facts:
     recipe = folder.read_recipe()
     by_run = read_released(folder)
     plan, ledger = by_run.plan, by_run.ledger
-    evaluation = read_json(folder.evaluation, _EVALUATION) if folder.evaluation.exists() else None
+    evaluation = _read_evaluation(folder.evaluation) if folder.evaluation.exists() else None
     whole = dataclasses.replace(plan, phases=ledger.phases(plan))
     if search is not None:
         whole = released(search, plan, ledger)
@@ -277,6 +282,21 @@ def read_facts(folder: RunFolder) -> Facts:
         tables=tables,
         evaluations=evaluations,
     )
+
+
+def _read_evaluation(path: Path) -> dict[str, Any]:
+    found = read_json(path, _EVALUATION)
+    pairs = found.get("by_class", [])
+    sound = 1 <= found["inputs"] <= MOST_INPUTS and 0 <= found["accuracy"] <= 1
+    if not sound or not isinstance(pairs, list) or not all(map(_is_pair, pairs)):
+        raise UserError(f"{path}: damaged: its accuracy is not that of its inputs and classes")
+    return found
+
+
+def _is_pair(value: Any) -> bool:
+    """Whether it is a number of inputs and how many of them were answered rightly."""
+    whole = isinstance(value, list) and len(value) == 2 and all(type(n) is int for n in value)
+    return whole and 0 <= value[1] <= value[0] <= MOST_INPUTS
 
 
 def _check_models(trained: dict[str, Any], found: list[tuple[Path, str | None]]) -> None:

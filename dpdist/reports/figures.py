@@ -1,4 +1,4 @@
-"""The report's pictures, as PNG bytes."""
+"""Pictures that commands write into files of their own; the report's are in `pictures.py`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,7 @@ from collections.abc import Mapping, Sequence
 import matplotlib
 import numpy as np
 
-from dpdist.attacks.reading import AttackTable
-from dpdist.certification.reading import CertificateTable
 from dpdist.privacy import mechanisms
-from dpdist.reports.attacks import grid
 
 matplotlib.use("Agg")
 
@@ -21,83 +18,6 @@ from matplotlib.figure import Figure
 _COLOURS = ("#0b5cad", "#c1440e", "#3a7d44", "#7b4fa3", "#8a6d00")
 
 Curves = Mapping[str, tuple[np.ndarray, np.ndarray]]
-
-_NORMS = {"l1": "L1", "l2": "L2", "linf": "L-infinity"}
-
-
-def certified_accuracy(tables: Sequence[CertificateTable], clean: float | None) -> bytes:
-    """Certified accuracy against radius, a line for each certification; clean accuracy dashed."""
-    figure, axes = _axes()
-    widest = 0.0
-    for table, colour in zip(tables, _COLOURS * len(tables), strict=False):
-        radii = np.unique(np.concatenate([[0.0], table.radius[table.correct]]))
-        heights = [100 * table.certified_accuracy(radius) for radius in radii]
-        # A step function: what holds at a radius holds at every smaller one.
-        axes.step(
-            np.append(radii, radii[-1]),
-            np.append(heights, 0.0),
-            where="pre",
-            color=colour,
-            label=table.name,
-        )
-        widest = max(widest, float(radii[-1]))
-    if clean is not None:
-        axes.axhline(100 * clean, color="#777777", linestyle="--", linewidth=1, label="clean")
-    axes.set_xlim(0, widest * 1.05 or 1)
-    axes.set_ylim(0, 100)
-    norms = sorted({_NORMS.get(table.norm, table.norm) for table in tables})
-    axes.set_xlabel(f"{' or '.join(norms)} radius (input units)")
-    axes.set_ylabel("certified accuracy, %")
-    axes.legend(frameon=False)
-    return png(figure)
-
-
-def attacked_accuracy(table: AttackTable, certificates: Sequence[CertificateTable]) -> bytes:
-    """What can still be right against attack size, a line for each attack; certified: dashed.
-
-    The lines are 1 - wrong: an abstention refutes nothing. Filled down to what was answered rightly
-    under all attacks.
-    """
-    figure, axes = _axes()
-    clean = table.shares("none", 0.0)
-    for name, colour in zip(table.attacks, _COLOURS * len(table.attacks), strict=False):
-        found = [clean, *(table.shares(name, s) for s in table.sizes if table.has(name, s))]
-        sizes = [0.0, *(s for s in table.sizes if table.has(name, s))]
-        heights = [100 * (1 - shares.wrong) for shares in found]
-        axes.plot(sizes, heights, "o-", color=colour, linewidth=1.5, markersize=3, label=name)
-    sizes, worst = [0.0, *table.sizes], [clean, *(table.worst(size) for size in table.sizes)]
-    if table.place.random:
-        upper = [100 * (1 - shares.wrong) for shares in worst]
-        lower = [100 * shares.right for shares in worst]
-        axes.fill_between(sizes, lower, upper, color="#dddddd", label="abstained", linewidth=0)
-    shown = grid(table, certificates)
-    for place, name in enumerate(shown.header[5:], start=5):
-        at = {float(row[0]): float(row[place]) for row in shown.rows}
-        line = {"color": "#777777", "linewidth": 1, "markersize": 3, "label": name}
-        axes.plot(list(at), list(at.values()), "--", **line)
-    axes.set_xlim(0, max(sizes) * 1.05)
-    axes.set_ylim(0, 100)
-    axes.set_xlabel(f"{table.norm} size (input units)")
-    axes.set_ylabel("not refuted (lines), certified (dashed), %")
-    axes.legend(frameon=False)
-    return png(figure)
-
-
-def privacy_spent(curve: Sequence[tuple[int, float]], delta: float) -> bytes:
-    """Epsilon against training step."""
-    figure, axes = _axes()
-    steps, epsilons = zip(*curve, strict=True)
-    axes.plot(steps, epsilons, color=_COLOURS[0])
-    axes.plot(steps[-1:], epsilons[-1:], "o", color=_COLOURS[0])
-    axes.annotate(
-        f"{epsilons[-1]:.3g}", (steps[-1], epsilons[-1]), (-8, -14), textcoords="offset points",
-        ha="right",
-    )  # fmt: skip
-    axes.set_xlim(0, steps[-1] * 1.03)
-    axes.set_ylim(0, max(epsilons) * 1.08 if np.isfinite(max(epsilons)) else 1)
-    axes.set_xlabel("step")
-    axes.set_ylabel(f"epsilon at delta = {delta:g}")
-    return png(figure)
 
 
 def loss_landscape(alphas: Sequence[float], losses: Sequence[float]) -> bytes:

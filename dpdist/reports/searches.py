@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from dpdist.base.errors import UserError
 from dpdist.base.reading import read_json
 from dpdist.privacy.catalogue import phase_from_dict
-from dpdist.privacy.guarantee import format_epsilon
+from dpdist.privacy.guarantee import Guarantee, format_epsilon
 from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.phases import Phase
 from dpdist.privacy.plan import PrivacyPlan
@@ -67,6 +67,30 @@ def read_search(folder: RunFolder) -> SearchTerms | None:
         charge=record["charge"],
         assumed=tuple(map(str, record.get("assumed", []))),
     )
+
+
+def described(
+    search: SearchTerms | None, folder: RunFolder, whole: Guarantee
+) -> list[tuple[str, str]]:
+    """Name and value of what was searched and what it cost; nothing where nothing was.
+
+    whole: of training and search together.
+    """
+    if search is None:
+        return []
+    tune = folder.read_asked().tune if folder.asked.exists() else None
+    space = {} if tune is None else tune.space
+    rows = [
+        (field, space[field].in_words if field in space else "searched") for field in search.fields
+    ]
+    alone = format_epsilon(search.one_training)
+    return [
+        *rows,
+        ("judged by", f"{search.objective} on {search.scored_on}"),
+        ("number of trials", search.law),
+        ("cost", f"epsilon {format_epsilon(whole.epsilon)} in all; one such training, nothing "
+         f"searched: {alone}"),
+    ]  # fmt: skip
 
 
 def released(search: SearchTerms, plan: PrivacyPlan, ledger: Ledger) -> PrivacyPlan:

@@ -61,6 +61,17 @@ class Domain(Section):
         assert found is not None
         return found
 
+    @property
+    def in_words(self) -> str:
+        """The values, for a reader."""
+        if self.choice is not None:
+            text = f"one of {', '.join(map(str, self.choice))}"
+        else:
+            low, high = self.ends
+            text = f"{low:g} to {high:g}{', whole numbers' if self.integer else ''}"
+        more = f"; the same for {', '.join(self.also)}" if self.also else ""
+        return f"{text}{', evenly by its logarithm' if self.log_uniform else ''}{more}"
+
 
 class LawRecipe(Section):
     """The law of the number of trials K.

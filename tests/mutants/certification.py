@@ -233,6 +233,23 @@ FAULTS: list[Fault] = [
         (".flatten() + start", ".flatten()", "wrong inputs are named by their place in a batch"),
     ),
     *group(
+        "dpdist/reports/images.py", "reports/test_report",
+        ("        return built_in\n", "        return True\n", "test images of one's own are shown unasked"),
+        ('if t.about.get("data") == images.fingerprint', "if True",
+         "images of other data stand beside certificates"),
+    ),
+    *group(
+        "dpdist/reports/in_short.py", "reports/test_report",
+        ("if audit.bug:", "if False:", "an audit that contradicts what is proved is no news"),
+        ('elif claim.verdict == "not sound":', "elif False:", "a claim that does not hold is not named"),
+        ("(1 - guarantee.delta) * math.exp", "math.exp", "a guess profits nothing from delta"),
+    ),
+    *group(
+        "dpdist/reports/pictures.py", "reports/test_report",
+        ("100 * float(np.mean(held >= radius)) for radius in radii",
+         "100 * float(np.mean(held >= 0.8 * radius)) for radius in radii", "a chart shows more than is certified"),
+    ),
+    *group(
         "dpdist/reports/differences.py", "reports/test_differences",
         ("compare(right >= size, others_right >= size)", "compare(others_right >= size, right >= size)",
          "the runs are swapped"),

@@ -99,7 +99,7 @@ def test_train_certify_attack_report_release(dpdist, tmp_path):
     certified = {f"certificates/sigma-0.25-fixed-n-50/{name}" for name in CERTIFIED}
     pages = {name for name in outside(run) if name.startswith("report/")}
     assert outside(run) - pages == BEGUN | RELEASE | certified
-    assert pages >= REPORT and {Path(p).suffix for p in pages} <= {".html", ".png"}
+    assert pages >= REPORT and {Path(p).suffix for p in pages} <= {".html", ".svg"}
 
     dpdist("certify", "small", "--sigma", "0.5")
     certified |= {f"certificates/sigma-0.5-fixed-n-50/{name}" for name in CERTIFIED}

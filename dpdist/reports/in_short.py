@@ -1,0 +1,218 @@
+"""What a run comes to in one sentence, and what its numbers mean in a line each.
+
+Every clause is true of the run it is said of: it is made of the figures that the rest of the report
+shows, and what takes a promise back stands first.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from dpdist.base.binomial import clopper_pearson_interval
+from dpdist.certification.paired import ERROR
+from dpdist.certification.population import floored
+from dpdist.certification.radii import norm_name
+from dpdist.certification.reading import CertificateTable
+from dpdist.privacy.audited import REFUTED
+from dpdist.privacy.guarantee import Guarantee, format_epsilon
+from dpdist.reports.facts import Facts
+
+Mood = Literal["good", "caution", "bad"]
+_MOODS: tuple[Mood, ...] = ("good", "caution", "bad")
+_WEAK = 10.0  # "How to DP-fy ML" (Ponomareva et al., JAIR 2023): up to 1 strong, to 10 reasonable
+_FACTOR = (
+    "how much one training record can change what is released, as a factor e^epsilon on any "
+    "probability"
+)
+_MOVED = {
+    "l1": "the sum of the changes of all its numbers",
+    "l2": "the root of the sum of the squared changes of all its numbers",
+    "linf": "the largest change of any one of its numbers",
+}
+
+
+@dataclass(frozen=True)
+class InShort:
+    """mood: good where nothing takes the promise back; bad where there is none, or one is false."""
+
+    mood: Mood
+    sentence: str
+
+    @property
+    def label(self) -> str:
+        """The mood in words: colour alone tells nobody."""
+        return {"good": "Verdict", "caution": "Verdict, with reservations", "bad": "Warning"}[
+            self.mood
+        ]
+
+
+def in_short(facts: Facts) -> InShort:
+    """One sentence on privacy, accuracy and certificates, worst news first."""
+    clauses = [*_broken(facts), *_privacy(facts), *_useful(facts), *_certified(facts)]
+    mood = max((mood for mood, _ in clauses), key=_MOODS.index)
+    sentence = "; ".join(text for _, text in clauses)
+    return InShort(mood, f"{sentence[0].upper()}{sentence[1:]}.")
+
+
+def _broken(facts: Facts) -> list[tuple[Mood, str]]:
+    """What contradicts something that is stated."""
+    found: list[tuple[Mood, str]] = []
+    for audit in facts.audits:
+        if audit.bug:
+            measured = format_epsilon(audit.epsilon, lower_bound=True)
+            found.append(
+                (
+                    "bad",
+                    f"an audit contradicts what is proved (it measured an epsilon of at least "
+                    f"{measured}), so do not rely on this epsilon until that is explained",
+                )
+            )
+    for check in facts.checks:
+        if not check["plausible"]:
+            found.append(
+                ("bad", "an attack contradicts more certificates than chance allows: do not rely "
+                 "on them")
+            )  # fmt: skip
+    return found
+
+
+def _privacy(facts: Facts) -> list[tuple[Mood, str]]:
+    guarantee, found = facts.guarantee, list[tuple[Mood, str]]()
+    stated = f"epsilon {format_epsilon(guarantee.epsilon)} at delta {guarantee.delta:g}"
+    if facts.fixed_key:
+        found.append(
+            ("bad", "nothing is private: the run key was fixed, and who knows it knows the noise")
+        )
+    elif math.isinf(guarantee.epsilon):
+        found.append(
+            ("bad", f"no privacy is proved for the training records: epsilon is infinite "
+             f"({facts.why_not})")
+        )  # fmt: skip
+    else:
+        if_true = ", if what it assumes holds" if facts.assumed else ""
+        weak = guarantee.epsilon > _WEAK
+        how = "hardly protected" if weak else "protected"
+        found.append(
+            ("caution" if weak or facts.assumed else "good",
+             f"each training record is {how}, with {stated}{if_true}")
+        )  # fmt: skip
+    if facts.audited_run is not None:
+        found.append(("caution", "canaries of an audit were trained on, so it is not for release"))
+    if facts.budget_lost:
+        found.append(("caution", "what all runs on these records cost together is unknown"))
+    claim = facts.claim
+    if claim is not None and claim.claimed is not None:
+        paper = f"the paper's epsilon {claim.claimed_text}"
+        if any(audit.verdict == REFUTED for audit in facts.audits):
+            found.append(("caution", f"{paper} is refuted by an audit"))
+        elif claim.verdict == "not sound":
+            found.append(("caution", f"{paper} does not hold"))
+    return found
+
+
+def _useful(facts: Facts) -> list[tuple[Mood, str]]:
+    if facts.evaluation is None:
+        return [("caution", "how often it is right was not measured")]
+    inputs, share = facts.evaluation["inputs"], 100 * facts.evaluation["accuracy"]
+    return [("good", f"it is right on {share:.1f} % of {inputs:,} test inputs")]
+
+
+def _certified(facts: Facts) -> list[tuple[Mood, str]]:
+    if not facts.tables:
+        return [("good", "and nothing is certified about changed inputs")]
+    table = main_table(facts)
+    assert table is not None
+    radius = first_radius(table)
+    share = floored(table.certified_accuracy(radius))
+    norm = norm_name(table.norm)
+    return [
+        (
+            "good",
+            f"and with its noise, {share} % of {len(table.index):,} test inputs are answered "
+            f"rightly and certified not to change within {norm} distance {radius:g}",
+        )
+    ]
+
+
+def main_table(facts: Facts) -> CertificateTable | None:
+    """The certification that stands for the run: that of most inputs, the first of several."""
+    return max(facts.tables, key=lambda table: len(table.index), default=None)
+
+
+def first_radius(table: CertificateTable) -> float:
+    """The smallest radius above 0 that a report shows."""
+    return min((radius for radius in table.shown_radii if radius > 0), default=0.0)
+
+
+def interval(hits: int, inputs: int) -> str:
+    """Of the share in all inputs of which these are an independent sample, in %, 95 %: rounded
+    outwards."""
+    low, high = clopper_pearson_interval(hits, inputs, ERROR)
+    return f"{math.floor(1e3 * low) / 10:.1f} to {math.ceil(1e3 * high) / 10:.1f}"
+
+
+def clean_interval(facts: Facts) -> str | None:
+    """Of the accuracy."""
+    if facts.evaluation is None:
+        return None
+    inputs = facts.evaluation["inputs"]
+    return interval(round(inputs * facts.evaluation["accuracy"]), inputs)
+
+
+# --- what the numbers mean ----------------------------------------------------------------------
+
+
+def meanings(facts: Facts) -> list[tuple[str, str]]:
+    """Name and line of epsilon, delta and radius, as they are in this run."""
+    found = [("epsilon", _epsilon(facts)), ("delta", _delta(facts))]
+    norms = dict.fromkeys(table.norm for table in facts.tables)
+    found += [(f"radius ({norm_name(n)})", _radius(facts, n)) for n in norms if n in _MOVED]
+    return found
+
+
+def _epsilon(facts: Facts) -> str:
+    guarantee = facts.guarantee
+    if facts.fixed_key or math.isinf(guarantee.epsilon):
+        return f"{_FACTOR}. Nothing bounds it here: the model may give single records away."
+    question = "whether a record was in the training"
+    if guarantee.neighbours == "replace-one":
+        question = "which of two records was in the training"
+    elif guarantee.size_public:
+        question += ", or blanked out,"
+    return (
+        f"{_FACTOR}. Whoever knows all other records, sees the model and must tell at even odds "
+        f"{question} is right with probability at most {right_at_most(guarantee)} %."
+    )
+
+
+def right_at_most(guarantee: Guarantee) -> str:
+    """In %, rounded up: of a guess at even odds between two neighbouring data sets.
+
+    Errors of both kinds sum to at least 2 (1 - delta) / (1 + e^epsilon) (Kairouz, Oh and Viswanath,
+    ICML 2015, Theorem 2.1).
+    """
+    missed = (1 - guarantee.delta) * math.exp(-float(np.logaddexp(0.0, guarantee.epsilon)))
+    return f"{math.ceil(1e4 * (1 - missed)) / 100:.2f}"
+
+
+def _delta(facts: Facts) -> str:
+    return (
+        f"the probability, {facts.guarantee.delta:g}, that is left out of what epsilon says. It "
+        f"should be far below one in the number of records (here {facts.plan.records:,}"
+        f"{', declared' if facts.plan.nominal else ''})."
+    )
+
+
+def _radius(facts: Facts, norm: str) -> str:
+    shape = facts.input_shape
+    numbers = math.prod(shape)
+    unit = " Pixels count from 0 (black) to 1 (white)." if len(shape) == 3 else ""
+    spread = {"l1": 1 / numbers, "l2": 1 / math.sqrt(numbers), "linf": 1.0}[norm]
+    return (
+        f"how far an input may be moved, whoever moves it, before the certified answer can change: "
+        f"{_MOVED[norm]}.{unit} Radius 1 is {spread:.2g} on each of its {numbers:,} numbers."
+    )

@@ -1,0 +1,356 @@
+"""The report, as a browser and a reader meet it: well formed, whole, honest, of one file."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import io
+import itertools
+import json
+import math
+import re
+import xml.etree.ElementTree as ElementTree
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from support.training import make, train
+
+from dpdist import pipeline
+from dpdist.attacks.settings import CheckSettings
+from dpdist.audits.result import AuditResult
+from dpdist.base.errors import UserError
+from dpdist.certification import table as tables
+from dpdist.certification.cohen import Cohen
+from dpdist.evaluation import SplitImages, split_images
+from dpdist.privacy.audited import Audited
+from dpdist.privacy.claims import Claim
+from dpdist.privacy.guarantee import Guarantee, format_epsilon
+from dpdist.reports.charts import PALETTE, Axis, Line, alone, chart, style, ticks
+from dpdist.reports.facts import Facts, read_facts
+from dpdist.reports.images import UNASKED, allowed, picked
+from dpdist.reports.in_short import in_short, interval, meanings, right_at_most
+from dpdist.reports.overview import write_overview
+from dpdist.reports.page import write_report
+from dpdist.reports.pictures import certified_accuracy
+from dpdist.runs.folder import RunFolder
+from dpdist.runs.recipe import parse
+from dpdist.training.records import evaluation_data, source_of
+
+HOSTILE = "<img src=x onerror=alert(1)> & 'more'"
+VOID = {"meta", "img", "br", "circle", "rect", "polygon", "path"}
+WRONG, ABSTAINS, INPUTS = {4, 9, 14}, {6, 13}, 30
+
+
+class Page(HTMLParser):
+    """What is in a page: elements in order, text by element, whatever is not closed."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.said: list[tuple[str, str]] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and data.strip():
+            self.said.append((self.open[-1], data))
+
+    def all(self, *tags: str) -> list[dict[str, str | None]]:
+        return [attributes for tag, attributes in self.elements if tag in tags]
+
+
+def certify(run: RunFolder, name: str = "mine", data: str | None = None) -> None:
+    """Certificates of the first test inputs, ever less sure; some wrong, some not answered."""
+    recipe = run.read_recipe()
+    test = evaluation_data(recipe, source_of(recipe))
+    settings, rows = Cohen(sigma=0.5, n=1000, radii=(0.1, 0.25)), []
+    for index in range(INPUTS):
+        label = int(test.labels[index])
+        selected = (label + 1) % 10 if index in WRONG else label
+        hits = 500 if index in ABSTAINS else 995 - 10 * index
+        counts = [0] * 10
+        counts[selected], counts[(selected + 5) % 10] = hits, 1000 - hits
+        verdict = settings.verdict(
+            [{"selected": selected, "histogram": counts}], settings.place(None, ())
+        )
+        rows.append(settings.row(index, label, verdict, None))
+    about = {
+        "settings": {"n": 1000, "mode": "fixed", "noise": "gaussian", "sigma": 0.5,
+                     "radii": [0.1, 0.25]},
+        "model": read_facts(run).trained["model"], "data": data or test.fingerprint, "seed": "5eed",
+    }  # fmt: skip
+    tables.write(tables.build(rows, about), run.certificates / name / "certificates.parquet")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    recipe, run = make(
+        tmp_path_factory.mktemp("runs"), HOSTILE, data__max_train=40, training__batch_size=40,
+        training__steps=3, model="linear", privacy__run_key=None,
+    )  # fmt: skip
+    train(recipe, run)
+    pipeline.evaluate_stage(recipe, run)
+    certify(run)
+    pipeline.report_stage(run)
+    return run
+
+
+@pytest.fixture(scope="module")
+def facts(run: RunFolder) -> Facts:
+    return read_facts(run)
+
+
+def check_page(text: str) -> Page:
+    """What holds of every page of ours."""
+    page = Page(text)
+    assert len(text.encode()) < 2 * 2**20
+    headings = [int(tag[1]) for tag, _ in page.elements if re.fullmatch("h[1-6]", tag)]
+    assert headings.count(1) == 1 == headings[0]
+    assert all(b - a <= 1 for a, b in itertools.pairwise(headings))
+    names = [name for _, at in page.elements if (name := at.get("id"))]
+    assert len(names) == len(set(names))
+    links = [at["href"] or "" for at in page.all("a")]
+    assert {link[1:] for link in links if link.startswith("#")} <= set(names)
+    contents = [at["id"] for at in page.all("h2")]
+    assert [link for link in links if link[1:] in contents] == [f"#{name}" for name in contents]
+    # Nothing is fetched, and nothing runs but the page's own script.
+    assert not re.search(r"url\(|@import|https?:|<link|<iframe|javascript:", text)
+    for _, at in page.elements:
+        assert not [name for name in at if name.startswith("on")]
+        assert (at.get("src") or "data:image/png;base64,").startswith("data:image/png;base64,")
+    policy = [at["content"] for at in page.all("meta") if "http-equiv" in at]
+    assert "default-src 'none'" in (policy[0] or "")
+    # For whoever does not see it, or uses the keyboard.
+    assert page.all("html") == [{"lang": "en"}] and len(page.all("main", "header", "footer")) == 3
+    assert all(at.get("aria-label") for at in page.all("nav"))
+    assert all((at.get("alt") or "").strip() for at in page.all("img"))
+    for at in page.all("svg"):
+        assert at["role"] == "img" and set((at["aria-labelledby"] or "").split()) <= set(names)
+    assert len(page.all("table")) == len(page.all("caption")) > 0
+    assert {at.get("scope") for at in page.all("th")} == {"row", "col"}
+    assert all(at.get("tabindex") == "0" for at in page.all("div") if at.get("class") == "wide")
+    # Nothing is wider than a telephone.
+    rules = text.partition("<style>")[2].partition("</style>")[0]
+    fixed = re.findall(r"(?<!max-)(?<!stroke-)(?:min-)?width: *([\d.]+)(px|rem)", rules)
+    fixed += re.findall(r"minmax\((?:min\()?([\d.]+)(px|rem)", rules)
+    assert all(float(size) * (16 if unit == "rem" else 1) <= 288 for size, unit in fixed)
+    assert "prefers-color-scheme: dark" in rules and "viewport" in text
+    return page
+
+
+def test_the_page_is_whole_and_open_to_everybody(run: RunFolder) -> None:
+    text = run.report.read_text()
+    page = check_page(text)
+    assert page.all("script") == []
+    shown = " ".join(part for _, part in page.said)
+    for word in (
+        "Verdict", "What the numbers mean", "Class by class", "95 % interval", "not certifiable",
+        "Epsilon against step", "claimed", "proved", "audited", "Intended use", "fingerprint",
+        "5eed", "dpdist run", "Smoothing by Gaussian noise 0.5, 1,000 draws an input",
+    ):  # fmt: skip
+        assert word in shown, word
+    # The folder's name is somebody's text, and is only ever shown.
+    assert HOSTILE in shown and "<img src=x" not in text
+    assert text.index("verdict") < text.index("<nav") and text.count("<svg") == 2
+
+
+def test_what_is_secret_stays_secret(run: RunFolder) -> None:
+    text = run.report.read_text()
+    assert run.run_key.read_text().strip() not in text
+    for mark in re.findall(r"[0-9a-f]{32,}", run.data.read_text()):
+        assert mark not in text
+
+
+def test_colours_can_be_told_apart() -> None:
+    """WCAG 2.2 AA: 4.5 for text, 3 for lines, on both grounds, light and dark."""
+
+    def luminance(shade: str) -> float:
+        parts = [int(shade[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+        return float(np.dot([0.2126, 0.7152, 0.0722], linear))
+
+    for mode in (0, 1):
+        for ground in ("ground", "raised"):
+            for name, shades in PALETTE.items():
+                if name in ("ground", "raised", "rule"):
+                    continue
+                both = sorted((luminance(shades[mode]), luminance(PALETTE[ground][mode])))
+                assert (both[1] + 0.05) / (both[0] + 0.05) >= 4.5, (name, ground, mode)
+
+
+def test_images_are_test_inputs_and_shown_where_somebody_said_so(
+    run: RunFolder, tmp_path: Path
+) -> None:
+    recipe = run.read_recipe()
+    images = split_images(recipe)
+    assert isinstance(images, SplitImages)
+    rows = dict(picked(read_facts(run).tables, images))
+    least, most, wrong, silent = rows.values()
+    assert {it.index for it in wrong} == WRONG and {it.index for it in silent} == ABSTAINS
+    assert all(a.radius <= b.radius for a, b in itertools.pairwise(least))
+    assert most[0].index == 0 and least[0].radius < most[0].radius
+    test = evaluation_data(recipe, source_of(recipe))
+    pixels = np.asarray(Image.open(io.BytesIO(wrong[0].png)))
+    assert (pixels == test.inputs[wrong[0].index, 0]).all()
+    text = run.report.read_text()
+    found = [base64.b64decode(raw) for raw in re.findall(r"base64,([^\"]+)", text)]
+    every = [it.png for row in rows.values() for it in row]
+    assert found == every and len(Page(text).all("img")) == len(every)
+    # Of other data an index names another input.
+    assert picked(read_facts(run).tables, SplitImages(test.first(20))) == []
+    with pytest.raises(UserError, match="has 358 inputs, no 358"):
+        images.png(358)
+    # Built-in data are public; of one's own nothing is shown before it is asked for, and then on.
+    other = RunFolder(tmp_path / "own")
+    assert [allowed(other, None, built_in) for built_in in (True, False)] == [True, False]
+    assert allowed(other, True, False) and allowed(other, None, False)
+    assert not allowed(other, False, True) and not allowed(other, None, True)
+    write_report(run)
+    try:
+        text = run.report.read_text()
+        assert "base64" not in text and UNASKED.partition(";")[0] in text
+    finally:
+        pipeline.report_stage(run)
+
+
+def test_a_run_with_canaries_shows_no_test_input(run: RunFolder) -> None:
+    recipe = run.read_recipe()
+    audit = {"kind": "canaries", "canaries": 20}
+    planted = parse({**recipe.model_dump(mode="json"), "audit": audit}, "test")
+    assert planted.planted is not None and "canaries" in str(split_images(planted))
+
+
+def audit(**changes: Any) -> Audited:
+    given = {
+        "kind": "mechanism", "method": "m", "epsilon": 5.0, "delta": 1e-4, "alpha": 0.05,
+        "view": "all", "neighbours": "add-or-remove-one", "trials": 10, "rule": "r",
+        "proved": math.inf, "claimed": 1.0,
+    }  # fmt: skip
+    return Audited(**(given | changes))
+
+
+def with_results(facts: Facts, kind: type, result: Any) -> Facts:
+    return dataclasses.replace(facts, evaluations={**facts.evaluations, kind: [result]})
+
+
+def test_the_sentence_says_what_holds(facts: Facts, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = in_short(facts)
+    assert told.mood == ("caution" if facts.guarantee.epsilon > 10 else "good")
+    assert f"with epsilon {format_epsilon(facts.guarantee.epsilon)}" in told.sentence
+    assert told.sentence.count(". ") == 0
+    share = 100 * facts.tables[0].certified_accuracy(0.1)
+    assert f"{math.floor(100 * share) / 100:.2f} % of 30 test inputs" in told.sentence
+    assert "within L2 distance 0.1" in told.sentence
+    none = in_short(dataclasses.replace(facts, tables=[], evaluation=None))
+    assert "nothing is certified" in none.sentence and "was not measured" in none.sentence
+    infinite = Guarantee(math.inf, 1e-4, "add-or-remove-one", "proved", "none")
+    open_ = dataclasses.replace(facts, guarantee=infinite)
+    assert in_short(open_).mood == "bad" and "epsilon is infinite" in in_short(open_).sentence
+    assert "single records away" in dict(meanings(open_))["epsilon"]
+    bug = in_short(with_results(facts, AuditResult, audit(proved=1.0)))
+    assert bug.mood == "bad" and bug.sentence.startswith("An audit contradicts what is proved")
+    broken = in_short(with_results(facts, CheckSettings, {"plausible": False}))
+    assert broken.mood == "bad" and broken.sentence.startswith("An attack contradicts")
+    claimed = Guarantee(1.0, 1e-4, "add-or-remove-one", "claimed", "Theorem 1")
+    claim = Claim("X", "here", None, claimed, facts.guarantee, "not sound", "no proof")
+    monkeypatch.setattr(Facts, "claim", claim)
+    assert "the paper's epsilon 1 does not hold" in in_short(facts).sentence
+    refuted = in_short(with_results(facts, AuditResult, audit()))
+    assert refuted.mood != "good" and "is refuted by an audit" in refuted.sentence
+    monkeypatch.setattr(Facts, "fixed_key", True)
+    assert in_short(facts).mood == "bad" and "run key was fixed" in in_short(facts).sentence
+
+
+def test_what_epsilon_lets_a_guess_be_right() -> None:
+    def at(epsilon: float, delta: float) -> float:
+        return float(
+            right_at_most(Guarantee(epsilon, delta, "add-or-remove-one", "proved", "none"))
+        )
+
+    assert at(0.0, 0.0) == 50 and at(math.log(3), 0.0) == pytest.approx(75, abs=0.011)
+    assert at(3.0, 1e-4) >= 100 * (math.exp(3) + 1e-4) / (1 + math.exp(3)) > at(3.0, 1e-4) - 0.01
+    assert at(1.0, 0.01) >= 100 * (math.e + 0.01) / (1 + math.e) > at(1.0, 0.01) - 0.01
+    assert at(800.0, 1e-4) == 100
+    low, high = map(float, interval(90, 100).split(" to "))
+    assert low < 83 < 90 < 95 < high
+
+
+def test_a_chart_never_shows_more_than_is_certified(facts: Facts) -> None:
+    """Also where there are more radii than it has places for."""
+    radii = np.linspace(0.001, 2.0, 1000)
+    table = dataclasses.replace(
+        facts.tables[0], radius=radii, index=np.arange(1000), label=np.zeros(1000, int),
+        prediction=np.zeros(1000, int),
+    )  # fmt: skip
+    drawn = certified_accuracy([table], 0.9)
+    (path,) = [p for p in re.findall(r'class="c0" d="([^"]+)"', drawn) if "V" in p]
+    assert len(drawn) < 20_000
+    bottom = max(float(v) for v in re.findall(r"V([\d.]+)", path))
+    first = float(re.match(r"M[\d.]+ ([\d.]+)", path)[1])  # type: ignore[index]
+    for up, across in re.findall(r"V([\d.]+)H([\d.]+)", path):
+        radius = (float(across) - 46) / (360 - 10 - 46) * 1.05 * 2.0
+        share = (bottom - float(up)) / (bottom - first)
+        assert share <= np.mean(radii >= radius - 0.01) + 0.005
+
+
+def test_charts_have_round_ticks_and_stand_alone() -> None:
+    for end in (1e-3, 0.07, 0.42, 1.0, 3.14, 100.0, 60_000.0):
+        found = ticks(end)
+        assert found[0] == 0 and 3 <= len(found) <= 7 and found[-1] <= end * (1 + 1e-9)
+    drawn = chart([Line("<a>", [(0, 1), (1, 0)])], Axis("x", 1), Axis("y", 1), about="&", name="n",
+                  title="t")  # fmt: skip
+    whole = alone(drawn, "<b>")
+    assert "<a>" not in whole and "&lt;a&gt;" in whole and "&lt;b&gt;" in whole
+    assert style() in whole and whole.count("xmlns") == 1
+    ElementTree.fromstring(whole)
+
+
+def test_one_page_over_all_runs(run: RunFolder, tmp_path: Path) -> None:
+    runs = run.path.parent
+    unfinished = runs / "unfinished"
+    unfinished.mkdir(exist_ok=True)
+    (unfinished / "run.json").write_text('{"format": 1, "dpdist": "0.1.0"}')
+    recipe, other = make(
+        runs, "other", data__max_train=40, training__batch_size=40, training__steps=2,
+        model="linear", privacy__run_key=None,
+    )  # fmt: skip
+    train(recipe, other)
+    pipeline.evaluate_stage(recipe, other)
+    text = write_overview(runs).read_text()
+    page = check_page(text)
+    shown = " ".join(part for _, part in page.said)
+    assert HOSTILE in shown and "other" in shown and "<img src=x" not in text
+    assert "never finished training" in shown and "plain accuracy" in shown
+    assert len(page.all("details")) == 1 and len(page.all("script")) == 1
+    links = [at["href"] for at in page.all("a") if (at["href"] or "").endswith("index.html")]
+    assert len(links) == 1 and "<" not in (links[0] or "")
+    with pytest.raises(UserError, match="no runs in this folder"):
+        write_overview(tmp_path)
+
+
+@pytest.mark.parametrize("by_class", [[[1, 2]], [[1]], "x", [[1.5, 1]], [[-1, -1]]])
+def test_a_damaged_evaluation_is_refused(run: RunFolder, by_class: Any) -> None:
+    kept = run.evaluation.read_text()
+    run.evaluation.write_text(json.dumps(json.loads(kept) | {"by_class": by_class}))
+    try:
+        with pytest.raises(UserError, match="damaged: its accuracy"):
+            read_facts(run)
+    finally:
+        run.evaluation.write_text(kept)
