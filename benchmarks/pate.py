@@ -5,7 +5,7 @@
 Takes the votes of a finished run of method pate and trains students on them again and again, at
 each noise with as many keys as `--seeds`, without smoothing and with each deviation: on private
 records each would be a release of its own, so this is for public data only. The students of one
-seed have the same labels. One line of JSON a student.
+seed have the same labels. Each student is a line of --results; what is there is not made again.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import json
 import math
 import shutil
 import tempfile
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +26,15 @@ from dpdist.base.storage import private_folder, write_atomic
 from dpdist.evaluation import evaluate_stage
 from dpdist.methods.pate import UNANSWERED, VOTES
 from dpdist.privacy.ledger import Ledger
-from dpdist.randomness.keys import new_run_key
+from dpdist.randomness.keys import derive_key
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse
 from dpdist.training.job import prepare
 from dpdist.training.loop import run
 from dpdist.training.reducer import Reducer
 from dpdist.training.trainer import fit
+
+RESULTS = Path(__file__).with_suffix(".jsonl")
 
 
 def student(raw: dict[str, Any], votes: Path, key: bytes, home: Path) -> dict[str, Any]:
@@ -59,12 +62,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run", type=Path)
     parser.add_argument("--data-root", type=Path)
-    parser.add_argument("--noises", type=float, nargs="+", default=[40, 80, 100], help="in votes")
+    parser.add_argument("--noises", type=float, nargs="+", default=[40, 80, 120], help="in votes")
     parser.add_argument("--smoothing", type=float, nargs="+", default=[0.03])
     parser.add_argument("--draws", type=int, default=10)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--all", action="store_true", help="label all inputs, without a threshold")
     parser.add_argument("--steps", type=int)
+    parser.add_argument("--results", type=Path, default=RESULTS)
     given = parser.parse_args()
     torch.set_num_threads(1)
     raw = RunFolder(given.run).read_recipe().model_dump(mode="json")
@@ -75,17 +79,22 @@ def main() -> None:
         method |= {"answers": method["queries"], "threshold": 0.0, "screening": 0.0}
     if given.steps is not None:
         raw["training"] |= {"steps": given.steps, "epochs": None}
-    for noise in given.noises:
+    of = {"queries": method["queries"], "answers": method["answers"]}
+    of |= {"steps": raw["training"]["steps"], "draws": given.draws}
+    for seed, noise, std in product(range(given.seeds), given.noises, (0.0, *given.smoothing)):
+        setting = of | {"noise": noise, "seed": seed, "smoothing": std}
+        lines = given.results.read_text().splitlines() if given.results.exists() else []
+        if any(setting.items() <= one.items() for one in map(json.loads, lines)):
+            continue
         part = math.sqrt((1 - method["screening"]) / (2 * method["answers"]))
         raw["privacy"] |= {"epsilon": None, "noise_multiplier": noise * part}
-        for seed in range(given.seeds):
-            key = new_run_key()
-            for std in (0.0, *given.smoothing):
-                method["smoothing"] = {"std": std, "draws": given.draws} if std else None
-                with tempfile.TemporaryDirectory() as home:
-                    found = student(raw, votes, key, Path(home) / "run")
-                line = {"noise": noise, "seed": seed, "smoothing": std, **found}
-                print(json.dumps(line), flush=True)
+        method["smoothing"] = {"std": std, "draws": given.draws} if std else None
+        key = derive_key(bytes(32), "pate benchmark", str(noise), seed)
+        with tempfile.TemporaryDirectory() as home:
+            line = json.dumps(setting | student(raw, votes, key, Path(home) / "run"))
+        with given.results.open("a") as file:
+            file.write(line + "\n")
+        print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import numpy as np
@@ -95,8 +96,9 @@ class Functional(Method):
     What each costs is a part of mu^2 = 1 / noise_multiplier^2: `encoder` that of the encoder,
     `centre` the first, `refine` all rounds together, the second the rest. labels: which part of a
     record's squared norm B may have. sigma: records are seen in `draws` noisy copies, as a
-    certificate's are. adversarial: what rounds see besides. relevance: how noise is shared out
-    among features.
+    certificate's are; noise: "fresh" for each sum, or each record's "own", a public function of it,
+    so that sums have the same features. adversarial: what rounds see besides. relevance: how noise
+    is shared out among features.
     """
 
     name: Literal["functional"] = "functional"
@@ -112,6 +114,7 @@ class Functional(Method):
     refine: _Between = 0.7
     labels: _Between = 0.5
     sigma: PositiveOrZero = 0.0
+    noise: Literal["fresh", "own"] = "fresh"
     draws: DrawCount = 1
     encoder: Annotated[float, Number, Field(ge=0, lt=1)] = 0.0
     adversarial: Adversarial | None = None
@@ -276,7 +279,10 @@ class Functional(Method):
 
         example = data.load(worker.job.source, "test").batch(slice(0, _EXAMPLES))
         scales, records = worker.fixed.tensors.get(SCALES), worker.job.plan.records
-        return Sums(self, worker.model, example.to(worker.reducer.device), records, scales)
+        sums = Sums(self, worker.model, example.to(worker.reducer.device), records, scales)
+        if worker.job.kept is not None and not self.encoder:  # whose filters no two trainings share
+            sums.kept = worker.job.kept
+        return sums
 
     def _encode(self, model: nn.Module, released: Tensor) -> None:
         from dpdist.methods.functional_sums import unpacked
@@ -300,21 +306,32 @@ class Functional(Method):
 
     def _copies(self, worker: Any, step: int, members: np.ndarray) -> Iterator[Copy]:
         """The records in passes, each in its noisy copies."""
-        import torch
-
         from dpdist.randomness.keys import derive_key
 
-        todo, device = worker.job.plan.step(step), worker.reducer.device
+        todo, fresh = worker.job.plan.step(step), self.sigma > 0 and self.noise == "fresh"
         draws = self.perturbation(todo, 1.0, worker.fixed)
         key = derive_key(worker.key, "draw", worker.attempt, step)
         for start in range(0, len(members), PASS):
             rows = members[start : start + PASS]
-            inputs = worker.dataset.batch(rows).to(device)
-            targets = worker.canaries.labelled(rows, worker.dataset.targets(rows)).to(device)
-            place = None if self.sigma else int(rows[0])
+            targets = worker.canaries.labelled(rows, worker.dataset.targets(rows))
             for draw in range(draws.count):
-                noisy = draws.inputs(inputs, torch.from_numpy(rows), key, draw)
-                yield noisy, targets, 1 / draws.count, place
+                noisy = partial(self._noisy, worker, draws, key, rows, draw)
+                place = None if fresh else (int(rows[0]), draw)
+                yield noisy, targets.to(worker.reducer.device), 1 / draws.count, place
+
+    def _noisy(self, worker: Any, draws: Draws, key: bytes, rows: np.ndarray, draw: int) -> Tensor:
+        """A noisy copy of these records."""
+        import torch
+
+        from dpdist.data.hashes import hashes_of
+        from dpdist.randomness.keys import derive_key
+
+        inputs, names = worker.dataset.batch(rows), rows
+        if self.noise == "own":  # a function of the record, which everybody may know
+            key = derive_key(bytes(32), "functional", "noise")
+            hashes = np.frombuffer(hashes_of(inputs.numpy()).tobytes(), dtype="<u8")
+            names = (hashes[::2] >> np.uint64(1)).astype(np.int64)
+        return draws.inputs(inputs.to(worker.reducer.device), torch.from_numpy(names), key, draw)
 
     def _sum(self, worker: Any, sums: Sums | None, stage: int, copies: Iterator[Copy]) -> Tensor:
         from dpdist.methods.functional_sums import of_moments
@@ -338,9 +355,9 @@ class Functional(Method):
         asked = self.adversarial if stage > 1 else None
         own = 1.0 if asked is None else 1 / (1 + asked.xi)
         for noisy, targets, weight, place in copies:
-            yield sums.features(noisy, place), targets, weight * own
+            yield sums.known(noisy, place), targets, weight * own
             if asked is not None:
-                moved = sums.moved(noisy, targets, *head)
+                moved = sums.moved(noisy(), targets, *head)
                 yield sums.features(moved), targets, weight * (1 - own)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from dpdist.models import Patches
 
 Pass = tuple[Tensor, Tensor, float]  # features, labels, and what each record counts for
-Copy = tuple[Tensor, Tensor, float, int | None]  # inputs, and where their features are kept
+Place = tuple[int, int]  # first record and draw of a pass
+Copy = tuple[Callable[[], Tensor], Tensor, float, Place | None]  # makes inputs; names features
 
 _KEPT = 1 << 30  # bytes of features that a worker keeps from one sum to the next
 _LEAST_RIDGE = 1e-9  # of a record's share of A, where there is no noise
@@ -73,7 +74,7 @@ def of_moments(patches: Patches, copies: Iterable[Copy], records: int) -> Tensor
     size = patches.encoder.weight[0].numel()
     total = torch.zeros(size, size, dtype=torch.float64, device=patches.encoder.weight.device)
     for inputs, _, weight, _ in copies:
-        total += weight * patches.moments(inputs).sum(0)
+        total += weight * patches.moments(inputs()).sum(0)
     return packed(total) * (1 - slack(records))
 
 
@@ -107,7 +108,7 @@ class Sums:
         if why is not None:
             raise UserError(f"the model mixes records: {why}")
         self._read = Features(exact, wide)
-        self._kept: dict[int, Tensor] = {}
+        self.kept: dict[Place, Tensor] = {}  # features, PRIVATE
         head = last_linear(model)
         self.classes, self.size = head.out_features, head.in_features + 1
         self._pairs = self.size * (self.size + 1) // 2
@@ -117,15 +118,18 @@ class Sums:
             self._whole -= _MOVED * max(2**16, records)
             self._screen(head, wide)
 
-    def features(self, inputs: Tensor, place: int | None = None) -> Tensor:
-        """f / clip of each record: (B, D), norms at most 1. inputs: (B, ...). place: by which they
-        are kept, while there is room, and found again."""
-        if place in self._kept:
-            return self._kept[place]
-        found = clipped_to(self._read(inputs.double()), self.method.clip) / self.method.clip
-        used = len(self._kept) * found.numel() * found.element_size()
+    def features(self, inputs: Tensor) -> Tensor:
+        """f / clip of each record: (B, D), norms at most 1. inputs: (B, ...)."""
+        return clipped_to(self._read(inputs.double()), self.method.clip) / self.method.clip
+
+    def known(self, inputs: Callable[[], Tensor], place: Place | None) -> Tensor:
+        """Their `features`; kept by the name of the pass, while there is room, and found again."""
+        if place in self.kept:
+            return self.kept[place]
+        found = self.features(inputs())
+        used = len(self.kept) * found.numel() * found.element_size()
         if place is not None and used < _KEPT:
-            self._kept[place] = found
+            self.kept[place] = found
         return found
 
     def moved(self, inputs: Tensor, targets: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

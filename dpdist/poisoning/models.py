@@ -57,16 +57,19 @@ class Voter:
         self._records = training_data(shared.recipe, source)
         self._test = evaluation_data(shared.recipe, source)
         self._shards = None
+        self._kept: dict[Any, Any] | None = {}  # of models on the same records; in memory alone
         if shared.partitions:  # by a public key: who poisons may know which shard a record is in
             self._shards = shards_by_hash(self._records.hashes, b"", shared.models)
+            self._kept = None
 
     def __call__(self, number: int) -> dict[str, bytes]:
         key = derive_key(self._shared.key, "voter", number)
         votes = np.full(len(self._shared.indices), NONE, np.int64)
         recipe, plan, members = self._training(number)
         if plan is not None:
+            training = (recipe, plan, self._records, members, key)
             try:
-                with trained_here(recipe, plan, self._records, members, key) as folder:
+                with trained_here(*training, kept=self._kept) as folder:
                     model = models.load(folder, trusted_factory=recipe.model.name)
                 votes = self._votes(model, derive_key(key, "votes").hex())
             except Diverged:  # an answer of its own, which no class profits by

@@ -40,6 +40,8 @@ class TrainJob:
 
     members: bool (N,), of the training records those to train on; None: all of them.
     given: what is trained on in place of the records (`dpdist.methods.base.Run.workers`).
+    kept: PRIVATE, what trainings here that differ in their keys alone make once and share; None:
+    there are no others.
     """
 
     recipe: Recipe
@@ -49,6 +51,7 @@ class TrainJob:
     packages: dict[str, str]
     members: np.ndarray | None = None
     given: Any = None
+    kept: dict[Any, Any] | None = None
 
     def records(self) -> Any:
         """The records to train on, and behind them the canaries of an audit."""

@@ -117,10 +117,16 @@ class _Here:
 
 @contextmanager
 def trained_here(
-    recipe: Recipe, plan: PrivacyPlan, records: Dataset, members: np.ndarray, key: bytes
+    recipe: Recipe,
+    plan: PrivacyPlan,
+    records: Dataset,
+    members: np.ndarray,
+    key: bytes,
+    kept: dict[Any, Any] | None = None,
 ) -> Iterator[Path]:
     """The folder, while it lasts, of the model that the recipe trains in this process on those of
-    its training records where `members` is true: a function of these and of what they hold.
+    its training records where `members` is true: a function of these and of what they hold. kept:
+    of trainings that differ in nothing but their keys (`dpdist.training.job.TrainJob`).
 
     Raises UserError, `dpdist.training.finite.Diverged` among others.
     """
@@ -129,6 +135,6 @@ def trained_here(
     with tempfile.TemporaryDirectory(prefix="dpdist-training-") as place:
         folder = RunFolder(Path(place) / "run")
         checked = CheckedTraining(own, folder, plan, records.only(members), None)
-        job = replace(checked.begin(), members=members)
+        job = replace(checked.begin(), members=members, kept=kept)
         own.method.train(_Here(job))
         yield job.folder.model

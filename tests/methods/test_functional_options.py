@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from dpdist import data, models
 from dpdist.base.errors import UserError
+from dpdist.gradients.perturbations import InputDraws
 from dpdist.methods.base import Fixed, Setup
 from dpdist.methods.functional import SCALES, Adversarial, Functional, Relevance
 from dpdist.methods.functional_relevance import scales_of
@@ -59,7 +61,7 @@ def summed(method: Functional, made: Sums | None, left: int = -1, step: int = RO
         dataset=SimpleNamespace(batch=lambda rows: x[rows], targets=lambda rows: y[rows]),
     )  # fmt: skip
     if made is not None:
-        made._kept.clear()  # its passes are others when a record is left out
+        made.kept.clear()  # its passes are others when a record is left out
     (row,) = method._rows(worker, made, step)
     return row
 
@@ -243,7 +245,9 @@ def test_the_encoder_is_paid_for_and_learned_first(tmp_path: Path) -> None:
     noises = [job.plan.step(t).noise_multiplier for t in range(job.plan.steps)]
     assert len(noises) == 5 and noises[0] == pytest.approx(2.0 / math.sqrt(0.1))
     assert sum(noise**-2 for noise in noises) == pytest.approx(2.0**-2)
-    execute(job)
+    common: dict[Any, Any] = {}
+    execute(replace(job, kept=common))
+    assert not common  # of filters that other trainings do not have
     kept = models.patches_of(models.load(job.folder.model)).encoder.weight
     assert not torch.allclose(kept, models.patches_of(encoded()).encoder.weight, atol=0.1)
     assert "paid for" in job.recipe.method.assumed(job.recipe)[0]
@@ -261,3 +265,50 @@ def test_a_training_with_an_encoder_continues_with_the_same_bits(tmp_path, monke
         recipe, folder = make(tmp_path, f"cut-{at}", **given)
         interrupted(recipe, folder, monkeypatch, at)
         assert torch.equal(train(recipe, folder), whole)
+
+
+# ---- noise that a record has of its own
+
+
+def test_own_noise_is_a_function_of_the_record_and_fresh_noise_is_not() -> None:
+    x, draws = torch.rand(6, *SHAPE), InputDraws(2, 0.5)
+    there, rows = SimpleNamespace(device=torch.device("cpu")), np.arange(6)
+
+    def noisy(noise: Any, key: bytes = b"k", draw: int = 0, order: Any = rows) -> Tensor:
+        records = SimpleNamespace(batch=lambda asked: x[order][asked])
+        worker, method = SimpleNamespace(dataset=records, reducer=there), Functional(noise=noise)
+        return method._noisy(worker, draws, key * 32, rows, draw)[np.argsort(order)]
+
+    own, fresh, turned = noisy("own"), noisy("fresh"), np.arange(6)[::-1].copy()
+    assert torch.equal(noisy("own", b"j", order=turned), own)
+    assert not torch.equal(noisy("own", draw=1), own)
+    assert (noisy("fresh", b"j") != fresh).all() and (noisy("fresh", order=turned) != fresh).any()
+    noise = own - x
+    assert float(noise.std()) == pytest.approx(0.5, rel=0.15)  # 384 numbers
+    assert len({tuple(each.flatten().tolist()) for each in noise}) == 6
+
+
+@pytest.mark.parametrize("step", [0, 1, ROUND])
+def test_one_record_with_its_own_noise_moves_each_sum_by_at_most_one(step: int) -> None:
+    method = Functional(sigma=0.3, draws=2, noise="own", radius=0.05)
+    made = sums(method)
+    whole = summed(method, made, step=step)
+    moved = [float((whole - summed(method, made, left, step)).norm()) for left in range(RECORDS)]
+    assert 0.6 < max(moved) <= 1.0
+
+
+def test_features_with_own_noise_are_made_once(tmp_path: Path, monkeypatch) -> None:
+    made: list[int] = []
+    real = Sums.features
+
+    def counted(made_by: Sums, inputs: Tensor) -> Tensor:
+        made.append(len(inputs))
+        return real(made_by, inputs)
+
+    monkeypatch.setattr(Sums, "features", counted)
+    base = {"name": "functional", "rounds": 2, "sigma": 0.3, "draws": 2}
+    for noise, times in (("fresh", 4), ("own", 1)):
+        job = job_of(tmp_path, noise, method=base | {"noise": noise})
+        made.clear()
+        execute(job)
+        assert sum(made) == times * 2 * job.plan.records

@@ -22,6 +22,7 @@ from dpdist import models, pipeline
 from dpdist.base.errors import UserError
 from dpdist.commands.poison import _terms
 from dpdist.data import Dataset
+from dpdist.methods.functional_sums import Sums
 from dpdist.poisoning import models as voting_models
 from dpdist.poisoning.certificates import by_partitions, by_privacy
 from dpdist.poisoning.models import Voter
@@ -199,11 +200,39 @@ def test_models_that_are_alike_vote_under_noises_of_their_own(
 ) -> None:
     recipe = recipe_of(tmp_path)
     voter, real = Voter(setup_of(recipe, Poisoning(2, seed=SEED, sigma=3.0))), many.trained_here
-    monkeypatch.setattr(voting_models, "trained_here", lambda *of: real(*of[:-1], b"k" * 32))
+    monkeypatch.setattr(voting_models, "trained_here", lambda *of, **_: real(*of[:-1], b"k" * 32))
     first, second = (load_tensors(voter(number)[FILE])["votes"] for number in (0, 1))
     assert (first != second).any()
     again = load_tensors(voter(0)[FILE])["votes"]
     assert (first == again).all()
+
+
+def test_models_on_the_same_records_make_their_features_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = recipe_of(
+        tmp_path,
+        model={"name": "scattering", "options": {"widths": [1.0], "stride": 1, "cosines": 3}},
+        method={"name": "functional", "rounds": 1, "sigma": 0.3, "noise": "own"},
+    )  # fmt: skip
+    setup = setup_of(recipe, Poisoning(3, seed=SEED))
+    made: list[int] = []
+    real = Sums.features
+
+    def counted(made_by: Sums, inputs: torch.Tensor) -> torch.Tensor:
+        made.append(len(inputs))
+        return real(made_by, inputs)
+
+    monkeypatch.setattr(Sums, "features", counted)
+    shared = said_by(Voter(setup)).vote
+    assert sum(made) == setup.plan.records  # of three models, each of three sums
+    alone = Voter(setup)
+    for number in range(3):
+        assert alone._kept is not None
+        alone._kept.clear()
+        assert (load_tensors(alone(number)[FILE])["votes"] == shared[number]).all()
+    assert len({tuple(each) for each in shared.tolist()}) == 3
+    assert Voter(setup_of(recipe, Poisoning(2, partitions=True, seed=SEED)))._kept is None
 
 
 def test_a_changed_record_moves_one_partition(run: Any, tmp_path: Path) -> None:
