@@ -10,7 +10,7 @@ linear model and 20 steps, a training so short that hundreds are made, and the b
 Each audit is a line of --results; what is there is not made again. --table prints Markdown.
 
     python benchmarks/canary_audits.py [--runs 10] [--epsilons 1,2,4,8] [--canary gradient]
-    python benchmarks/canary_audits.py --coverage --runs 200
+    python benchmarks/canary_audits.py --coverage --runs 50
     python benchmarks/canary_audits.py --canary mislabelled --canaries 300 --epsilons 8
     python benchmarks/canary_audits.py --recipe mnist-dpsgd --data-root DATA --canaries 20000
 """
