@@ -32,11 +32,10 @@ from scipy.stats import binomtest
 from dpdist.audits.canaries import audit_canaries
 from dpdist.audits.target import of_run
 from dpdist.base.binomial import clopper_pearson_upper
-from dpdist.pipeline import resolve
 from dpdist.privacy.audited import Audited
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
-from dpdist.runs.recipe import Recipe, parse
+from dpdist.runs.recipe import Recipe, parse, resolve
 from dpdist.sections.audit import CanaryAudit
 from dpdist.training import loop
 from dpdist.training.job import prepare

@@ -37,7 +37,7 @@ from dpdist.commands.cli import app
 from dpdist.privacy.guarantee import format_epsilon
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
-from dpdist.runs.recipe import Recipe, find, load, parse
+from dpdist.runs.recipe import Recipe, find, load, parse, resolve
 
 RADII = {0.25: (0.0, 0.1, 0.25, 0.5), 0.1: (0.0, 0.1, 0.2)}
 SIZES = (0.5, 1.0, 2.0)
@@ -218,14 +218,14 @@ class Bench:
         folder = self.out / "alone" / f"noise-{row.noise:g}"
         if (folder / "accuracy.json").exists():
             return
-        from dpdist import models, pipeline
+        from dpdist import models
         from dpdist.attacks.job import attack_model
         from dpdist.attacks.settings import AttackSettings
         from dpdist.certification.job import certify
-        from dpdist.training.pretrain import accuracy
+        from dpdist.training.public_training import accuracy
         from dpdist.training.records import evaluation_data, source_of
 
-        recipe = pipeline.resolve(self.recipe(row, 0), data_root=self.data_root)
+        recipe = resolve(self.recipe(row, 0), data_root=self.data_root)
         section = recipe.certify
         assert section is not None
         test = evaluation_data(recipe, source_of(recipe))

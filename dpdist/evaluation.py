@@ -7,21 +7,21 @@ import math
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from PIL import Image
 
 from dpdist import models
 from dpdist.base.errors import UserError
 from dpdist.base.storage import json_number, write_json
-from dpdist.certification.expected import expected_log_scores
 from dpdist.data import Dataset
 from dpdist.randomness.places import place_of
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe
-from dpdist.training.answering import Oracle
 from dpdist.training.records import evaluation_data, source_of
+
+if TYPE_CHECKING:
+    import torch
 
 _BATCH = 1000
 _DRAWS = 16
@@ -49,6 +49,8 @@ def evaluate_stage(recipe: Recipe, folder: RunFolder) -> None:
     """
     if folder.evaluation.exists() or recipe.method.evaluated == 0:
         return
+    import torch
+
     dataset = evaluation_data(recipe, source_of(recipe)).first(recipe.method.evaluated)
     asked, answer, about = _answering(recipe, folder, dataset)
     dataset = dataset.first(asked)
@@ -90,6 +92,8 @@ def _answering(
     """How many of the inputs may be asked about, from the first on; scores of inputs that begin at
     a place in the data; and what the evaluation says of them."""
     if recipe.method.withheld is not None:
+        from dpdist.training.answering import Oracle
+
         oracle = Oracle(recipe, folder)
         asked = oracle.affords(dataset.batch(slice(0, len(dataset))))
         return asked, lambda inputs, start: oracle(inputs), {"noise_draws": None}
@@ -97,6 +101,8 @@ def _answering(
     about: dict[str, Any] = {"model": models.model_hash(folder.model)}
     if not place_of(model).random:
         return len(dataset), lambda inputs, start: model(inputs), about | {"noise_draws": None}
+    from dpdist.certification.expected import expected_log_scores
+
     seed, draws = secrets.token_hex(16), _DRAWS
     return (
         len(dataset),

@@ -5,31 +5,30 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dpdist.base import console, vision
 from dpdist.base.errors import Interrupted, UserError
 from dpdist.bulk.evaluation import Evaluation, Subject
-from dpdist.bulk.job import run as run_job
 from dpdist.certification.certificate import Certificate
-from dpdist.certification.job import TABLE, Data, certify
-from dpdist.certification.table import about
 from dpdist.cluster.packages import check_nodes
 from dpdist.cluster.session import Session, connect
 from dpdist.evaluation import evaluate_stage, require_model, split_images
 from dpdist.runs.archive import Archive
 from dpdist.runs.folder import RunFolder
-from dpdist.runs.recipe import Recipe, field_error
+from dpdist.runs.recipe import Recipe, field_error, resolve
 from dpdist.training.job import PACKAGES, CheckedTraining, TrainJob
 from dpdist.training.job import check as check_training
-from dpdist.training.pretrain import pretrain
 from dpdist.training.records import evaluation_data, source_of, training_data
 from dpdist.training.trainer import train
 from dpdist.tuning.preparing import check as check_search
 from dpdist.tuning.search import Search
+
+if TYPE_CHECKING:
+    from dpdist.certification.job import Data
 
 
 def run(
@@ -38,15 +37,17 @@ def run(
     runs: str | Path = "runs",
     name: str | None = None,
     data_root: str | Path | None = None,
+    changes: Mapping[str, Any] | None = None,
     where: str | None = None,
 ) -> RunFolder:
     """Everything a recipe asks for; what is done already is not done again.
 
-    recipe: a validated recipe, or the path or name of one. where: begins complaints. Returns the
-    run's folder. Raises UserError and dpdist.base.errors.ClusterError for what the user can mend.
+    recipe: a validated recipe, or the path or name of one. changes: of its keys, by dotted key, as
+    in {"training.batch_size": 512}. where: begins complaints. Returns the run's folder. Raises
+    UserError and dpdist.base.errors.ClusterError for what the user can mend.
     """
     where = where or ("recipe" if isinstance(recipe, Recipe) else str(recipe))
-    recipe = resolve(recipe, name=name, data_root=data_root)
+    recipe = resolve(recipe, changes=changes, name=name, data_root=data_root)
     searching = recipe.tune is not None
     with _trained(recipe, Path(runs), where, search=searching) as (recipe, folder):
         if recipe.certify is not None:
@@ -134,41 +135,6 @@ def dry_run(
     return [("guarantee", str(work.plan.guarantee())), *describe(work.recipe, work.plan)]
 
 
-def resolve(
-    recipe: Recipe | str | Path,
-    *,
-    name: str | None = None,
-    data_root: str | Path | None = None,
-    workers: int | None = None,
-    archive: str | None = None,
-    archive_private: bool = False,
-) -> Recipe:
-    """The recipe with what the command line adds.
-
-    Raises UserError.
-    """
-    from dpdist.runs.recipe import find, load, parse
-
-    overrides: dict[str, Any] = {}
-    if name is not None:
-        overrides["name"] = name
-    if data_root is not None:
-        overrides["data.root"] = str(data_root)
-    if workers is not None:
-        overrides["resources.workers"] = workers
-    if archive is not None:
-        overrides["resources.archive"] = archive
-    if archive_private:
-        overrides["resources.archive_private"] = True
-    if isinstance(recipe, Recipe):
-        raw = recipe.model_dump(mode="json")
-        for key, value in overrides.items():
-            section, _, field = key.rpartition(".")
-            (raw[section] if section else raw)[field] = value
-        return parse(raw, "recipe")
-    return load(find(str(recipe)), overrides)
-
-
 @contextmanager
 def session(folder: RunFolder, workers_cpus: float = 0) -> Iterator[Session]:
     """The Ray session of a command about this run, with Ray's chatter in the run's log file.
@@ -209,6 +175,8 @@ def public_stage(recipe: Recipe, where: str) -> None:
         return
     if recipe.model.pretrained[1].folder.exists():
         return
+    from dpdist.training.pretrain import pretrain
+
     with console.progress("pretraining, WITHOUT privacy, on public records", "steps") as show:
         path, _ = pretrain(recipe, where, show)
     console.say(f"pretraining: {path}")
@@ -282,6 +250,9 @@ def certify_stage(
     in place of the test split's.
     """
     shared = _shared(recipe, folder, actors)
+    from dpdist.certification.job import TABLE, certify
+    from dpdist.certification.table import about
+
     output = output or folder.certificates / settings.folder_name
     with console.progress(f"certifying, {settings.folder_name}", "inputs", "draws") as show:
         table = certify(
@@ -313,6 +284,8 @@ def evaluation_stage(
         require_model(recipe, folder)
     check_nodes(PACKAGES, folder.private.resolve())
     output, source = evaluation.place(folder, output), source_of(recipe)
+    from dpdist.bulk.job import run as run_job
+
     subject = Subject(
         folder.model,
         evaluation_data(recipe, source),

@@ -195,7 +195,7 @@ def test_bad_recipes(dpdist, tmp_path, sections, message):
 
 
 def test_paths_of_a_recipe_do_not_depend_on_the_directory(tmp_path, monkeypatch):
-    from dpdist.pipeline import resolve
+    from dpdist.runs.recipe import resolve
 
     path = recipe(
         tmp_path,

@@ -306,6 +306,12 @@ LIGHT = (
     "dpdist.audits.findings",
     "dpdist.audits.catalogue",
     "dpdist.attacks.reading",
+    "dpdist.models",
+    "dpdist.data",
+    "dpdist.pipeline",
+    "dpdist.training.pretrain",
+    "dpdist.reports.page",
+    "dpdist.commands.releasing",
 )
 
 

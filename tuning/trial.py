@@ -13,8 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from dpdist import data
 from dpdist.base.errors import UserError, no_room
 from dpdist.base.storage import write_atomic, write_json
@@ -28,9 +26,7 @@ from dpdist.runs.recipe import Recipe
 from dpdist.runs.released import read_released
 from dpdist.sections.search import PublicData
 from dpdist.training.job import PACKAGES, TrainJob, prepare
-from dpdist.training.loop import run
 from dpdist.training.records import private_part, source_of
-from dpdist.training.reducer import Reducer
 from dpdist.training.trainer import fit
 from dpdist.tuning.cost import kept_out
 from dpdist.tuning.manifest import (
@@ -42,7 +38,6 @@ from dpdist.tuning.manifest import (
     scores_of,
     trial_limit,
 )
-from dpdist.tuning.scoring import score
 from dpdist.tuning.space import with_values
 
 Report = Callable[[int, float], None]  # rung (from 1), score
@@ -129,6 +124,8 @@ def _go_on(folder: SearchFolder, number: int, state: dict[str, Any], report: Rep
     trial = read_trials(folder)[number]
     job = begin_trial(folder, asked, trial)
     trial_limit(folder).check(job.plan, f"trial {number}")
+    from dpdist.tuning.scoring import score
+
     factor = tune.asha.reduction_factor if tune.asha else 1
     for rung, step in enumerate(rung_steps(job.plan.steps, tune.rungs, factor), 1):
         if rung <= len(state["scores"]):
@@ -173,6 +170,11 @@ def _train(job: TrainJob, until: int) -> None:
     if resources.workers > 1:
         _train_on_ray_train(job, until)
         return
+    import torch
+
+    from dpdist.training.loop import run
+    from dpdist.training.reducer import Reducer
+
     # A single worker needs no process group: this process is the worker, and saves the 15 seconds
     # that starting and stopping Ray Train takes.
     torch.set_num_threads(max(1, int(resources.cpus_per_worker)))

@@ -26,7 +26,11 @@ def read_yaml(path: str | Path) -> list[Any]:
     Raises dpdist.base.reading.NoSuchFile when there is none, UserError for what is refused above,
     for more than 128 KiB and for what is no YAML.
     """
-    text = read_text(path, MOST_BYTES)
+    return parse_yaml(read_text(path, MOST_BYTES), str(path))
+
+
+def parse_yaml(text: str, where: str) -> list[Any]:
+    """`read_yaml` of text that came otherwise; `where` begins the complaints."""
     loader = None
     try:
         loader = _Loader(text)
@@ -35,9 +39,9 @@ def read_yaml(path: str | Path) -> list[Any]:
             documents.append(loader.get_data())
         return documents
     except UserError as error:
-        raise UserError(f"{path}: {error}") from None
+        raise UserError(f"{where}: {error}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: 5,000 digits
-        raise UserError(f"{path}: cannot be read as YAML: {reason(error)}") from None
+        raise UserError(f"{where}: cannot be read as YAML: {reason(error)}") from None
     finally:
         if loader is not None:
             loader.dispose()

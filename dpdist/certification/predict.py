@@ -5,17 +5,23 @@ The noise is never reused or stored: whoever knew it beforehand could choose the
 
 from __future__ import annotations
 
+import math
 import secrets
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor, nn
 
 from dpdist.certification.certificate import Certificate
-from dpdist.certification.worker import Assignment, Worker, probe
 from dpdist.randomness.units import UnitSource
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from dpdist.certification.worker import Progress
+
+# For one input, choosing among forms and trying batches of a thousand took longer than its draws.
+_FORM, _BATCH = "eager", 250
 
 
 class Predictor:
@@ -32,8 +38,12 @@ class Predictor:
         classes: int,
         input_shape: tuple[int, ...],
     ) -> None:
+        from dpdist.certification.worker import Assignment, Worker, probe
+
         seed = secrets.token_hex(32)
-        settings = settings.fresh(seed)
+        batch = min(_BATCH, settings.executed_batch(math.prod(input_shape)))
+        quick = {"form": settings.form or _FORM, "batch": batch}
+        settings = settings.fresh(seed).model_copy(update=quick)
         place = settings.place(model, input_shape)
         source = UnitSource("predict", seed, "", "", settings.noise, place.sigma)
         grey = np.full((1, *input_shape), 0.5, dtype=np.float32)
@@ -41,9 +51,9 @@ class Predictor:
         self._worker = Worker(replace(assignment, spec=probe(assignment)))
         self._asked = 0
 
-    def certify(self, x: Tensor) -> Any:
+    def certify(self, x: Tensor, progress: Progress = lambda done, units, rate: None) -> Any:
         """The certificate of one input: float32 of the input shape, in [0, 1]."""
-        return self._worker.certify(x.numpy(), self._next())
+        return self._worker.certify(x.numpy(), self._next(), progress)
 
     def label(self, x: Tensor) -> int:
         """The classifier's label from n draws, or -1 when two classes are too close.
@@ -68,12 +78,13 @@ def as_input(values: np.ndarray, input_shape: tuple[int, ...]) -> Tensor:
         raise ValueError(f"shape {values.shape}, the model takes {input_shape}")
     if values.dtype.kind not in "uif":
         raise ValueError(f"holds {values.dtype}, the model takes real numbers")
-    array = np.ascontiguousarray(values)
-    if array.dtype == np.uint8:
-        array = array.astype(np.float32) / 255
-    tensor = torch.from_numpy(array.astype(np.float32))
-    if not bool(torch.isfinite(tensor).all()):
+    array = np.ascontiguousarray(values).astype(np.float32)
+    if values.dtype == np.uint8:
+        array /= np.float32(255)
+    if not np.isfinite(array).all():
         raise ValueError("contains numbers that are not finite")
-    if tensor.dim() == 3 and not 0 <= float(tensor.min()) <= float(tensor.max()) <= 1:
+    if array.ndim == 3 and not 0 <= float(array.min()) <= float(array.max()) <= 1:
         raise ValueError("pixels must lie in [0, 1] (or be uint8)")
-    return tensor
+    import torch  # only now: what cannot be used is refused at once
+
+    return torch.from_numpy(array)

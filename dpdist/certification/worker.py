@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,8 @@ from dpdist.certification.classifier import ClassifierSpec, check_digest, choose
 from dpdist.certification.places import SampledPlace
 from dpdist.models import mixing
 from dpdist.randomness import units
+
+Progress = Callable[[int, int, float], None]  # units done, units, per second
 
 
 @dataclass(frozen=True)
@@ -53,9 +56,9 @@ class Assignment:
         """Into how many units the work on an input is cut."""
         return self.settings.units(self.executed.batch)
 
-    def verdict(self, partial: dict[str, Any]) -> Any:
+    def verdict(self, *partials: dict[str, Any]) -> Any:
         """The certificate of an input, from what was counted in all its units."""
-        return self.settings.verdict([partial], self.place)
+        return self.settings.verdict(partials, self.place)
 
 
 def probe(assignment: Assignment) -> ClassifierSpec:
@@ -101,10 +104,17 @@ class Worker:
                          "partial": partial, "seconds": seconds})  # fmt: skip
         return rows
 
-    def certify(self, x: np.ndarray, index: int) -> Any:
+    def certify(
+        self, x: np.ndarray, index: int, progress: Progress = lambda done, units, rate: None
+    ) -> Any:
         """The verdict on one input, with the noise of that index."""
-        (row,) = self([Piece(index, 0, self._assignment.units, x)])
-        return self._assignment.verdict(row["partial"])
+        units, began = self._assignment.units, time.monotonic()
+        partials = []
+        for unit in range(units):
+            (row,) = self([Piece(index, unit, unit + 1, x)])
+            partials.append(row["partial"])
+            progress(unit + 1, units, (unit + 1) / max(time.monotonic() - began, 1e-9))
+        return self._assignment.verdict(*partials)
 
     def label(self, x: torch.Tensor, index: int) -> int:
         """The class alone, -1 where it is undecided."""

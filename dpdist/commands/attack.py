@@ -91,12 +91,12 @@ def command(
 
     Shows how many inputs stay right, abstain or go wrong, and how many are certified.
     """
-    from dpdist import pipeline
     from dpdist.runs.folder import open_run
+    from dpdist.runs.recipe import resolve
 
     folder = open_run(run, runs)
     folder.require_trained()
-    recipe = pipeline.resolve(folder.read_recipe(), data_root=data_root)
+    recipe = resolve(folder.read_recipe(), data_root=data_root)
     given: dict[str, Any] = {
         "steps": steps, "restarts": restarts, "step_scale": step_scale, "draws": draws,
         "start": start, "every": every, "max_inputs": max_inputs, "seed": seed,

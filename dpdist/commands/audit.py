@@ -23,7 +23,12 @@ _Kind = Annotated[
 ]
 _Set = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="NAME=VALUE", help="An option of the audit: releases=2000."),
+    typer.Option(
+        "--set",
+        metavar="NAME=VALUE",
+        help="An option of the audit: releases=2000. With a dot, a key of the recipe: "
+        "training.steps=50. May be repeated.",
+    ),
 ]
 _Zoo = Annotated[
     bool,
@@ -44,7 +49,6 @@ def command(
 
     Exit code 1 when it exceeds what is proved, and code or proof is wrong, or what is claimed.
     """
-    from dpdist import pipeline
     from dpdist.audits import catalogue
     from dpdist.audits.canaries import audited_recipe
     from dpdist.audits.result import result_of
@@ -61,9 +65,13 @@ def command(
         raise UserError("give a recipe or a run, or --zoo")
     if output is not None and output.exists() and not output.is_dir():
         raise UserError(f"--output: {output}: must be a folder")
-    recipe, folder = _named(name, runs, data_root)
-    asked = catalogue.asked_for(recipe, kind, options or [])
+    of_audit = [each for each in options or () if "." not in each.partition("=")[0]]
+    of_recipe_s = [each for each in options or () if each not in of_audit]
+    recipe, folder = _named(name, runs, data_root, of_recipe_s)
+    asked = catalogue.asked_for(recipe, kind, of_audit)
     result = result_of(asked)
+    from dpdist import pipeline
+
     if folder is None and asked.planted is not None:
         planted = audited_recipe(recipe, asked, name)
         folder = pipeline.train_alone(planted, runs=runs, where=name)
@@ -91,20 +99,25 @@ def command(
         raise typer.Exit(1)
 
 
-def _named(name: str, runs: Path, data_root: Path | None) -> tuple[Recipe, RunFolder | None]:
-    """A run of that name, or a recipe."""
-    from dpdist import pipeline
+def _named(
+    name: str, runs: Path, data_root: Path | None, changed: list[str]
+) -> tuple[Recipe, RunFolder | None]:
+    """A run of that name, or a recipe, with keys changed."""
     from dpdist.runs.folder import open_run
+    from dpdist.runs.recipe import read_changes, resolve
 
     try:
         folder = open_run(name, runs)
     except UserError as no_run:
         try:
-            return pipeline.resolve(name, data_root=data_root), None
+            changes = read_changes(changed)
+            return resolve(name, changes=changes, data_root=data_root), None
         except UserError as no_recipe:
             if "no such recipe" in str(no_recipe):
                 raise UserError(f"{no_run}; {no_recipe}") from None
             raise
+    if changed:
+        raise UserError(f"--set {changed[0]}: {name} is a run, whose recipe is fixed")
     return folder.read_recipe(), folder
 
 

@@ -178,16 +178,18 @@ def _certified_at(
 
 def _asked(folder: RunFolder, given: dict[str, Any], data_root: Path | None) -> _Asked:
     """Recipe, trained model and certificate, the recipe's where nothing else is asked for."""
-    from dpdist import pipeline
     from dpdist.certification.catalogue import settings_of
     from dpdist.evaluation import load_model
+    from dpdist.runs.recipe import resolve
 
     folder.require_trained()
-    recipe = pipeline.resolve(folder.read_recipe(), data_root=data_root)
+    recipe = resolve(folder.read_recipe(), data_root=data_root)
     settings: dict[str, Any] = {}
     if recipe.certify is not None:
         settings = recipe.certify.model_dump()
     settings |= {key: value for key, value in given.items() if value is not None}
+    if settings.get("sigma") is not None:
+        settings_of(settings)  # refused before torch is loaded
     model = load_model(recipe, folder)
     settings["sigma"] = smoothing(model, settings.get("sigma"), folder)
     return recipe, model, settings_of(settings)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dpdist.base.fields import Processes, RunName
-from dpdist.commands.options import RUNS, RecipeArgument, file_path, kind
+from dpdist.commands.options import RUNS, Changes, RecipeArgument, file_path, kind
 from dpdist.commands.options import Runs as LocalRuns
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ def check(
     recipe: Annotated[
         str | None, typer.Option("--recipe", help="A recipe that must fit on it.")
     ] = None,
+    changes: Changes = None,
 ) -> None:
     """Check a cluster file without touching a cloud: Ray's schema, and what dpdist needs.
 
@@ -60,11 +61,11 @@ def check(
     from dpdist.base.errors import UserError
     from dpdist.cluster.clusterfile import check_file
     from dpdist.cluster.findings import Needs
-    from dpdist.runs.recipe import find, load
+    from dpdist.runs.recipe import read_changes, resolve
 
     needs = None
     if recipe is not None:
-        resources = load(find(recipe)).resources
+        resources = resolve(recipe, changes=read_changes(changes)).resources
         needs = Needs(resources.workers, resources.cpus_per_worker, resources.gpus_per_worker)
     complaints, notes = check_file(file, __version__, needs)
     for note in notes:
@@ -91,6 +92,7 @@ def template(
 @app.command("submit")
 def submit(
     recipe: RecipeArgument,
+    changes: Changes = None,
     address: Address = None,
     name: Annotated[
         str | None,
@@ -115,10 +117,10 @@ def submit(
     from dpdist.base.errors import UserError
     from dpdist.cluster.jobs import Jobs
     from dpdist.cluster.packing import pack
-    from dpdist.runs.recipe import find, load
+    from dpdist.runs.recipe import find, read_changes, resolve
 
     path = find(recipe)
-    run = name or load(path).name
+    run = resolve(recipe, changes=read_changes(changes), name=name).name
     here = Path.cwd()
     by_name = Path(recipe).suffix == ""  # one that comes along is installed on the cluster too
     if not by_name and not path.resolve().is_relative_to(here):
@@ -129,6 +131,8 @@ def submit(
     ):  # fmt: skip
         if value is not None:
             command += [option, str(value)]
+    for change in changes or ():
+        command += ["--set", change]
     jobs = Jobs(address)
     job = f"{run}-{secrets.token_hex(4)}"
     with tempfile.TemporaryDirectory(prefix="dpdist-submit-") as scratch:

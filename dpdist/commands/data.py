@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from dpdist.commands.options import DataRoot, RecipeArgument, file_path
+from dpdist.commands.options import Changes, DataRoot, RecipeArgument, file_path
 
 app = typer.Typer(help="List, check and fetch data sets.", no_args_is_help=True)
 
@@ -30,13 +30,12 @@ def list_data(data_root: DataRoot = None) -> None:
 
 
 @app.command("check")
-def check(recipe: RecipeArgument, data_root: DataRoot = None) -> None:
+def check(recipe: RecipeArgument, changes: Changes = None, data_root: DataRoot = None) -> None:
     """Read every record a recipe needs; complain with file and row."""
-    from dpdist import pipeline
-    from dpdist.runs.recipe import check_against_data
+    from dpdist.runs.recipe import check_against_data, read_changes, resolve
     from dpdist.training.records import evaluation_data, source_of, training_data
 
-    resolved = pipeline.resolve(recipe, data_root=data_root)
+    resolved = resolve(recipe, changes=read_changes(changes), data_root=data_root)
     source = source_of(resolved)
     train, test = training_data(resolved, source), evaluation_data(resolved, source)
     for split in (train, test):

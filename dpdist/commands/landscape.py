@@ -26,15 +26,17 @@ def command(
 ) -> None:
     """Sharpness and a filter-normalised loss picture on TEST data (on training data they would be
     private)."""
-    from dpdist import pipeline
     from dpdist.base import console
-    from dpdist.evaluation import load_model
-    from dpdist.reports.figures import loss_landscape
+    from dpdist.evaluation import load_model, require_model
     from dpdist.runs.folder import open_run
-    from dpdist.training.landscape import landscape
+    from dpdist.runs.recipe import resolve
 
     folder = open_run(run, runs)
-    recipe = pipeline.resolve(folder.read_recipe(), data_root=data_root)
+    recipe = resolve(folder.read_recipe(), data_root=data_root)
+    require_model(recipe, folder)
+    from dpdist.reports.figures import loss_landscape
+    from dpdist.training.landscape import landscape
+
     measured = landscape(recipe, folder, load_model(recipe, folder), inputs, iterations)
     picture = folder.path / "report" / "landscape.png"
     picture.parent.mkdir(exist_ok=True)

@@ -15,6 +15,7 @@ from dpdist.commands.options import (
     PICTURE,
     RUNS,
     Actors,
+    Changes,
     DataRoot,
     Name,
     Output,
@@ -51,6 +52,7 @@ _Picture = Annotated[
 
 def command(
     recipe: RecipeArgument,
+    changes: Changes = None,
     models: _Models = 16,
     attack: _Attack = "shadow,lira,rmia",
     game: _Game = "coins",
@@ -71,8 +73,9 @@ def command(
     from dpdist import pipeline
     from dpdist.audits.membership import Membership
     from dpdist.runs.folder import RunFolder
+    from dpdist.runs.recipe import read_changes, resolve
 
-    resolved = pipeline.resolve(recipe, name=name, data_root=data_root)
+    resolved = resolve(recipe, changes=read_changes(changes), name=name, data_root=data_root)
     folder, chosen = RunFolder(runs / resolved.name), _attacks(attack)
     averaged = tuple(sorted({int(n) for n in numbers(passes, "--passes", _Count) or ()}))
     banks: list[tuple[Membership, list[Inference]]] = []

@@ -98,6 +98,14 @@ RecipeArgument = Annotated[
     str,
     typer.Argument(metavar="RECIPE", help="A recipe file, or the name of one that comes along."),
 ]
+Changes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Change a key of the recipe: training.batch_size=512. May be repeated.",
+    ),
+]
 ArchivedRunArgument = Annotated[
     str,
     typer.Argument(

@@ -12,6 +12,7 @@ from dpdist.base.fields import Count, CountOrZero, Positive, Probability
 from dpdist.commands.options import (
     RUNS,
     Actors,
+    Changes,
     DataRoot,
     Every,
     MaxInputs,
@@ -36,6 +37,7 @@ _SHOWN = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 def command(
     recipe: RecipeArgument,
+    changed: Changes = None,
     models: Annotated[int, typer.Option(callback=kind(Count), help="Models that vote.")] = 66,
     select: Annotated[
         int, typer.Option(callback=kind(Count), help="Of them, those that choose the class.")
@@ -81,9 +83,10 @@ def command(
     from dpdist.poisoning.certificates import by_partitions, by_privacy
     from dpdist.poisoning.voting import Poisoning
     from dpdist.runs.folder import RunFolder
+    from dpdist.runs.recipe import read_changes, resolve
     from dpdist.training.job import check_trainable
 
-    resolved = pipeline.resolve(recipe, name=name, data_root=data_root)
+    resolved = resolve(recipe, changes=read_changes(changed), name=name, data_root=data_root)
     folder = RunFolder(runs / resolved.name)
     at = (0.0, *[r for r in numbers(radii, "--radii") or () if r])
     if partitions and len(at) > 1:

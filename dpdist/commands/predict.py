@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import numpy as np
 import typer
 from pydantic import Field
 
@@ -49,22 +48,27 @@ def command(
 ) -> None:
     """Predict with fresh secret noise, on this machine."""
     from dpdist import models
-    from dpdist.certification.catalogue import settings_of
-    from dpdist.certification.predict import Predictor
-    from dpdist.evaluation import load_model
     from dpdist.runs.folder import open_run
-    from dpdist.training.answering import Oracle
 
     folder = open_run(run, runs)
     folder.require_trained()
+    for path in images:
+        regular_file(path)
     recipe = folder.read_recipe()
     if recipe.method.withheld is not None:
         if sigma is not None or label_only:
             raise UserError("--sigma, --label-only: of smoothed answers; this run's are paid for")
+        from dpdist.training.answering import Oracle
+
         _ask(Oracle(recipe, folder), images, as_json)
         return
     spec = models.read_spec(folder.model)
     inputs = [_read(path, spec.input_shape) for path in images]
+    console.say(f"{folder.name}: loading the model")
+    from dpdist.certification.catalogue import settings_of
+    from dpdist.certification.predict import Predictor
+    from dpdist.evaluation import load_model
+
     model = load_model(recipe, folder)
     if sigma is None and recipe.certify is not None:
         sigma = recipe.certify.sigma
@@ -78,7 +82,8 @@ def command(
         if label_only:
             label, radius = predictor.label(x), None
         else:
-            verdict = predictor.certify(x)
+            with console.progress(path.name, "blocks of draws") as show:
+                verdict = predictor.certify(x, show)
             label, radius = verdict.prediction, verdict.radius
         _print(path, label, radius, sigma, alpha, as_json)
 
@@ -120,11 +125,11 @@ def _print(
 
 
 def _read(path: Path, input_shape: tuple[int, ...]) -> Any:
+    import numpy as np
 
     from dpdist.certification.predict import as_input
     from dpdist.data.images import decode
 
-    regular_file(path)
     try:
         if path.suffix == ".npy":
             values = np.load(path, mmap_mode="r", allow_pickle=False)  # its size was not checked

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from dpdist.commands.options import DataRoot, RecipeArgument
+from dpdist.commands.options import Changes, DataRoot, RecipeArgument
 
 
-def command(recipe: RecipeArgument, data_root: DataRoot = None) -> None:
+def command(recipe: RecipeArgument, changes: Changes = None, data_root: DataRoot = None) -> None:
     """Train a recipe's public classifier or denoiser WITHOUT privacy, on public records only.
 
     Writes the folder that the recipe names, with the list of the records it saw.
     """
     import typer
 
-    from dpdist import pipeline
     from dpdist.base import console
+    from dpdist.runs.recipe import read_changes, resolve
+
+    resolved = resolve(recipe, changes=read_changes(changes), data_root=data_root)
     from dpdist.training.pretrain import pretrain
 
-    resolved = pipeline.resolve(recipe, data_root=data_root)
     with console.progress("pretraining, WITHOUT privacy", "steps") as show:
         folder, score = pretrain(resolved, recipe, show)
     of = f"{100 * score:.2f} % of the test split"

@@ -7,10 +7,8 @@ from typing import Annotated
 import typer
 
 from dpdist.base import console
-from dpdist.base.binomial import clopper_pearson_lower
 from dpdist.base.errors import UserError
 from dpdist.base.fields import Count, CountOrZero, Positive, Probability
-from dpdist.certification.radii import format_radius, gaussian_l2_radius, linf_from_l2
 from dpdist.commands.options import kind
 
 
@@ -48,6 +46,9 @@ def command(
 
     Counts of a run that stopped early certify less than this says: use it for fixed draws only.
     """
+    from dpdist.base.binomial import clopper_pearson_lower
+    from dpdist.certification.radii import format_radius, gaussian_l2_radius, linf_from_l2
+
     try:
         p_lower = float(clopper_pearson_lower(hits, draws, alpha))
         radius = float(gaussian_l2_radius(p_lower, sigma))

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
+
+from dpdist.commands.options import Changes
 
 app = typer.Typer(
     help="List the recipes that come with dpdist; `show NAME` prints one with all defaults.",
@@ -25,8 +29,10 @@ def list_recipes(context: typer.Context) -> None:
 
 
 @app.command("show")
-def show(name: str = typer.Argument(help="A recipe's name or file.")) -> None:
+def show(
+    name: Annotated[str, typer.Argument(help="A recipe's name or file.")], changes: Changes = None
+) -> None:
     """Print a recipe with every default filled in."""
-    from dpdist.runs.recipe import find, load
+    from dpdist.runs.recipe import read_changes, resolve
 
-    typer.echo(load(find(name)).to_yaml(), nl=False)
+    typer.echo(resolve(name, changes=read_changes(changes)).to_yaml(), nl=False)

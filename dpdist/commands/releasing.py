@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-
 from dpdist import models
 from dpdist.base.errors import UserError
 from dpdist.base.reading import read_bytes
@@ -63,6 +61,8 @@ def _refuse_foreign(release: Path) -> None:
 def _check_model(facts: Facts, copied: Path) -> None:
     """Raise UserError unless the copied model is the trained one, loads as its users will load it,
     and answers with finite numbers."""
+    import torch
+
     where = facts.folder.model
     trained = facts.trained.get("model")  # runs of earlier versions did not say
     if trained is not None and models.model_hash(copied) != trained:

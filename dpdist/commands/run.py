@@ -10,6 +10,7 @@ from dpdist.commands.options import (
     RUNS,
     Archive,
     ArchivePrivate,
+    Changes,
     DataRoot,
     Name,
     RecipeArgument,
@@ -20,6 +21,7 @@ from dpdist.commands.options import (
 
 def command(
     recipe: RecipeArgument,
+    changes: Changes = None,
     name: Name = None,
     runs: Runs = RUNS,
     data_root: DataRoot = None,
@@ -31,13 +33,15 @@ def command(
     ] = False,
 ) -> None:
     """Train privately, certify and report, as the recipe says. Continues what was interrupted."""
-    from dpdist import pipeline
     from dpdist.base import console
+    from dpdist.runs.recipe import read_changes, resolve
 
-    resolved = pipeline.resolve(
-        recipe, name=name, data_root=data_root, workers=workers, archive=archive,
-        archive_private=archive_private,
+    resolved = resolve(
+        recipe, changes=read_changes(changes), name=name, data_root=data_root, workers=workers,
+        archive=archive, archive_private=archive_private,
     )  # fmt: skip
+    from dpdist import pipeline
+
     if dry_run:
         rows = pipeline.dry_run(resolved, runs=runs, where=recipe)
         typer.echo(console.table(rows, title=f"plan of {resolved.name}"))

@@ -6,6 +6,7 @@ from dpdist.commands.options import (
     RUNS,
     Archive,
     ArchivePrivate,
+    Changes,
     DataRoot,
     Name,
     RecipeArgument,
@@ -16,6 +17,7 @@ from dpdist.commands.options import (
 
 def command(
     recipe: RecipeArgument,
+    changes: Changes = None,
     name: Name = None,
     runs: Runs = RUNS,
     data_root: DataRoot = None,
@@ -24,12 +26,14 @@ def command(
     archive_private: ArchivePrivate = False,
 ) -> None:
     """Train privately and evaluate on the test split. Continues an interrupted training."""
-    from dpdist import pipeline
     from dpdist.base import console
+    from dpdist.runs.recipe import read_changes, resolve
 
-    resolved = pipeline.resolve(
-        recipe, name=name, data_root=data_root, workers=workers, archive=archive,
-        archive_private=archive_private,
+    resolved = resolve(
+        recipe, changes=read_changes(changes), name=name, data_root=data_root, workers=workers,
+        archive=archive, archive_private=archive_private,
     )  # fmt: skip
+    from dpdist import pipeline
+
     folder = pipeline.train_alone(resolved, runs=runs, where=recipe)
     print(console.table(pipeline.summary(folder), title=f"run {folder.name}"))

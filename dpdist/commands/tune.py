@@ -13,6 +13,7 @@ from dpdist.base.fields import Count, Trials
 from dpdist.commands.options import (
     PICTURE,
     RUNS,
+    Changes,
     DataRoot,
     Name,
     RecipeArgument,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 def command(
     recipe: RecipeArgument,
+    changes: Changes = None,
     name: Name = None,
     runs: Runs = RUNS,
     data_root: DataRoot = None,
@@ -60,26 +62,36 @@ def command(
     The same command continues an interrupted search: nothing is drawn again. What the terminal
     shows of a running search is for the operator only; the result is an ordinary run folder.
     """
+    from dpdist.runs.recipe import read_changes, resolve
+
     if plan:
-        _plan(recipe, trials, records, as_json, plot)
+        _plan(
+            resolve(recipe, changes=read_changes(changes)), recipe, trials, records, as_json, plot
+        )
         return
     if trials or records or as_json or plot:
         raise UserError("tune: --trials, --records, --json and --plot belong to --plan")
+    resolved = resolve(
+        recipe, changes=read_changes(changes), name=name, data_root=data_root, workers=workers
+    )
     from dpdist import pipeline
 
-    resolved = pipeline.resolve(recipe, name=name, data_root=data_root, workers=workers)
     folder = pipeline.tune(resolved, runs=runs, where=recipe, only_resume=resume)
     typer.echo(console.table(pipeline.summary(folder), title=f"run {folder.name}"))
 
 
 def _plan(
-    name: str, trials: str | None, records: int | None, as_json: bool, plot: Path | None
+    recipe: Recipe,
+    name: str,
+    trials: str | None,
+    records: int | None,
+    as_json: bool,
+    plot: Path | None,
 ) -> None:
-    from dpdist.runs.recipe import find, load
     from dpdist.tuning import preview
     from dpdist.tuning.space import check_space
 
-    recipe = require_tune(load(find(name)), name)
+    _require_tune(recipe, name)
     check_space(recipe, name)
     sizes = preview.sizes_without_data(recipe, records, name)
     means = preview.default_means(recipe) if trials is None else _means(trials)
@@ -96,14 +108,13 @@ def _plan(
     _show(recipe, sizes.train(recipe.data.fraction), noise, rows)
 
 
-def require_tune(recipe: Recipe, where: str) -> Recipe:
-    """The recipe. Raises UserError when it has no tune section."""
+def _require_tune(recipe: Recipe, where: str) -> None:
+    """Raise UserError when it has no tune section."""
     if recipe.tune is None:
         raise UserError(
             f"{where}: tune: is required: the fields to search (space) and the law of the number "
             "of trials; docs/tuning.md shows one"
         )
-    return recipe
 
 
 def _means(text: str) -> tuple[int, ...]:

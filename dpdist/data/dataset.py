@@ -7,12 +7,14 @@ import json
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from dpdist.data.hashes import as_model_sees, positions, stored_hashes
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -142,10 +144,14 @@ class Dataset:
 
     def batch(self, indices: np.ndarray | slice) -> Tensor:
         """Inputs as float32 (B, *input_shape); images are divided by 255 into [0, 1]."""
+        import torch
+
         chosen = indices if self._rows is None else self._rows[indices]
-        rows = np.ascontiguousarray(self._stored[chosen])
-        return as_model_sees(rows)
+        seen = as_model_sees(np.ascontiguousarray(self._stored[chosen]))
+        return torch.from_numpy(seen if seen.flags.writeable else seen.copy())
 
     def targets(self, indices: np.ndarray | slice) -> Tensor:
         """Labels as int64 (B,)."""
+        import torch
+
         return torch.from_numpy(np.array(self.labels[indices]))

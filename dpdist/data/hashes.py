@@ -10,18 +10,19 @@ import hashlib
 from pathlib import Path
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from dpdist.base.storage import written_aside
 
 _CHUNK = 2**22  # values turned into floats at once
 
 
-def as_model_sees(rows: np.ndarray) -> Tensor:
+def as_model_sees(rows: np.ndarray) -> np.ndarray:
     """Stored inputs as float32: bytes are divided by 255 into [0, 1], floats stay as they are."""
-    tensor = torch.from_numpy(rows if rows.flags.writeable else rows.copy())
-    return tensor.float().div_(255) if rows.dtype == np.uint8 else tensor
+    if rows.dtype != np.uint8:
+        return rows
+    seen = rows.astype(np.float32)
+    seen /= np.float32(255)
+    return seen
 
 
 def hashes_of(inputs: np.ndarray) -> np.ndarray:
@@ -29,7 +30,7 @@ def hashes_of(inputs: np.ndarray) -> np.ndarray:
     found = bytearray()
     rows = max(1, _CHUNK // max(1, inputs[0].size))
     for start in range(0, len(inputs), rows):
-        seen = as_model_sees(np.ascontiguousarray(inputs[start : start + rows])).numpy()
+        seen = as_model_sees(np.ascontiguousarray(inputs[start : start + rows]))
         for row in seen + np.float32(0):  # -0.0 becomes 0.0
             found += hashlib.blake2b(
                 row.tobytes(), digest_size=16, person=b"dpdist.record"

@@ -1,30 +1,35 @@
-"""Architectures: inputs in [0, 1], no layer that mixes examples; saved as safetensors + JSON."""
+"""Architectures: inputs in [0, 1], no layer that mixes examples; saved as safetensors + JSON.
 
-from dpdist.models.build import (
-    CLASSIFIER,
-    DENOISER,
-    ModelSpec,
-    build,
-    check_denoiser,
-    check_outputs,
-    initialise,
-    load,
-    load_weights,
-    model_hash,
-    read_spec,
-    save,
-)
-from dpdist.models.company import mixing
-from dpdist.models.dpal import DPALNetwork
-from dpdist.models.head import last_linear
-from dpdist.models.hidden import BlockNoise, attach_block_noise, attach_noise
-from dpdist.models.patches import Patches, patches_of
-from dpdist.models.residual import residual_blocks
-from dpdist.models.split import SplitModel, require_split, split_first
+Names and descriptions are read without torch; what makes or holds a module loads it on first use.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from dpdist.models.catalogue import ZOO, check_name
+from dpdist.models.spec import CLASSIFIER, DENOISER, BlockNoise, ModelSpec, model_hash, read_spec
+
+if TYPE_CHECKING:
+    from dpdist.models.company import mixing
+    from dpdist.models.dpal import DPALNetwork
+    from dpdist.models.head import last_linear
+    from dpdist.models.hidden import attach_block_noise, attach_noise
+    from dpdist.models.making import (
+        build,
+        check_denoiser,
+        check_outputs,
+        initialise,
+        load,
+        load_weights,
+        save,
+    )
+    from dpdist.models.patches import Patches, patches_of
+    from dpdist.models.residual import residual_blocks
+    from dpdist.models.split import SplitModel, require_split, split_first
 
 __all__ = [
     "CLASSIFIER",
     "DENOISER",
+    "ZOO",
     "BlockNoise",
     "DPALNetwork",
     "ModelSpec",
@@ -34,6 +39,7 @@ __all__ = [
     "attach_noise",
     "build",
     "check_denoiser",
+    "check_name",
     "check_outputs",
     "initialise",
     "last_linear",
@@ -48,3 +54,24 @@ __all__ = [
     "save",
     "split_first",
 ]
+_WITH_TORCH = {
+    "company": ("mixing",),
+    "dpal": ("DPALNetwork",),
+    "head": ("last_linear",),
+    "hidden": ("attach_block_noise", "attach_noise"),
+    "making": (
+        "build", "check_denoiser", "check_outputs", "initialise", "load", "load_weights", "save",
+    ),
+    "patches": ("Patches", "patches_of"),
+    "residual": ("residual_blocks",),
+    "split": ("SplitModel", "require_split", "split_first"),
+}  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _WITH_TORCH.items():
+        if name in names:
+            import importlib
+
+            return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,26 +9,16 @@ Behind the first hidden layer: PixelDP (Lecuyer et al., IEEE S&P 2019), HGM-Pixe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from dpdist.base.errors import UserError
+from dpdist.models.spec import BlockNoise
 from dpdist.models.split import require_split
 
 HIDDEN, INPUT, BLOCKS = "hidden_std", "input_std", "block_std"  # the saved tensors
 BLOCK_NOISE = "block_noise"  # the attribute of a model that says where BLOCKS go
-
-
-@dataclass(frozen=True)
-class BlockNoise:
-    """Which modules have noise on their outputs (names in ``model.named_modules()``), and how it
-    comes to them; how much is saved with the weights, that of the input too."""
-
-    modules: tuple[str, ...]
-    mode: str = "additive"
-    floor: float = 0.0
 
 
 def attach_noise(model: nn.Module, std: Tensor) -> None:

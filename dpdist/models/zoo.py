@@ -1,4 +1,5 @@
-"""Architectures by name. Inputs (B, *input_shape) in [0, 1]; outputs logits (B, classes).
+"""Networks of the zoo, which `catalogue.py` names. Inputs (B, *input_shape) in [0, 1]; outputs
+logits (B, classes).
 
 No layer mixes examples (GroupNorm, never BatchNorm), so per-example gradients exist.
 """
@@ -7,18 +8,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from dpdist.models.activations import activation_layer
-from dpdist.models.denoiser import conv_autoencoder, dncnn
-from dpdist.models.dpal import dpal_cnn
-from dpdist.models.patches import patches
-from dpdist.models.residual import resnet_gn, resnet_rp
-from dpdist.models.scattering import scattering
-from dpdist.models.torchvision_zoo import torchvision_classifier
 
 
 def _flat_size(features: nn.Module, input_shape: Sequence[int]) -> int:
@@ -161,22 +156,3 @@ def next_word_lstm(
     return nn.Sequential(
         _Tokens(classes, embedding), _LastState(embedding, units), nn.Linear(units, classes)
     )
-
-
-ZOO: dict[str, Callable[..., nn.Module]] = {
-    "linear": linear,
-    "mlp": mlp,
-    "tf-cnn": tf_cnn,
-    "hgm-cnn": hgm_cnn,
-    "small-cnn": small_cnn,
-    "resnet-gn": resnet_gn,
-    "resnet-rp": resnet_rp,
-    "next-word-mlp": next_word_mlp,
-    "next-word-lstm": next_word_lstm,
-    "conv-autoencoder": conv_autoencoder,
-    "dncnn": dncnn,
-    "dpal-cnn": dpal_cnn,
-    "patches": patches,
-    "scattering": scattering,
-    "torchvision": torchvision_classifier,
-}

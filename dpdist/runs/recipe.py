@@ -7,7 +7,7 @@ folder.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from pydantic import ValidationError, field_validator, model_validator
 from dpdist.base.errors import UserError
 from dpdist.base.fields import MOST_STEPS, each, rule_of
 from dpdist.base.reading import NoSuchFile, is_file, shown, usable_path
-from dpdist.base.yaml_files import read_yaml
+from dpdist.base.yaml_files import parse_yaml, read_yaml
 from dpdist.methods.catalogue import DEFAULT, AnyMethod
 from dpdist.sections.recipe import Sections
 
@@ -73,8 +73,8 @@ def find(name: str) -> Path:
     )
 
 
-def load(path: Path, overrides: dict[str, Any] | None = None) -> Recipe:
-    """Read and validate a recipe file; its name is the file's unless it says so. `overrides` maps
+def load(path: Path, changes: Mapping[str, Any] | None = None) -> Recipe:
+    """Read and validate a recipe file; its name is the file's unless it says so. `changes` maps
     dotted keys to values (from the command line).
 
     Raises UserError with one line per wrong field: "recipes/x.yaml: privacy.delta: must be ...,
@@ -92,9 +92,53 @@ def load(path: Path, overrides: dict[str, Any] | None = None) -> Recipe:
             f"{path}: a recipe is a mapping of keys to values, got {type(raw).__name__}"
         )
     raw.setdefault("name", path.stem)
-    for key, value in (overrides or {}).items():
-        _set(raw, key, value)
-    return parse(raw, str(path))
+    return parse(_changed(raw, changes), str(path))
+
+
+def resolve(
+    recipe: Recipe | str | Path,
+    *,
+    changes: Mapping[str, Any] | None = None,
+    name: str | None = None,
+    data_root: str | Path | None = None,
+    workers: int | None = None,
+    archive: str | None = None,
+    archive_private: bool = False,
+) -> Recipe:
+    """The recipe, by path, by name or as it is, with what the command line adds.
+
+    changes: by dotted key, validated as if the recipe said them. Raises UserError.
+    """
+    added = {
+        "name": name,
+        "data.root": None if data_root is None else str(data_root),
+        "resources.workers": workers,
+        "resources.archive": archive,
+        "resources.archive_private": archive_private or None,
+    }
+    both = {**(changes or {}), **{key: value for key, value in added.items() if value is not None}}
+    if isinstance(recipe, Recipe):
+        return parse(_changed(recipe.model_dump(mode="json"), both), "recipe")
+    return load(find(str(recipe)), both)
+
+
+def read_changes(given: Sequence[str] | None) -> dict[str, Any]:
+    """What `--set KEY=VALUE` asks for, by dotted key; a value is written as in a recipe. Raises
+    UserError."""
+    changes: dict[str, Any] = {}
+    for one in given or ():
+        key, equals, text = (part.strip() for part in one.partition("="))
+        if not equals or not all(key.split(".")):
+            raise UserError(
+                f"--set: give KEY=VALUE, such as training.batch_size=512, got {shown(one)}"
+            )
+        if key in changes:
+            raise UserError(f"--set {key}: is given twice; keep one")
+        documents = parse_yaml(text, f"--set {key}")
+        if len(documents) > 1:
+            raise UserError(f"--set {key}: give one value, got {shown(text)}")
+        changes[key] = documents[0] if documents else None
+    return changes
 
 
 def parse(raw: dict[str, Any], where: str) -> Recipe:
@@ -153,15 +197,20 @@ def _two_digits_down(value: float) -> str:
     return f"{math.floor(value / 10**exponent * 10 + 0.5) / 10:g}e{exponent:+03d}"
 
 
+def _changed(raw: dict[str, Any], changes: Mapping[str, Any] | None) -> dict[str, Any]:
+    for key, value in (changes or {}).items():
+        _set(raw, key, value)
+    return raw
+
+
 def _set(raw: dict[str, Any], dotted: str, value: Any) -> None:
     *parents, last = dotted.split(".")
     for parent in parents:
         nested = raw.get(parent)
         if isinstance(nested, str):
             nested = {"name": nested}
-        elif nested is not None and not isinstance(nested, dict):
-            return  # the validation says what is wrong with it
-        raw[parent] = nested = nested or {}
+        # What is no section is replaced: the validation then says that it has no such key.
+        raw[parent] = nested = nested if isinstance(nested, dict) else {}
         raw = nested
     raw[last] = value
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from dpdist import data
+from dpdist import data, models
 from dpdist.base.errors import UserError
 from dpdist.base.reading import read_json
 from dpdist.base.storage import write_atomic, write_json
@@ -17,8 +17,7 @@ from dpdist.data.overlap import check_unseen, refuse_common
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.randomness.keys import new_run_key
 from dpdist.runs.folder import RunFolder
-from dpdist.runs.recipe import Recipe, field_error
-from dpdist.training.building import check_model
+from dpdist.runs.recipe import Recipe, check_against_data, field_error
 from dpdist.training.planning import make_plan
 from dpdist.training.provenance import AMONG_PUBLIC, check_pretrained
 from dpdist.training.records import (
@@ -163,6 +162,10 @@ def check_trainable(recipe: Recipe, where: str) -> tuple[data.Dataset, dict[str,
         raise field_error(where, "resources.workers", rule, recipe.resources.workers)
     if recipe.resources.release == "sharded":
         _check_shardable(recipe, where)
+    check_against_data(recipe, recipe.privacy.nominal_records or len(dataset), where)
+    models.check_name(recipe.model.name)
+    from dpdist.training.building import check_model  # loads torch: all else is refused before
+
     check_model(recipe, dataset)
     return dataset, pretrained
 

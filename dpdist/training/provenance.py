@@ -10,10 +10,9 @@ from __future__ import annotations
 import dataclasses
 import io
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from torch import nn
 
 from dpdist import data, models
 from dpdist.base.errors import UserError
@@ -21,11 +20,13 @@ from dpdist.base.reading import read_bytes, read_json
 from dpdist.base.storage import write_atomic, write_json
 from dpdist.data.overlap import Inputs, refuse_common
 from dpdist.models import ModelSpec
-from dpdist.models.zoo import ZOO
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe
 from dpdist.sections.recipe import PretrainedRecipe
 from dpdist.training.records import private_data, source_of, training_data
+
+if TYPE_CHECKING:
+    from torch import nn
 
 PROVENANCE, RECORDS = "provenance.json", "records.npy"
 AMONG_PUBLIC = (
@@ -89,7 +90,7 @@ def frozen_spec(recipe: Recipe, dataset: data.Dataset) -> ModelSpec:
             f"{dataset.classes}"
         )
     for name in spec.factories:
-        if name not in ZOO and name != recipe.model.name:
+        if name not in models.ZOO and name != recipe.model.name:
             raise UserError(f"{begin} is built by {name!r}; a frozen part must be of the zoo")
     return spec
 

@@ -13,7 +13,6 @@ from dpdist.base.errors import UserError
 from dpdist.data.overlap import check_test
 from dpdist.runs.recipe import Recipe
 from dpdist.sections.recipe import DataRecipe
-from dpdist.training.canaries import WithCanaries
 
 
 def source_of(recipe: Recipe) -> data.Source:
@@ -40,6 +39,8 @@ def training_data(recipe: Recipe, source: data.Source) -> data.Dataset:
     records = training_records(recipe, source)
     if recipe.planted is None:
         return records
+    from dpdist.training.canaries import WithCanaries
+
     public = declared_public(recipe, source) if recipe.data.public else data.load(source, "test")
     return WithCanaries.of(records, recipe.planted, public)
 

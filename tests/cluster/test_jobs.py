@@ -180,8 +180,11 @@ def test_submit_refuses_what_would_fail_there_later(server, tmp_path, monkeypatc
         assert isinstance(done.exception, UserError) and expected in str(done.exception)
     assert server.submitted == []
     done = CliRunner().invoke(
-        app, ["cluster", "submit", "digits", "--no-follow", "--address", server.address]
-    )
+        app,
+        ["cluster", "submit", "digits", "--no-follow", "--address", server.address,
+         "--set", "training.epochs=5", "--set", "data.labels=[3, 5]"],
+    )  # fmt: skip
     assert done.exit_code == 0, done.exception
-    assert server.submitted[0]["entrypoint"] == "dpdist run digits"
+    sent = "dpdist run digits --set training.epochs=5 --set 'data.labels=[3, 5]'"
+    assert server.submitted[0]["entrypoint"] == sent
     assert server.submitted[0]["runtime_env"] in ({}, None)

@@ -21,7 +21,7 @@ from dpdist.commands import cli
 from dpdist.models.torchvision_zoo import FixedBatchNorm
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
-from dpdist.runs.recipe import RECIPES, load
+from dpdist.runs.recipe import RECIPES, load, resolve
 from dpdist.training.pretrain import pretrain
 
 pytestmark = pytest.mark.timeout(600)
@@ -61,7 +61,7 @@ def test_the_cifar10_recipe_with_a_torchvision_classifier(here, tmp_path):
         "resources.cpus_per_worker": 1,
     }
     recipe = load(RECIPES / "transdenoiser-cifar10.yaml", small)
-    recipe = pipeline.resolve(recipe, data_root=colour_images(tmp_path / "data"))
+    recipe = resolve(recipe, data_root=colour_images(tmp_path / "data"))
     pretrain(recipe, "test")
     folder = pipeline.run(recipe, runs=tmp_path / "runs")
     facts = read_facts(folder)

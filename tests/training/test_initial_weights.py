@@ -19,7 +19,8 @@ from dpdist.training import loop
 from dpdist.training.augment import deformed
 from dpdist.training.building import initial_model, model_spec
 from dpdist.training.job import prepare
-from dpdist.training.pretrain import accuracy, pretrain
+from dpdist.training.pretrain import pretrain
+from dpdist.training.public_training import accuracy
 from dpdist.training.records import source_of, training_data
 from dpdist.training.reducer import Reducer
 

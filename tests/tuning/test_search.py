@@ -23,8 +23,10 @@ from dpdist.reports.facts import read_facts
 from dpdist.reports.page import write_report
 from dpdist.sections.recipe import ResourcesRecipe
 from dpdist.sections.search import Domain
+from dpdist.training import loop
 from dpdist.training.planning import plan_at
 from dpdist.training.records import private_part, source_of, training_data
+from dpdist.tuning import scoring
 from dpdist.tuning import trial as trial_module
 from dpdist.tuning.cost import Limit
 from dpdist.tuning.manifest import draw_trials, number_of_trials, read_trials
@@ -155,21 +157,21 @@ def test_an_interrupted_search_is_continued_to_the_same_end(recipe, begin, run_t
     manifest = search.folder.manifest.read_bytes()
     terms = search.folder.terms.read_bytes()
     run_trials(search, [0])
-    real = trial_module.run
+    real = loop.run
 
     def stopped_after_two_steps(job, reducer, until=None):
         real(job, reducer, 2)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(trial_module, "run", stopped_after_two_steps)
+        patch.setattr(loop, "run", stopped_after_two_steps)
         run_trials(search, [1])
 
     def no_score(*args, **kwargs):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(trial_module, "score", no_score)
+        patch.setattr(scoring, "score", no_score)
         run_trials(search, [2])
     assert search._unfinished() == [1, 2]
 
@@ -242,7 +244,7 @@ def test_failed_trials_count_and_are_not_replaced(recipe, begin, run_trials, mon
     """A trial that cannot replay exactly, or fails otherwise, is minus infinity; K stays."""
     law = {"name": "fixed", "runs": 3, "mean": None}
     search = begin(recipe(tune={"law": law}))
-    real = trial_module.score
+    real = scoring.score
     calls = []
 
     def failing(*args, **kwargs):
@@ -251,9 +253,9 @@ def test_failed_trials_count_and_are_not_replaced(recipe, begin, run_trials, mon
             raise UserError("the trained parameters are not finite numbers")
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(trial_module, "score", failing)
+    monkeypatch.setattr(scoring, "score", failing)
     run_trials(search, [0])
-    real_run = trial_module.run
+    real_run = loop.run
 
     def other_code(job, reducer, until=None):
         real_run(job, reducer, 2)
@@ -263,7 +265,7 @@ def test_failed_trials_count_and_are_not_replaced(recipe, begin, run_trials, mon
         real_run(job, reducer, until)
 
     with monkeypatch.context() as patch:
-        patch.setattr(trial_module, "run", other_code)
+        patch.setattr(loop, "run", other_code)
         run_trials(search, [1])
     assert "replayed exactly" in scores_of(search.folder, 1)["failed"]
     run_trials(search)

@@ -22,11 +22,11 @@ from dpdist.randomness.keys import derive_key
 from dpdist.reports.facts import read_facts
 from dpdist.reports.page import write_report
 from dpdist.runs.folder import RunFolder
+from dpdist.training import loop
 from dpdist.training.job import prepare as prepare_training
 from dpdist.training.job import read_run_key
 from dpdist.training.records import training_data
 from dpdist.tuning import manifest, scoring
-from dpdist.tuning import trial as trial_module
 from dpdist.tuning.manifest import read_trials
 from dpdist.tuning.preparing import prepare
 from dpdist.tuning.trial import scores_of, scoring_data
@@ -110,7 +110,7 @@ def test_no_trial_trains_on_what_is_scored(recipe, begin, run_trials, tmp_path, 
     """By record: what each trial's training loop reads, and what its score reads, are disjoint and
     together all private records; the plan counts the first."""
     scored, trained = [], []
-    real_score, real_run = trial_module.score, trial_module.run
+    real_score, real_run = scoring.score, loop.run
 
     def score(folder, dataset, *args, **kwargs):
         scored.append(dataset.hashes)
@@ -120,8 +120,8 @@ def test_no_trial_trains_on_what_is_scored(recipe, begin, run_trials, tmp_path, 
         trained.append((training_data(job.recipe, job.source).hashes, job.plan.records))
         return real_run(job, *args)
 
-    monkeypatch.setattr(trial_module, "score", score)
-    monkeypatch.setattr(trial_module, "run", run)
+    monkeypatch.setattr(scoring, "score", score)
+    monkeypatch.setattr(loop, "run", run)
     asked = recipe(data={"max_train": 600}, tune={**ASHA, "score": {"hold_out": 0.2}})
     _, seen = searched(asked, begin, run_trials, monkeypatch)
     assert len(scored) == len(trained) == RUNS * 2

@@ -1,0 +1,128 @@
+"""How long each command takes to refuse, and whether it loads torch or Ray for that.
+
+    python benchmarks/start_up.py [CHECKOUT ...]     default: this one; several are put side by side
+
+Wall time of a fresh process, the best of three.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+ROUNDS = 3
+SMALL = {
+    "data": {"name": "digits"},
+    "model": "linear",
+    "privacy": {"noise_multiplier": 1.0, "delta": 1e-4},
+    "training": {"batch_size": 50, "steps": 5, "learning_rate": 0.1},
+}
+RECIPES = {
+    "small": {},
+    "begun": {"training": {"batch_size": 60, "steps": 5, "learning_rate": 0.1}},
+    "bad-key": {"training": {"batch_size": 0, "steps": 5, "learning_rate": 0.1}},
+    "bad-model": {"model": "nothing"},
+    "bad-delta": {"privacy": {"noise_multiplier": 1.0, "delta": 0.1}},
+    "no-root": {"data": {"name": "mnist", "root": "nowhere"}},
+    "no-weights": {"model": {"name": "linear", "initial": "nowhere"}},
+}
+# What is refused, by its arguments. The run `begun` was begun by another recipe, and never trained.
+CASES = (
+    "--version",
+    "run nothing",
+    "run bad-key.yaml",
+    "run bad-model.yaml",
+    "run bad-delta.yaml",
+    "run no-root.yaml",
+    "run no-weights.yaml",
+    "run begun.yaml",
+    "train nothing",
+    "tune small.yaml",
+    "pretrain small.yaml",
+    "certify nothing",
+    "certify begun",
+    "attack nothing",
+    "attack begun",
+    "predict nothing image.png",
+    "predict begun image.png",
+    "report nothing",
+    "compare nothing other",
+    "release begun",
+    "landscape begun",
+    "denoise begun --name new --classifier nowhere",
+    "membership small.yaml --attack nothing",
+    "membership begun.yaml",
+    "poison begun.yaml",
+    "audit nothing",
+    "audit small.yaml --set nothing=1",
+    "account noise --epsilon 0 --records 10 --batch-size 1 --steps 1 --delta 0.1",
+    "radius --hits 5 --draws 3 --sigma 0.5",
+    "budget",
+    "recipes show nothing",
+    "data check nothing",
+    "data check no-root.yaml",
+    "data list --data-root nowhere",
+    "data fetch nothing",
+    "cluster check nowhere.yaml",
+    "cluster template nothing",
+    "cluster submit nothing",
+    "cluster status --address nothing",
+    "cluster restore nothing",
+)
+CODE = """
+import sys
+sys.argv = ["dpdist", *sys.argv[1:]]
+from dpdist.commands.cli import main
+try:
+    main()
+except SystemExit:
+    pass
+print("loaded", *sorted({"torch", "ray"} & set(sys.modules)))
+"""
+
+
+def prepare(folder: Path) -> None:
+    """Recipes, and a run that was begun by another one of its name."""
+    for name, changed in RECIPES.items():
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump({**SMALL, **changed}))
+    run = folder / "runs" / "begun"
+    run.mkdir(parents=True)
+    (run / "recipe.yaml").write_text(yaml.safe_dump({"name": "begun", **SMALL}))
+    (run / "run.json").write_text('{"format": 1, "dpdist": "0.1.0"}')
+
+
+def refused(arguments: str, checkout: Path, folder: Path) -> tuple[float, str]:
+    """Seconds, and what was loaded."""
+    environment = {**os.environ, "PYTHONPATH": str(checkout)}
+    command = [sys.executable, "-c", CODE, *arguments.split()]
+    times = []
+    for _ in range(ROUNDS):
+        began = time.perf_counter()
+        done = subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True, check=True
+        )
+        times.append(time.perf_counter() - began)
+    return min(times), ", ".join(done.stdout.splitlines()[-1].split()[1:])
+
+
+def main() -> None:
+    checkouts = [Path(each).resolve() for each in sys.argv[1:]] or [ROOT]
+    print("| command |" + " seconds | loads |" * len(checkouts))
+    print("|---|" + "---|---|" * len(checkouts))
+    with tempfile.TemporaryDirectory() as scratch:
+        prepare(Path(scratch))
+        for arguments in CASES:
+            cells = [refused(arguments, each, Path(scratch)) for each in checkouts]
+            row = " | ".join(f"{seconds:.2f} | {loaded}" for seconds, loaded in cells)
+            print(f"| `dpdist {arguments}` | {row} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

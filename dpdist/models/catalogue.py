@@ -1,0 +1,45 @@
+"""Architectures by name; a new one is its function and a line here. No torch before one is made."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from dpdist.base.errors import UserError
+
+# Modules are those of this package.
+ZOO: Mapping[str, str] = {
+    "linear": "zoo:linear",
+    "mlp": "zoo:mlp",
+    "tf-cnn": "zoo:tf_cnn",
+    "hgm-cnn": "zoo:hgm_cnn",
+    "small-cnn": "zoo:small_cnn",
+    "resnet-gn": "residual:resnet_gn",
+    "resnet-rp": "residual:resnet_rp",
+    "next-word-mlp": "zoo:next_word_mlp",
+    "next-word-lstm": "zoo:next_word_lstm",
+    "conv-autoencoder": "denoiser:conv_autoencoder",
+    "dncnn": "denoiser:dncnn",
+    "dpal-cnn": "dpal:dpal_cnn",
+    "patches": "patches:patches",
+    "scattering": "scattering:scattering",
+    "torchvision": "torchvision_zoo:torchvision_classifier",
+}
+
+
+def check_name(name: str) -> None:
+    """Raise UserError for a name that is neither of the zoo nor package.module:factory."""
+    if name not in ZOO and ":" not in name:
+        known = ", ".join(sorted(ZOO))
+        raise UserError(f"model.name: unknown {name!r}; one of {known}, or package.module:factory")
+
+
+def factory_of(name: str) -> Callable[..., Any]:
+    """What makes a model of that name. Raises UserError for a name that leads nowhere."""
+    check_name(name)
+    module, _, attribute = (f"{__package__}.{ZOO[name]}" if name in ZOO else name).partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except Exception as error:  # whatever a user's module does when it is imported
+        raise UserError(f"model.name: cannot import {name!r}: {error}") from error

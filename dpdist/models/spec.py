@@ -1,0 +1,134 @@
+"""A model's description, and model.json: read and checked without torch."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dpdist.base.errors import UserError
+from dpdist.base.reading import NoSuchFile, check_shape, read_bytes, read_json
+
+FORMAT = 1
+DENOISER, CLASSIFIER = "denoiser", "classifier"  # the parts of a model with a frozen part
+
+
+@dataclass(frozen=True)
+class BlockNoise:
+    """Which modules have noise on their outputs (names in ``model.named_modules()``), and how it
+    comes to them; how much is saved with the weights, that of the input too."""
+
+    modules: tuple[str, ...]
+    mode: str = "additive"
+    floor: float = 0.0
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Everything needed to build a model again.
+
+    name: a key of the zoo, or "package.module:factory" called as factory(input_shape, classes,
+    **options). mean, std: public normalisation constants per channel (or one for all), never
+    computed from private data. hidden_noise: the model has noise of its own in its first hidden
+    layer; block_noise: on its input and in these modules; the deviations are among the saved
+    tensors (`dpdist.models.hidden`). classifier: a frozen network behind this one, which then is a
+    denoiser: images to images of the same shape. denoiser: a frozen one before this one, which then
+    is a classifier.
+    """
+
+    name: str
+    input_shape: tuple[int, ...]
+    classes: int
+    options: dict[str, Any] = field(default_factory=dict)
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
+    hidden_noise: bool = False
+    classifier: ModelSpec | None = None
+    denoiser: ModelSpec | None = None
+    block_noise: BlockNoise | None = None
+
+    @property
+    def noisy(self) -> bool:
+        """Whether the model carries noise of its own."""
+        return self.hidden_noise or self.block_noise is not None
+
+    @property
+    def factories(self) -> tuple[str, ...]:
+        """Names of all factories that building this model calls."""
+        frozen = [part.factories for part in (self.classifier, self.denoiser) if part is not None]
+        return (self.name, *(name for names in frozen for name in names))
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """What model.json says: all of it as JSON types."""
+        return {"format": FORMAT, **_described(asdict(self))}
+
+
+def _described(spec: dict[str, Any]) -> dict[str, Any]:
+    """Noise in modules is said only where there is some: descriptions name models in keys."""
+    inner = {part: _described(spec[part]) for part in (CLASSIFIER, DENOISER) if spec[part]}
+    return {k: v for k, v in (spec | inner).items() if k != "block_noise" or v is not None}
+
+
+def read_spec(folder: Path) -> ModelSpec:
+    """The description in model.json. Raises UserError when it is missing, damaged or newer."""
+    path = Path(folder) / "model.json"
+    try:
+        description = read_json(path, {"format": int})
+    except NoSuchFile:
+        raise UserError(f"{path}: no model there; was the training finished?") from None
+    version = description.pop("format")
+    if version > FORMAT:
+        raise UserError(f"{path}: written by a newer version of dpdist (format {version})")
+    return _spec(description, str(path))
+
+
+_SHAPE = {
+    "name": str, "input_shape": list, "classes": int, "options": dict, "mean": list, "std": list,
+    "hidden_noise": bool,
+}  # fmt: skip
+_MOST_NUMBERS = 2**28  # of one input, and classes
+
+
+def _spec(description: dict[str, Any], where: str) -> ModelSpec:
+    check_shape({"hidden_noise": False, **description}, where, _SHAPE)
+    sizes = [*description["input_shape"], description["classes"]]
+    good = len(sizes) > 1 and all(type(size) is int and size >= 1 for size in sizes)
+    if not good or math.prod(sizes) > _MOST_NUMBERS:
+        raise UserError(f"{where}: damaged: input_shape and classes must be sizes, got {sizes}")
+    if not all(type(value) in (int, float) for value in description["mean"] + description["std"]):
+        raise UserError(f"{where}: damaged: mean and std must be numbers")
+    for name in ("input_shape", "mean", "std"):
+        description[name] = tuple(description[name])
+    for part in (CLASSIFIER, DENOISER):
+        if description.get(part) is not None:
+            inner = check_shape(description, where, {part: dict})[part]
+            description[part] = _spec(inner, f"{where}: {part}")
+    if description.get("block_noise") is not None:
+        description["block_noise"] = _block_noise(description, where)
+    try:
+        return ModelSpec(**description)
+    except TypeError as error:
+        raise UserError(f"{where}: damaged: {error}") from error
+
+
+def _block_noise(description: dict[str, Any], where: str) -> BlockNoise:
+    shape = {"block_noise": dict, "block_noise.modules": list, "block_noise.mode": str}
+    noise = check_shape(description, where, shape)["block_noise"]
+    if not all(isinstance(name, str) for name in noise["modules"]):
+        raise UserError(f"{where}: damaged: block_noise.modules must be names of modules")
+    floor = noise.get("floor", 0.0)
+    if not (type(floor) in (int, float) and math.isfinite(floor) and floor >= 0):
+        raise UserError(f"{where}: damaged: block_noise.floor must be a number >= 0, got {floor}")
+    return BlockNoise(tuple(noise["modules"]), noise["mode"], float(floor))
+
+
+def model_hash(folder: Path) -> str:
+    """Hex digest of weights and description: names the executed model in certificates."""
+    digest = hashlib.blake2b(digest_size=16, person=b"dpdist.model")
+    for name in ("model.json", "model.safetensors"):
+        raw = read_bytes(Path(folder) / name)
+        digest.update(len(raw).to_bytes(8, "little") + raw)
+    return digest.hexdigest()

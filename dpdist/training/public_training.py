@@ -1,0 +1,156 @@
+"""Training on public records, WITHOUT privacy: the steps, where they begin, and how good it is."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from torch import Tensor, nn
+
+from dpdist import data, models
+from dpdist.base.errors import UserError
+from dpdist.base.reading import read_bytes
+from dpdist.gradients.task import cross_entropy, squared_error
+from dpdist.methods.hgm_shares import resized
+from dpdist.models.torchvision_zoo import estimating, published_weights
+from dpdist.randomness.keys import derive_key
+from dpdist.sections.recipe import ModelRecipe, PublicRecipe
+from dpdist.training.augment import deformed
+from dpdist.training.building import augmentation
+from dpdist.training.optimizer import FlatOptimizer
+
+Progress = Callable[[int, int, float], None]  # steps done, steps, per second
+
+
+def train_public(
+    model: nn.Module,
+    records: data.Dataset,
+    shape: tuple[int, ...],
+    section: PublicRecipe,
+    part: str,
+    progress: Progress,
+) -> int:
+    """Train the `part` of a model by its section of the recipe; returns the number of steps. Raises
+    UserError when it diverges."""
+    training = section.training
+    steps = training.steps
+    if steps is None:
+        assert training.epochs is not None
+        steps = max(1, training.epochs * len(records) // training.batch_size)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    flat = torch.cat([p.detach().reshape(-1) for p in parameters])
+    pieces = flat.split([p.numel() for p in parameters])
+    for parameter, piece in zip(parameters, pieces, strict=True):
+        parameter.data = piece.view(parameter.shape)
+    optimizer = FlatOptimizer(training, steps, flat)
+    order = np.random.default_rng(training.init_seed)
+    generator = torch.Generator().manual_seed(training.init_seed)
+    key = hashlib.blake2b(f"dpdist.pretrain/{training.init_seed}".encode(), digest_size=32).digest()
+    changed, queue = augmentation(training), np.empty(0, dtype=np.int64)
+    began = time.monotonic()
+    with estimating(model.train()):
+        for step in range(steps):
+            if len(queue) < training.batch_size:
+                queue = order.permutation(len(records))
+            rows, queue = queue[: training.batch_size], queue[training.batch_size :]
+            inputs = records.batch(rows)
+            if section.augment is None:
+                inputs = _fit(inputs, shape, records)
+            else:
+                inputs = deformed(inputs, shape, section.augment, generator)
+            if changed is not None:
+                inputs = changed(inputs, torch.from_numpy(rows), derive_key(key, "step", step), 0)
+            noisy = inputs
+            if section.sigma is not None:
+                noisy = inputs + section.sigma * torch.randn(inputs.shape, generator=generator)
+            if part == models.DENOISER:
+                loss = squared_error(model(noisy), inputs).mean() / inputs[0].numel()
+            else:
+                loss = cross_entropy(model(noisy), records.targets(rows)).mean()
+            gradients = torch.autograd.grad(loss, parameters)
+            optimizer.update(flat, torch.cat([g.reshape(-1) for g in gradients]), step)
+            progress(step + 1, steps, (step + 1) / max(1e-9, time.monotonic() - began))
+    if not torch.isfinite(flat).all():
+        raise UserError("public.training: the weights are not finite; lower the learning rate")
+    flat.copy_(optimizer.result(flat))
+    return steps
+
+
+def _fit(inputs: Tensor, shape: tuple[int, ...], records: data.Dataset) -> Tensor:
+    try:
+        return resized(inputs, shape)
+    except ValueError as error:
+        raise UserError(f"public.data: {records.name}: {error}") from error
+
+
+def reconstruction_error(
+    model: nn.Module, test: data.Dataset, sigma: float, batch: int = 1000
+) -> float:
+    """Root mean squared error of a pixel that a denoiser leaves of input noise sigma."""
+    noise = torch.Generator().manual_seed(0)
+    total = 0.0
+    with torch.inference_mode():
+        for start in range(0, len(test), batch):
+            inputs = test.batch(slice(start, start + batch))
+            noisy = inputs + sigma * torch.randn(inputs.shape, generator=noise)
+            total += float(squared_error(model(noisy), inputs).double().sum())
+    return math.sqrt(total / (len(test) * math.prod(test.input_shape)))
+
+
+def accuracy(model: nn.Module, test: data.Dataset, batch: int = 1000) -> float:
+    """Fraction of the test records that the model classifies right."""
+    right = 0
+    with torch.inference_mode():
+        for start in range(0, len(test), batch):
+            rows = slice(start, start + batch)
+            right += int((model(test.batch(rows)).argmax(1) == test.targets(rows)).sum())
+    return right / len(test)
+
+
+def begin_with(model: nn.Module, section: PublicRecipe, network: ModelRecipe) -> str:
+    """Copy public weights into the model before its first step; says which, for the card."""
+    if section.weights == "torchvision":
+        architecture = network.options.get("architecture", "resnet18")
+        if network.name != "torchvision":
+            raise UserError("public.weights: torchvision: needs public.model.name: torchvision")
+        try:
+            tensors, name = published_weights(architecture)
+        except (OSError, RuntimeError, ValueError) as error:
+            raise UserError(
+                f"public.weights: torchvision's weights of {architecture} cannot be had: {error}; "
+                "give a file instead"
+            ) from error
+        copy_weights(model, tensors, name)
+        return f"torchvision's {name}"
+    assert section.weights is not None
+    path = section.weights
+    try:
+        tensors = load_tensors(read_bytes(path))
+    except SafetensorError as error:
+        raise UserError(f"public.weights: {path}: cannot be read: {error}") from error
+    copy_weights(model, tensors, str(path))
+    return f"weights from a file, {path.name} (declared public, not checked)"
+
+
+def copy_weights(model: nn.Module, tensors: Mapping[str, Tensor], path: str) -> list[str]:
+    """Copy a torchvision state dict into a model; returns the names left out.
+
+    Left out are the layers whose shapes differ: the head, when the number of classes does. Raises
+    UserError when little of it fits.
+    """
+    network = getattr(model, "network", model)  # behind a normalisation
+    own = network.state_dict()
+    fits = {n: v for n, v in tensors.items() if n in own and own[n].shape == v.shape}
+    if len(fits) < len(own) / 2:
+        raise UserError(
+            f"public.weights: {path}: {len(fits)} of the model's {len(own)} tensors are in it; are "
+            "these the weights of another architecture?"
+        )
+    network.load_state_dict(fits, strict=False)
+    return sorted(own.keys() - fits.keys())

@@ -1,0 +1,105 @@
+"""`--set KEY=VALUE`: as if the recipe said so, wherever a recipe is read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from dpdist.base.errors import UserError
+from dpdist.commands import audit, cli
+from dpdist.runs.folder import RunFolder
+from dpdist.runs.recipe import load, read_changes, resolve
+
+RECIPE = {
+    "data": {"name": "digits"},
+    "model": "linear",
+    "privacy": {"noise_multiplier": 1.0, "delta": 1e-4},
+    "training": {"batch_size": 50, "steps": 5, "learning_rate": 0.1},
+    "certify": {"sigma": 0.5},
+}
+
+
+@pytest.fixture
+def path(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "small.yaml"
+    path.write_text(yaml.safe_dump(RECIPE))
+    return path
+
+
+def changed(path: Path, *given: str) -> dict:
+    return resolve(path, changes=read_changes(given)).model_dump(mode="json")
+
+
+def test_a_value_is_written_as_in_a_recipe(path):
+    found = changed(
+        path, "training.batch_size=512", "training.learning_rate=1e-3", "method.sigma = 0.25",
+        "method.name=input-noise", "model.options={width: 4}", "data.labels=[3, 5]",
+        "certify=null", "resources.archive=s3://bucket/a=b",
+    )  # fmt: skip
+    assert found["training"]["batch_size"] == 512
+    assert found["training"]["learning_rate"] == 1e-3
+    assert (found["method"]["name"], found["method"]["sigma"]) == ("input-noise", 0.25)
+    assert found["model"] == {**found["model"], "name": "linear", "options": {"width": 4}}
+    assert found["data"]["labels"] == [3, 5] and found["certify"] is None
+    assert found["resources"]["archive"] == "s3://bucket/a=b"
+    assert changed(path) == load(path).model_dump(mode="json")
+
+
+def test_what_the_command_line_says_elsewhere_holds(path):
+    found = resolve(path, changes={"name": "one", "resources.workers": 3}, name="other", workers=2)
+    assert (found.name, found.resources.workers) == ("other", 2)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["training.batch_size=0"], "small.yaml: training.batch_size: must be >= 1, got 0"),
+        (["training.batchsize=5"], "small.yaml: training.batchsize: unknown key"),
+        (["training.batch_size.more=5"], "small.yaml: training.batch_size: input should be"),
+        (["nothing.at.all=5"], "small.yaml: nothing: unknown key"),
+        (["training.batch_size"], "--set: give KEY=VALUE, such as training.batch_size=512, got"),
+        (["=5"], "--set: give KEY=VALUE"),
+        (["training..steps=5"], "--set: give KEY=VALUE"),
+        (["name=a", "name=b"], "--set name: is given twice"),
+        (["data.labels=[1, 2"], "--set data.labels: cannot be read as YAML"),
+        (["data.labels=!!python/object:x 1"], "--set data.labels: line 1: a tag"),
+        (["privacy={epsilon: 1, epsilon: 2}"], "'epsilon' is given twice"),
+        (["privacy.epsilon=3"], "give exactly one of epsilon and noise_multiplier"),
+    ],
+)
+def test_it_is_refused_as_a_key_of_the_recipe_is(path, given, message):
+    with pytest.raises(UserError) as caught:
+        changed(path, *given)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["run", "train", "tune", "pretrain", "membership", "poison", "audit", "data check",
+     "recipes show", "cluster submit"],
+)  # fmt: skip
+def test_every_command_that_takes_a_recipe_takes_it(path, command):
+    asked = [*command.split(), str(path), "--set", "training.batch_size=0"]
+    done = CliRunner().invoke(cli.app, asked)
+    assert isinstance(done.exception, UserError), done.output
+    assert "training.batch_size: must be >= 1, got 0" in str(done.exception)
+
+
+def test_a_run_s_recipe_is_the_changed_one(path):
+    folder = RunFolder(path.parent / "runs" / "small")
+    folder.begin(resolve(path, changes=read_changes(["training.steps=7"])))
+    assert folder.read_recipe().training.steps == 7
+    with pytest.raises(UserError, match=r"different recipe \(training.steps differ\)"):
+        folder.begin(load(path))
+
+
+def test_an_audit_tells_its_options_from_keys_of_the_recipe(path):
+    recipe, folder = audit._named(str(path), path.parent / "runs", None, ["training.steps=9"])
+    assert folder is None and recipe.training.steps == 9
+    RunFolder(path.parent / "runs" / "done").begin(load(path))
+    with pytest.raises(UserError, match="done is a run, whose recipe is fixed"):
+        audit._named("done", path.parent / "runs", None, ["training.steps=9"])

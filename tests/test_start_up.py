@@ -1,0 +1,42 @@
+"""What a command refuses, it refuses before torch or Ray is loaded."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+CODE = """
+import contextlib, io, os, sys
+from pathlib import Path
+from start_up import CASES, prepare
+from dpdist.commands.cli import main
+
+prepare(Path("."))
+for arguments in CASES:
+    sys.argv = ["dpdist", *arguments.split()]
+    said, code = io.StringIO(), 0
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+        try:
+            main()
+        except SystemExit as stop:
+            code = stop.code
+    loaded = {"torch", "ray"} & set(sys.modules)
+    assert not loaded, (arguments, loaded)
+    assert code == (0 if arguments == "--version" else 2), (arguments, code, said.getvalue())
+    assert "Traceback" not in said.getvalue(), said.getvalue()
+"""
+
+
+def test_no_refusal_loads_torch_or_ray(tmp_path):
+    """One after the other in one process: the first that loads them is named."""
+    done = subprocess.run(
+        [sys.executable, "-c", CODE],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'benchmarks'}"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
