@@ -19,6 +19,7 @@ import argparse
 import contextlib
 import fnmatch
 import io
+import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,7 @@ from statistics import mean
 from typing import Any
 
 from dpdist.base import vision
+from dpdist.base.errors import UserError
 from dpdist.certification.reading import CertificateTable
 from dpdist.cluster.session import connect
 from dpdist.commands.cli import app
@@ -250,17 +252,24 @@ def main(arguments: list[str] | None = None) -> None:
         for row, name in wanted
         if given.all and row.compared and name == row.runs()[0] and not bench.all_done(name)
     }
+    failed: list[str] = []
     if todo or whole:
         bench.out.mkdir(parents=True, exist_ok=True)
         with connect(bench.out / "ray.log", worker_setup=vision.install):
             for name, row in (todo | whole).items():
-                if not bench.done(name):
-                    bench.make(row, name)
-                if name in whole:
-                    bench.certify_all(name)
+                try:
+                    if not bench.done(name):
+                        bench.make(row, name)
+                    if name in whole:
+                        bench.certify_all(name)
+                except UserError as error:  # a search that ended without a model, too
+                    failed.append(f"{name}: {error}")
+                    print(failed[-1], file=sys.stderr)
     text = table(bench)
     (bench.out / "table.md").write_text(text + "\n")
     print(text)
+    if failed:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

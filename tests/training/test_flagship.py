@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import sys
@@ -14,6 +15,7 @@ from support.here import without_ray
 
 from dpdist.cluster import session
 from dpdist.runs.recipe import load
+from dpdist.tuning.search import NoModel
 
 PATH = Path(__file__).parents[2] / "benchmarks" / "flagship.py"
 
@@ -80,3 +82,19 @@ def certified(folder: Path, mode: str, every: int) -> float:
     assert {row["mode"] for row in table} == {mode}
     assert {row["index"] % every for row in table} == {0} and len(table) > 100 / every
     return np.mean([row["prediction"] == row["label"] and row["radius"] >= 0.3 for row in table])
+
+
+def test_a_search_without_a_model_stops_no_other_row(flagship, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(flagship, "connect", lambda *_, **__: contextlib.nullcontext())
+    made = []
+
+    def make(bench, row, name):
+        made.append(name)
+        if name == "searched-0":
+            raise NoModel("the search ended without a model")
+
+    monkeypatch.setattr(flagship.Bench, "make", make)
+    with pytest.raises(SystemExit):
+        flagship.main(["--out", str(tmp_path), "--only", "searched-0", "flagship-0"])
+    assert made == ["searched-0", "flagship-0"]
+    assert "searched-0: the search ended without a model" in capsys.readouterr().err
