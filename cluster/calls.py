@@ -1,4 +1,4 @@
-"""What a pool of actors calls: the actor itself, and how its answers are fetched."""
+"""What a pool of actors calls: the actor itself, how its answers are fetched, one call alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
+
+from dpdist.base.errors import UserError
 
 
 class Runner:
@@ -56,3 +58,14 @@ def fetched(refs: list[Any]) -> dict[Any, Any]:
         except RayError as error:
             values[ref] = Failed(error)
     return values
+
+
+def run_once(function: Callable[[Any], Any], argument: Any, failed: str) -> Any:
+    """function(argument) on one of the machines that actors run on.
+
+    Raises UserError "{failed}: why" when it raises anything.
+    """
+    try:
+        return ray.get(ray.remote(function).options(num_cpus=1).remote(argument))
+    except RayTaskError as error:
+        raise UserError(f"{failed}: {error.cause}") from error.cause

@@ -21,7 +21,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from dpdist.base.errors import ClusterError, UserError
+from dpdist.base.errors import ClusterError
 from dpdist.cluster.calls import Failed, Runner, fetched
 
 _MAX_ATTEMPTS = 5  # of one chunk: a chunk that fails or kills its actor this often is the culprit
@@ -102,17 +102,6 @@ def run_here(
     work = factory(shared)
     for chunk in chunks:
         on_result(chunk.key, work(chunk.payload))
-
-
-def run_once(function: Callable[[Any], Any], argument: Any, failed: str) -> Any:
-    """function(argument) on one of the machines that actors run on.
-
-    Raises UserError "{failed}: why" when it raises anything.
-    """
-    try:
-        return ray.get(ray.remote(function).options(num_cpus=1).remote(argument))
-    except RayTaskError as error:
-        raise UserError(f"{failed}: {error.cause}") from error.cause
 
 
 @dataclass(eq=False)

@@ -19,7 +19,7 @@ from dpdist.bulk import Progress
 from dpdist.bulk.job import Book, Item, Row, Task, Work, run
 from dpdist.certification import job as certification
 from dpdist.certification.classifier import ClassifierSpec
-from dpdist.cluster.pool import run_once
+from dpdist.cluster.calls import run_once
 from dpdist.randomness.places import place_of
 from dpdist.randomness.units import UnitSource
 

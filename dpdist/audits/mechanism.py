@@ -203,15 +203,9 @@ def replays(pieces: Pieces) -> dict[str, bool]:
     return {"replay of keys": reuses_noise(step), "replay of a restart": forgets_releases()}
 
 
-def audit_mechanism(options: MechanismAudit, target: Target, output: Path, show: Show) -> Audited:
-    """The mechanism of a recipe or a run. Raises UserError where it adds no noise."""
-    from dpdist.audits.driving import Driven
-    from dpdist.gradients.clipping import clipping_for
-    from dpdist.randomness.keys import derive_key
-    from dpdist.training.planning import plan_at
-
-    plan, privacy = target.plan, target.recipe.privacy
-    noise = plan.step(0).noise_multiplier if plan.steps else 0.0
+def _noise(target: Target) -> float:
+    """The noise multiplier of a step. Raises UserError where there is none to be audited."""
+    noise = target.plan.step(0).noise_multiplier if target.plan.steps else 0.0
     if not noise:
         raise UserError(
             f"{target.recipe.name}: its steps add no noise, so their mechanism promises nothing "
@@ -222,6 +216,18 @@ def audit_mechanism(options: MechanismAudit, target: Target, output: Path, show:
             f"{target.recipe.name}: method {target.recipe.method.name} releases no sums of clipped "
             "gradients, which are what this audit drives"
         )
+    return noise
+
+
+def audit_mechanism(options: MechanismAudit, target: Target, output: Path, show: Show) -> Audited:
+    """The mechanism of a recipe or a run. Raises UserError where it adds no noise."""
+    from dpdist.audits.driving import Driven
+    from dpdist.gradients.clipping import clipping_for
+    from dpdist.randomness.keys import derive_key
+    from dpdist.training.planning import plan_at
+
+    plan, privacy = target.plan, target.recipe.privacy
+    noise = _noise(target)
     alpha = shared_alpha(options.alpha, options.audits)
     key = derive_key(bytes(32), "audit", options.seed)
 

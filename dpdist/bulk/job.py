@@ -6,7 +6,7 @@ of actors that may die, and writes the table last. A kind of work brings two des
 * `Work`: what it is. Its words (`kind`), its table (`file`, `key`, `schema`, `columns`), what its
   results depend on (`identity`, with the `seed` that was asked for), and what is fixed once before
   the first result (`begin`: a seed, an executed classifier found by
-  `dpdist.cluster.pool.run_once`);
+  `dpdist.cluster.calls.run_once`);
 * `Task`, from `Work.open`: what there is to do, once that is pinned. Named `items`, each with the
   payload that a worker is called with, and the `worker`: called once per actor with `shared`, it
   returns the function from a payload to the item's rows of the table, as JSON.

@@ -24,7 +24,7 @@ from dpdist.certification.bank import BLOCKS_PER_PIECE
 from dpdist.certification.certificate import Certificate, join
 from dpdist.certification.classifier import ClassifierSpec
 from dpdist.certification.worker import Assignment, Piece, Worker, probe
-from dpdist.cluster.pool import run_once
+from dpdist.cluster.calls import run_once
 from dpdist.randomness import units
 
 TABLE = tables.TABLE

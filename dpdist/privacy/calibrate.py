@@ -28,6 +28,9 @@ def _check_target(epsilon: float) -> None:
         raise ValueError(f"the target epsilon must be > 0 and finite, got {epsilon}")
 
 
+Point = tuple[float, float]
+
+
 def _largest(
     cost: Callable[[float], float],
     target: float,
@@ -46,24 +49,9 @@ def _largest(
         x = min(max(x, limits[0]), limits[1])
         return float(round(x)) if whole else x
 
-    x = snap(start)
-    inside: tuple[float, float] | None = None
-    outside: tuple[float, float] | None = None
-    while inside is None or outside is None:
-        value = cost(x)
-        if value <= target:
-            inside = (x, value)
-            if x >= limits[1] or value >= (1 - _TOLERANCE) * target:
-                return x
-        else:
-            outside = (x, value)
-            if x <= limits[0]:
-                return None
-        step = stride if value <= target else 1 / stride
-        further = snap(x * step)
-        x = further if further != x else snap(x + (1 if value <= target else -1))
-        stride = min(stride**2, 1e3)
-
+    inside, outside = _bracket(cost, target, start, limits, snap, stride)
+    if inside is None or outside is None:
+        return None if inside is None else inside[0]
     for trial in range(_ROUNDS):
         if whole and outside[0] - inside[0] <= 1:
             break
@@ -82,6 +70,36 @@ def _largest(
         if value >= (1 - _TOLERANCE) * target:
             break
     return inside[0]
+
+
+def _bracket(
+    cost: Callable[[float], float],
+    target: float,
+    start: float,
+    limits: tuple[float, float],
+    snap: Callable[[float], float],
+    stride: float,
+) -> tuple[Point | None, Point | None]:
+    """(x, cost(x)) at most and above the target, from `start` in growing strides. Without the
+    first there is no such x in the limits; without the second the first is the largest."""
+    x = snap(start)
+    inside: Point | None = None
+    outside: Point | None = None
+    while inside is None or outside is None:
+        value = cost(x)
+        if value <= target:
+            inside = (x, value)
+            if x >= limits[1] or value >= (1 - _TOLERANCE) * target:
+                return inside, None
+        else:
+            outside = (x, value)
+            if x <= limits[0]:
+                return None, outside
+        step = stride if value <= target else 1 / stride
+        further = snap(x * step)
+        x = further if further != x else snap(x + (1 if value <= target else -1))
+        stride = min(stride**2, 1e3)
+    return inside, outside
 
 
 def _between(

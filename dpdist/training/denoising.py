@@ -16,12 +16,27 @@ from dpdist.base.reading import usable_path
 from dpdist.base.storage import built_aside, write_json
 from dpdist.randomness.places import place_of
 from dpdist.runs.folder import RunFolder
-from dpdist.runs.recipe import parse
+from dpdist.runs.recipe import Recipe, parse
 from dpdist.runs.released import read_released
 from dpdist.training.provenance import check_pretrained, load_frozen, with_frozen
 from dpdist.training.records import private_data, source_of
 
 Part = Literal["classifier", "denoiser"]
+
+
+def _joinable(folder: RunFolder, part: Part) -> Recipe:
+    """The recipe of a run whose network can go beside the part. Raises UserError otherwise."""
+    read_released(folder)
+    if folder.asked.exists():
+        raise UserError(f"{folder.path}: a private search; its model cannot be moved")
+    recipe = folder.read_recipe()
+    if recipe.method.withheld is not None:
+        raise UserError(f"{folder.path}: {recipe.method.withheld}")
+    if part == "classifier" and recipe.model.classifier is None:
+        raise UserError(f"{folder.path}: its model is no denoiser before a classifier")
+    if part == "denoiser" and recipe.model.classifier is not None:
+        raise UserError(f"{folder.path}: its model is a denoiser already; give it a --classifier")
+    return recipe
 
 
 def put_together(
@@ -44,19 +59,10 @@ def put_together(
     was trained on the run's private records.
     """
     finished = folder.require_trained()
-    read_released(folder)
-    if folder.asked.exists():
-        raise UserError(f"{folder.path}: a private search; its model cannot be moved")
+    recipe = _joinable(folder, part)
     if target.path.exists():
         raise UserError(f"{target.path}: exists already; choose another --name")
-    recipe = folder.read_recipe()
-    if recipe.method.withheld is not None:
-        raise UserError(f"{folder.path}: {recipe.method.withheld}")
     own: Part = "denoiser" if part == "classifier" else "classifier"
-    if part == "classifier" and recipe.model.classifier is None:
-        raise UserError(f"{folder.path}: its model is no denoiser before a classifier")
-    if part == "denoiser" and recipe.model.classifier is not None:
-        raise UserError(f"{folder.path}: its model is a denoiser already; give it a --classifier")
     raw = recipe.model_dump(mode="json")
     raw |= {"name": target.name, "public": None}
     if data_root is not None:

@@ -24,7 +24,7 @@ FAULTS: list[Fault] = [
          "trials execute another noise than was accounted"),
         ('write_atomic(own.fixed_key,', 'str(own.fixed_key.name +', "a fixed key is not marked"),
         ("    if state[\"done\"]:\n        return\n", "    if False:\n        return\n",
-         "a finished trial is scored anew"),
+         "a failed trial is tried again"),
     ),
     *group(
         "tuning/trial.py", "tuning/test_search",

@@ -18,6 +18,7 @@ from ray import cloudpickle
 import dpdist.attacks.job
 import dpdist.bulk.job
 import dpdist.certification.job
+import dpdist.cluster.calls
 import dpdist.cluster.packages
 import dpdist.cluster.pool
 import dpdist.cluster.session
@@ -45,7 +46,7 @@ def without_ray(patch: pytest.MonkeyPatch) -> None:
     replace_everywhere(patch, dpdist.cluster.session.connect, _connect)
     replace_everywhere(patch, dpdist.cluster.packages.check_nodes, lambda *_: None)
     replace_everywhere(patch, dpdist.cluster.pool.run_chunks, run_chunks)
-    replace_everywhere(patch, dpdist.cluster.pool.run_once, run_once)
+    replace_everywhere(patch, dpdist.cluster.calls.run_once, run_once)
     patch.setattr(trainer, "_fit", _fit)
     patch.setattr(
         dpdist.tuning.trial, "_train_on_ray_train", lambda job, until: trainer.fit(job, until=until)
@@ -94,7 +95,7 @@ def _sent(value: Any) -> Any:
 
 
 def run_once(function: Callable[[Any], Any], argument: Any, failed: str) -> Any:
-    """As `dpdist.cluster.pool.run_once`, in this process."""
+    """As `dpdist.cluster.calls.run_once`, in this process."""
     try:
         return _sent(function(_sent(argument)))
     except Exception as error:

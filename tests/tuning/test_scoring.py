@@ -92,6 +92,24 @@ def test_each_record_adds_its_own_number_between_zero_and_one(records, model, se
     assert np.array_equal(_values(model[0], smaller, settings, 0.1, 1.0, KEY), values[:29])
 
 
+class Company(torch.nn.Module):
+    """Class 0 for who is executed alone, class 1 for who is not."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        alone = torch.full((len(inputs),), int(len(inputs) > 1))
+        return torch.nn.functional.one_hot(alone, 10).float()
+
+
+def test_private_records_are_executed_alone(records):
+    root, inputs, _ = records
+    dataset = stored(root / "some", inputs[:30], np.zeros(30, dtype=np.int64))
+    private = _values(Company(), dataset, ScoreRecipe(), None, 1.0, KEY)
+    assert (
+        private.sum() == 30
+        and _values(Company(), dataset, ScoreRecipe(), None, None, KEY).sum() == 0
+    )
+
+
 def test_radii_are_those_of_the_certifier(records, model):
     """Against the bulk certifier's own formula on exact class probabilities of a linear model."""
     root, inputs, _ = records

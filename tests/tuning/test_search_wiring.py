@@ -192,6 +192,16 @@ def test_every_trial_executes_its_own_settings(recipe, begin, run_trials):
         assert plan.steps == 4 and own.require_trained()["steps"] == 4
 
 
+def test_a_failed_trial_is_not_tried_again(recipe, begin, run_trials):
+    """A search that continues finds it failed: a second attempt would be another mechanism."""
+    search = begin(recipe(privacy=FIXED, tune={"law": {"name": "fixed", "runs": 2, "mean": None}}))
+    failed = {**scores_of(search.folder, 0), "done": True, "failed": "it diverged"}
+    write_json(search.folder.scores(0), failed)
+    run_trials(search)
+    assert scores_of(search.folder, 0) == failed and not search.folder.trial(0).path.exists()
+    assert len(scores_of(search.folder, 1)["scores"]) == 1
+
+
 def test_the_winner_is_the_best_that_did_not_fail(recipe, begin, run_trials):
     """Its model, ledger, key, plan and recipe become the run's, and no other trial's."""
     search = begin(recipe(privacy=FIXED, tune=ASHA))

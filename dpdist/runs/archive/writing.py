@@ -145,26 +145,9 @@ class Archive:
         permit = read_permit(self.folder.permit_asked) if self.private else None
         first = self._files is None
         before = self._stored() if self._files is None else self._files
-        files: dict[str, dict[str, Any]] = {}
-        stamps: dict[str, tuple[int, int, int]] = {}
         # The checkpoint is chosen before the ledger is read: the ledger then covers it.
         chosen = self._chosen()
-        if self.private and self.folder.ledger.exists():
-            # The anchor first: the lines that are written meanwhile lie beyond it.
-            if self.folder.anchor.exists():
-                files[_ANCHOR] = self._put(_ANCHOR, self.folder.anchor.read_bytes())
-            raw = self.folder.ledger.read_bytes()
-            files[_LEDGER] = self._put(_LEDGER, raw[: raw.rfind(b"\n") + 1])
-        for path in chosen:
-            try:
-                status = (self.folder.path / path).stat()
-                stamps[path] = (status.st_size, status.st_mtime_ns, status.st_ino)
-                unchanged = path in before and stamps[path] == self._stamps.get(path)
-                files[path] = (
-                    before[path] if unchanged else self._put(path, self.folder.path / path)
-                )
-            except (FileNotFoundError, Missing):
-                continue  # replaced meanwhile; the next update finds what is there then
+        files, stamps = self._gather(chosen, before)
         checkpoint = _whole_checkpoint(files, chosen)
         if not checkpoint:  # superseded while it was sent: the one before is covered as well
             checkpoint = _whole_checkpoint(before)
@@ -191,6 +174,30 @@ class Archive:
             for number in range(1, self._number):
                 self.store.delete_folder(folder_of(number))
         return permit
+
+    def _gather(
+        self, chosen: list[str], before: dict[str, dict[str, Any]]
+    ) -> tuple[dict[str, dict[str, Any]], dict[str, tuple[int, int, int]]]:
+        """Put what changed; (entries, stamps) of the ledger and the chosen files by path."""
+        files: dict[str, dict[str, Any]] = {}
+        stamps: dict[str, tuple[int, int, int]] = {}
+        if self.private and self.folder.ledger.exists():
+            # The anchor first: the lines that are written meanwhile lie beyond it.
+            if self.folder.anchor.exists():
+                files[_ANCHOR] = self._put(_ANCHOR, self.folder.anchor.read_bytes())
+            raw = self.folder.ledger.read_bytes()
+            files[_LEDGER] = self._put(_LEDGER, raw[: raw.rfind(b"\n") + 1])
+        for path in chosen:
+            try:
+                status = (self.folder.path / path).stat()
+                stamps[path] = (status.st_size, status.st_mtime_ns, status.st_ino)
+                unchanged = path in before and stamps[path] == self._stamps.get(path)
+                files[path] = (
+                    before[path] if unchanged else self._put(path, self.folder.path / path)
+                )
+            except (FileNotFoundError, Missing):
+                continue  # replaced meanwhile; the next update finds what is there then
+        return files, stamps
 
     def _stored(self) -> dict[str, dict[str, Any]]:
         """The files of the manifest that an earlier process of this owner wrote, if any."""
