@@ -23,7 +23,12 @@ def by_class(facts: Facts) -> tuple[list[str], list[list[str]]]:
         header += ["test inputs", "right, %", "95 % interval"]
     if table is not None:
         at = f"{first_radius(table):g}"
-        header += ["with noise: inputs", f"certified at {at}, %", "wrong, %", "no answer, %"]
+        header += [
+            "with noise: inputs",
+            f"right and certified at {at}, %",
+            "wrong, %",
+            "no answer, %",
+        ]
     if len(header) == 1 or count > _MOST:
         return [], []
     rows = []

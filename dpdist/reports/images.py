@@ -19,7 +19,7 @@ from dpdist.certification.reading import CertificateTable
 from dpdist.certification.verdict import ABSTAIN
 from dpdist.runs.folder import RunFolder
 
-UNASKED = "test images of your own data may be sensitive; `dpdist report RUN --images` shows them"
+UNASKED = "test images of your own data may be sensitive; dpdist report RUN --images shows them"
 _EACH = 8  # images in a row of the page
 
 

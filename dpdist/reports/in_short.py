@@ -14,7 +14,6 @@ import numpy as np
 
 from dpdist.base.binomial import clopper_pearson_interval
 from dpdist.certification.paired import ERROR
-from dpdist.certification.population import floored
 from dpdist.certification.radii import norm_name
 from dpdist.certification.reading import CertificateTable
 from dpdist.privacy.audited import REFUTED
@@ -98,7 +97,7 @@ def _privacy(facts: Facts) -> list[tuple[Mood, str]]:
         how = "hardly protected" if weak else "protected"
         found.append(
             ("caution" if weak or facts.assumed else "good",
-             f"each training record is {how}, with {stated}{if_true}")
+             f"each training record is {how} with {stated}{if_true}")
         )  # fmt: skip
     if facts.audited_run is not None:
         found.append(("caution", "canaries of an audit were trained on, so it is not for release"))
@@ -116,9 +115,9 @@ def _privacy(facts: Facts) -> list[tuple[Mood, str]]:
 
 def _useful(facts: Facts) -> list[tuple[Mood, str]]:
     if facts.evaluation is None:
-        return [("caution", "how often it is right was not measured")]
+        return [("caution", "how often the model is right was not measured")]
     inputs, share = facts.evaluation["inputs"], 100 * facts.evaluation["accuracy"]
-    return [("good", f"it is right on {share:.1f} % of {inputs:,} test inputs")]
+    return [("good", f"the model is right on {share:.1f} % of {inputs:,} test inputs")]
 
 
 def _certified(facts: Facts) -> list[tuple[Mood, str]]:
@@ -127,13 +126,13 @@ def _certified(facts: Facts) -> list[tuple[Mood, str]]:
     table = main_table(facts)
     assert table is not None
     radius = first_radius(table)
-    share = floored(table.certified_accuracy(radius))
+    share = 100 * table.certified_accuracy(radius)
     norm = norm_name(table.norm)
     return [
         (
             "good",
-            f"and with its noise, {share} % of {len(table.index):,} test inputs are answered "
-            f"rightly and certified not to change within {norm} distance {radius:g}",
+            f"and, with its noise, right and certified not to change within {norm} distance "
+            f"{radius:g} on {share:.1f} % of {len(table.index):,}",
         )
     ]
 

@@ -159,7 +159,13 @@ def _tiles(facts: Facts) -> list[tuple[str, str, str]]:
     ]
     if facts.evaluation is not None:
         share = f"{100 * facts.evaluation['accuracy']:.1f} %"
-        found.append(("right", share, f"{clean_interval(facts)} %, of inputs like these (95 %)"))
+        found.append(
+            (
+                "right",
+                share,
+                f"{clean_interval(facts)}\u00a0% of inputs like these, 95\u00a0% sure",
+            )
+        )
     table = main_table(facts)
     if table is not None:
         radius = first_radius(table)
@@ -168,7 +174,7 @@ def _tiles(facts: Facts) -> list[tuple[str, str, str]]:
         sure, stated = "the inputs share one noise bank: nothing is said of others", _stated(table)
         if radius in stated:
             low = population.floored(stated[radius].low)
-            sure = f"at least {low} % of inputs like these (95 %)"
+            sure = f"at least {low}\u00a0% of inputs like these, 95\u00a0% sure"
         found.append((name, share, sure))
     return found
 
@@ -182,7 +188,7 @@ def _three(facts: Facts) -> list[list[str]]:
     return [
         ["claimed", claimed, paper],
         ["proved", proved, "defended, of what was really executed: an upper bound"],
-        ["audited", audited, measured if facts.audits else "not measured: `dpdist audit` does"],
+        ["audited", audited, measured if facts.audits else "not measured; dpdist audit does it"],
     ]
 
 
@@ -221,7 +227,7 @@ def _limits(facts: Facts) -> list[str]:
     if facts.tables:
         norms = sorted({norm_name(table.norm) for table in facts.tables})
         found.append(
-            "Certificates are of the model together with its noise, as `dpdist predict` answers, "
+            "Certificates are of the model together with its noise, as dpdist predict answers, "
             f"not of the bare network; of changes within {' or '.join(norms)} distance, not of "
             "rotated, cropped or otherwise different inputs; and each may be wrong with its alpha."
         )

@@ -9,6 +9,7 @@ import itertools
 import json
 import math
 import re
+import shutil
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from support.browser import BROWSER, WIDTHS, seen
 from support.training import make, train
 
 from dpdist import pipeline
@@ -34,7 +36,7 @@ from dpdist.reports.facts import Facts, read_facts
 from dpdist.reports.images import UNASKED, allowed, picked
 from dpdist.reports.in_short import in_short, interval, meanings, right_at_most
 from dpdist.reports.overview import write_overview
-from dpdist.reports.page import write_report
+from dpdist.reports.page import render, write_report
 from dpdist.reports.pictures import certified_accuracy
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse
@@ -256,7 +258,7 @@ def test_the_sentence_says_what_holds(facts: Facts, monkeypatch: pytest.MonkeyPa
     assert f"with epsilon {format_epsilon(facts.guarantee.epsilon)}" in told.sentence
     assert told.sentence.count(". ") == 0
     share = 100 * facts.tables[0].certified_accuracy(0.1)
-    assert f"{math.floor(100 * share) / 100:.2f} % of 30 test inputs" in told.sentence
+    assert f"{share:.1f} % of 30." in told.sentence
     assert "within L2 distance 0.1" in told.sentence
     none = in_short(dataclasses.replace(facts, tables=[], evaluation=None))
     assert "nothing is certified" in none.sentence and "was not measured" in none.sentence
@@ -327,12 +329,8 @@ def test_one_page_over_all_runs(run: RunFolder, tmp_path: Path) -> None:
     unfinished = runs / "unfinished"
     unfinished.mkdir(exist_ok=True)
     (unfinished / "run.json").write_text('{"format": 1, "dpdist": "0.1.0"}')
-    recipe, other = make(
-        runs, "other", data__max_train=40, training__batch_size=40, training__steps=2,
-        model="linear", privacy__run_key=None,
-    )  # fmt: skip
-    train(recipe, other)
-    pipeline.evaluate_stage(recipe, other)
+    shutil.copytree(run.path, runs / "other")
+    shutil.rmtree(runs / "other" / "report")
     text = write_overview(runs).read_text()
     page = check_page(text)
     shown = " ".join(part for _, part in page.said)
@@ -354,3 +352,24 @@ def test_a_damaged_evaluation_is_refused(run: RunFolder, by_class: Any) -> None:
             read_facts(run)
     finally:
         run.evaluation.write_text(kept)
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no chromium here (apt install chromium)")
+@pytest.mark.parametrize("dark", [False, True])
+def test_in_a_browser_nothing_sticks_out_and_columns_sort(
+    run: RunFolder, tmp_path: Path, dark: bool
+) -> None:
+    long = "x" * 200
+    rows = [[name, value, *["0.123"] * 14]
+            for name, value in ((long, "1,234.5"), ("<b>", "inf"), ("c", ">= 7 (x)"))]  # fmt: skip
+    overview = render(
+        "overview.html", heading=long, script=True, runs=[], grids=[], pairs=[],
+        privacy=[["run", *[f"column {i}" for i in range(15)]], *rows], left_out=[(long, long)],
+    )  # fmt: skip
+    found = seen(tmp_path, [run.report.read_text(), overview], dark)
+    assert [page["wide"] for page in found] == [*WIDTHS, *WIDTHS]
+    for page in found:
+        assert page["out"] == [] and page["scrolls"] <= page["wide"]
+        assert page["ground"] == ("rgb(18, 22, 27)" if dark else "rgb(255, 255, 255)")
+    for page in found[2:]:
+        assert page["sorted"][:2] == [["<b>", "c", long], ["c", long, "<b>"]]
