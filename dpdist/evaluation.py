@@ -9,8 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from PIL import Image
-
 from dpdist import models
 from dpdist.base.errors import UserError
 from dpdist.base.storage import json_number, write_json
@@ -125,6 +123,8 @@ class SplitImages:
         """One input, no larger than it need be. Raises UserError where there is no such input."""
         if not 0 <= index < len(self.dataset):
             raise UserError(f"{self.dataset.name}: has {len(self.dataset):,} inputs, no {index}")
+        from PIL import Image
+
         pixels = self.dataset.batch(slice(index, index + 1))[0].clamp(0, 1)
         channels = (255 * pixels).round().byte().permute(1, 2, 0).numpy()
         image = Image.fromarray(channels[:, :, 0] if channels.shape[2] == 1 else channels)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
 
@@ -21,16 +22,20 @@ class Grid:
     notes: list[str]
 
 
-def grid(table: AttackTable, certificates: Sequence[CertificateTable]) -> Grid:
+def grid(
+    table: AttackTable,
+    certificates: Sequence[CertificateTable],
+    called: Callable[[CertificateTable], str] = attrgetter("name"),
+) -> Grid:
     """What became of the inputs, in %: a row for each size and attack, and one for all attacks.
 
     Certified columns are of the same model and data, at the least radius that contains the attack's
-    ball, on the inputs that both tables have.
+    ball, on the inputs that both tables have. called: what a certification is called.
     """
     beside = [(other, _common(table, other)) for other in certificates if _same(table, other)]
     beside = [(other, common) for other, common in beside if common.any()]
     header = [f"{table.norm} size", "attack", "right", "abstained", "wrong"]
-    header += [f"certified {other.name}" for other, _ in beside]
+    header += [f"certified {called(other)}" for other, _ in beside]
 
     def certified(size: float) -> list[str]:
         shares = []
@@ -46,7 +51,7 @@ def grid(table: AttackTable, certificates: Sequence[CertificateTable]) -> Grid:
         if len(done) > 1:
             found.append(("all of them", table.worst(size)))
         rows += [[f"{size:g}", name, *s.percent(), *certified(size)] for name, s in found]
-    notes = [_note(table, other, int(common.sum())) for other, common in beside]
+    notes = [f"certified {called(o)}: {_note(table, o, int(c.sum()))}" for o, c in beside]
     return Grid(header, rows, notes)
 
 
@@ -70,7 +75,7 @@ def same_classifier(table: AttackTable, other: CertificateTable) -> bool:
 
 
 def _note(table: AttackTable, other: CertificateTable, common: int) -> str:
-    note = f"certified {other.name}: {common:,} of these inputs"
+    note = f"{common:,} of these inputs"
     if other.norm != table.norm:
         factor = ball_factor(other.norm, table.norm, table.numbers)
         note += f", {table.norm} size s by {other.norm} radius {factor:.4g} s"

@@ -7,20 +7,22 @@ import math
 import re
 from datetime import date
 from importlib.resources import files
+from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import jinja2
 from markupsafe import Markup
 
 from dpdist import __version__
-from dpdist.attacks.reading import check_line
+from dpdist.attacks.reading import AttackTable, check_line
 from dpdist.base.storage import write_atomic
 from dpdist.certification import population
 from dpdist.certification.radii import norm_name
 from dpdist.certification.reading import CertificateTable
 from dpdist.privacy.card import EVALUATION_UNPROTECTED
 from dpdist.privacy.guarantee import format_epsilon
-from dpdist.reports.attacks import grid
+from dpdist.reports.attacks import Grid, grid
 from dpdist.reports.charts import alone, style
 from dpdist.reports.classes import by_class
 from dpdist.reports.compare import privacy_grid
@@ -53,19 +55,13 @@ def write_report(
     date may tell how long something secret took: whoever asks for the page chose the day.
     """
     facts = read_facts(folder)
-    card, curves, attacked = facts.card(), _curves(facts), []
-    for number, table in enumerate(facts.attacks):
-        drawn, about = attacked_accuracy(table, facts.tables, f"attacked{number}"), table.classifier
-        attacked.append(drawn)
-        _write_alone(folder, f"attacked_{table.name}", drawn, f"{folder.name}: {about}")
+    curves = _curves(facts)
     if curves["certified"] is not None:
         _write_alone(folder, "certified_accuracy", curves["certified"], _headline(facts))
-    asked = facts.folder.read_asked().to_yaml() if facts.folder.asked.exists() else None
     page = render(
         "page.html",
         heading=folder.name,
         facts=facts,
-        card=card,
         verdict=in_short(facts),
         tiles=_tiles(facts),
         meanings=meanings(facts),
@@ -73,21 +69,47 @@ def write_report(
         curves=curves,
         tables=[_table(table, folder) for table in facts.tables],
         images=_images(facts, images),
-        attacks=[
-            (table, grid(table, facts.tables), table.path.relative_to(folder.path), Markup(drawn))
-            for table, drawn in zip(facts.attacks, attacked, strict=True)
-        ],
-        checks=[(check, check_line(check)) for check in facts.checks],
+        attacks=_attacked(facts),
+        checks=_checked(facts),
         three=_three(facts),
-        search=described(facts.search, facts.folder, facts.guarantee),
-        card_rows=_card_rows(facts, card),
+        search=described(facts.search, folder, facts.guarantee),
         limits=_limits(facts),
-        origin=origin(facts, card, None if facts.times_hidden and not dated else _today()),
         command=command(facts),
-        asked=asked,
+        asked=folder.read_asked().to_yaml() if folder.asked.exists() else None,
         summary=[row for row in facts.summary() if row[0] != "report"],
+        **_card(facts, None if facts.times_hidden and not dated else _today()),
     )
     write_atomic(folder.report, page)
+
+
+def _attacked(facts: Facts) -> list[tuple[AttackTable, str, Grid, Path, Markup]]:
+    """Of each attack its table, what was attacked and how, what became of the inputs, its file and
+    its picture, which also becomes a file of its own."""
+    folder, found = facts.folder, []
+    for number, table in enumerate(facts.attacks):
+        drawn = attacked_accuracy(table, facts.tables, f"attacked{number}")
+        _write_alone(folder, f"attacked_{table.name}", drawn, f"{folder.name}: {table.classifier}")
+        shown = grid(table, facts.tables, attrgetter("words"))
+        words = f"{norm_name(table.norm)}, {table.classifier}"
+        found.append((table, words, shown, table.path.relative_to(folder.path), Markup(drawn)))
+    return found
+
+
+def _checked(facts: Facts) -> list[tuple[dict[str, Any], str, str]]:
+    """Of each check what it is of, in words, and what it came to."""
+    words = {table.name: table.words for table in facts.tables}
+    return [
+        (check, words.get(check["certificates"], check["certificates"]), check_line(check))
+        for check in facts.checks
+    ]
+
+
+def _card(facts: Facts, written: date | None) -> dict[str, Any]:
+    """The privacy card, its rows, and where the page comes from."""
+    card = facts.card()
+    return {
+        "card": card, "card_rows": _card_rows(facts, card), "origin": origin(facts, card, written)
+    }  # fmt: skip
 
 
 def render(template: str, *, width: str = "62rem", script: bool = False, **shown: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 import numpy as np
 
@@ -70,7 +71,7 @@ def attacked_accuracy(
         upper = [(size, 100 * (1 - shares.wrong)) for size, shares in worst]
         below = [100 * shares.right for _, shares in worst]
         lines.insert(0, Line("not answered, under one of them at least", upper, below=below))
-    shown = grid(table, certificates)
+    shown = grid(table, certificates, attrgetter("words"))
     for place, column in enumerate(shown.header[5:], start=5):
         at = {float(row[0]): float(row[place]) for row in shown.rows}
         lines.append(Line(column, list(at.items()), quiet=True, dots=True))

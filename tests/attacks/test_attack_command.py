@@ -130,8 +130,13 @@ def test_the_network_itself_by_default(attacked, runs: Path) -> None:
     facts = read_facts(RunFolder(runs / "small"))
     assert len(facts.attacks) == len(list((runs / "small/attacks").glob("*/attacks.parquet"))) == 2
     page = (runs / "small/report/index.html").read_text()
-    assert "Under attack, linf-steps-10-first-10" in page
-    assert "Accuracy under attack, l2-sigma-0.3-steps-4-first-20" in page
+    for norm, name in (
+        ("L-infinity", "linf-steps-10-first-10"),
+        ("L2", "l2-sigma-0.3-steps-4-first-20"),
+    ):
+        assert f">Under attack: {norm}, " in page and f"Computed from attacks/{name}/" in page
+        assert (runs / f"small/report/attacked_{name}.svg").exists()
+    assert page.count("Not refuted under attack, against its size") == 2
 
 
 def test_certificates_are_checked_and_false_ones_fail(attacked, runs: Path) -> None:
@@ -155,7 +160,7 @@ def test_certificates_are_checked_and_false_ones_fail(attacked, runs: Path) -> N
     assert "IMPLAUSIBLE" in check_line(facts.checks[0])
     page = (runs / "small/report/index.html").read_text()
     assert "IMPLAUSIBLE: these certificates do not hold" in page
-    assert 'class="warning">' in page
+    assert '<p class="verdict bad">' in page and "<strong>Warning</strong>An attack" in page
 
 
 @pytest.mark.parametrize(
