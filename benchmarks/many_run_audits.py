@@ -118,18 +118,20 @@ def main() -> None:
     parser.add_argument("--trainings", type=int, default=6000)
     parser.add_argument("--rate", type=float, default=1.0)
     parser.add_argument("--loop", action="store_true")
+    parser.add_argument("--seed", default=SEED, help="64 hex digits; of a line without it: the default")
     parser.add_argument("--runs", type=Path, default=Path("runs/many-run-audits"))
     parser.add_argument("--results", type=Path, default=RESULTS)
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    options = ManyRunsAudit(trainings=asked.trainings, canary="gradient", seed=SEED)
+    options = ManyRunsAudit(trainings=asked.trainings, canary="gradient", seed=asked.seed)
     of = {"rate": asked.rate, "trainings": asked.trainings, "loop": asked.loop}
     print("| proved ε | rate | trainings | audited | if Gaussian | by counting | at most | s |")
     print("|---|---|---|---|---|---|---|---|", flush=True)
     for epsilon in map(float, asked.epsilons.split(",")):
-        setting = {"epsilon": epsilon, **of}
+        setting = {"epsilon": epsilon, **of} | ({} if asked.seed == SEED else {"seed": asked.seed})
         lines = asked.results.read_text().splitlines() if asked.results.exists() else []
-        made = [one for one in map(json.loads, lines) if setting.items() <= one.items()]
+        known = [{"seed": SEED} | json.loads(line) for line in lines]
+        made = [one for one in known if ({"seed": SEED} | setting).items() <= one.items()]
         if not made:
             made = [setting | measure(setting, options, asked.runs)]
             with asked.results.open("a") as file:
