@@ -118,7 +118,7 @@ def main() -> None:
     parser.add_argument("--trainings", type=int, default=6000)
     parser.add_argument("--rate", type=float, default=1.0)
     parser.add_argument("--loop", action="store_true")
-    parser.add_argument("--seed", default=SEED, help="64 hex digits; of a line without it: the default")
+    parser.add_argument("--seed", default=SEED, help="64 hex digits; lines without it have this")
     parser.add_argument("--runs", type=Path, default=Path("runs/many-run-audits"))
     parser.add_argument("--results", type=Path, default=RESULTS)
     asked = parser.parse_args()
