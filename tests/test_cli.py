@@ -318,3 +318,21 @@ def test_no_cluster_at_ray_address(dpdist, tmp_path):
     assert time.monotonic() - began < 60
     done = dpdist("train", recipe(tmp_path), cwd=tmp_path, RAY_ADDRESS="nonsense")
     assert "must be HOST:PORT" in refused(done)
+
+
+def test_the_shell_completes_commands_recipes_and_runs(dpdist, tmp_path):
+    make_run(tmp_path)
+
+    def offered(*words: str) -> set[str]:
+        line = " ".join(["dpdist", *words])
+        asked = {
+            "_DPDIST_COMPLETE": "complete_bash",
+            "COMP_WORDS": line,
+            "COMP_CWORD": str(len(words)),
+        }
+        return set(dpdist(cwd=tmp_path, **asked).stdout.split())
+
+    assert {"report", "release", "recipes"} <= offered("re")
+    assert {"digits", "digits-pate"} <= offered("run", "dig")
+    assert offered("certify", "sm") == {"small"}
+    assert "--show-completion" in dpdist("--help").stdout

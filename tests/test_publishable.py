@@ -24,6 +24,8 @@ from dpdist import pipeline
 from dpdist.commands.cli import app
 from dpdist.commands.releasing import release
 from dpdist.data.hashes import hashes_of, positions
+from dpdist.reports.as_json import published as published_json
+from dpdist.reports.facts import read_facts
 from dpdist.runs.archive import Archive
 from dpdist.runs.exporting import export, publishable
 from dpdist.runs.folder import RunFolder
@@ -104,6 +106,7 @@ def published(work: Path, pixels: np.ndarray) -> tuple[dict[str, bytes], str]:
         recipe, source_of(recipe)
     ).fingerprint.encode()
     found["summary"] = repr(pipeline.summary(folder)).encode()
+    found["--json"] = json.dumps(published_json(read_facts(folder))).encode()
     (work / "recipe.yaml").write_text(recipe.to_yaml())
     told = CliRunner().invoke(app, ["data", "check", str(work / "recipe.yaml")])
     assert told.exit_code == 0, told.output

@@ -4,14 +4,16 @@ that have the names of our folders."""
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
-from support.wheel import INSTALL, build_wheel
+from support.wheel import INSTALL, build, build_wheel
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = """\
@@ -143,3 +145,32 @@ def test_no_module_is_loaded_under_two_names():
     assert done.stderr.endswith(
         "this folder is the package dpdist.cluster: import it by that name\n"
     )
+
+
+@pytest.mark.long
+def test_an_sdist_is_whole_and_passes_its_own_tests(tmp_path):
+    """With the links of the checkout; its wheel is the checkout's."""
+    source = tmp_path / "source"
+    ignore = shutil.ignore_patterns(
+        ".git", ".venv", "*.egg-info", "__pycache__", ".*_cache", "runs"
+    )
+    shutil.copytree(ROOT, source, symlinks=True, ignore=ignore)
+    whole = {str(path.relative_to(source)) for path in source.rglob("*") if not path.is_dir()}
+    made = build(source, "sdist", tmp_path)
+    with tarfile.open(made) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+        archive.extractall(tmp_path, filter="data")
+    assert whole - names == set()
+    unpacked = tmp_path / made.name.removesuffix(".tar.gz")
+    links = {str(path.relative_to(source)) for path in source.rglob("*") if path.is_symlink()}
+    assert links and all((unpacked / link).is_symlink() for link in links)
+    tests = ["tests/test_structure.py", "tests/test_names.py", "tests/test_recipe.py"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests],
+        cwd=unpacked, env={**os.environ, "PYTHONPATH": str(unpacked)}, capture_output=True,
+        text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    wheels = [zipfile.ZipFile(build(each, "wheel", tmp_path)) for each in (source, unpacked)]
+    first, second = ({n for n in each.namelist() if "dist-info" not in n} for each in wheels)
+    assert first == second

@@ -107,8 +107,9 @@ def public_data(asked: Recipe, public: PublicData) -> Dataset:
     root = source.root if public.root is None else public.root
     split = "train" if public.split == "train" else "test"
     named = data.Source(
-        public.name, source.classes, root, public.split, public.split, source.columns
-    )
+        public.name, source.classes, root, public.split, public.split, source.columns,
+        names=source.names,
+    )  # fmt: skip
     return data.load(named, split).first(public.max_records)
 
 

@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 
 from dpdist.base.errors import UserError
 from dpdist.base.reading import check_shape
-from dpdist.certification import table as tables
 from dpdist.certification.noises import NOISES, Gaussian, Noise
 
 if TYPE_CHECKING:
@@ -83,7 +82,9 @@ def of_place(
 
 def of_table(table: pa.Table) -> Quadrature | None:
     """What a table of votes states; None where its input noise alone certifies."""
-    return stated(tables.about(table), table["sigma"][0].as_py())
+    from dpdist.certification.table import about
+
+    return stated(about(table), table["sigma"][0].as_py())
 
 
 def certified_by(table: pa.Table) -> Noise:

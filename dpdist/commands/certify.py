@@ -14,6 +14,7 @@ from dpdist.commands.options import (
     RUNS,
     Actors,
     ArchivedRunArgument,
+    AsJson,
     DataRoot,
     Every,
     MaxInputs,
@@ -92,6 +93,7 @@ def command(
         Path | None,
         typer.Option(callback=file_path(written=True), help="Also write all columns here."),
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Certify the test split on all CPUs; continues what was interrupted.
 
@@ -112,10 +114,11 @@ def command(
         "bound": bound, "norm": norm, "radii": numbers(radii, "--radii"),
         "start": start, "every": every, "max_inputs": max_inputs,
     }  # fmt: skip
+    measured: list[tuple[str, str]] = []
     if at is not None:
         if merge or rebound is not None:
             raise UserError("--at: certifies; it does not go with --merge or --rebound")
-        made = [_certified_at(at, folder, output, _asked(folder, given, data_root), actors)]
+        made, measured = _certified_at(at, folder, output, _asked(folder, given, data_root), actors)
     elif merge:
         made = _merged(folder, output)
     elif rebound is not None:
@@ -136,9 +139,7 @@ def command(
         from dpdist import pipeline
 
         pipeline.archive_stage(folder)
-    for _, path in made:
-        if at is None:
-            _print(path)
+    _show(folder, [path for _, path in made], measured, as_json)
 
 
 def _certified(
@@ -155,10 +156,10 @@ def _certified(
 
 def _certified_at(
     text: str, folder: RunFolder, output: Path | None, asked: _Asked, actors: int | None
-) -> tuple[pa.Table, Path]:
+) -> tuple[list[tuple[pa.Table, Path]], list[tuple[str, str]]]:
+    """The table, and what is shown of it."""
     from dpdist import pipeline
-    from dpdist.attacks.attacked import NAMED, At, AttackedCopies
-    from dpdist.base import console
+    from dpdist.attacks.attacked import At, AttackedCopies
     from dpdist.certification import reading
     from dpdist.training.records import evaluation_data, source_of
 
@@ -172,8 +173,7 @@ def _certified_at(
     found = reading.read(path)
     clean = reading.read(beside) if beside.is_file() else None
     rows = [("inputs", f"{len(found.index):,}"), *copies.lines(found, clean), ("table", str(path))]
-    typer.echo(console.table(rows, title=NAMED))
-    return found.table, path
+    return [(found.table, path)], rows
 
 
 def _asked(folder: RunFolder, given: dict[str, Any], data_root: Path | None) -> _Asked:
@@ -261,6 +261,29 @@ def _derived(folder: Path) -> Path:
 
 def _stored(certificates: Path) -> list[Path]:
     return sorted(certificates.glob("*/certificates.parquet"))
+
+
+def _show(
+    folder: RunFolder, paths: Sequence[Path], measured: list[tuple[str, str]], as_json: bool
+) -> None:
+    """measured: of attacked copies, in place of their certificates."""
+    from dpdist.base import console
+    from dpdist.certification import reading
+
+    if as_json:
+        from dpdist.reports.as_json import certified
+
+        tables = [] if measured else [reading.read(path) for path in paths]
+        found = [certified(table, table.radii or DEFAULT_RADII) for table in tables]
+        at = {"at_attacked_copies": dict(measured)} if measured else {}
+        console.print_json({"run": folder.name, "certificates": found, **at})
+    elif measured:
+        from dpdist.attacks.attacked import NAMED
+
+        typer.echo(console.table(measured, title=NAMED))
+    else:
+        for path in paths:
+            _print(path)
 
 
 def _print(path: Path) -> None:

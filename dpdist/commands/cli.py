@@ -20,7 +20,9 @@ from dpdist.commands import (
     compare,
     data,
     denoise,
+    init,
     landscape,
+    log,
     membership,
     poison,
     predict,
@@ -38,12 +40,12 @@ from dpdist.privacy.journal import JournalError
 app = typer.Typer(
     name="dpdist",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     help="Differentially private training and certified robustness on Ray clusters.",
     epilog="A first run on built-in data: dpdist run digits. Recipes: dpdist recipes.",
 )
+app.command("init")(init.command)
 app.command("run")(run.command)
 app.command("train")(train.command)
 app.command("tune")(tune.command)
@@ -56,6 +58,7 @@ app.command("predict")(predict.command)
 app.command("report")(report.command)
 app.command("compare")(compare.command)
 app.command("release")(release.command)
+app.command("log")(log.command)
 app.command("landscape")(landscape.command)
 app.command("membership")(membership.command)
 app.command("poison")(poison.command)
@@ -85,7 +88,7 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
-        app()
+        app(prog_name="dpdist")  # of python -m dpdist too
     except (UserError, ClusterError, JournalError) as error:
         for line in str(error).splitlines():
             print(f"dpdist: {line}", file=sys.stderr)

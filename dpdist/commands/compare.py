@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from dpdist.base.fields import Positive
-from dpdist.commands.options import RUNS, Runs, file_path, numbers
+from dpdist.commands.options import RUNS, AsJson, Runs, file_path, numbers
 
 
 def command(
@@ -25,6 +25,7 @@ def command(
         Path | None,
         typer.Option(callback=file_path(".png"), help="Also draw all curves into this PNG file."),
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Compare trained runs: epsilon claimed and proved, accuracy clean, certified and attacked.
 
@@ -39,11 +40,17 @@ def command(
         "linf": numbers(linf, "--linf", Positive) or compare.SIZES["linf"],
     }
     facts = [read_facts(open_run(name, runs)) for name in names]
+    if picture is not None:
+        compare.write_picture(facts, picture)
+    if as_json:
+        from dpdist.base import console
+        from dpdist.reports.as_json import compared
+
+        console.print_json(compared(facts, sizes))
+        return
     grids = [compare.privacy_grid(facts)]
     grids += [compare.certified_grid(facts, norm, sizes[norm]) for norm in compare.NORMS]
     grids += [compare.attacked_grid(facts, norm) for norm in compare.NORMS]
     typer.echo("\n\n".join(compare.markdown(grid) for grid in grids if len(grid) > 1))
-    if picture is not None:
-        compare.write_picture(facts, picture)
     for part in differences.section(facts, sizes):
         typer.echo(f"\n{part}")

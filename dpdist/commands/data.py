@@ -31,7 +31,7 @@ def list_data(data_root: DataRoot = None) -> None:
 
 @app.command("check")
 def check(recipe: RecipeArgument, changes: Changes = None, data_root: DataRoot = None) -> None:
-    """Read every record a recipe needs; complain with file and row."""
+    """Read every record a recipe needs; complain with file and row, or say what was found."""
     from dpdist.runs.recipe import check_against_data, read_changes, resolve
     from dpdist.training.records import evaluation_data, source_of, training_data
 
@@ -43,6 +43,18 @@ def check(recipe: RecipeArgument, changes: Changes = None, data_root: DataRoot =
             f"{split.name}: {len(split):,} records, inputs "
             f"{'x'.join(map(str, split.input_shape))}, {split.classes} classes"
         )
+    section = resolved.data
+    names = section.class_names
+    shown = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
+    typer.echo(f"classes: {shown}")
+    if section.root is not None:
+        columns = section.columns
+        inputs = ", ".join(columns.features) or columns.image
+        typer.echo(f"columns: inputs {inputs}; label {columns.label}")
+    typer.echo(f"no private record is in {test.name}: compared by content")
+    delta, batch = resolved.privacy.delta, resolved.training.batch_size
+    typer.echo(f"privacy.delta {delta:g}: must be below 1 / {len(train):,}")
+    typer.echo(f"training.batch_size {batch:,}: at most {len(train):,}")
     check_against_data(resolved, len(train), recipe)
 
 

@@ -90,13 +90,30 @@ def numbers(text: str | None, where: str, field: Any = PositiveOrZero) -> tuple[
         ) from None
 
 
+def _recipes(incomplete: str) -> list[str]:
+    """Names of recipes that come along, for the shell to complete."""
+    from dpdist.runs.recipe import RECIPES
+
+    return sorted(path.stem for path in RECIPES.glob(f"{incomplete}*.yaml"))
+
+
+def _runs(context: typer.Context, incomplete: str) -> list[str]:
+    """Names of runs, for the shell to complete."""
+    found = Path(context.params.get("runs") or RUNS).glob(f"{incomplete}*/run.json")
+    return sorted(path.parent.name for path in found)
+
+
 def _option(param: typer.CallbackParam) -> str:
     return param.opts[-1] if param.opts[-1].startswith("-") else str(param.name).upper()
 
 
 RecipeArgument = Annotated[
     str,
-    typer.Argument(metavar="RECIPE", help="A recipe file, or the name of one that comes along."),
+    typer.Argument(
+        metavar="RECIPE",
+        autocompletion=_recipes,
+        help="A recipe file, or the name of one that comes along.",
+    ),
 ]
 Changes = Annotated[
     list[str] | None,
@@ -109,11 +126,16 @@ Changes = Annotated[
 ArchivedRunArgument = Annotated[
     str,
     typer.Argument(
-        metavar="RUN", help="A run folder, its name under --runs, or its archive's address."
+        metavar="RUN",
+        autocompletion=_runs,
+        help="A run folder, its name under --runs, or its archive's address.",
     ),
 ]
 RunArgument = Annotated[
-    str, typer.Argument(metavar="RUN", help="A run folder, or its name under --runs.")
+    str,
+    typer.Argument(
+        metavar="RUN", autocompletion=_runs, help="A run folder, or its name under --runs."
+    ),
 ]
 Runs = Annotated[
     Path,
@@ -152,6 +174,10 @@ ArchivePrivate = Annotated[
         "--archive-private",
         help="The private state too (run key, ledger, checkpoints): brings a lost folder back.",
     ),
+]
+AsJson = Annotated[
+    bool,
+    typer.Option("--json", help="Print one JSON object of what may be published."),
 ]
 # Of the commands that take inputs of the test split, on Ray actors.
 Start = Annotated[int | None, typer.Option(callback=kind(CountOrZero), help="First input.")]

@@ -10,6 +10,7 @@ from dpdist.commands.options import (
     RUNS,
     Archive,
     ArchivePrivate,
+    AsJson,
     Changes,
     DataRoot,
     Name,
@@ -31,6 +32,15 @@ def command(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the plan: epsilon, steps, memory, time.")
     ] = False,
+    as_json: AsJson = False,
+    log: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--log",
+            metavar="KIND:PLACE",
+            help="At the end, give what may be published to tensorboard:FOLDER or mlflow:URI.",
+        ),
+    ] = None,
 ) -> None:
     """Train privately, certify and report, as the recipe says. Continues what was interrupted."""
     from dpdist.base import console
@@ -40,11 +50,29 @@ def command(
         recipe, changes=read_changes(changes), name=name, data_root=data_root, workers=workers,
         archive=archive, archive_private=archive_private,
     )  # fmt: skip
+    if log:
+        from dpdist.reports.tracking import check_address
+
+        for address in log:
+            check_address(address)
     from dpdist import pipeline
 
     if dry_run:
         rows = pipeline.dry_run(resolved, runs=runs, where=recipe)
-        typer.echo(console.table(rows, title=f"plan of {resolved.name}"))
+        if as_json:
+            console.print_json({"run": resolved.name, "plan": dict(rows)})
+        else:
+            typer.echo(console.table(rows, title=f"plan of {resolved.name}"))
         return
     folder = pipeline.run(resolved, runs=runs, where=recipe)
-    typer.echo(console.table(pipeline.summary(folder), title=f"run {folder.name}"))
+    if log:
+        from dpdist.reports.tracking import track
+
+        track(folder, log)
+    if as_json:
+        from dpdist.reports.as_json import published
+        from dpdist.reports.facts import read_facts
+
+        console.print_json(published(read_facts(folder)))
+    else:
+        typer.echo(console.table(pipeline.summary(folder), title=f"run {folder.name}"))

@@ -25,7 +25,8 @@ from dpdist.data.parquet import Columns, load_parquet, split_files
 @dataclass(frozen=True)
 class Source:
     """Where a data set lies. root None means built in. Splits are names of Parquet files or
-    folders. labels: only the records of these, renumbered in this order; () for all."""
+    folders. labels: only the records of these, renumbered in this order; () for all. names: of the
+    classes, where the files call them so."""
 
     name: str
     classes: int
@@ -34,6 +35,7 @@ class Source:
     test: str = "test"
     columns: Columns = field(default_factory=Columns)
     labels: tuple[int, ...] = ()
+    names: tuple[str, ...] = ()
 
 
 BUILT_IN = {"digits": 10}
@@ -69,7 +71,7 @@ def _whole(source: Source, split: str, cache: Path) -> Dataset:
             )
         return _digits(split, cache)
     files = split_files(source.root, source.name, source.train if split == "train" else source.test)
-    return load_parquet(files, name, source.classes, source.columns, cache)
+    return load_parquet(files, name, source.classes, source.columns, cache, source.names)
 
 
 def has(source: Source, split: str) -> bool:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from PIL import Image
 
@@ -30,8 +32,9 @@ _LAYOUT = 4  # of the cache; a new number re-reads everything
 class Columns:
     """Which columns hold the record.
 
-    features: column names, or empty when there is an image column. group: whom a record belongs to;
-    only the size of the largest group is kept. Raises UserError when a column would be read twice.
+    features: column names, or empty when there is an image column; a pattern (mean_*) stands for
+    all columns that it fits but label and group. group: whom a record belongs to; only the size of
+    the largest group is kept. Raises UserError when a column would be read twice.
     """
 
     image: str = "image"
@@ -48,6 +51,23 @@ class Columns:
         twice = [name for name, times in Counter(self.features).items() if times > 1]
         if twice:
             raise UserError(f"data.columns.features: {twice[0]!r} is named twice; name it once")
+
+    def among(self, present: Sequence[str], where: str) -> Columns:
+        """With a file's columns in place of patterns. Raises UserError for one that fits none."""
+        found: list[str] = []
+        for asked in self.features:
+            if not set(asked) & set("*?["):
+                found.append(asked)
+                continue
+            others = [name for name in present if name not in (self.label, self.group)]
+            fit = [name for name in others if fnmatchcase(name, asked)]
+            if not fit:
+                raise UserError(
+                    f"{where}: no column fits {asked!r}; it has {', '.join(present)} (name yours "
+                    "under data.columns in the recipe)"
+                )
+            found += [name for name in fit if name not in found]
+        return replace(self, features=tuple(found))
 
 
 def split_files(root: Path, name: str, split: str) -> list[Path]:
@@ -77,31 +97,49 @@ def split_files(root: Path, name: str, split: str) -> list[Path]:
 
 
 def load_parquet(
-    files: list[Path], name: str, classes: int, columns: Columns, cache: Path
+    files: list[Path],
+    name: str,
+    classes: int,
+    columns: Columns,
+    cache: Path,
+    names: tuple[str, ...] = (),
 ) -> Dataset:
     """The split, decoded once into `cache` (private, mode 0700) and memory-mapped from then on.
+
+    names: of the classes, by number, where the label column holds these.
 
     Raises UserError naming file and row for wrong columns, undecodable images, images of different
     size, labels outside 0..classes-1, and non-numeric or non-finite features.
     """
-    stamp = _stamp(files, name, classes, columns)
+    stamp = _stamp(files, name, classes, columns, names)
     folder = cache / f"{name.replace('/', '-')}-{stamp}"
     if not (folder / "meta.json").exists():
         cache.mkdir(parents=True, exist_ok=True, mode=0o700)
         with built_aside(folder, first=True) as aside:
-            _decode(files, name, classes, columns, private_folder(aside))
+            _decode(files, name, (classes, names), columns, private_folder(aside))
     return Dataset.open(folder)
 
 
-def _stamp(files: list[Path], name: str, classes: int, columns: Columns) -> str:
+def _stamp(
+    files: list[Path], name: str, classes: int, columns: Columns, names: tuple[str, ...]
+) -> str:
     digest = hashlib.blake2b(digest_size=8)
     described = [[str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns] for f in files]
-    digest.update(json.dumps([_LAYOUT, described, name, classes, asdict(columns)]).encode())
+    named = [names] if names else []
+    about = [_LAYOUT, described, name, classes, asdict(columns), *named]
+    digest.update(json.dumps(about).encode())
     return digest.hexdigest()
 
 
-def _decode(files: list[Path], name: str, classes: int, columns: Columns, out: Path) -> None:
+def _decode(
+    files: list[Path],
+    name: str,
+    classes: tuple[int, tuple[str, ...]],
+    columns: Columns,
+    out: Path,
+) -> None:
     readers = [_open(file) for file in files]
+    columns = columns.among(readers[0].schema_arrow.names, str(files[0]))
     total = sum(reader.metadata.num_rows for reader in readers)
     if total == 0:
         raise UserError(f"{files[0]}: no records")
@@ -113,7 +151,7 @@ def _decode(files: list[Path], name: str, classes: int, columns: Columns, out: P
     for file, reader in zip(files, readers, strict=True):
         for first_row, table in _tables(file, reader, columns):
             rows = _inputs(table, file, first_row, columns)
-            marks = _labels(table, file, first_row, columns.label, classes)
+            marks = _labels(table, file, first_row, columns.label, *classes)
             if inputs is None:
                 shape = (total, *rows.shape[1:])
                 inputs = np.lib.format.open_memmap(out / "inputs.npy", "w+", rows.dtype, shape)
@@ -134,7 +172,7 @@ def _decode(files: list[Path], name: str, classes: int, columns: Columns, out: P
     labels.flush()
     meta = {
         "name": name,
-        "classes": classes,
+        "classes": classes[0],
         "fingerprint": digest.hexdigest(),
         "largest_group": max(groups.values()) if groups else None,
     }
@@ -174,10 +212,22 @@ def _tables(file: Path, reader: pq.ParquetFile, columns: Columns) -> Iterator[tu
         raise UserError(f"{file}: damaged near row {first_row}: {error}") from error
 
 
-def _labels(table: pa.Table, file: Path, first_row: int, column: str, classes: int) -> np.ndarray:
+def _labels(
+    table: pa.Table, file: Path, first_row: int, column: str, classes: int, names: tuple[str, ...]
+) -> np.ndarray:
     values = table[column].combine_chunks()
+    if names and (pa.types.is_string(values.type) or pa.types.is_large_string(values.type)):
+        numbers = pc.index_in(values, pa.array(names, values.type))
+        unknown = pc.and_(numbers.is_null(), values.is_valid())
+        if pc.any(unknown).as_py():
+            row = pc.index(unknown, True).as_py()
+            raise UserError(
+                f"{file} row {first_row + row}: label {values[row].as_py()!r} is none of data.names"
+            )
+        values = numbers
     if not pa.types.is_integer(values.type):
-        raise UserError(f"{file}: label column {column!r} is {values.type}, must be integer")
+        hint = "" if names else " (text needs data.names, the classes in order)"
+        raise UserError(f"{file}: label column {column!r} is {values.type}, must be integer{hint}")
     if values.null_count:
         row = first_row + int(np.flatnonzero(values.is_null().to_numpy(zero_copy_only=False))[0])
         raise UserError(f"{file} row {row}: no label")
@@ -195,9 +245,9 @@ def _labels(table: pa.Table, file: Path, first_row: int, column: str, classes: i
 def _inputs(table: pa.Table, file: Path, first_row: int, columns: Columns) -> np.ndarray:
     if not columns.features:
         return _images(table[columns.image].combine_chunks(), file, first_row, columns.image)
-    if len(columns.features) == 1 and _is_list(table[columns.features[0]].type):
+    if len(columns.features) == 1 and is_list(table[columns.features[0]].type):
         kind = table[columns.features[0]].type.value_type
-        if _is_list(kind):
+        if is_list(kind):
             raise UserError(f"{file}: feature lists must hold numbers, not lists")
         _require_numbers(kind, file, columns.features[0])
         rows = table[columns.features[0]].to_pylist()
@@ -229,13 +279,14 @@ def _kind(record: np.ndarray) -> str:
     return f"shape {record.shape}, {record.dtype}"
 
 
-def _is_list(kind: pa.DataType) -> bool:
+def is_list(kind: pa.DataType) -> bool:
     return (
         pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
     )
 
 
-def _images(values: pa.Array, file: Path, first_row: int, column: str) -> np.ndarray:
+def image_bytes(values: pa.Array, file: Path, column: str) -> pa.Array:
+    """The encoded pictures of an image column. Raises UserError when it is none."""
     if pa.types.is_struct(values.type) and values.type.get_field_index("bytes") >= 0:
         values = values.field("bytes")
     if not (pa.types.is_binary(values.type) or pa.types.is_large_binary(values.type)):
@@ -243,6 +294,11 @@ def _images(values: pa.Array, file: Path, first_row: int, column: str) -> np.nda
             f"{file}: image column {column!r} is {values.type}, must be bytes or a struct with "
             "bytes"
         )
+    return values
+
+
+def _images(values: pa.Array, file: Path, first_row: int, column: str) -> np.ndarray:
+    values = image_bytes(values, file, column)
     images = []
     for offset, value in enumerate(values):
         raw = value.as_py()

@@ -24,7 +24,10 @@ from dpdist.sections.recipe import Sections
 
 RECIPES = Path(str(files("dpdist"))) / "recipes"
 
-_NOT_IN_A_MODEL = {"name", "resources", "certify", "tune", "audit"}
+_NOT_IN_A_MODEL: Any = {
+    **dict.fromkeys(("name", "resources", "certify", "tune", "audit"), True),
+    "data": {"names"},
+}
 
 
 class Recipe(Sections):

@@ -45,7 +45,8 @@ Classes = Annotated[int, Number, Field(ge=1, le=100_000)]
 
 
 class ColumnNames(Section):
-    """Which Parquet columns hold the record; `features` replaces the image column."""
+    """Which Parquet columns hold the record; `features` replaces the image column, and
+    may say mean_* for all columns that it fits."""
 
     image: Text = "image"
     label: Text = "label"
@@ -54,16 +55,23 @@ class ColumnNames(Section):
         default=None, description="whom the record belongs to; checked against privacy.group_size"
     )
 
+    @field_validator("features", mode="before")
+    @classmethod
+    def _one_feature(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
 
 class DataRecipe(Section):
     """The data set: a built-in name (digits), or a folder NAME of Parquet files under `root`.
 
-    classes: of the files. labels: use the records of these alone, renumbered in this order.
+    classes: of the files. names: of the classes, by number; a label column of text holds these.
+    labels: use the records of these alone, renumbered in this order.
     """
 
     name: DataName
     root: FilePath | None = None
     classes: Classes = 10
+    names: list[Text] = Field(default=[], max_length=100_000)
     labels: list[CountOrZero] = Field(default=[], max_length=1000)
     train: SplitName = "train"
     test: SplitName = "test"
@@ -84,6 +92,20 @@ class DataRecipe(Section):
         default=1.0, description="train on this fraction (by hash) of the others"
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _counted(cls, value: Any) -> Any:
+        names = value.get("names") if isinstance(value, dict) else None
+        if isinstance(names, list) and names and "classes" not in value:
+            return {**value, "classes": len(names)}
+        return value
+
+    @model_validator(mode="after")
+    def _names_fit(self) -> DataRecipe:
+        if self.names and (len(self.names), len(set(self.names))) != (self.classes, self.classes):
+            raise of_key("names", f"one for each of the {self.classes} classes, all different")
+        return self
+
     @model_validator(mode="after")
     def _labels_fit(self) -> DataRecipe:
         wrong = [label for label in self.labels if label >= self.classes]
@@ -97,6 +119,12 @@ class DataRecipe(Section):
     def told_apart(self) -> int:
         """How many classes a model of these records has."""
         return len(self.labels) or self.classes
+
+    @property
+    def class_names(self) -> list[str]:
+        """Of the classes that a model of these records has; their numbers where nobody says."""
+        names = self.names or [str(number) for number in range(self.classes)]
+        return [names[label] for label in self.labels] or names
 
     @property
     def chosen_by_content(self) -> str | None:

@@ -29,7 +29,7 @@ def _source(section: DataRecipe) -> data.Source:
     )
     return data.Source(
         section.name, section.classes, section.root, section.train, section.test, columns,
-        tuple(section.labels),
+        tuple(section.labels), tuple(section.names),
     )  # fmt: skip
 
 

@@ -63,7 +63,7 @@ def call(*arguments: object) -> Result:
 def good(*arguments: object) -> str:
     result = call(*arguments)
     assert result.exit_code == 0, (result.output, result.exception)
-    return result.output
+    return result.stdout
 
 
 def test_certify_export_rebound(here: None, runs: Path) -> None:

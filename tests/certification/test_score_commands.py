@@ -143,7 +143,7 @@ def test_prediction_uses_the_models_noise(runs: Path, tmp_path: Path) -> None:
     digit = (load_digits().images[0] * 255 / 16).round().astype(np.uint8)
     Image.fromarray(digit).save(tmp_path / "digit.png")
     shown = call("predict", "noisy", tmp_path / "digit.png", "--runs", runs, "--n", 500, "--json")
-    answer = json.loads(shown.output)
+    answer = json.loads(shown.stdout)
     assert answer["label"] in (-1, 0) and answer["sigma"] is None
     assert answer["abstain"] or answer["radius"] > 0
 

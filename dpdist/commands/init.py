@@ -1,0 +1,146 @@
+"""dpdist init: a starter recipe for one's own data."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dpdist.base.errors import UserError
+from dpdist.base.fields import RunName
+from dpdist.commands.options import file_path, kind
+
+if TYPE_CHECKING:
+    from dpdist.data.found import Found
+
+
+def command(
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            callback=file_path(),
+            help="Of the data: train.parquet and test.parquet, or train/CLASS/*.png and "
+            "test/CLASS/*.png.",
+        ),
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", callback=file_path(".yaml", ".yml"), help="Default: FOLDER's name, here."
+        ),
+    ] = None,
+    name: Annotated[
+        str | None,
+        typer.Option("--name", callback=kind(RunName), help="Of the recipe (default: its file's)."),
+    ] = None,
+) -> None:
+    """Write a starter recipe, with comments, for your own data.
+
+    Splits, columns, classes, their names and the size of an input are found out from the files.
+    Pictures in folders are first written as Parquet beside them.
+    """
+    from dpdist.base.storage import write_atomic
+    from dpdist.data.found import has_pictures, look, write_pictures
+    from dpdist.runs.recipe import load
+
+    if has_pictures(folder):
+        for path in write_pictures(folder):
+            typer.echo(f"wrote {path}")
+    found = look(folder)
+    output = output or Path(f"{found.name}.yaml")
+    if output.exists():
+        raise UserError(f"{output}: exists already; name another --output")
+    write_atomic(output, recipe_text(found, name or output.stem))
+    load(output)
+    typer.echo(f"wrote {output}: {in_a_line(found)}")
+    typer.echo(f"next: dpdist data check {output}; dpdist run {output} --dry-run")
+
+
+def in_a_line(found: Found) -> str:
+    """What was found, for who reads the recipe."""
+    what = "x".join(map(str, found.shape))
+    inputs = f"images {what}" if found.image is not None else f"{what} features"
+    return (
+        f"{found.records:,} training and {found.tested:,} test records, {inputs}, "
+        f"{found.classes} classes"
+    )
+
+
+def recipe_text(found: Found, name: str) -> str:
+    """The recipe of a first run: DP-SGD on noisy copies, certified."""
+    batch, epochs = _batch(found.records), 20
+    lines = [
+        f"# Starter recipe for {found.name}: {in_a_line(found)}.",
+        "# Column names, classes, sizes and the number of records were read from the files, and",
+        "# are public with this recipe. Chosen without looking at a record: all the rest.",
+        f"name: {name}",
+        "data:",
+        f"  name: {found.name}                 # the folder below root",
+        f"  root: {_text(str(found.root))}",
+        *_data(found),
+        f"model: {_model(found)}              # or your own: package.module:factory; no BatchNorm",
+        "method:",
+        "  name: input-noise            # trains on noisy copies, as the certificate draws them",
+        "  sigma: 0.25                  # noise; inputs lie in [0, 1]",
+        "  draws: 4                     # copies of each record, averaged before the clip",
+        "privacy:",
+        "  epsilon: 3.0                 # the noise is calibrated to it, never above",
+        f"  delta: {_delta(found.records):.1e}               # below 1 / {found.records:,} records",
+        "  clip_norm: 1.0",
+        "  # group_size: 5              # also for a person with up to so many records",
+        "  # budget: budgets            # charge all runs on these records to one budget",
+        "training:",
+        f"  batch_size: {batch}             # expected; large batches need less noise for each",
+        f"  epochs: {epochs}",
+        "  learning_rate: 0.5           # try others with `dpdist tune`: looking at results costs",
+        "  momentum: 0.9",
+        "certify:",
+        "  sigma: 0.25",
+        "  n: 10000                     # draws for each input",
+        f"  max_inputs: {min(500, found.tested)}           # of the test split; leave out for all",
+        "  radii: [0.1, 0.25, 0.5]      # L2, in input units; reported, all are certified",
+        "resources:",
+        "  workers: 1                   # of Ray Train; the result is the same on any number",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _data(found: Found) -> list[str]:
+    lines = [f"  classes: {found.classes}"]
+    if found.names:
+        lines.append(f"  names: {_text(list(found.names))}")
+    for key, value, usual in (("train", found.train, "train"), ("test", found.test, "test")):
+        if value != usual:
+            lines.append(f"  {key}: {_text(value)}")
+    columns: list[str] = []
+    if found.image is None:
+        columns.append(f"features: {_text(list(found.features))}")
+    elif found.image != "image":
+        columns.append(f"image: {_text(found.image)}")
+    if found.label != "label":
+        columns.append(f"label: {_text(found.label)}")
+    return lines + (["  columns:"] + [f"    {line}" for line in columns] if columns else [])
+
+
+def _text(value: Any) -> str:
+    """JSON, which YAML reads alike."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _model(found: Found) -> str:
+    if found.image is None:
+        return "mlp"
+    return "tf-cnn" if min(found.shape[1:]) >= 20 else "small-cnn"
+
+
+def _delta(records: int) -> float:
+    """The largest power of ten below 1 / records."""
+    return 10.0 ** -(math.floor(math.log10(max(records, 10))) + 1)
+
+
+def _batch(records: int) -> int:
+    """A power of two, about an eighth of the records, at most 2,048."""
+    return 2 ** max(0, min(11, math.floor(math.log2(max(records, 8) / 8))))

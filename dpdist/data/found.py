@@ -1,0 +1,227 @@
+"""What lies in a folder of data, found out from the files: splits, columns, classes, sizes.
+
+Parquet files as `dpdist.data.parquet` reads them, or folders of pictures, one for each class
+(SPLIT/CLASS/*.png), which `write_pictures` turns into Parquet.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from dpdist.base.errors import UserError
+from dpdist.base.reading import reason
+from dpdist.base.storage import written_aside
+from dpdist.data.images import decode
+from dpdist.data.parquet import image_bytes, is_list, split_files
+
+TRAIN = ("train", "training")
+TEST = ("test", "testing", "validation", "valid", "val", "dev")
+LABELS = ("label", "labels", "class", "target", "y", "fine_label")
+_PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp")
+_MOST_CLASSES = 1000  # of a label column that was not named
+_AT_ONCE = 500  # pictures in memory
+
+
+@dataclass(frozen=True)
+class Found:
+    """A data set in root/name. features: numeric columns, where there is no image column. names: of
+    the classes, by number; () where nobody says. shape: of one input."""
+
+    root: Path
+    name: str
+    train: str
+    test: str
+    records: int
+    tested: int
+    image: str | None
+    features: tuple[str, ...]
+    label: str
+    classes: int
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+
+
+def look(folder: Path) -> Found:
+    """What lies in a data set's folder. Raises UserError for what could not be trained on."""
+    folder = folder.resolve()
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder; name the one with the training and test files")
+    root, name = folder.parent, folder.name
+    train, test = _split(folder, TRAIN, "training"), _split(folder, TEST, "test")
+    files = split_files(root, name, train)
+    schema = _schema(files[0])
+    label, image = _label(schema, files), _image(schema)
+    features = () if image is not None else _features(schema, label, files[0])
+    records, tested = (sum(map(_rows, each)) for each in (files, split_files(root, name, test)))
+    classes, names = _classes(schema, files, label)
+    shape = _shape(files[0], image, features)
+    return Found(
+        root, name, train, test, records, tested, image, features, label, classes, names, shape
+    )
+
+
+def _split(folder: Path, names: Sequence[str], what: str) -> str:
+    for name in names:
+        try:
+            split_files(folder.parent, folder.name, name)
+            return name
+        except UserError:
+            continue
+    looked = ", ".join(f"{name}.parquet" for name in names[:2])
+    raise UserError(
+        f"{folder}: no {what} split (looked for {looked}, ..., also SPLIT-*.parquet, data/ and "
+        f"SPLIT/*.parquet, and for pictures in {names[0]}/CLASS/)"
+    )
+
+
+def _schema(file: Path) -> pa.Schema:
+    try:
+        return pq.read_schema(file)
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"{file}: not a readable Parquet file: {reason(error)}") from error
+
+
+def _rows(file: Path) -> int:
+    return pq.read_metadata(file).num_rows
+
+
+def _is_class(kind: pa.DataType) -> bool:
+    return pa.types.is_integer(kind) or pa.types.is_string(kind) or pa.types.is_large_string(kind)
+
+
+def _label(schema: pa.Schema, files: Sequence[Path]) -> str:
+    by_name = {name.lower(): name for name in schema.names}
+    for known in LABELS:
+        if known in by_name and _is_class(schema.field(by_name[known]).type):
+            return by_name[known]
+    fit = [field.name for field in schema if _is_class(field.type)]
+    if len(fit) == 1:
+        return fit[0]
+    raise UserError(
+        f"{files[0]}: no column {', '.join(LABELS[:4])}, and "
+        f"{len(fit)} others that could be the label; rename it to label"
+    )
+
+
+def _image(schema: pa.Schema) -> str | None:
+    """The first column of encoded pictures."""
+    for field in schema:
+        inner = field.type
+        if pa.types.is_struct(inner) and inner.get_field_index("bytes") >= 0:
+            return field.name
+        if pa.types.is_binary(inner) or pa.types.is_large_binary(inner):
+            return field.name
+    return None
+
+
+def _features(schema: pa.Schema, label: str, file: Path) -> tuple[str, ...]:
+    lists = [field.name for field in schema if is_list(field.type)]
+    if lists:
+        return (lists[0],)
+    numbers = [
+        field.name
+        for field in schema
+        if field.name != label
+        and (pa.types.is_floating(field.type) or pa.types.is_integer(field.type))
+    ]
+    if not numbers:
+        raise UserError(f"{file}: neither pictures nor numeric columns beside {label!r}")
+    return tuple(numbers)
+
+
+def _classes(schema: pa.Schema, files: Sequence[Path], label: str) -> tuple[int, tuple[str, ...]]:
+    """How many there are, and their names: from the metadata that `datasets` writes, or from a
+    column of text."""
+    described = (schema.metadata or {}).get(b"huggingface", b"{}")
+    try:
+        names = json.loads(described)["info"]["features"][label]["names"]
+        if isinstance(names, list) and names:
+            return len(names), tuple(map(str, names))
+    except (ValueError, KeyError, TypeError):
+        pass
+    values = [pc.unique(pq.read_table(file, columns=[label])[label]) for file in files]
+    found = sorted({value for each in values for value in each.to_pylist() if value is not None})
+    if not found or len(found) > _MOST_CLASSES:
+        raise UserError(f"{files[0]}: column {label!r} has {len(found):,} values: no classes")
+    if isinstance(found[0], str):
+        return len(found), tuple(found)
+    if found[0] < 0:
+        raise UserError(f"{files[0]}: column {label!r} has {found[0]}; classes begin at 0")
+    return found[-1] + 1, ()
+
+
+def _shape(file: Path, image: str | None, features: tuple[str, ...]) -> tuple[int, ...]:
+    columns = [image] if image is not None else list(features)
+    first = next(pq.ParquetFile(file).iter_batches(batch_size=1, columns=columns), None)
+    if first is None or not first.num_rows:
+        raise UserError(f"{file}: no records")
+    if image is None:
+        value = first.column(0)[0].as_py()
+        return (len(value) if isinstance(value, list) else len(features),)
+    try:
+        return decode(image_bytes(first.column(0), file, image)[0].as_py()).shape
+    except Exception as error:  # decoders raise whatever a damaged picture leads them to
+        raise UserError(f"{file} row 0: the image cannot be decoded: {reason(error)}") from error
+
+
+# --- folders of pictures
+
+
+def has_pictures(folder: Path) -> bool:
+    """Whether a folder holds SPLIT/CLASS/picture, and no Parquet files."""
+    return not any(folder.rglob("*.parquet")) and any(
+        _classes_in(folder / split) for split in TRAIN
+    )
+
+
+def _classes_in(folder: Path) -> list[str]:
+    if not folder.is_dir():
+        return []
+    return sorted(each.name for each in folder.iterdir() if next(_pictures(each), None))
+
+
+def _pictures(folder: Path) -> Iterator[Path]:
+    if folder.is_dir():
+        yield from (p for p in sorted(folder.iterdir()) if p.suffix.lower() in _PICTURES)
+
+
+def _schema_of(names: list[str]) -> pa.Schema:
+    """As `datasets` writes pictures: bytes and file name, a number for the class."""
+    about = {"info": {"features": {"label": {"names": names, "_type": "ClassLabel"}}}}
+    image = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    fields = [("image", image), ("label", pa.int64())]
+    return pa.schema(fields, {"huggingface": json.dumps(about)})
+
+
+def _some(paths: Iterator[Path]) -> Iterator[list[Path]]:
+    while some := list(islice(paths, _AT_ONCE)):
+        yield some
+
+
+def write_pictures(folder: Path) -> list[Path]:
+    """SPLIT.parquet beside each SPLIT/ of pictures, in which CLASS is its place in alphabetical
+    order, with the names of the classes. Raises UserError for a test class that training lacks."""
+    splits = [name for name in (*TRAIN, *TEST) if _classes_in(folder / name)]
+    names = _classes_in(folder / next(name for name in TRAIN if name in splits))
+    written = []
+    for split in splits:
+        unknown = set(_classes_in(folder / split)) - set(names)
+        if unknown:
+            raise UserError(f"{folder / split / min(unknown)}: a class without training pictures")
+        path = folder / f"{split}.parquet"
+        with written_aside(path) as aside, pq.ParquetWriter(aside, _schema_of(names)) as file:
+            for number, name in enumerate(names):
+                for some in _some(_pictures(folder / split / name)):
+                    images = [{"bytes": each.read_bytes(), "path": each.name} for each in some]
+                    rows = {"image": images, "label": [number] * len(some)}
+                    file.write_table(pa.table(rows, _schema_of(names)))
+        written.append(path)
+    return written

@@ -1,0 +1,136 @@
+"""`dpdist init`: what can be found out is found out; the recipe is valid and says what it means."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+from dpdist.base.errors import UserError
+from dpdist.commands.cli import app
+from dpdist.data.found import look
+from dpdist.runs.recipe import load
+from dpdist.training.records import evaluation_data, source_of, training_data
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def picture(seed: int, shape=(10, 10)) -> bytes:
+    pixels = np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+def written(columns: dict[str, list], name: str = "mine", metadata=None, test="test") -> Path:
+    """Train and test splits: the last two rows are for testing."""
+    Path(name).mkdir()
+    for split, rows in (("train", slice(0, -2)), (test, slice(-2, None))):
+        table = pa.table({key: values[rows] for key, values in columns.items()})
+        table = table.replace_schema_metadata(metadata)
+        pq.write_table(table, Path(name, f"{split}.parquet"))
+    return Path(name)
+
+
+def started(folder: Path, *options: str):
+    """The recipe that was written, and the records it reads: those of training and of testing."""
+    done = CliRunner().invoke(app, ["init", str(folder), *options])
+    assert done.exit_code == 0, done.exception
+    recipe = load(Path(f"{folder.name}.yaml"))
+    source = source_of(recipe)
+    return recipe, training_data(recipe, source), evaluation_data(recipe, source)
+
+
+def test_pictures_in_a_column_with_labels_in_words():
+    columns = {
+        "scan": [{"bytes": picture(i), "path": None} for i in range(8)],
+        "class": ["well", "ill"] * 4,
+    }
+    recipe, train, test = started(written(columns, test="validation"))
+    assert recipe.data.names == ["ill", "well"] and recipe.data.classes == 2
+    assert (recipe.data.columns.image, recipe.data.columns.label) == ("scan", "class")
+    assert (recipe.data.test, recipe.model.name) == ("validation", "small-cnn")
+    assert train.input_shape == (1, 10, 10) and train.labels.tolist() == [1, 0] * 3
+    assert len(test) == 2
+
+
+def test_names_that_the_file_s_metadata_say():
+    names = {"info": {"features": {"label": {"names": ["a", "b", "c"]}}}}
+    columns = {"image": [picture(i, (24, 24, 3)) for i in range(6)], "label": [0, 1, 0, 1, 0, 1]}
+    recipe, train, _ = started(written(columns, metadata={"huggingface": json.dumps(names)}))
+    assert recipe.data.names == ["a", "b", "c"] and train.classes == 3
+    assert recipe.model.name == "tf-cnn" and train.input_shape == (3, 24, 24)
+    assert recipe.data.columns.image == "image"
+
+
+def test_numbers_in_columns():
+    columns = {
+        "age": [float(i) for i in range(40)], "weight": list(range(40)), "y": [0, 1, 2, 1] * 10
+    }  # fmt: skip
+    recipe, train, _ = started(written(columns))
+    assert recipe.data.columns.features == ["age", "weight"] and recipe.model.name == "mlp"
+    assert recipe.data.classes == 3 and train.input_shape == (2,)
+    assert recipe.privacy.delta < 1 / 38 and recipe.training.batch_size == 4
+
+
+def test_folders_of_pictures_become_parquet():
+    for split, count in (("train", 3), ("test", 1)):
+        for number, name in enumerate(("cat", "dog")):
+            folder = Path("pets", split, name)
+            folder.mkdir(parents=True)
+            for i in range(count):
+                (folder / f"{i}.png").write_bytes(picture(100 * number + i + 10 * len(split)))
+    recipe, train, _ = started(Path("pets"))
+    assert recipe.data.names == ["cat", "dog"] and train.labels.tolist() == [0, 0, 0, 1, 1, 1]
+    again = look(Path("pets"))  # from the Parquet files now
+    assert again.names == ("cat", "dog") and again.records == 6
+
+
+def test_what_cannot_be_found_out_is_said():
+    def said(folder: str) -> str:
+        done = CliRunner().invoke(app, ["init", folder])
+        assert isinstance(done.exception, UserError), done.output
+        return str(done.exception)
+
+    assert "no such folder" in said("nowhere")
+    Path("empty").mkdir()
+    assert "no training split (looked for train.parquet" in said("empty")
+    written({"a": [1.0] * 4, "b": [2.0] * 4}, "unlabelled")
+    assert "no column label" in said("unlabelled")
+    written({"image": [b"no picture"] * 4, "label": [0, 1, 0, 1]}, "damaged")
+    assert "row 0: the image cannot be decoded" in said("damaged")
+    written({"x": [1.0] * 4, "label": [0, 1, 0, 1]}, "fine")
+    Path("fine.yaml").write_text("mine")
+    assert "fine.yaml: exists already" in said("fine")
+    assert Path("fine.yaml").read_text() == "mine"
+
+
+def test_a_pattern_stands_for_the_columns_that_it_fits():
+    columns = {
+        "mean_a": [1.0, 2.0, 3.0, 4.0], "std_a": [0.0] * 4, "mean_b": [5.0, 6.0, 7.0, 8.0],
+        "label": [0, 1, 0, 1],
+    }  # fmt: skip
+    folder = written(columns)
+    started(folder)
+
+    def read(features: str):
+        recipe = Path("mine.yaml").read_text()
+        raw = recipe.replace('features: ["mean_a", "std_a", "mean_b"]', f"features: {features}")
+        Path("other.yaml").write_text(raw)
+        recipe = load(Path("other.yaml"))
+        return training_data(recipe, source_of(recipe))
+
+    assert np.asarray(read("mean_*").inputs).tolist() == [[1.0, 5.0], [2.0, 6.0]]
+    assert read("'*'").input_shape == (3,)
+    with pytest.raises(UserError, match=r"no column fits 'max_\*'; it has mean_a, std_a"):
+        read("max_*")

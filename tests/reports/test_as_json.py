@@ -1,0 +1,88 @@
+"""--json: one object on standard output, of what may be published; everything else elsewhere."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from support.here import command
+
+from dpdist.reports.facts import read_facts
+from dpdist.runs.folder import RunFolder
+
+pytestmark = pytest.mark.usefixtures("here")
+RECIPE = {
+    "data": {"name": "digits"},
+    "model": "linear",
+    "privacy": {"noise_multiplier": 4.0, "delta": 1e-4, "run_key": "5a" * 32},
+    "training": {"batch_size": 100, "steps": 2, "learning_rate": 0.1},
+    "certify": {"sigma": 0.3, "n": 200, "n0": 20, "max_inputs": 4, "radii": [0.1]},
+}
+# Of private/metrics.jsonl, the key and the ledger: nothing that a run publishes is called so.
+PRIVATE = ("loss", "norm_", "seconds", "run_key", "seed", "hits")
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory) -> Path:
+    work = tmp_path_factory.mktemp("json")
+    (work / "small.yaml").write_text(yaml.safe_dump(RECIPE))
+    return work
+
+
+@pytest.fixture
+def answer(work, monkeypatch, capsys):
+    """The object that a command prints."""
+
+    def ask(*words: object):
+        done = command(monkeypatch, capsys, work, *words, "--json")
+        assert done.code == 0, done.err
+        (line,) = done.out.splitlines()
+        return json.loads(line, parse_constant=lambda name: pytest.fail(name))
+
+    return ask
+
+
+def names(value) -> set[str]:
+    """Of all keys, at any depth."""
+    if isinstance(value, list):
+        return set().union(*map(names, value)) if value else set()
+    if not isinstance(value, dict):
+        return set()
+    return set(value) | names(list(value.values()))
+
+
+def test_each_command_prints_one_object_of_what_may_be_published(answer, work):
+    assert set(answer("run", "small.yaml", "--dry-run")["plan"]) >= {"guarantee", "steps"}
+    ran = answer("run", "small.yaml", "--set", "resources.checkpoint_seconds=60")
+    facts = read_facts(RunFolder(work / "runs" / "small"))
+    assert ran["run"] == "small" and ran["privacy_card"] == json.loads(json.dumps(facts.card()))
+    assert ran["evaluation"]["accuracy"] == facts.evaluation["accuracy"]
+    (table,) = ran["certificates"]
+    assert [each["radius"] for each in table["certified"]] == [0.0, 0.1]
+    assert table["certified"][1]["accuracy"] == facts.tables[0].certified_accuracy(0.1)
+    assert 0 <= table["population"][0]["at_least"] <= table["certified"][0]["accuracy"]
+
+    again = answer("certify", "small", "--rebound", "alpha=0.01")
+    assert again["run"] == "small" and again["certificates"][0]["alpha"] == 0.01
+    assert answer("run", "small.yaml", "--name", "other")["run"] == "other"
+    both = answer("compare", "small", "other", "--l2", "0.1")
+    assert [run["run"] for run in both["runs"]] == ["small", "other"]
+    plain, certified, *_ = both["differences"]
+    assert (plain["what"], plain["size"], certified["size"]) == ("plain accuracy", None, 0.1)
+    assert plain["low"] <= plain["difference"] <= plain["high"]
+    released = answer("release", "small", "--not-private")
+    assert released["privacy_card"] == json.loads(
+        (work / "runs/small/release/privacy_card.json").read_text()
+    )
+    for found in (ran, again, both, released):
+        said = names(found)
+        assert not [name for name in said for private in PRIVATE if name.startswith(private)]
+        assert "5a5a5a" not in json.dumps(found) and "private/" not in json.dumps(found)
+
+
+def test_a_refusal_prints_nothing_on_standard_output(work, monkeypatch, capsys):
+    for words in (["run", "nothing"], ["certify", "nothing"], ["release", "nothing"]):
+        done = command(monkeypatch, capsys, work, *words, "--json")
+        assert (done.code, done.out) == (2, "") and done.err.startswith("dpdist: ")

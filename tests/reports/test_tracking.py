@@ -1,0 +1,121 @@
+"""Trackers receive what may be published, and refuse the rest."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+from support.training import make, train
+
+from dpdist.base.errors import UserError
+from dpdist.reports.facts import read_facts
+from dpdist.reports.tracking import Tracker, figures, tracker
+
+
+class Kept:
+    """A backend that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.figures: list[tuple[str, float, int]] = []
+        self.closed = False
+
+    def scalar(self, name: str, value: float, step: int) -> None:
+        self.figures.append((name, value, step))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["train/loss", "loss", "train/accuracy", "gradient_norm", "batch_size", "privacy/noise",
+     "test/loss/train", "xtest/accuracy", "test/accuracy ", "certified/a", "trial/score"],
+)  # fmt: skip
+def test_what_is_made_of_private_records_is_refused(name):
+    kept = Kept()
+    with pytest.raises(UserError, match="whatever else a training measures is private"):
+        Tracker(kept).log(name, 0.5, 1)
+    assert kept.figures == []
+
+
+def test_a_figure_that_is_not_finite_is_left_out():
+    kept = Kept()
+    Tracker(kept).log("privacy/epsilon", float("inf"), 1)
+    Tracker(kept).log("privacy/epsilon", 1.5, 2)
+    assert kept.figures == [("privacy/epsilon", 1.5, 2)]
+
+
+@pytest.fixture(scope="module")
+def facts(tmp_path_factory):
+    from dpdist.pipeline import evaluate_stage
+
+    recipe, folder = make(tmp_path_factory.mktemp("tracked"), privacy__run_key=None)
+    train(recipe, folder)
+    evaluate_stage(recipe, folder)
+    return read_facts(folder)
+
+
+def test_epsilon_rises_to_what_is_proved_and_scores_are_those_of_the_test_data(facts):
+    kept = Kept()
+    Tracker(kept).log_run(facts)
+    epsilons = [(step, value) for name, value, step in kept.figures if name == "privacy/epsilon"]
+    assert epsilons == sorted(epsilons) and kept.closed
+    assert epsilons[-1] == (facts.plan.steps, facts.guarantee.epsilon)
+    others = {name: value for name, value, _ in kept.figures if not name.startswith("privacy")}
+    assert others == {
+        f"test/{name}": facts.evaluation[name] for name in ("accuracy", "cross_entropy")
+    }
+
+
+def test_nothing_is_said_of_a_search_s_trials_or_of_a_run_with_a_fixed_key(facts):
+    from dataclasses import replace
+
+    searched = [f for f in figures(replace(facts, search=SimpleNamespace())) if "epsilon" in f[0]]
+    assert searched == [("privacy/epsilon", facts.guarantee.epsilon, facts.plan.steps)]
+    fixed = facts.recipe.model_copy(
+        update={"privacy": facts.recipe.privacy.model_copy(update={"run_key": "5a" * 32})}
+    )
+    assert not [f for f in figures(replace(facts, recipe=fixed)) if "privacy" in f[0]]
+
+
+def test_tensorboard_s_files_hold_them(facts, tmp_path):
+    pytest.importorskip("tensorboardX")
+    from tensorboardX.proto.event_pb2 import Event
+
+    tracker(f"tensorboard:{tmp_path}", "mine").log_run(facts)
+    (file,) = (tmp_path / "mine").iterdir()
+    raw, found = file.read_bytes(), []
+    while raw:  # length, check, record, check
+        size = int.from_bytes(raw[:8], "little")
+        for value in Event.FromString(raw[12 : 12 + size]).summary.value:
+            found.append(value.tag)
+        raw = raw[size + 16 :]
+    assert found == [name for name, _, _ in figures(facts)]
+
+
+def test_mlflow_is_told_by_its_three_functions(facts, monkeypatch):
+    """Against a stand-in: mlflow.set_tracking_uri, start_run, log_metric (and end_run)."""
+    told: list[tuple] = []
+    fake = ModuleType("mlflow")
+    fake.set_tracking_uri = lambda uri: told.append(("uri", uri))
+    fake.start_run = lambda run_name: told.append(("run", run_name))
+    fake.log_metric = lambda key, value, step: told.append((key, value, step))
+    fake.end_run = lambda: told.append(("end",))
+    monkeypatch.setitem(sys.modules, "mlflow", fake)
+    tracker("mlflow:http://127.0.0.1:5000", "mine").log_run(facts)
+    assert told[:2] == [("uri", "http://127.0.0.1:5000"), ("run", "mine")] and told[-1] == ("end",)
+    assert told[2:-1] == list(figures(facts))
+
+
+@pytest.mark.parametrize(
+    ("kind", "library"), [("tensorboard", "tensorboardX"), ("mlflow", "mlflow")]
+)
+def test_a_missing_library_and_another_kind_are_told(kind, library, monkeypatch, tmp_path: Path):
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(UserError, match=rf"install {kind}: pip install 'dpdist\[{kind}\]'"):
+        tracker(f"{kind}:{tmp_path}", "run")
+    for address in ("wandb:here", kind, "", ":x"):
+        with pytest.raises(UserError, match="must be tensorboard:PLACE or mlflow:PLACE"):
+            tracker(address, "run")
