@@ -94,7 +94,7 @@ def chart(lines: Sequence[Line], x: Axis, y: Axis, *, about: str, name: str, tit
 
 def alone(drawn: str, heading: str) -> str:
     """A chart as a file of its own, with a heading."""
-    rows = textwrap.wrap(heading, 52)
+    rows = textwrap.wrap(heading, 48)
     high = 10 + _LINE * len(rows)
     view = drawn.split('viewBox="', 1)[1].split('"', 1)[0]
     _, _, width, height = view.split()
@@ -115,9 +115,9 @@ def _legend(lines: Sequence[Line]) -> tuple[list[str], int]:
     found, at = [], 4
     for number, line in enumerate(lines):
         middle = at + _LINE // 2
-        found.append(_stroke(line, number, f"M{_LEFT} {middle}h24"))
-        for row in textwrap.wrap(line.label, 46) or [""]:
-            found.append(f'<text x="{_LEFT + 30}" y="{at + 11}">{escape(row)}</text>')
+        found.append(_stroke(line, number, f"M10 {middle}h24"))
+        for row in textwrap.wrap(line.label, 44) or [""]:
+            found.append(f'<text x="40" y="{at + 11}">{escape(row)}</text>')
             at += _LINE
     return found, at + 10
 

@@ -82,7 +82,7 @@ def write_report(
     write_atomic(folder.report, page)
 
 
-def _attacked(facts: Facts) -> list[tuple[AttackTable, str, Grid, Path, Markup]]:
+def _attacked(facts: Facts) -> list[tuple[AttackTable, str, Grid, Path, str]]:
     """Of each attack its table, what was attacked and how, what became of the inputs, its file and
     its picture, which also becomes a file of its own."""
     folder, found = facts.folder, []
@@ -91,7 +91,7 @@ def _attacked(facts: Facts) -> list[tuple[AttackTable, str, Grid, Path, Markup]]
         _write_alone(folder, f"attacked_{table.name}", drawn, f"{folder.name}: {table.classifier}")
         shown = grid(table, facts.tables, attrgetter("words"))
         words = f"{norm_name(table.norm)}, {table.classifier}"
-        found.append((table, words, shown, table.path.relative_to(folder.path), Markup(drawn)))
+        found.append((table, words, shown, table.path.relative_to(folder.path), drawn))
     return found
 
 
@@ -146,7 +146,7 @@ def _write_alone(folder: RunFolder, name: str, drawn: str, heading: str) -> None
 def _curves(facts: Facts) -> dict[str, Any]:
     """The charts of the whole run, None for one that there is nothing to draw of, and why."""
     clean = facts.evaluation["accuracy"] if facts.evaluation else None
-    certified = Markup(certified_accuracy(facts.tables, clean)) if facts.tables else None
+    certified = certified_accuracy(facts.tables, clean) if facts.tables else None
     spent, why = None, "no steps were taken"
     if facts.search is not None:
         why = "the search is paid for as a whole, and its trials are not shown"
@@ -154,7 +154,7 @@ def _curves(facts: Facts) -> dict[str, Any]:
         curve = facts.plan.epsilon_curve()
         why = "nothing is proved at any step"
         if math.isfinite(curve[-1][1]) and curve[-1][1] > 0:
-            spent = Markup(privacy_spent(curve, facts.plan.delta))
+            spent = privacy_spent(curve, facts.plan.delta)
     return {"certified": certified, "spent": spent, "why": why}
 
 

@@ -171,6 +171,8 @@ def test_the_page_is_whole_and_open_to_everybody(run: RunFolder) -> None:
     # The folder's name is somebody's text, and is only ever shown.
     assert HOSTILE in shown and "<img src=x" not in text
     assert text.index("verdict") < text.index("<nav") and text.count("<svg") == 2
+    drawn = ElementTree.parse(run.report.with_name("certified_accuracy.svg")).getroot()
+    assert len(drawn.findall("{*}svg")) == 1 and HOSTILE.split()[0] in " ".join(drawn.itertext())
 
 
 def test_what_is_secret_stays_secret(run: RunFolder) -> None:

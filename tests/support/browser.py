@@ -21,6 +21,9 @@ _LOOK = """<script>onload = () => {
     const page = frame.contentDocument, wide = frame.clientWidth;
     const out = [...page.body.querySelectorAll("*")].filter(each =>
       !each.closest(".wide, pre, .skip") && each.getBoundingClientRect().right > wide + 1);
+    for (const text of page.querySelectorAll("svg text"))
+      if (text.getBoundingClientRect().right > text.closest("svg").getBoundingClientRect().right)
+        out.push(text);
     const table = page.querySelector("table.sortable"), sorted = [];
     for (const button of table ? table.querySelectorAll("thead button") : []) {
       button.click();
