@@ -75,6 +75,10 @@ class BankSampler:
             noisy = self._hidden(self._units.key(None, stage, block), rows) + shift
         return torch.bincount(self._classify(noisy)[:draws], minlength=self._classes).numpy()
 
+    def uniform(self, index: int, stage: str) -> float:
+        """Of the input alone."""
+        return self._units.uniform(index, stage)
+
     def classes_of(self, noise: Tensor, inputs: Tensor) -> Tensor:
         """What this form says about inputs + noise, row by row: for the check against the model."""
         with torch.inference_mode():

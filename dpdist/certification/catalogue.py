@@ -10,22 +10,26 @@ from pydantic import BeforeValidator, Discriminator, Tag, TypeAdapter, Validatio
 from dpdist.base.errors import UserError
 from dpdist.base.fields import of_key, rule_of
 from dpdist.base.reading import shown
+from dpdist.certification.betting_scores import BettingScores
 from dpdist.certification.certificate import Certificate
 from dpdist.certification.cohen import Cohen
+from dpdist.certification.randomised import Randomised
 from dpdist.certification.scores import ExpectedScores
 from dpdist.certification.stopping import Anytime, TargetRadius
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-CERTIFICATES: tuple[type[Certificate], ...] = (Cohen, TargetRadius, Anytime, ExpectedScores)
+CERTIFICATES: tuple[type[Certificate], ...] = (
+    Cohen, TargetRadius, Anytime, Randomised, BettingScores, ExpectedScores
+)  # fmt: skip
 BY_MODE = {kind.mode_name(): kind for kind in CERTIFICATES}
 
 # What says nothing when it is written among the settings of a certificate that does not have it:
 # recipes were complete with the defaults of all certificates once.
 _SAYS_NOTHING = {
     "sigma": None, "mode": "fixed", "noise": "gaussian", "noise_bank": False,
-    "bound": "hoeffding", "norm": "l2",
+    "bound": "hoeffding", "norm": "l2", "one_sided": False,
 }  # fmt: skip
 
 
@@ -55,6 +59,8 @@ AnyCertificate = Annotated[
     Annotated[Cohen, Tag("fixed")]
     | Annotated[TargetRadius, Tag("target")]
     | Annotated[Anytime, Tag("anytime")]
+    | Annotated[Randomised, Tag("randomised")]
+    | Annotated[BettingScores, Tag("betting")]
     | Annotated[ExpectedScores, Tag("scores")],
     Discriminator(_mode),
     BeforeValidator(_own),

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from dpdist.certification.reading import CertificateTable
     from dpdist.certification.sampling import Counter
 
-Partial = dict[str, Any]  # JSON: "selected" from the first unit, then counts
+Partial = dict[str, Any]  # JSON: what the first unit says once, then counts
+_ONCE = ("selected", "u")
 
 _MAX_BATCH_NUMBERS = 16 * 2**20  # larger inputs get smaller batches: one stays within 64 MiB
 
@@ -284,12 +285,10 @@ def join(first: Partial, second: Partial) -> Partial:
     both: Partial = {
         name: [a + b for a, b in zip(first[name], second[name], strict=True)]
         for name in first
-        if name != "selected"
+        if name not in _ONCE
     }
-    for part in (first, second):
-        if "selected" in part:
-            both["selected"] = part["selected"]
-    return both
+    once = {name: part[name] for part in (first, second) for name in _ONCE if name in part}
+    return both | once
 
 
 def require(condition: bool, name: str, rule: str) -> None:

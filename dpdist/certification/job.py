@@ -116,13 +116,15 @@ class Certification(Work):
         return {"seed": self._assignment.source.seed, "classifier": spec.pinned}
 
     def open(self, about: dict[str, Any], output: Path) -> Task:
-        assignment = replace(
+        return Inputs(self._pinned(about, output), self._dataset, self._indices)
+
+    def _pinned(self, about: dict[str, Any], output: Path) -> Assignment:
+        return replace(
             self._assignment,
             source=replace(self._assignment.source, seed=about["seed"]),
             spec=ClassifierSpec.of(about["classifier"], _stored_rate(output)),
             place=self._assignment.place.pinned(about),
         )
-        return Inputs(assignment, self._dataset, self._indices)
 
     def finish(self, book: Book, output: Path) -> list[Row]:
         rows = super().finish(book, output)

@@ -20,7 +20,7 @@ from dpdist.base.binomial import clopper_pearson_interval, two_sided_p_value
 
 ERROR = 0.05
 # Of the interval's error; the rest goes to the split of the discordant inputs, which decides.
-_SHARE_OF_DISCORDANT = 0.1
+SHARE_OF_DISCORDANT = 0.1
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def difference_interval(
     below 9/10 of the error.
     """
     discordant = only_first + only_second
-    spent = _SHARE_OF_DISCORDANT * error
+    spent = SHARE_OF_DISCORDANT * error
     fewest, most = clopper_pearson_interval(discordant, inputs, spent)
     low, high = 0.0, 1.0
     if discordant:

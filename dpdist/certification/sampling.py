@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dpdist.certification import betting
 from dpdist.certification.classifier import ExecutedClassifier
 from dpdist.certification.expected_score_bounds import SCORE_UNIT
 from dpdist.certification.noises import Gaussian, Laplace, Noise
@@ -24,6 +25,10 @@ class Counter(Protocol):
     def histogram(
         self, x: Tensor, index: int, stage: str, block: int, rows: int, draws: int
     ) -> np.ndarray: ...
+
+    def uniform(self, index: int, stage: str) -> float:
+        """One number of the input beside the draws."""
+        ...
 
 
 class Sampler:
@@ -62,6 +67,9 @@ class Sampler:
         noisy = self._noisy(x, self._units.key(None if self._bank else index, stage, block), rows)
         return torch.bincount(self._classify(noisy)[:draws], minlength=self._classes).numpy()
 
+    def uniform(self, index: int, stage: str) -> float:
+        return self._units.uniform(index, stage)
+
     def _noisy(self, x: Tensor, key: bytes, rows: int) -> Tensor:
         if rows not in self._buffers:
             noise = torch.empty(rows, *self._shape)
@@ -78,12 +86,15 @@ class Scores:
     """Softmax scores under noise, in units of 1 / SCORE_UNIT, rounded down.
 
     sums, squares: of the scores per class, int64 (K,); histogram: argmax counts; draws: how many.
+    bins, excess: of the scores, int64 (K, BINS) each, where asked for (`betting.binned`).
     """
 
     sums: np.ndarray
     squares: np.ndarray
     histogram: np.ndarray
     draws: int
+    bins: np.ndarray | None = None
+    excess: np.ndarray | None = None
 
 
 class HiddenNoiseSampler:
@@ -129,21 +140,34 @@ class HiddenNoiseSampler:
         """Argmax counts of the first ``draws`` of a block's ``rows``, as ``Sampler`` gives them."""
         return self._scores(x, index, stage, block, rows, draws).histogram
 
-    def block(self, x: Tensor, index: int, block: int, rows: int, draws: int) -> Scores:
+    def uniform(self, index: int, stage: str) -> float:
+        return self._units.uniform(index, stage)
+
+    def block(
+        self, x: Tensor, index: int, block: int, rows: int, draws: int, binned: bool = False
+    ) -> Scores:
         """Scores of the first ``draws`` of one canonical block's ``rows``.
 
         x: float32 of the network's input shape. index names the input in the noise's key.
         """
-        return self._scores(x, index, ESTIMATE, block, rows, draws)
+        return self._scores(x, index, ESTIMATE, block, rows, draws, binned)
 
     def _scores(
-        self, x: Tensor, index: int, stage: str, block: int, rows: int, draws: int
+        self,
+        x: Tensor,
+        index: int,
+        stage: str,
+        block: int,
+        rows: int,
+        draws: int,
+        binned: bool = False,
     ) -> Scores:
         with torch.inference_mode():
             logits = self._rest(self.noisy(x, index, stage, block, rows))[:draws].double()
             p = (torch.softmax(logits, 1) * SCORE_UNIT).long()
             votes = torch.bincount(logits.argmax(1), minlength=p.shape[1])
-            return Scores(p.sum(0).numpy(), p.square().sum(0).numpy(), votes.numpy(), draws)
+            bins = betting.binned(p.numpy()) if binned else ()
+            return Scores(p.sum(0).numpy(), p.square().sum(0).numpy(), votes.numpy(), draws, *bins)
 
     def _behind_first(self, x: Tensor) -> Tensor:
         """The first layer's answer, kept for the blocks of one input."""

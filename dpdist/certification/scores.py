@@ -13,7 +13,7 @@ not depend on how the draws were cut into pieces; and they are scores in [0, 1] 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import numpy as np
@@ -215,7 +215,7 @@ class ScoreVerdict:
 
     prediction: the class with the largest lower bound, -1 unless its exact size is positive.
     sizes: by column, certificate_norm. k of n draws voted for ``selected``, which n0 other draws
-    chose.
+    chose. more: columns of a kind of its own.
     """
 
     prediction: int
@@ -229,6 +229,7 @@ class ScoreVerdict:
     squares: tuple[int, ...]
     histogram: tuple[int, ...]
     sizes: dict[str, float]
+    more: dict[str, Any] = field(default_factory=dict)
 
 
 def bounds_of(
@@ -251,12 +252,14 @@ def decide(
     settings: ExpectedScores,
     scale: float,
     norms: Sensitivity,
+    bounds: ScoreBounds | None = None,
 ) -> ScoreVerdict:
     """Every certificate from the integer sums of one input.
 
-    scale: sigma_r. Sizes are proportional to scale / norm, so each is computed once.
+    scale: sigma_r. Sizes are proportional to scale / norm, so each is computed once. bounds: of the
+    scores; by default those of the settings.
     """
-    bounds = bounds_of(sums, squares, histogram, settings)
+    bounds = bounds_of(sums, squares, histogram, settings) if bounds is None else bounds
     k = int(histogram[selected])
     vote = float(clopper_pearson_lower(k, settings.n, settings.alpha))
     units = {
@@ -301,6 +304,7 @@ def row(
     found = asdict(verdict)
     return {
         **found.pop("sizes"),
+        **found.pop("more"),
         **found,
         "index": index,
         "label": label,

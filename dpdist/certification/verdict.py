@@ -13,7 +13,7 @@ class Verdict:
 
     k of n draws returned ``selected``. looks: how many times a decision could be made.
     target: the radius that a test decided on (the smallest one when it failed). histogram: counts
-    of all classes, at fixed n.
+    of all classes, at fixed n. u: of a randomised bound.
     """
 
     prediction: int
@@ -25,3 +25,4 @@ class Verdict:
     looks: int = 1
     target: float | None = None
     histogram: tuple[int, ...] | None = None
+    u: float | None = None

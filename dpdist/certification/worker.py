@@ -89,7 +89,7 @@ class Worker:
     def __init__(self, assignment: Assignment) -> None:
         self._assignment, self._settings = assignment, assignment.settings
         self._place = assignment.place
-        self._sampler, self._batch = _sampler(assignment), assignment.executed.batch
+        self._sampler, self._batch = sampler_of(assignment), assignment.executed.batch
 
     def __call__(self, pieces: list[Piece]) -> list[dict[str, Any]]:
         rows = []
@@ -121,7 +121,7 @@ class Worker:
         return self._settings.label(self._sampler, x, index, self._batch, self._place)
 
 
-def _sampler(assignment: Assignment) -> Any:
+def sampler_of(assignment: Assignment) -> Any:
     """The sampler on the executed classifier. Raises UserError when it fails the check here."""
     spec = assignment.executed
     sampler, answer = assignment.place.sampler(assignment, spec)

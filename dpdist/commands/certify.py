@@ -61,7 +61,12 @@ def command(
     ] = None,
     noise: Annotated[str | None, typer.Option(help="gaussian, laplace or uniform.")] = None,
     bound: Annotated[
-        str | None, typer.Option(help="Of expected scores: hoeffding, bernstein or counts.")
+        str | None,
+        typer.Option(help="Of expected scores: hoeffding, bernstein, counts, betting."),
+    ] = None,
+    one_sided: Annotated[
+        bool | None,
+        typer.Option("--one-sided", help="Of betting: bound the class that n0 draws chose only."),
     ] = None,
     norm: Annotated[
         str | None, typer.Option(help="Of expected scores' radius: l2 or linf.")
@@ -76,6 +81,13 @@ def command(
         typer.Option(
             metavar="attacked:ATTACK,SIZE[,NORM]",
             help="At attacked copies, as papers measure it; no certificate of the clean input.",
+        ),
+    ] = None,
+    decide: Annotated[
+        str | None,
+        typer.Option(
+            metavar="'accuracy>=SHARE@RADIUS'",
+            help="Answer only this of the whole set, with as few draws; --alpha: error of that.",
         ),
     ] = None,
     rebound: Annotated[
@@ -102,6 +114,9 @@ def command(
     model with noise on its input is smoothed by that noise unless --sigma says otherwise, and noise
     that it has further inside is drawn with it.
 
+    --decide draws only until one statement about the whole set is sure: inputs in random order,
+    each until its own test ends, more draws for open ones when all were seen.
+
     Settings not given are the recipe's. --rebound and --merge work on stored counts, without the
     model: on the table in --output, or on all tables of the run.
     """
@@ -111,9 +126,13 @@ def command(
     folder = open_anywhere(run, runs)
     given = {
         "sigma": sigma, "n": n, "n0": n0, "alpha": alpha, "mode": mode, "noise": noise,
-        "bound": bound, "norm": norm, "radii": numbers(radii, "--radii"),
+        "bound": bound, "one_sided": one_sided, "norm": norm, "radii": numbers(radii, "--radii"),
         "start": start, "every": every, "max_inputs": max_inputs,
     }  # fmt: skip
+    if decide is not None:
+        others = {"at": at, "rebound": rebound, "merge": merge or None, "tsv": tsv, "csv": csv}
+        _decide(decide, folder, given, others, data_root, output, actors)
+        return
     measured: list[tuple[str, str]] = []
     if at is not None:
         if merge or rebound is not None:
@@ -152,6 +171,39 @@ def _certified(
     with pipeline.session(folder):
         path = pipeline.certify_stage(recipe, folder, chosen, output, actors)
     return tables.read(path), path
+
+
+def _decide(
+    text: str,
+    folder: RunFolder,
+    given: dict[str, Any],
+    others: dict[str, Any],
+    data_root: Path | None,
+    output: Path | None,
+    actors: int | None,
+) -> None:
+    """Answer a question about the whole set, and print the answer. others: what does not go with
+    it."""
+    from dpdist import pipeline
+    from dpdist.base import console
+    from dpdist.certification.decision import Decision
+    from dpdist.certification.paired import ERROR
+
+    others = others | {
+        name: given[name] for name in ("n0", "mode", "radii", "bound", "one_sided", "norm")
+    }
+    if wrong := [f"--{name}" for name, value in others.items() if value is not None]:
+        raise UserError(f"--decide: has tests of its own, and does not go with {', '.join(wrong)}")
+    alpha = given["alpha"]
+    recipe, _, like = _asked(folder, given, data_root)
+    settings = Decision.asked(text, like, ERROR if alpha is None else alpha)
+    with pipeline.session(folder):
+        path = pipeline.evaluation_stage(recipe, folder, settings, output, actors)
+    if folder.archive.exists():
+        pipeline.archive_stage(folder)
+    found = settings.read(path)
+    rows = [found.line, ("states", found.stated), ("table", str(path))]
+    typer.echo(console.table(rows, title=f"decided, sigma {settings.certificate.sigma:g}"))
 
 
 def _certified_at(

@@ -27,11 +27,12 @@ from dpdist.commands.options import (
 )
 
 if TYPE_CHECKING:
-    from dpdist.poisoning.certificates import Withstands
+    from dpdist.poisoning.certificates import UnderPoison, Withstands
     from dpdist.poisoning.votes import Votes
+    from dpdist.poisoning.voting import Poisoning
     from dpdist.privacy.plan import PrivacyPlan
-    from dpdist.privacy.poisoning import Poisoned
 
+_SELECT, _ALPHA = 6, 0.001
 _SHOWN = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
@@ -40,11 +41,13 @@ def command(
     changed: Changes = None,
     models: Annotated[int, typer.Option(callback=kind(Count), help="Models that vote.")] = 66,
     select: Annotated[
-        int, typer.Option(callback=kind(Count), help="Of them, those that choose the class.")
-    ] = 6,
+        int | None,
+        typer.Option(callback=kind(Count), help="Of them, those that choose the class: 6."),
+    ] = None,
     alpha: Annotated[
-        float, typer.Option(callback=kind(Probability), help="Error of each certificate.")
-    ] = 0.001,
+        float | None,
+        typer.Option(callback=kind(Probability), help="Error of each certificate: 0.001."),
+    ] = None,
     sigma: Annotated[
         float | None, typer.Option(callback=kind(Positive), help="Noise on each vote's input.")
     ] = None,
@@ -57,6 +60,10 @@ def command(
     partitions: Annotated[
         bool, typer.Option("--partitions", help="Plain models on disjoint shards instead.")
     ] = False,
+    bag: Annotated[
+        int | None,
+        typer.Option(callback=kind(Count), help="Plain models on so many random records instead."),
+    ] = None,
     seed: Annotated[
         str | None, typer.Option(help="64 hex digits (default: secret, stored in private/).")
     ] = None,
@@ -80,7 +87,7 @@ def command(
     """
     from dpdist import pipeline
     from dpdist.certification.paired import ERROR
-    from dpdist.poisoning.certificates import by_partitions, by_privacy
+    from dpdist.poisoning.certificates import by_keys, by_partitions, check
     from dpdist.poisoning.voting import Poisoning
     from dpdist.runs.folder import RunFolder
     from dpdist.runs.recipe import read_changes, resolve
@@ -89,16 +96,22 @@ def command(
     resolved = resolve(recipe, changes=read_changes(changed), name=name, data_root=data_root)
     folder = RunFolder(runs / resolved.name)
     at = (0.0, *[r for r in numbers(radii, "--radii") or () if r])
-    if partitions and len(at) > 1:
-        raise UserError("--radii: goes with private models, not with --partitions")
+    if partitions:
+        _refuse_random(select=select, alpha=alpha, radii=radii)
+    select, alpha = select or _SELECT, alpha or _ALPHA
     shown = numbers(changes, "--changes", CountOrZero)
-    settings = Poisoning(models, partitions, sigma, start or 0, every or 1, max_inputs, seed)
+    settings = Poisoning(models, partitions, sigma, start or 0, every or 1, max_inputs, seed, bag)
     for path in (output, csv):
         settings.place(folder, path)
+    if csv is not None and folder.around(csv) is not None and csv.suffix.lower() != ".csv":
+        raise UserError(f"--csv: in a run folder the file must end in .csv, got {str(csv)!r}")
     folder.check_same_recipe(resolved)
     dataset, _ = check_trainable(resolved, recipe)
     _, plan = settings.training(resolved, len(dataset))
-    poisoned = None if partitions else _poisoned(plan, models, select, at, sigma)
+    poisoned = None
+    if not partitions:
+        check(models, select, at, sigma)
+        poisoned = _poisoned(settings, plan, len(dataset))
     folder.begin(resolved)
     with pipeline.session(folder):
         path = pipeline.evaluation_stage(resolved, folder, settings, output, actors)
@@ -107,7 +120,7 @@ def command(
         found = [by_partitions(votes)]
     else:  # each by itself, and with which none of the set is false
         found = [
-            by_privacy(votes, poisoned, select=select, alpha=each, radii=at, sigma=sigma)
+            by_keys(votes, poisoned, select=select, alpha=each, radii=at, sigma=sigma)
             for each in (alpha, ERROR / len(votes.index))
         ]
     _print(votes, found, plan, [int(k) for k in shown or ()], path)
@@ -116,16 +129,25 @@ def command(
         typer.echo(f"each input: {csv}")
 
 
-def _poisoned(
-    plan: PrivacyPlan, models: int, select: int, at: tuple[float, ...], sigma: float | None
-) -> Poisoned:
-    """Raises what could be refused later, before a model is trained."""
-    from dpdist.poisoning.certificates import check
-    from dpdist.privacy.poisoning import Poisoned
+def _refuse_random(**given: object) -> None:
+    """Raise UserError for an option that says something of models that draw at random."""
+    for name, value in given.items():
+        if value is not None:
+            raise UserError(
+                f"--{name}: goes with models that draw at random, not with --partitions, whose "
+                "votes are exact"
+            )
 
-    check(models, select, at, sigma)
+
+def _poisoned(settings: Poisoning, plan: PrivacyPlan, records: int) -> UnderPoison:
+    """What changed records leave of one training, before it is trained. Raises UserError."""
+    from dpdist.poisoning.bagging import Bagged
+    from dpdist.privacy import poisoning
+
+    if settings.bag is not None:
+        return Bagged(records, settings.bag)
     try:
-        return Poisoned(plan)
+        return poisoning.Poisoned(plan)
     except ValueError as error:
         raise UserError(str(error)) from None
 
@@ -155,7 +177,9 @@ def _models(votes: Votes, each: Withstands) -> str:
     total = len(votes.vote)
     if each.alpha == 0:
         return f"{total}, each on its own shard of the records, without privacy"
-    return f"{each.models} that vote, {total - each.models} others that chose the class"
+    said = f"{each.models} that vote, {total - each.models} others that chose the class"
+    bag = votes.settings.get("bag")
+    return said + (f"; each on {bag:,} random records, without privacy" if bag else "")
 
 
 def _terms(votes: Votes, found: list[Withstands], plan: PrivacyPlan) -> list[tuple[str, str]]:
@@ -163,11 +187,17 @@ def _terms(votes: Votes, found: list[Withstands], plan: PrivacyPlan) -> list[tup
     from dpdist.privacy.guarantee import format_epsilon
     from dpdist.privacy.poisoning import cost_of_votes
 
-    if found[0].alpha == 0:
+    bag = votes.settings.get("bag")
+    error = ("error", f"alpha {found[0].alpha:g} each; of all together: {ERROR:g} (union bound)")
+    certified = ("certified", "what the recipe says most often over its secret keys")
+    if bag or found[0].alpha == 0:
         what = "a record inserted or removed"
         if votes.settings.get("data.max_train") is not None:
             what = "a record blanked out or filled in, N fixed (data.max_train is a share of it)"
-        return [("a change", f"{what}; another label is both")]
+        return [
+            ("a change", f"{what}; another label is both"),
+            *([error, certified] if bag else []),
+        ]
     one, all_of_them = plan.guarantee(), cost_of_votes(plan, len(votes.vote)).guarantee()
     what = {
         "replace-one": "a record replaced by another",
@@ -179,8 +209,8 @@ def _terms(votes: Votes, found: list[Withstands], plan: PrivacyPlan) -> list[tup
     return [
         ("a change", what),
         *(public if votes.settings.get("data.public") else []),
-        ("error", f"alpha {found[0].alpha:g} each; of all together: {ERROR:g} (union bound)"),
-        ("certified", "what the recipe says most often over its secret keys"),
+        error,
+        certified,
         ("one training", str(one)),
         ("these votes, if published", f"epsilon = {format_epsilon(all_of_them.epsilon)}"),
     ]

@@ -12,6 +12,8 @@ With noise N(0, sigma^2 I) on each vote's input an L2 change below r besides lea
 Phi(Phi^-1(q) - r / sigma) of what the changed data leave, q: more than 1/2 where q > Phi(r /
 sigma).
 
+Models on few records drawn at random: the same, by what `dpdist.poisoning.bagging` leaves of p.
+
 Plain models on disjoint shards: one record is in one shard, so one change moves one vote, and no
 two classes closer than by two. Exact, without probability (Levine and Feizi, ICLR 2021).
 """
@@ -20,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,10 +31,18 @@ from scipy.special import ndtr
 from dpdist.base.binomial import clopper_pearson_lower
 from dpdist.base.errors import UserError
 from dpdist.poisoning.votes import Votes
-from dpdist.privacy.poisoning import Poisoned
 
 _UP = 1 + 1e-12  # a target is rounded up
 Sizes = NDArray[np.int64]
+
+
+class UnderPoison(Protocol):
+    """What changed records leave of an answer of one random training."""
+
+    def changes(self, probability: float, target: float = 0.5) -> int:
+        """The most after which an answer of at least this probability keeps more than `target`; -1
+        where it has no more to begin with."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,16 +77,16 @@ def check(models: int, select: int, radii: Sequence[float], sigma: float | None)
         raise UserError("--radii: need --sigma, noise on the inputs of the votes")
 
 
-def by_privacy(
+def by_keys(
     votes: Votes,
-    poisoned: Poisoned,
+    poisoned: UnderPoison,
     *,
     select: int,
     alpha: float,
     radii: Sequence[float] = (0.0,),
     sigma: float | None = None,
 ) -> Withstands:
-    """Of models that were each trained by one plan. poisoned: what of it changed records leave.
+    """Of models trained alike, by secret keys. poisoned: what changed records leave of one.
     select: how many of the models choose the class. Raises as `check`."""
     total = len(votes.vote)
     check(total, select, radii, sigma)

@@ -13,6 +13,7 @@ from torch import nn
 from dpdist import models
 from dpdist.certification.classifier import quiet_threads
 from dpdist.certification.sampling import Randomness
+from dpdist.poisoning.bagging import drawn
 from dpdist.poisoning.votes import FILE, NONE
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.randomness.keys import derive_key
@@ -32,10 +33,10 @@ class VoterSetup:
     """All that the models have in common. Each is a function of this and its number.
 
     plan: of each, but with partitions, where it follows from the shard. key: secret. partitions:
-    each model is trained on its own shard of the records, on which alone it then depends;
-    otherwise each on all of them, by keys of its own. sigma: of Gaussian noise on the input of a
-    vote, one draw for each model and input; None: the model's own noise, if any. indices: of the
-    test inputs that are voted on.
+    each model is trained on its own shard of the records, on which alone it then depends; bag: on
+    so many of them that its key draws; otherwise each on all of them, by keys of its own. sigma:
+    of Gaussian noise on the input of a vote, one draw for each model and input; None: the model's
+    own noise, if any. indices: of the test inputs that are voted on.
     """
 
     recipe: Recipe
@@ -45,6 +46,7 @@ class VoterSetup:
     partitions: bool
     sigma: float | None
     indices: range
+    bag: int | None = None
 
 
 class Voter:
@@ -60,12 +62,13 @@ class Voter:
         self._kept: dict[Any, Any] | None = {}  # of models on the same records; in memory alone
         if shared.partitions:  # by a public key: who poisons may know which shard a record is in
             self._shards = shards_by_hash(self._records.hashes, b"", shared.models)
+        if shared.partitions or shared.bag is not None:
             self._kept = None
 
     def __call__(self, number: int) -> dict[str, bytes]:
         key = derive_key(self._shared.key, "voter", number)
         votes = np.full(len(self._shared.indices), NONE, np.int64)
-        recipe, plan, members = self._training(number)
+        recipe, plan, members = self._training(number, key)
         if plan is not None:
             training = (recipe, plan, self._records, members, key)
             try:
@@ -76,8 +79,11 @@ class Voter:
                 pass
         return {FILE: save({"votes": votes})}
 
-    def _training(self, number: int) -> tuple[Recipe, PrivacyPlan | None, np.ndarray]:
+    def _training(self, number: int, key: bytes) -> tuple[Recipe, PrivacyPlan | None, np.ndarray]:
         recipe, records = self._shared.recipe, len(self._records)
+        if self._shared.bag is not None:
+            members = drawn(derive_key(key, "bag"), records, self._shared.bag)
+            return *plan_of_shard(recipe, self._shared.bag), members
         if self._shards is None:
             every = np.ones(records, dtype=bool)
             return recipe, self._shared.plan, every

@@ -30,8 +30,9 @@ class Poisoning(Evaluation):
     """Votes of many models of a recipe on test inputs.
 
     models: how many. partitions: plain models on disjoint shards of the records, instead of private
-    ones on all of them (deep partition aggregation; Levine and Feizi, ICLR 2021). sigma: of one
-    draw of Gaussian noise on the input of every vote; None: as the models answer. start, every,
+    ones on all of them (deep partition aggregation; Levine and Feizi, ICLR 2021). bag: plain models
+    too, each on so many records drawn at random (`dpdist.poisoning.bagging`). sigma: of one draw of
+    Gaussian noise on the input of every vote; None: as the models answer. start, every,
     max_inputs: which test inputs. seed: of all keys (64 hex digits); None draws a secret one.
     """
 
@@ -42,6 +43,7 @@ class Poisoning(Evaluation):
     every: int = 1
     max_inputs: int | None = None
     seed: str | None = None
+    bag: int | None = None
 
     name: ClassVar[str] = "poisoning"
     file: ClassVar[str] = TABLE
@@ -51,7 +53,9 @@ class Poisoning(Evaluation):
 
     def __post_init__(self) -> None:
         if self.partitions and self.sigma is not None:
-            raise UserError("--sigma: goes with private models, not with --partitions")
+            raise UserError("--sigma: goes with models that draw at random, not with --partitions")
+        if self.partitions and self.bag is not None:
+            raise UserError("--bag: and --partitions are two ways to share the records; choose one")
         if self.seed is not None:
             try:
                 check_hex_key(self.seed)
@@ -61,6 +65,8 @@ class Poisoning(Evaluation):
     @property
     def folder_name(self) -> str:
         kind = "partitions" if self.partitions else "models"
+        if self.bag is not None:
+            kind = f"bags-of-{self.bag}"
         noise = "" if self.sigma is None else f"-sigma-{self.sigma:g}"
         share = f"-every-{self.every}" if self.every > 1 else ""
         return f"{self.name}-{kind}-{self.models}{noise}{share}"
@@ -71,7 +77,8 @@ class Poisoning(Evaluation):
         return chosen if self.max_inputs is None else chosen[: self.max_inputs]
 
     def training(self, recipe: Recipe, records: int) -> tuple[Recipe, PrivacyPlan]:
-        """Recipe and plan of every model; with partitions, of one of average size.
+        """Recipe and plan of every model; with partitions, of one of average size. records: how
+        many there are.
 
         Raises UserError for a recipe whose models cannot be trained one by one.
         """
@@ -90,9 +97,11 @@ class Poisoning(Evaluation):
         ):
             if wrong:
                 raise UserError(f"{recipe.name}: nothing to vote: {why}")
-        if self.partitions:
+        if self.bag is not None and self.bag > records:
+            raise UserError(f"--bag: {recipe.name} has {records:,} records, got {self.bag}")
+        if self.partitions or self.bag is not None:
             plain = ordinary(recipe)
-            return plain, plan_of_shard(plain, max(1, records // self.models))[1]
+            return plain, plan_of_shard(plain, self.bag or max(1, records // self.models))[1]
         alone = training_alone(recipe)
         plan = make_plan(alone, records, recipe.name)
         refuse_answers(plan, recipe.name)
@@ -117,6 +126,7 @@ class Poisoning(Evaluation):
                 "sigma": self.sigma,
                 "inputs": [indices.start, indices.stop, indices.step],
                 "seed_given": self.seed is not None,
+                **({} if self.bag is None else {"bag": self.bag}),
                 **subject.recipe.of_model,
             },
         }
@@ -126,8 +136,9 @@ class Poisoning(Evaluation):
             from dpdist.poisoning.models import VoterSetup
 
             return VoterSetup(
-                recipe, plan, bytes.fromhex(seed), self.models, self.partitions, self.sigma, indices
-            )
+                recipe, plan, bytes.fromhex(seed), self.models, self.partitions, self.sigma,
+                indices, self.bag,
+            )  # fmt: skip
 
         return Voting(wanted, self.seed, share, labels)
 

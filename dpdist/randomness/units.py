@@ -46,6 +46,11 @@ class UnitSource:
             digest.update(len(raw).to_bytes(4, "little") + raw)
         return digest.digest()
 
+    def uniform(self, index: int, stage: str) -> float:
+        """One number of an input, uniform on (0, 1]."""
+        word = int.from_bytes(self.key(index, stage, 0)[:8], "little")
+        return ((word >> 11) + 1) * 2.0**-53
+
 
 class RandomWords:
     """A reusable buffer of int32 words, filled with the stream of a 32-byte key."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dpdist.base.errors import UserError
+from dpdist.certification.curves import CurveDifference, curve_difference
 from dpdist.certification.paired import ERROR, Comparison, compare, difference_interval, holm
 from dpdist.certification.reading import CertificateTable
 from dpdist.reports.compare import NORMS, markdown
@@ -31,6 +32,18 @@ class Difference:
     found: Comparison
 
 
+@dataclass(frozen=True, eq=False)
+class PairedSizes:
+    """Certified sizes of the same inputs, by the first run and by a later one: (N,), -1 where the
+    answer is wrong. what: by which certificate, in which norm."""
+
+    run: str
+    what: str
+    norm: str
+    first: np.ndarray
+    later: np.ndarray
+
+
 def differences(
     runs: Sequence[Facts], sizes: Mapping[str, Sequence[float]]
 ) -> tuple[list[Difference], list[str]]:
@@ -43,9 +56,38 @@ def differences(
     notes: list[str] = []
     for later in runs[1:]:
         rows += _plain(runs[0], later, notes)
-        for mine, other in _pairs(runs[0], later, notes):
-            rows += _certified(mine, other, later, sizes)
+        for two in _certified(runs[0], later, notes):
+            for size in sizes[two.norm]:
+                found = compare(two.first >= size, two.later >= size)
+                rows.append(Difference(two.run, two.what, f"{size:g}", found))
     return rows, notes
+
+
+def whole_curves(
+    runs: Sequence[Facts], sizes: Mapping[str, Sequence[float]]
+) -> list[tuple[PairedSizes, CurveDifference]]:
+    """Every later run against the first, at every size up to the largest listed one: all sizes,
+    certificates and runs together."""
+    pairs = [two for later in runs[1:] for two in _certified(runs[0], later, []) if sizes[two.norm]]
+    return [
+        (two, curve_difference(two.first, two.later, max(sizes[two.norm]), ERROR / len(pairs)))
+        for two in pairs
+    ]
+
+
+def curves_grid(curves: Sequence[tuple[PairedSizes, CurveDifference]]) -> list[list[str]]:
+    """Header and rows of text, rounded so that no more is said than holds."""
+    shown = [["run", "what", "sizes", "better", "worse", "difference, everywhere"]]
+    for two, found in curves:
+        everywhere = _interval(float(found.low.min()), float(found.high.max()))
+        upto = f"up to {found.knots[-1]:g}"
+        shown.append([two.run, two.what, upto, _at(found.ahead), _at(found.behind), everywhere])
+    return shown
+
+
+def _at(stretches: Sequence[tuple[float, float]]) -> str:
+    inside = ((math.ceil(1e5 * a) / 1e5, math.floor(1e5 * b) / 1e5) for a, b in stretches)
+    return ", ".join(f"above {a:g} to {b:g}" for a, b in inside) or "nowhere"
 
 
 def grid(first: str, rows: Sequence[Difference]) -> list[list[str]]:
@@ -87,7 +129,22 @@ def section(runs: Sequence[Facts], sizes: Mapping[str, Sequence[float]]) -> list
         "Claimed for the population that these inputs are a sample of, and for these trained "
         "models, not for other trainings of the same recipes. Certificates are taken as made: each "
         "may be wrong with its own alpha.",
+        *_curves_section(runs, sizes, first),
         *notes,
+    ]
+
+
+def _curves_section(
+    runs: Sequence[Facts], sizes: Mapping[str, Sequence[float]], first: str
+) -> list[str]:
+    curves = whole_curves(runs, sizes)
+    if not curves:
+        return []
+    return [
+        markdown(curves_grid(curves)),
+        f"Whole curves: each run less {first} at every size, between those listed too. Any of this "
+        f"table is wrong with probability at most {100 * ERROR:g} %: all sizes, certificates and "
+        "runs together.",
     ]
 
 
@@ -169,40 +226,36 @@ def _common(mine: CertificateTable, other: CertificateTable) -> tuple[np.ndarray
     return own, others
 
 
-def _certified(
-    mine: CertificateTable,
-    other: CertificateTable,
-    later: Facts,
-    sizes: Mapping[str, Sequence[float]],
-) -> Iterator[Difference]:
-    if mine.terms["noise_bank"]:
-        raise UserError(
-            f"{mine.path}: its inputs share one noise bank: they are no independent sample"
-        )
-    own, others = _common(mine, other)
-    if not len(own):
-        raise UserError(
-            f"{mine.path} and {other.path}: no input in common, or not of the same data set"
-        )
-    if (mine.label[own] != other.label[others]).any():
-        raise UserError(f"{mine.path} and {other.path}: different labels for the same inputs")
-    numbers = math.prod(later.input_shape)
-    for norm in NORMS:
-        two = [table.kind.sizes_in(table.table, norm, numbers) for table in (mine, other)]
-        by_name = {theirs.name: theirs for theirs in two[1]}
-        for ours in two[0]:
-            if not ours.holds:
-                continue
-            if (theirs := by_name.get(ours.name)) is None:
-                continue
-            right, others_right = (
-                ours.certified(mine.label)[own],
-                theirs.certified(other.label)[others],
+def _certified(first: Facts, later: Facts, notes: list[str]) -> Iterator[PairedSizes]:
+    """What both runs certify of the same inputs, by the same certificates on the same terms."""
+    for mine, other in _pairs(first, later, notes):
+        if mine.terms["noise_bank"]:
+            raise UserError(
+                f"{mine.path}: its inputs share one noise bank: they are no independent sample"
             )
-            for size in sizes[norm]:
-                found = compare(right >= size, others_right >= size)
-                what = f"{ours.title}, {NORMS[norm]}"
-                yield Difference(later.folder.name, what, f"{size:g}", found)
+        own, others = _common(mine, other)
+        if not len(own):
+            raise UserError(
+                f"{mine.path} and {other.path}: no input in common, or not of the same data set"
+            )
+        if (mine.label[own] != other.label[others]).any():
+            raise UserError(f"{mine.path} and {other.path}: different labels for the same inputs")
+        numbers = math.prod(later.input_shape)
+        for norm in NORMS:
+            two = [table.kind.sizes_in(table.table, norm, numbers) for table in (mine, other)]
+            by_name = {theirs.name: theirs for theirs in two[1]}
+            for ours in two[0]:
+                if not ours.holds:
+                    continue
+                if (theirs := by_name.get(ours.name)) is None:
+                    continue
+                yield PairedSizes(
+                    later.folder.name,
+                    f"{ours.title}, {NORMS[norm]}",
+                    norm,
+                    ours.certified(mine.label)[own],
+                    theirs.certified(other.label)[others],
+                )
 
 
 def _refuse(first: Facts, later: Facts, why: str) -> None:

@@ -14,7 +14,7 @@ from dpdist.certification.certificate import Certificate
 from dpdist.runs.recipe import parse
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-OWN = {"cohen", "stopping", "scores", "smoothing", "certificate", "catalogue"}
+OWN = {"cohen", "stopping", "scores", "smoothing", "certificate", "catalogue", "betting_scores"}
 CLASSES = {"Certificate", "Smoothing", *(kind.__name__ for kind in CERTIFICATES)}
 BOUNDS = {"hoeffding", "bernstein", "counts"}
 OF_OTHERS = {"fixed"}  # the name of other things too: a branch only beside the word "mode"

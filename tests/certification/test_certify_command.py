@@ -66,6 +66,18 @@ def good(*arguments: object) -> str:
     return result.stdout
 
 
+def test_a_question_about_the_whole_set(here: None, runs: Path) -> None:
+    asked = ("certify", "small", "--runs", runs, "--max-inputs", 60, "--n", 3200, "--decide")
+    output = good(*asked, "accuracy>=0.5@0.1", "--alpha", 0.1)
+    assert "yes (probability 90 %; " in output and "at least 50 % of these inputs" in output
+    (path,) = (runs / "small/attacks").glob("decision-0.5-at-0.1-*/decision.parquet")
+    assert str(path) in output
+    assert not (runs / "small/certificates").exists()
+    for more in (("--radii", "0.1"), ("--mode", "target"), ("--merge",), ("--csv", "x.csv")):
+        refused = call(*asked, "accuracy>=0.5@0.1", *more)
+        assert isinstance(refused.exception, UserError) and more[0] in str(refused.exception)
+
+
 def test_certify_export_rebound(here: None, runs: Path) -> None:
     output = good("certify", "small", "--runs", runs, "--tsv", runs / "c.tsv")
     path = runs / "small/certificates/sigma-0.3-fixed-n-1000/certificates.parquet"

@@ -43,6 +43,14 @@ FAULTS: list[Fault] = [
         ("rival.max(1, initial=0)", "rival.max(1)", "a class without votes cannot win any"),
     ),
     *group(
+        "dpdist/poisoning/bagging.py",
+        "poisoning/test_bagging",
+        ("removed = np.arange(changes + 1)", "removed = np.arange(changes, changes + 1)", "all changes are removals"),
+        ("removed = np.arange(changes + 1)", "removed = np.arange(1)", "all changes are insertions"),
+        ("found = 1 - self._share(left) / _UP", "found = 0", "removed records are drawn no more, and nothing lost"),
+        ("argsort(words(key, 0, records), kind=\"stable\")", "arange(records)", "every bag has the same records"),
+    ),
+    *group(
         "dpdist/poisoning/models.py",
         VOTES,
         (
@@ -50,6 +58,7 @@ FAULTS: list[Fault] = [
             'derive_key(self._shared.key, "voter", 0)',
             "all models have one key",
         ),
+        ('derive_key(key, "bag")', 'b"bag" * 11', "all bags are one"),
         ("members = self._shards == number", "members = self._shards >= 0", "shards are not disjoint"),
         ("place = place.smoothed(shared.sigma)", "pass", "votes without noise on their inputs"),
         ('derive_key(key, "votes").hex()', '"00"', "all models vote under one noise"),

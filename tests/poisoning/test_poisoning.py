@@ -24,7 +24,8 @@ from dpdist.commands.poison import _terms
 from dpdist.data import Dataset
 from dpdist.methods.functional_sums import Sums
 from dpdist.poisoning import models as voting_models
-from dpdist.poisoning.certificates import by_partitions, by_privacy
+from dpdist.poisoning.bagging import Bagged, drawn
+from dpdist.poisoning.certificates import by_keys, by_partitions
 from dpdist.poisoning.models import Voter
 from dpdist.poisoning.votes import FILE, NONE, Votes, read_votes
 from dpdist.poisoning.voting import Poisoning
@@ -57,7 +58,7 @@ def test_the_class_is_chosen_by_models_that_do_not_count() -> None:
     # Input 0: all say 0. Input 1: the choosing models say 1, the others 0: nothing is certified.
     vote = np.zeros((34, 2), np.int64)
     vote[:4, 1] = 1
-    found = by_privacy(votes_of(vote), Poisoned(PLAN), select=4, alpha=0.01)
+    found = by_keys(votes_of(vote), Poisoned(PLAN), select=4, alpha=0.01)
     assert found.answer.tolist() == [0, 1] and found.models == 30
     sure = 0.01 ** (1 / 30)
     assert found.changes[0.0].tolist() == [Poisoned(PLAN).changes(sure), -1]
@@ -65,7 +66,7 @@ def test_the_class_is_chosen_by_models_that_do_not_count() -> None:
 
 
 def test_an_input_may_move_besides() -> None:
-    found = by_privacy(
+    found = by_keys(
         votes_of(np.zeros((66, 1))),
         Poisoned(PLAN),
         select=6,
@@ -86,7 +87,7 @@ def test_an_input_may_move_besides() -> None:
 )
 def test_what_cannot_be_certified_is_refused(changed: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        by_privacy(
+        by_keys(
             votes_of(np.zeros((3, 1))), Poisoned(PLAN), **{"select": 1, "alpha": 0.1, **changed}
         )
 
@@ -123,7 +124,7 @@ def test_a_class_that_nobody_named_may_win() -> None:
 def test_a_vote_for_nothing_counts_for_no_class() -> None:
     found = by_partitions(votes_of([[NONE], [NONE], [NONE], [0], [0]]))
     assert found.answer.tolist() == [0] and found.changes[0.0].tolist() == [1]
-    found = by_privacy(votes_of([[0]] + [[NONE]] * 9), Poisoned(PLAN), select=1, alpha=0.1)
+    found = by_keys(votes_of([[0]] + [[NONE]] * 9), Poisoned(PLAN), select=1, alpha=0.1)
     assert found.changes[0.0].tolist() == [-1]
 
 
@@ -233,6 +234,7 @@ def test_models_on_the_same_records_make_their_features_once(
         assert (load_tensors(alone(number)[FILE])["votes"] == shared[number]).all()
     assert len({tuple(each) for each in shared.tolist()}) == 3
     assert Voter(setup_of(recipe, Poisoning(2, partitions=True, seed=SEED)))._kept is None
+    assert Voter(setup_of(recipe, Poisoning(2, bag=30, seed=SEED)))._kept is None
 
 
 def test_a_changed_record_moves_one_partition(run: Any, tmp_path: Path) -> None:
@@ -309,6 +311,12 @@ def test_mistakes_are_told_before_a_model_is_trained(run: Any, tmp_path: Path) -
         (("--seed", "12"), "seed"),
         (("--start", 10_000), "no test input"),
         (("--csv", "runs/x/certificates.csv"), "may be published"),
+        (("--csv", "runs/x/private/run_key"), "must end in .csv"),
+        (("--partitions", "--alpha", 0.1), "--alpha: goes with models that draw"),
+        (("--partitions", "--select", 3), "--select: goes with models that draw"),
+        (("--partitions", "--bag", 3), "choose one"),
+        (("--bag", 10_000), "--bag: x has"),
+        (("--bag", 5, "--select", 66), "--select"),
     ):
         done = run("poison", "x.yaml", *asked)
         assert done.code == 2 and complaint in done.err, (asked, done.err)
@@ -317,6 +325,36 @@ def test_mistakes_are_told_before_a_model_is_trained(run: Any, tmp_path: Path) -
     assert free.privacy.noise_multiplier == 0
     done = run("poison", "x.yaml", "--name", "free")
     assert done.code == 2 and "no trade-off curve" in done.err
+
+
+def test_a_bag_is_trained_on_records_that_its_key_draws(run: Any, tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path)
+    asked = ("poison", "x.yaml", "--bag", 30, "--models", 8, "--select", 2, "--every", 40)
+    done = run(*asked, "--alpha", 0.3, "--seed", SEED, "--changes", "0,1")
+    assert done.code == 0, done.err
+    for said in ("each on 30 random records, without privacy", "alpha 0.3 each", "% at 1"):
+        assert said in done.out, said
+    assert "these votes, if published" not in done.out
+    home = tmp_path / "runs/x/private/attacks/poisoning-bags-of-30-8-every-40"
+    votes = read_votes(home / "votes.parquet")
+    settings = Poisoning(8, seed=SEED, every=40, bag=30)
+    voter = Voter(setup_of(recipe, settings))
+    own, _ = settings.training(recipe, len(voter._records))
+    assert own.privacy.clipping == "none"
+    sets = []
+    for number in range(3):
+        key = derive_key(bytes.fromhex(SEED), "voter", number)
+        members = drawn(derive_key(key, "bag"), len(voter._records), 30)
+        there, plan = plan_of_shard(own, 30)
+        with many.trained_here(there, plan, voter._records, members, key) as folder:
+            model = models.load(folder)
+        with torch.inference_mode():
+            said = model(voter._test.batch(votes.index)).argmax(1)
+        assert votes.vote[number].tolist() == said.tolist()
+        sets.append(members)
+    assert members.sum() == 30 and (sets[0] != sets[1]).any()
+    # What a bag's training does follows from its size, not from how many records there are.
+    assert settings.training(recipe, 90)[1] == settings.training(recipe, 2000)[1]
 
 
 def test_teachers_cannot_vote_themselves() -> None:
@@ -329,7 +367,7 @@ def test_teachers_cannot_vote_themselves() -> None:
 
 def test_public_records_are_trusted() -> None:
     votes = votes_of(np.zeros((9, 1)))
-    found = [by_privacy(votes, Poisoned(PLAN), select=1, alpha=0.1)]
+    found = [by_keys(votes, Poisoned(PLAN), select=1, alpha=0.1)]
     assert "trusted" not in dict(_terms(votes, found, PLAN))
     votes = replace(votes, about={"settings": {"data.public": 0.2}})
     assert "data.public" in dict(_terms(votes, found, PLAN))["trusted"]
@@ -338,38 +376,110 @@ def test_public_records_are_trusted() -> None:
 # ---- and poisoned records do not
 
 
-def test_flipped_labels_do_not_change_a_certified_answer(
+def test_poisoned_records_do_not_change_a_certified_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As many flipped labels as the certificate allows (each is two changes), all of one class
-    towards one other."""
-    recipe = recipe_of(
-        tmp_path, data={"name": "digits", "labels": [3, 8]}, privacy__noise_multiplier=30.0,
-        training__steps=8, training__learning_rate=2.0,
-    )  # fmt: skip
-    setup, real = setup_of(recipe, Poisoning(10, seed=SEED)), job.training_records
-    found = by_privacy(said_by(Voter(setup)), Poisoned(setup.plan), select=2, alpha=0.05)
-    flips = int(found.changes[0.0].max()) // 2
-    sure = found.changes[0.0] >= 2 * flips
-    assert flips >= 2 and sure.sum() >= 20
-
-    def kept(flips: int) -> np.ndarray:
-        place = tmp_path / f"poisoned-{flips}"
-        with monkeypatch.context() as inner:
-            inner.setattr(job, "training_records", lambda *of: poisoned(real(*of), place, flips))
-            return (said_by(Voter(setup)).counts(slice(None)).argmax(1) == found.answer)[sure]
-
-    assert kept(flips).all()  # each keeps more than half of its probability
-    assert not kept(120).all()  # which so many changes do not leave
+    """Private models. As many changes as are certified: labels flipped from one class to the other,
+    or records of one class replaced by one picture of the other (each is two changes, and leaves
+    the number of records)."""
+    recipe = two_classes(tmp_path, privacy__noise_multiplier=30.0, training__steps=8)
+    setup = setup_of(recipe, Poisoning(10, seed=SEED))
+    found = by_keys(said_by(Voter(setup)), Poisoned(setup.plan), select=2, alpha=0.05)
+    changed = int(found.changes[0.0].max()) // 2
+    sure = found.changes[0.0] >= 2 * changed
+    assert changed >= 2 and sure.sum() >= 20
+    attack = Attack(monkeypatch, setup, tmp_path, found.answer)
+    for how in (flipped, replaced):
+        assert not attack.refutes(how, changed)[sure].any(), how
+    assert attack.refutes(flipped, 120)[sure].any()  # so many changes do
 
 
-def poisoned(records: Dataset, folder: Path, flips: int) -> Dataset:
-    if not folder.exists():
-        shutil.copytree(records.folder, folder)
-        stored = np.load(folder / "labels.npy")
-        stored[np.flatnonzero(stored == 0)[:flips]] = 1
-        np.save(folder / "labels.npy", stored)
-    return replace(records, folder=folder)
+def test_poisoned_records_do_not_change_what_bags_certify(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By insertions, after which there are more records to draw from."""
+    recipe = two_classes(tmp_path, training__steps=8)
+    settings = Poisoning(12, seed=SEED, bag=20, every=2)
+    setup = setup_of(recipe, settings)
+    bagged = Bagged(len(training_data(recipe, source_of(recipe))), 20)
+    found = by_keys(said_by(Voter(setup)), bagged, select=2, alpha=0.05)
+    most = int(found.changes[0.0].max())
+    sure = found.changes[0.0] >= most
+    assert most >= 2 and sure.sum() >= 5
+    attack = Attack(monkeypatch, setup, tmp_path, found.answer)
+    assert not attack.refutes(inserted, most)[sure].any()
+    assert attack.refutes(swapped, len(found.answer))[sure].any()
+
+
+def test_poisoned_records_move_no_more_partitions_than_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exact: these very models' vote stays, for every input at once."""
+    recipe = two_classes(tmp_path)
+    setup = setup_of(recipe, Poisoning(9, partitions=True, seed=SEED, every=2))
+    found = by_partitions(said_by(Voter(setup)))
+    attack = Attack(monkeypatch, setup, tmp_path, found.answer)
+    sure = found.changes[0.0] >= 2
+    assert sure.sum() >= 5
+    for how, count in ((inserted, 2), (flipped, 1)):
+        assert (by_partitions(attack.said(how, count)).answer == found.answer)[sure].all()
+
+
+def two_classes(tmp_path: Path, **more: Any) -> Recipe:
+    digits = {"name": "digits", "labels": [3, 8]}
+    return recipe_of(tmp_path, data=digits, training__learning_rate=2.0, **more)
+
+
+class Attack:
+    """The voters of a setup trained on records that somebody changed."""
+
+    def __init__(
+        self, patch: pytest.MonkeyPatch, setup: Any, folder: Path, answer: np.ndarray
+    ) -> None:
+        self._patch, self._setup, self._folder, self._answer = patch, setup, folder, answer
+
+    def said(self, how: Any, count: int) -> Votes:
+        records = training_data(self._setup.recipe, source_of(self._setup.recipe))
+        inputs, labels = how(np.array(records.inputs), np.array(records.labels), count)
+        place = self._folder / f"poisoned-{how.__name__}-{count}"
+        place.mkdir()
+        np.save(place / "inputs.npy", inputs)
+        np.save(place / "labels.npy", labels)
+        spoilt = Dataset(place, records.name, records.classes, f"{how.__name__} {count}")
+        with self._patch.context() as inner:
+            inner.setattr(job, "training_records", lambda *of: spoilt)
+            inner.setattr(voting_models, "training_data", lambda *of: spoilt)
+            return said_by(Voter(self._setup))
+
+    def refutes(self, how: Any, count: int) -> np.ndarray:
+        """Whether so few fresh models answer as before that less than half of all do, bool (N,); by
+        chance with probability at most 0.002 each."""
+        votes = self.said(how, count).vote
+        hits = (votes == self._answer).sum(0)
+        return np.asarray(stats.binom.cdf(hits, len(votes), 0.5) <= 0.002)
+
+
+def flipped(inputs: Any, labels: Any, count: int) -> tuple[Any, Any]:
+    labels[np.flatnonzero(labels == 0)[:count]] = 1
+    return inputs, labels
+
+
+def swapped(inputs: Any, labels: Any, count: int) -> tuple[Any, Any]:
+    return inputs, 1 - labels
+
+
+def replaced(inputs: Any, labels: Any, count: int) -> tuple[Any, Any]:
+    """Records of one class become one picture of theirs under the other's label."""
+    rows = np.flatnonzero(labels == 0)[:count]
+    inputs[rows], labels[rows] = inputs[labels == 0].mean(0).astype(inputs.dtype), 1
+    return inputs, labels
+
+
+def inserted(inputs: Any, labels: Any, count: int) -> tuple[Any, Any]:
+    """Pictures of one class, each a hair different, under the other's label."""
+    more = inputs[np.resize(np.flatnonzero(labels == 0), count)].copy()
+    more.reshape(count, -1)[:, 0] = np.arange(count) % 250
+    return np.concatenate([inputs, more]), np.concatenate([labels, np.ones(count, labels.dtype)])
 
 
 def said_by(voter: Voter) -> Votes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,9 +20,10 @@ from dpdist.certification import reading
 from dpdist.certification import table as tables
 from dpdist.certification.catalogue import settings_of
 from dpdist.certification.cohen import Cohen
+from dpdist.certification.curves import curve_difference
 from dpdist.certification.paired import ERROR, difference_interval
 from dpdist.evaluation import load_model
-from dpdist.reports.differences import differences, grid, section
+from dpdist.reports.differences import curves_grid, differences, grid, section, whole_curves
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
 from dpdist.training.records import evaluation_data, source_of
@@ -99,6 +101,25 @@ def test_all_intervals_share_one_error(two: list[Any]) -> None:
         math.floor(1e4 * low) / 100,
         math.ceil(1e4 * high) / 100,
     ]
+
+
+def test_whole_curves_share_one_error_and_name_the_better(two: list[Any]) -> None:
+    ((found, curve),) = whole_curves(two, {"l2": (0.1, 0.5), "linf": ()})
+    assert (found.run, found.norm) == ("later", "l2") and curve.knots[[0, -1]].tolist() == [0, 0.5]
+    alone = curve_difference(found.first, found.later, 0.5, ERROR)
+    assert (curve.low == alone.low).all()
+    several = whole_curves([two[0], two[1], two[1]], {"l2": (0.5,), "linf": (0.1,)})
+    assert len(several) == 4
+    shared = curve_difference(found.first, found.later, 0.5, ERROR / 4)
+    assert (several[0][1].low == shared.low).all() and (shared.low < alone.low).any()
+    header, shown = curves_grid([(found, curve)])
+    assert header[3:5] == ["better", "worse"] and shown[2:5] == ["up to 0.5", "nowhere", "nowhere"]
+    low, high = (float(part) for part in shown[5].split(" to "))
+    assert low <= 100 * curve.low.min() and high >= 100 * curve.high.max()
+    better = replace(curve, low=np.linspace(-1, 1, 64))
+    assert curves_grid([(found, better)])[1][3] == "above 0.25 to 0.5"
+    text = "\n".join(section(two, SIZES))
+    assert "at every size, between those listed too" in text
 
 
 def test_nothing_is_certified_where_the_radius_is_smaller(two: list[Any]) -> None:

@@ -1,0 +1,86 @@
+"""Whole curves compared: bounds at every size at once, against populations that are known."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from dpdist.certification.curves import CurveDifference, curve_difference
+
+# One input's certified sizes by both runs; most lie within the cells (0, .5] and (.5, 1].
+KINDS = np.array([[0.3, 0.8], [0.9, -1.0], [0.6, 0.7], [-1.0, 0.2]])
+SIZES = (1e-9, 0.2, 0.25, 0.3, 0.5, 0.55, 0.65, 0.7, 0.75, 0.9, 1.0)
+
+
+def difference(shares: np.ndarray, size: float) -> float:
+    return float(shares @ (KINDS[:, 1] >= size) - shares @ (KINDS[:, 0] >= size))
+
+
+def misses(found: CurveDifference, shares: np.ndarray) -> bool:
+    for size in SIZES:
+        cell = int(np.searchsorted(found.knots[1:], size))
+        true = difference(shares, size)
+        if not found.low[cell] - 1e-12 <= true <= found.high[cell] + 1e-12:
+            return True
+    return False
+
+
+def test_no_size_is_missed_more_often_than_allowed() -> None:
+    """Exact: every outcome of 7 inputs of four kinds, at many populations."""
+    inputs, cells, error = 7, 2, 0.4
+    counts = [c for c in itertools.product(range(inputs + 1), repeat=4) if sum(c) == inputs]
+    found = []
+    for count in counts:
+        first, second = np.repeat(KINDS, count, axis=0).T
+        found.append(curve_difference(first, second, 1.0, error, cells))
+    worst = 0.0
+    grid = [s for s in itertools.product((0.0, 0.1, 0.5, 0.9), repeat=3) if sum(s) <= 1]
+    for shares in (np.array([*s, max(0.0, 1 - sum(s))]) for s in grid):
+        wrong = [misses(each, shares) for each in found]
+        worst = max(worst, float(stats.multinomial.pmf(counts, inputs, shares)[wrong].sum()))
+    assert error / 50 < worst <= error  # conservative, but not vacuous
+
+
+def test_each_bound_is_made_of_exact_binomial_ones() -> None:
+    rng = np.random.default_rng(1)
+    first, second = rng.uniform(-0.2, 0.8, (2, 400))
+    found = curve_difference(first, second, 0.5, 0.05, 4)
+    level = 0.05 / 8
+    for cell, (a, b) in enumerate(itertools.pairwise(np.linspace(0, 0.5, 5))):
+        for ours, theirs, bound in (
+            (second >= b, first > a, found.low[cell]),
+            (first >= b, second > a, -found.high[cell]),
+        ):
+            won, lost = int((ours & ~theirs).sum()), int((theirs & ~ours).sum())
+            share = stats.binomtest(won + lost, 400).proportion_ci(1 - 0.1 * level, "exact")
+            split = stats.beta.ppf(0.9 * level, won, lost + 1)
+            worst = 2 * split - 1
+            assert bound == pytest.approx(worst * (share.high if worst < 0 else share.low))
+
+
+def test_who_is_better_where() -> None:
+    # The later run certifies 300 inputs up to 0.4 where the first does up to 0.1; of 200 others
+    # the first certifies up to 0.9, the later none.
+    first = np.array([0.1] * 300 + [0.9] * 200 + [-1.0] * 100)
+    second = np.array([0.4] * 300 + [-1.0] * 200 + [-1.0] * 100)
+    found = curve_difference(first, second, 1.0, cells=20)
+    assert found.ahead == [pytest.approx((0.1, 0.4))]
+    assert found.behind == [pytest.approx((0.0, 0.1)), pytest.approx((0.4, 0.9))]
+    back = curve_difference(second, first, 1.0, cells=20)
+    assert back.ahead == found.behind and back.behind == found.ahead
+    assert (back.low == -found.high).all()
+    alike = curve_difference(first, first, 1.0)
+    assert alike.ahead == [] and alike.behind == []
+
+
+def test_many_cells_cost_little() -> None:
+    rng = np.random.default_rng(2)
+    first = rng.uniform(0, 1, 1000)
+    second = np.clip(first + 0.2, 0, 1)
+    few, many = (curve_difference(first, second, 1.0, cells=cells) for cells in (4, 64))
+    assert not few.ahead or few.low.max() < many.low.max()
+    ((above, upto),) = many.ahead
+    assert above < 0.25 and upto > 0.95

@@ -1,0 +1,236 @@
+"""Randomised Clopper-Pearson and betting: errors by exact sums, bounds against exact oracles."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from scipy import optimize, special, stats
+
+from dpdist import models
+from dpdist.base.binomial import clopper_pearson_lower, randomised_lower
+from dpdist.base.errors import UserError
+from dpdist.certification import betting, job, reading
+from dpdist.certification.betting import ENDS, at_ends, lower_bound, one_score_bound, score_bounds
+from dpdist.certification.betting_scores import BettingScores
+from dpdist.certification.catalogue import settings_of
+from dpdist.certification.expected_score_bounds import (
+    SCORE_UNIT,
+    score_bounds_bernstein,
+    score_bounds_hoeffding,
+)
+from dpdist.certification.randomised import LEAST, Randomised
+from dpdist.certification.rebound import merge, rebound
+from dpdist.certification.scores import ExpectedScores
+
+# ---- randomised Clopper-Pearson
+
+
+@pytest.mark.parametrize("alpha", [0.05, 0.001])
+@pytest.mark.parametrize("p", [0.8, 0.99])
+def test_the_randomised_error_is_alpha_to_the_last_bit(p: float, alpha: float) -> None:
+    """Exact: over all counts, and all u, of which each count's largest wrong one is found."""
+    n, wrong, capped, plain = 20, 0.0, 0.0, 0.0
+    for k in range(n + 1):
+        chance = stats.binom.pmf(k, n, p)
+        plain += chance * (clopper_pearson_lower(k, n, alpha) > p)
+        if randomised_lower(k, n, alpha, 1e-12) <= p:
+            continue
+        most = 1.0
+        if randomised_lower(k, n, alpha, 1.0) <= p:
+            most = optimize.bisect(
+                lambda u, k=k: randomised_lower(k, n, alpha, u) - p, 1e-12, 1.0, xtol=1e-10
+            )
+        wrong += chance * most
+        capped += chance * (most if most >= LEAST else 0.0)
+    assert wrong == pytest.approx(alpha, rel=1e-5)
+    assert plain <= capped <= alpha * (1 + 1e-9)
+
+
+def test_randomised_bounds_solve_their_equation() -> None:
+    for k, n, alpha, u in itertools.product(
+        (0, 1, 500, 990, 1000), (1000,), (0.05, 1e-6), (0.1, 0.7)
+    ):
+        found = randomised_lower(k, n, alpha, u)
+        chance = stats.binom.sf(k, n, found) + u * stats.binom.pmf(k, n, found)
+        if k or u > alpha:
+            assert chance == pytest.approx(alpha, rel=1e-6) or found == 0
+        low = float(clopper_pearson_lower(k, n, alpha))
+        assert found >= low * (1 - 1e-12)
+    assert randomised_lower(700, 1000, 0.01, 1.0) == clopper_pearson_lower(700, 1000, 0.01)
+    assert randomised_lower(1000, 1000, 0.01, 0.5) == pytest.approx(0.02 ** (1 / 1000), rel=1e-12)
+    with pytest.raises(ValueError, match="u must"):
+        randomised_lower(1, 2, 0.1, 0.0)
+
+
+class Data:
+    classes, fingerprint, count = 3, "fake", 6
+
+    @property
+    def labels(self) -> np.ndarray:
+        return np.arange(self.count) % self.classes
+
+    def batch(self, indices: np.ndarray | slice) -> torch.Tensor:
+        rng = np.random.default_rng(0)
+        return torch.from_numpy(rng.random((self.count, 1, 6, 6), dtype=np.float32)[indices])
+
+
+def folder_of(path: Path, noisy: bool) -> Path:
+    spec = models.ModelSpec("small-cnn", (1, 6, 6), 3, {"width": 4}, hidden_noise=noisy)
+    module = models.initialise(models.ModelSpec("small-cnn", (1, 6, 6), 3, {"width": 4}), 3)
+    if noisy:
+        split = models.require_split(module)
+        models.attach_noise(module, torch.full(split.hidden_shape((1, 6, 6)), 0.3))
+    models.save(module, spec, path)
+    return path
+
+
+def test_a_randomised_table_keeps_what_it_was_made_of(here: None, tmp_path: Path) -> None:
+    settings = settings_of(
+        {"sigma": 0.5, "n": 1130, "n0": 50, "batch": 100, "seed": "5", "form": "eager"}
+    )
+    model = folder_of(tmp_path / "model", noisy=False)
+    plain = job.certify(model, Data(), settings, tmp_path / "plain", actors=1)
+    kind = settings_of({**settings.model_dump(), "mode": "randomised"})
+    assert type(kind) is Randomised and kind.folder_name.startswith("sigma-0.5-randomised")
+    table = job.certify(model, Data(), kind, tmp_path / "r", actors=1)
+    again = job.certify(model, Data(), kind, tmp_path / "r2", actors=2, chunk_seconds=1e-3)
+    assert table.equals(again, check_metadata=True)
+    # The same draws, each bound by its own keyed number.
+    assert table["k"].equals(plain["k"]) and len(set(table["u"].to_pylist())) > 1
+    for row in table.to_pylist():
+        expected = randomised_lower(row["k"], row["n"], 0.001, row["u"])
+        assert row["p_lower"] == expected >= clopper_pearson_lower(row["k"], row["n"], 0.001)
+        assert LEAST <= row["u"] <= 1
+    found = reading.read(tmp_path / "r" / job.TABLE)
+    other = rebound(found.table, 0.01)
+    assert other["p_lower"].to_pylist() == [
+        randomised_lower(row["k"], row["n"], 0.01, row["u"]) for row in table.to_pylist()
+    ]
+    assert merge([table]).num_rows == 6
+    with pytest.raises(UserError, match="'u' must lie"):
+        broken = table.set_column(
+            table.schema.get_field_index("u"), table.schema.field("u"), pa.array([0.0] * 6)
+        )
+        Randomised.check(broken, "x")
+    with pytest.raises(UserError, match=r"below 0\.1 when mode is randomised"):
+        settings_of({"sigma": 0.5, "mode": "randomised", "alpha": 0.2})
+
+
+# ---- betting
+
+
+def test_betting_errs_no_more_often_than_allowed() -> None:
+    """Exact: scores 0, 1/2 and 1, every outcome of 14 draws, at many means."""
+    n, scores, alpha = 14, np.array([0.0, 0.5, 1.0]), 0.1
+    counts = [(a, b, n - a - b) for a in range(n + 1) for b in range(n + 1 - a)]
+    bounds = np.array([lower_bound(np.array(c), scores, alpha) for c in counts])
+    worst = 0.0
+    for shares in ((0.5, 0.0, 0.5), (0.1, 0.0, 0.9), (0.02, 0.0, 0.98), (0.1, 0.8, 0.1),
+                   (0.0, 0.5, 0.5), (0.3, 0.3, 0.4), (0.9, 0.08, 0.02)):  # fmt: skip
+        mean = float(np.array(shares) @ scores)
+        chance = stats.multinomial.pmf(counts, n, shares)
+        worst = max(worst, float(chance[bounds > mean].sum()))
+    assert alpha / 20 < worst <= alpha
+
+
+def test_the_bound_is_where_the_capital_is_one_over_alpha() -> None:
+    rng = np.random.default_rng(0)
+    scores, alpha = np.linspace(0, 1, 40), 0.003
+    counts = np.bincount(rng.integers(25, 40, 150), minlength=40)
+
+    def capital(mean: float) -> float:
+        stakes = special.expit(np.linspace(-9, 7, 48))
+        draws = np.repeat(scores, counts)
+        return float(np.mean(np.prod(1 - stakes[:, None] * (1 - draws / mean), axis=1)))
+
+    expected = optimize.brentq(lambda m: math.log(capital(m) * alpha), 0.5, 0.999)
+    found = lower_bound(counts, scores, alpha)
+    assert found == pytest.approx(expected, rel=1e-9) and found <= expected
+    assert lower_bound(np.zeros(5, np.int64), scores[:5], 0.1) == 0
+    assert lower_bound(np.array([40]), np.array([0.0]), 0.1) == 0
+
+
+def test_bins_state_no_more_than_the_scores_themselves() -> None:
+    rng = np.random.default_rng(3)
+    scores = (special.softmax(rng.normal(0, 3, (300, 4)), 1) * SCORE_UNIT).astype(np.int64)
+    scores[0], scores[1] = (0, SCORE_UNIT, 1, SCORE_UNIT - 1), ENDS[[5, 20, 40, 50]]
+    counts, excess = betting.binned(scores)
+    assert counts.shape == excess.shape == (4, betting.BINS) and (counts.sum(1) == 300).all()
+    weights = at_ends(counts, excess)
+    assert (weights >= 0).all() and weights.sum(1) == pytest.approx(np.full(4, 300.0))
+    assert weights @ ENDS == pytest.approx(scores.sum(0), rel=1e-12)
+    found = score_bounds(counts, excess, 0.95)
+    for k in range(4):
+        values, often = np.unique(scores[:, k] / SCORE_UNIT, return_counts=True)
+        for bound, exact in (
+            (found.lower[k], lower_bound(often, values, 0.05 / 8)),
+            (1 - found.upper[k], lower_bound(often, 1 - values, 0.05 / 8)),
+        ):
+            assert exact * 0.98 < bound <= exact + 1e-12
+
+
+def test_betting_is_tighter_where_scores_vary_little() -> None:
+    """Of a sure answer: mean score .99. Both sides of ten classes at 5 %."""
+    rng = np.random.default_rng(1)
+    gaps = {}
+    for n in (1000, 20_000):
+        logits = rng.normal(0, 1, (n, 10)) + np.array([7.0] + [0.0] * 9)
+        scores = (special.softmax(logits, 1) * SCORE_UNIT).astype(np.int64)
+        sums, squares = scores.sum(0), (scores.astype(float) ** 2).sum(0)
+        bets = score_bounds(*betting.binned(scores), 0.95)
+        one = one_score_bound(*betting.binned(scores), 0, 0.95)
+        hoeffding = score_bounds_hoeffding(sums / SCORE_UNIT, n, 0.95)
+        bernstein = score_bounds_bernstein(sums / SCORE_UNIT, squares / SCORE_UNIT**2, n, 0.95)
+        means = sums / SCORE_UNIT / n
+        assert (bets.lower <= means).all() and (means <= bets.upper).all()
+        assert one.p_a > bets.p_a > max(hoeffding.p_a, bernstein.p_a)
+        assert one.p_b == pytest.approx(1 - one.p_a)
+        assert bets.p_b < min(hoeffding.p_b, bernstein.p_b)
+        gaps[n] = [means[0] - found.p_a for found in (bets, bernstein, hoeffding)]
+    assert gaps[1000][0] < gaps[1000][1] / 2 < gaps[1000][2] / 2
+
+
+def test_a_table_of_bets(here: None, tmp_path: Path) -> None:
+    model = folder_of(tmp_path / "model", noisy=True)
+    section = {"n": 1130, "n0": 50, "alpha": 0.05, "batch": 100, "seed": "5", "form": "eager"}
+    plain = job.certify(model, Data(), settings_of(section), tmp_path / "plain", actors=1)
+    for one_sided in (False, True):
+        settings = settings_of({**section, "bound": "betting", "one_sided": one_sided})
+        assert type(settings) is BettingScores
+        home = tmp_path / settings.folder_name
+        table = job.certify(model, Data(), settings, home, actors=1)
+        again = job.certify(model, Data(), settings, tmp_path / f"{one_sided}", actors=3,
+                            chunk_seconds=1e-3)  # fmt: skip
+        assert table.equals(again, check_metadata=True)
+        assert table["sums"].equals(plain["sums"]) and table["selected"].equals(plain["selected"])
+        for row in table.to_pylist():
+            bins = [np.reshape(row[name], (3, -1)) for name in ("bins", "excess")]
+            assert (bins[0] @ ENDS[:-1] + bins[1].sum(1)).tolist() == row["sums"]
+            made = score_bounds(*bins, 0.95)
+            if one_sided:
+                made = one_score_bound(*bins, row["selected"], 0.95)
+            assert (row["p_lower"], row["p_upper"]) == (made.p_a, made.p_b)
+        found = reading.read(home / job.TABLE)
+        assert found.terms["one_sided"] is one_sided
+        looser = rebound(found.table, 0.2)
+        assert (looser["p_lower"].to_numpy() > table["p_lower"].to_numpy()).all()
+        again_by, _ = found.kind.again(found, "linf", 100)
+        assert (again_by.one_sided, again_by.norm) == (one_sided, "linf")
+        bad = table.to_pylist()
+        bad[0]["bins"][3] += 1
+        with pytest.raises(UserError, match="not of its draws"):
+            BettingScores.check(pa.Table.from_pylist(bad, schema=table.schema), "x")
+
+
+def test_only_betting_has_one_side() -> None:
+    with pytest.raises(UserError, match="one_sided"):
+        settings_of({"one_sided": True})
+    assert type(settings_of({"one_sided": False})) is ExpectedScores
+    with pytest.raises(UserError, match="bound"):
+        settings_of({"sigma": 0.5, "bound": "betting"})
