@@ -11,19 +11,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from dpdist import bulk
 from dpdist.bulk.job import Book, Cut, Item, Piece, Row, Task
-from dpdist.certification import decision
+from dpdist.certification import decided
 from dpdist.certification.certificate import sample
-from dpdist.certification.decision import Decision
 from dpdist.certification.job import Certification, Data
 from dpdist.certification.set_level import OPEN, Judge, LabelTest
 from dpdist.certification.worker import Assignment, sampler_of
+
+if TYPE_CHECKING:
+    from dpdist.certification.decision import Decision
 
 _ORDER = "order"  # the stage of the keys by which inputs are sorted
 _AHEAD = 4  # visits that an actor is given beyond the ones it does
@@ -126,15 +128,15 @@ class Testing(Task):
 class Deciding(Certification):
     """Of one question."""
 
-    file, key, columns = decision.TABLE, decision.KEY, decision.COLUMNS
-    schema, order = decision.SCHEMA, ("place",)
+    file, key, columns = decided.TABLE, decided.KEY, decided.COLUMNS
+    schema, order = decided.SCHEMA, ("place",)
 
     def __init__(
         self, asked: Decision, model_folder: Path, dataset: Data, trusted_factory: str | None
     ) -> None:
         super().__init__(model_folder, dataset, asked.certificate, trusted_factory)
         self.kind = bulk.Kind("decision", "deciding", frozenset({"sensitivity", "radii"}))
-        self.schema = decision.SCHEMA
+        self.schema = decided.SCHEMA
         self._asked, assignment = asked, self._assignment
         source = replace(assignment.source, purpose="decide")
         self._assignment = replace(assignment, source=source)
@@ -150,7 +152,7 @@ class Deciding(Certification):
         place: Any = assignment.place  # that of votes
         test = LabelTest(place.certified, asked.radius, judge.sides)
         order = sorted(self._indices, key=lambda index: assignment.source.key(index, _ORDER, 0))
-        rounds = decision.caps(asked.certificate.n, assignment.executed.batch)
+        rounds = decided.caps(asked.certificate.n, assignment.executed.batch)
         return Testing((assignment, test), self._dataset, order, rounds, judge)
 
     def finish(self, book: Book, output: Path) -> list[Row]:

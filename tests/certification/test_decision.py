@@ -21,8 +21,9 @@ from dpdist.base.errors import UserError
 from dpdist.bulk import job as bulk_job
 from dpdist.certification.catalogue import settings_of
 from dpdist.certification.cohen import Cohen
+from dpdist.certification.decided import KEY, TABLE, caps, read_decision, replayed
 from dpdist.certification.deciding import Deciding
-from dpdist.certification.decision import KEY, TABLE, Decision, caps, read_decision, replayed
+from dpdist.certification.decision import Decision
 from dpdist.certification.noises import Gaussian
 from dpdist.certification.set_level import (
     FAILS,
