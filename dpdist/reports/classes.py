@@ -31,9 +31,9 @@ def by_class(facts: Facts) -> tuple[list[str], list[list[str]]]:
         ]
     if len(header) == 1 or count > _MOST:
         return [], []
-    rows = []
+    rows, names = [], facts.recipe.data.class_names
     for label in range(count):
-        row = [str(label)]
+        row = [names[label] if label < len(names) else str(label)]
         if plain:
             inputs, right = plain[label] if label < len(plain) else (0, 0)
             row += [f"{inputs:,}", *_share(right, inputs)]

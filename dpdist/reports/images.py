@@ -35,17 +35,13 @@ class Images(Protocol):
 
 @dataclass(frozen=True)
 class Shown:
-    """One input: its picture, its label, and what became of it."""
+    """One input: its picture, the name of its class, and what became of it."""
 
     index: int
-    label: int
-    prediction: int
+    label: str
+    answer: str
     radius: float
     png: bytes
-
-    @property
-    def answer(self) -> str:
-        return "no answer" if self.prediction == ABSTAIN else f"answer {self.prediction}"
 
 
 def allowed(folder: RunFolder, asked: bool | None, built_in: bool) -> bool:
@@ -61,8 +57,11 @@ def allowed(folder: RunFolder, asked: bool | None, built_in: bool) -> bool:
         return built_in
 
 
-def picked(tables: Sequence[CertificateTable], images: Images) -> list[tuple[str, list[Shown]]]:
-    """Title and inputs of each row of images: from the first table that is of this data."""
+def picked(
+    tables: Sequence[CertificateTable], images: Images, names: Sequence[str]
+) -> list[tuple[str, list[Shown]]]:
+    """Title and inputs of each row of images: from the first table that is of this data. names: of
+    the classes."""
     table = next((t for t in tables if t.about.get("data") == images.fingerprint), None)
     if table is None:
         return []
@@ -76,15 +75,17 @@ def picked(tables: Sequence[CertificateTable], images: Images) -> list[tuple[str
         ("Wrong, the surest first", firm[:_EACH]),
         ("Not answered", np.flatnonzero(table.prediction == ABSTAIN)[:_EACH]),
     ]
-    return [(title, [_shown(table, int(row), images) for row in found]) for title, found in rows]
+    return [(title, [_shown(table, int(row), images, names) for row in found])
+            for title, found in rows]  # fmt: skip
 
 
-def _shown(table: CertificateTable, row: int, images: Images) -> Shown:
-    index = int(table.index[row])
-    return Shown(
-        index,
-        int(table.label[row]),
-        int(table.prediction[row]),
-        float(table.radius[row]),
-        images.png(index),
+def _shown(table: CertificateTable, row: int, images: Images, names: Sequence[str]) -> Shown:
+    index, label, answer = (
+        int(column[row]) for column in (table.index, table.label, table.prediction)
     )
+
+    def name(number: int) -> str:
+        return names[number] if number < len(names) else str(number)
+
+    said = "no answer" if answer == ABSTAIN else f"answer {name(answer)}"
+    return Shown(index, name(label), said, float(table.radius[row]), images.png(index))

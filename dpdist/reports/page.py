@@ -267,7 +267,10 @@ def _images(facts: Facts, images: Images | str) -> dict[str, Any]:
         return {"rows": [], "why": None}
     if isinstance(images, str):
         return {"rows": [], "why": images}
-    return {"rows": picked(facts.tables, images), "why": "the certificates are of other data"}
+    return {
+        "rows": picked(facts.tables, images, facts.recipe.data.class_names),
+        "why": "the certificates are of other data",
+    }
 
 
 def _table(table: CertificateTable, folder: RunFolder) -> dict[str, object]:

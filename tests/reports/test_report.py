@@ -44,6 +44,7 @@ from dpdist.training.records import evaluation_data, source_of
 
 HOSTILE = "<img src=x onerror=alert(1)> & 'more'"
 VOID = {"meta", "img", "br", "circle", "rect", "polygon", "path"}
+NAMES = [*"abcdefgh", "<i>", "j"]  # of the classes
 WRONG, ABSTAINS, INPUTS = {4, 9, 14}, {6, 13}, 30
 
 
@@ -105,7 +106,7 @@ def certify(run: RunFolder, name: str = "mine", data: str | None = None) -> None
 def run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     recipe, run = make(
         tmp_path_factory.mktemp("runs"), HOSTILE, data__max_train=40, training__batch_size=40,
-        training__steps=3, model="linear", privacy__run_key=None,
+        training__steps=3, model="linear", privacy__run_key=None, data__names=NAMES,
     )  # fmt: skip
     train(recipe, run)
     pipeline.evaluate_stage(recipe, run)
@@ -169,7 +170,7 @@ def test_the_page_is_whole_and_open_to_everybody(run: RunFolder) -> None:
     ):  # fmt: skip
         assert word in shown, word
     # The folder's name is somebody's text, and is only ever shown.
-    assert HOSTILE in shown and "<img src=x" not in text
+    assert HOSTILE in shown and "<img src=x" not in text and "<i>" not in text
     assert text.index("verdict") < text.index("<nav") and text.count("<svg") == 2
     drawn = ElementTree.parse(run.report.with_name("certified_accuracy.svg")).getroot()
     assert len(drawn.findall("{*}svg")) == 1 and HOSTILE.split()[0] in " ".join(drawn.itertext())
@@ -205,12 +206,14 @@ def test_images_are_test_inputs_and_shown_where_somebody_said_so(
     recipe = run.read_recipe()
     images = split_images(recipe)
     assert isinstance(images, SplitImages)
-    rows = dict(picked(read_facts(run).tables, images))
+    rows = dict(picked(read_facts(run).tables, images, NAMES))
     least, most, wrong, silent = rows.values()
     assert {it.index for it in wrong} == WRONG and {it.index for it in silent} == ABSTAINS
     assert all(a.radius <= b.radius for a, b in itertools.pairwise(least))
     assert most[0].index == 0 and least[0].radius < most[0].radius
     test = evaluation_data(recipe, source_of(recipe))
+    assert wrong[0].label == NAMES[int(test.labels[wrong[0].index])]
+    assert wrong[0].answer == f"answer {NAMES[(int(test.labels[wrong[0].index]) + 1) % 10]}"
     pixels = np.asarray(Image.open(io.BytesIO(wrong[0].png)))
     assert (pixels == test.inputs[wrong[0].index, 0]).all()
     text = run.report.read_text()
@@ -218,7 +221,7 @@ def test_images_are_test_inputs_and_shown_where_somebody_said_so(
     every = [it.png for row in rows.values() for it in row]
     assert found == every and len(Page(text).all("img")) == len(every)
     # Of other data an index names another input.
-    assert picked(read_facts(run).tables, SplitImages(test.first(20))) == []
+    assert picked(read_facts(run).tables, SplitImages(test.first(20)), NAMES) == []
     with pytest.raises(UserError, match="has 358 inputs, no 358"):
         images.png(358)
     # Built-in data are public; of one's own nothing is shown before it is asked for, and then on.
