@@ -81,3 +81,19 @@ def test_every_path_is_absolute_once_read(changed, count, tmp_path, monkeypatch)
 def test_what_does_not_fit_is_told(section, changed, said):
     with pytest.raises(UserError, match=said):
         parse({**RECIPE, section: {**RECIPE[section], **changed}}, "test")
+
+
+def test_classes_have_names_and_numbers():
+    def data(**more):
+        return parse({**RECIPE, "data": {"name": "mine", "root": "data", **more}}, "test").data
+
+    assert data(names=["a", "b", "c"]).classes == 3
+    assert data(names=["a", "b", "c"], labels=[2, 0]).class_names == ["c", "a"]
+    assert data(classes=2).class_names == ["0", "1"]
+    assert data(columns={"features": "mean_*"}).columns.features == ["mean_*"]
+    for names, classes in ((["a", "b"], 3), (["a", "a"], 2)):
+        said = rf"data.names: one for each of the {classes} classes, all different"
+        with pytest.raises(UserError, match=said):
+            data(names=names, classes=classes)
+    named = parse({**RECIPE, "data": {"name": "mine", "root": "data", "names": ["a", "b"]}}, "test")
+    assert "data.names" not in named.of_model  # a model does not depend on what classes are called

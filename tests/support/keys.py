@@ -17,6 +17,11 @@ import pytest
 from dpdist.gradients import perturbations
 from dpdist.randomness import keys
 from dpdist.randomness.units import UnitSource
+from dpdist.training import answering, canaries, loop, public_training, teachers
+from dpdist.tuning import scoring
+
+# Loaded with the work, after a recorder may have begun: wrapped like all others.
+LATE = (answering, canaries, loop, public_training, teachers, scoring)
 
 
 @dataclass(frozen=True)
