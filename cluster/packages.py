@@ -15,7 +15,7 @@ from pathlib import Path
 
 from dpdist.base.errors import ClusterError
 
-LIBRARIES = ("torch", "ray", "numpy", "scipy", "dp-accounting")
+LIBRARIES = ("torch", "ray", "numpy", "scipy", "dp-accounting", "transformers", "peft")
 
 
 def fingerprint(packages: Sequence[str]) -> dict[str, str]:

@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
+from support.extras import needs_hf
 from support.here import without_ray
 
 from dpdist import data, models
@@ -30,13 +31,16 @@ TOKENS = {"reddit-next-word": 20}
 
 def make_up(root, section) -> None:
     """Parquet files that look like the recipe's data."""
-    write(root, section.name, section.classes, section.columns)
+    text = section.text and section.text.column
+    write(root, section.name, section.classes, section.columns, text)
 
 
-def write(root, name, classes, columns) -> None:
+def write(root, name, classes, columns, text=None) -> None:
     rng = np.random.default_rng(list(name.encode()))  # no record of one is in another
     labels = rng.integers(0, classes, 2 * RECORDS)
-    if name in SIDES:
+    if text is not None:
+        rows = [f"letter {number} of {labels[number]}" for number in range(2 * RECORDS)]
+    elif name in SIDES:
         rows = []
         for _ in range(2 * RECORDS):
             buffer = io.BytesIO()
@@ -48,7 +52,7 @@ def write(root, name, classes, columns) -> None:
         rows = tokens.astype(np.float32).tolist()
     else:
         rows = rng.random((2 * RECORDS, FEATURES[name]), dtype=np.float32).tolist()
-    column = columns.features[0] if columns.features else columns.image
+    column = text or (columns.features[0] if columns.features else columns.image)
     (root / name).mkdir(parents=True)
     for split, half in (("train", slice(RECORDS)), ("test", slice(RECORDS, None))):
         table = pa.table({column: rows[half], columns.label: labels[half]})
@@ -70,6 +74,8 @@ PATHS = [
 @pytest.mark.parametrize("path", PATHS)
 def test_recipe_trains(path, tmp_path, monkeypatch):
     recipe = load(path)
+    if recipe.model.name == "transformer":
+        needs_hf()
     small = {
         "training.batch_size": 4,
         "training.steps": 2,

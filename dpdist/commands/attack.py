@@ -20,6 +20,7 @@ from dpdist.commands.options import (
     Runs,
     Start,
     kind,
+    need_numbers,
     numbers,
 )
 
@@ -97,6 +98,7 @@ def command(
     folder = open_run(run, runs)
     folder.require_trained()
     recipe = resolve(folder.read_recipe(), data_root=data_root)
+    need_numbers(recipe, "attack")
     given: dict[str, Any] = {
         "steps": steps, "restarts": restarts, "step_scale": step_scale, "draws": draws,
         "start": start, "every": every, "max_inputs": max_inputs, "seed": seed,

@@ -23,6 +23,7 @@ from dpdist.commands.options import (
     Start,
     file_path,
     kind,
+    need_numbers,
     numbers,
     smoothing,
 )
@@ -236,6 +237,7 @@ def _asked(folder: RunFolder, given: dict[str, Any], data_root: Path | None) -> 
 
     folder.require_trained()
     recipe = resolve(folder.read_recipe(), data_root=data_root)
+    need_numbers(recipe, "certify")
     settings: dict[str, Any] = {}
     if recipe.certify is not None:
         settings = recipe.certify.model_dump()

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from dpdist.runs.folder import RunFolder
+    from dpdist.runs.recipe import Recipe
 
 Check = Callable[[typer.CallbackParam, Any], Any]  # of typer: callback
 
@@ -195,6 +196,12 @@ Output = Annotated[
 
 PICTURE = file_path(".png", ".pdf", ".svg")
 RUNS = Path("runs")
+
+
+def need_numbers(recipe: Recipe, command: str) -> None:
+    """Raise UserError where inputs are tokens."""
+    if (why := recipe.data.refused(f"dpdist {command}")) is not None:
+        raise UserError(why)
 
 
 def smoothing(model: nn.Module, sigma: float | None, folder: RunFolder) -> float | None:

@@ -12,7 +12,15 @@ from dpdist.base import console
 from dpdist.base.errors import UserError
 from dpdist.base.fields import Number, Positive, Probability
 from dpdist.base.reading import reason, regular_file
-from dpdist.commands.options import RUNS, RunArgument, Runs, file_path, kind, smoothing
+from dpdist.commands.options import (
+    RUNS,
+    RunArgument,
+    Runs,
+    file_path,
+    kind,
+    need_numbers,
+    smoothing,
+)
 
 if TYPE_CHECKING:
     from dpdist.training.answering import Oracle
@@ -55,6 +63,7 @@ def command(
     for path in images:
         regular_file(path)
     recipe = folder.read_recipe()
+    need_numbers(recipe, "predict")
     if recipe.method.withheld is not None:
         if sigma is not None or label_only:
             raise UserError("--sigma, --label-only: of smoothed answers; this run's are paid for")

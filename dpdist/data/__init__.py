@@ -3,12 +3,14 @@
 from dpdist.data.catalog import BUILT_IN, Source, cache_folder, fetch, has, load, split_by_id
 from dpdist.data.dataset import Dataset
 from dpdist.data.parquet import Columns
+from dpdist.data.text import TextColumn
 
 __all__ = [
     "BUILT_IN",
     "Columns",
     "Dataset",
     "Source",
+    "TextColumn",
     "cache_folder",
     "fetch",
     "has",

@@ -69,6 +69,8 @@ def _whole(source: Source, split: str, cache: Path) -> Dataset:
             raise UserError(
                 f"data.classes: {source.name} has {BUILT_IN[source.name]}, got {source.classes}"
             )
+        if source.columns.text is not None:
+            raise UserError(f"data.text: {source.name} are images; leave it out")
         return _digits(split, cache)
     files = split_files(source.root, source.name, source.train if split == "train" else source.test)
     return load_parquet(files, name, source.classes, source.columns, cache, source.names)

@@ -1,7 +1,7 @@
 """Parquet in, memory-mapped arrays out, row group by row group; every complaint names file and row.
 
-Two layouts are read: an image column (bytes, or a struct with a `bytes` field) and a label column;
-or numeric feature columns (or one list column of numbers) and a label column.
+Three layouts are read, each with a label column: an image column (bytes, or a struct with a `bytes`
+field); numeric feature columns (or one list column of numbers); a column of texts (`text.py`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -24,6 +25,7 @@ from dpdist.base.errors import UserError
 from dpdist.base.storage import built_aside, private_folder
 from dpdist.data.dataset import Dataset
 from dpdist.data.images import Inexact, decode
+from dpdist.data.text import TextColumn
 
 _LAYOUT = 4  # of the cache; a new number re-reads everything
 
@@ -32,18 +34,24 @@ _LAYOUT = 4  # of the cache; a new number re-reads everything
 class Columns:
     """Which columns hold the record.
 
-    features: column names, or empty when there is an image column; a pattern (mean_*) stands for
-    all columns that it fits but label and group. group: whom a record belongs to; only the size of
-    the largest group is kept. Raises UserError when a column would be read twice.
+    features: column names, or empty when there is an image column or a text; a pattern (mean_*)
+    stands for all columns that it fits but label and group. group: whom a record belongs to; only
+    the size of the largest group is kept. Raises UserError when a column would be read twice.
     """
 
     image: str = "image"
     label: str = "label"
     features: tuple[str, ...] = ()
     group: str | None = None
+    text: TextColumn | None = None
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The columns that a model sees."""
+        return self.features or (self.image if self.text is None else self.text.column,)
 
     def __post_init__(self) -> None:
-        if self.label in (self.features or (self.image,)):
+        if self.label in self.inputs:
             raise UserError(
                 f"data.columns: the label {self.label!r} is among the features: the model would "
                 "read the answer; take it out"
@@ -126,9 +134,19 @@ def _stamp(
     digest = hashlib.blake2b(digest_size=8)
     described = [[str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns] for f in files]
     named = [names] if names else []
-    about = [_LAYOUT, described, name, classes, asdict(columns), *named]
+    about = [_LAYOUT, described, name, classes, _described(columns), *named]
     digest.update(json.dumps(about).encode())
     return digest.hexdigest()
+
+
+def _described(columns: Columns) -> dict[str, Any]:
+    """What is read of a file, a tokenizer by its content."""
+    named = asdict(columns)
+    if columns.text is None:
+        del named["text"]
+    else:
+        named["text"] = columns.text.described
+    return named
 
 
 def _decode(
@@ -187,7 +205,7 @@ def _open(file: Path) -> pq.ParquetFile:
 
 
 def _tables(file: Path, reader: pq.ParquetFile, columns: Columns) -> Iterator[tuple[int, pa.Table]]:
-    wanted = [*(columns.features or [columns.image]), columns.label]
+    wanted = [*columns.inputs, columns.label]
     if columns.group is not None:
         wanted.append(columns.group)
     schema = reader.schema_arrow
@@ -243,6 +261,9 @@ def _labels(
 
 
 def _inputs(table: pa.Table, file: Path, first_row: int, columns: Columns) -> np.ndarray:
+    if columns.text is not None:
+        texts = table[columns.text.column].combine_chunks()
+        return columns.text.rows(texts, lambda row: f"{file} row {first_row + row}")
     if not columns.features:
         return _images(table[columns.image].combine_chunks(), file, first_row, columns.image)
     if len(columns.features) == 1 and is_list(table[columns.features[0]].type):

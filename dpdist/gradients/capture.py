@@ -52,9 +52,10 @@ def find_layers(model: nn.Module) -> list[Layer]:
     layers: list[Layer] = []
     claimed: set[int] = set()
     for name, module in model.named_modules():
-        own = dict(module.named_parameters(recurse=False))
+        own, holders = _own_parameters(module)
         if id(module) in claimed or not any(id(p) in index for p in own.values()):
             continue
+        claimed.update(id(holder) for holder in holders)
         rule = rule_for(module)
         fallback = rule is None
         if rule is None:
@@ -66,6 +67,20 @@ def find_layers(model: nn.Module) -> list[Layer]:
         names = {local: full_name[id(p)] for local, p in own.items()}
         layers.append(Layer(name or "(the model itself)", module, rule, slots, names, fallback))
     return layers
+
+
+_Holder = nn.ParameterList | nn.ParameterDict  # never called: they are their module's own
+
+
+def _own_parameters(module: nn.Module) -> tuple[dict[str, nn.Parameter], list[nn.Module]]:
+    """By local name, those it holds itself and in lists and dicts; and these."""
+    own = dict(module.named_parameters(recurse=False))
+    holders = [
+        (name, child) for name, child in module.named_children() if isinstance(child, _Holder)
+    ]
+    for name, holder in holders:
+        own |= {f"{name}.{inner}": p for inner, p in holder.named_parameters()}
+    return own, [holder for _, holder in holders]
 
 
 @dataclass
@@ -88,6 +103,8 @@ class _Pass:
             args, kwargs, signals = pytree.tree_map_only(
                 Tensor, _at_least_float32, (args, kwargs, signals)
             )
+            if layer.fallback:  # runs again, with frozen parameters of its own
+                parameters = {name: _at_least_float32(p) for name, p in parameters.items()}
         call = LayerCall(layer.module, args, kwargs, signals, parameters, frozenset(layer.slots))
         self.in_rule = True
         try:

@@ -76,6 +76,7 @@ def self_check(
     try:
         with torch.no_grad():
             wide = copy.deepcopy(model).double()
+            _wake(wide)
         screen = _Screen(wide, objective, make_gradients, _wide(own.inputs), _wide(own.targets))
         return screen.run()
     except UserError:
@@ -167,6 +168,11 @@ class _Screen:
         for group in _groups([parameter.numel() for parameter in self.parameters.values()]):
             expected = _autograd(total_loss, [named[slot][1] for slot in group])
             for slot, grad in zip(group, expected, strict=True):
+                if grad is None:
+                    raise UserError(
+                        f"the loss does not depend on parameter {named[slot][0]}: it would get "
+                        "noise and learn nothing; freeze it (requires_grad_(False)) or use it"
+                    )
                 total = _one_sum(gradients[slot], grad, slice(None), len(inputs))
                 size, difference = float(grad.norm()), float((total - grad).norm())
                 finite = finite and math.isfinite(size)
@@ -228,6 +234,15 @@ def _one_sum(gradient: PerExampleGradient, like: Tensor, keep: slice, count: int
     return total
 
 
+def _wake(model: nn.Module) -> None:
+    """Give what begins at zero other values: the zero factor of a product (an adapter's second one)
+    would hide whether the first one's gradient is followed."""
+    for parameter in model.parameters():
+        if parameter.requires_grad and not parameter.any():
+            places = torch.arange(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
+            parameter.copy_(0.1 * places.cos().view_as(parameter))
+
+
 def _wide(tensor: Tensor) -> Tensor:
     return tensor.double() if tensor.is_floating_point() else tensor
 
@@ -267,14 +282,10 @@ def _reaches(others: Tensor) -> bool:
     return bool(torch.any(others.isfinite() & (others != 0)))
 
 
-def _autograd(loss: Tensor, parameters: list[nn.Parameter]) -> list[Tensor]:
-    grads: Sequence[Tensor | None] = [None] * len(parameters)
-    if loss.requires_grad:
-        grads = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
-    return [
-        torch.zeros_like(parameter) if grad is None else grad
-        for parameter, grad in zip(parameters, grads, strict=True)
-    ]
+def _autograd(loss: Tensor, parameters: list[nn.Parameter]) -> Sequence[Tensor | None]:
+    if not loss.requires_grad:
+        return [None] * len(parameters)
+    return torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
 
 
 def _random_state(device: torch.device) -> Tensor:

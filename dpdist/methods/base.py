@@ -188,6 +188,11 @@ class Method(Section):
         return False
 
     @property
+    def takes_tokens(self) -> bool:
+        """Whether a record may be tokens (data.text): to these nothing can be added."""
+        return False
+
+    @property
     def stepwise(self) -> bool:
         """Whether the plan's steps are sums of clipped gradients, as audits take them apart."""
         return True

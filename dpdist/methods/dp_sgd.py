@@ -23,6 +23,10 @@ class DPSGD(Method):
     known_as: ClassVar[str] = "DP-SGD"
     gradient_scale: Positive = 1.0
 
+    @property
+    def takes_tokens(self) -> bool:
+        return True
+
     def perturbation(self, step: StepPlan, learning_rate: float, fixed: Fixed) -> Draws:
         from dpdist.gradients.perturbations import Draws
 

@@ -46,6 +46,10 @@ class DPlis(Method):
     per_example: bool = False
     sigma: PositiveOrZero = 0.0
 
+    @property
+    def takes_tokens(self) -> bool:
+        return not self.sigma
+
     def perturbation(self, step: StepPlan, learning_rate: float, fixed: Fixed) -> Draws:
         from dpdist.gradients.perturbations import ParameterDraws
 

@@ -5,6 +5,7 @@ Names and descriptions are read without torch; what makes or holds a module load
 
 from typing import TYPE_CHECKING, Any
 
+from dpdist.models.base_folder import is_base, with_config
 from dpdist.models.catalogue import ZOO, check_name
 from dpdist.models.spec import CLASSIFIER, DENOISER, BlockNoise, ModelSpec, model_hash, read_spec
 
@@ -42,6 +43,7 @@ __all__ = [
     "check_name",
     "check_outputs",
     "initialise",
+    "is_base",
     "last_linear",
     "load",
     "load_weights",
@@ -53,6 +55,7 @@ __all__ = [
     "residual_blocks",
     "save",
     "split_first",
+    "with_config",
 ]
 _WITH_TORCH = {
     "company": ("mixing",),

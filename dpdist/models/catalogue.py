@@ -25,6 +25,7 @@ ZOO: Mapping[str, str] = {
     "patches": "patches:patches",
     "scattering": "scattering:scattering",
     "torchvision": "torchvision_zoo:torchvision_classifier",
+    "transformer": "transformer:transformer",
 }
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from dpdist.base.errors import UserError
 from dpdist.base.reading import read_bytes
 from dpdist.base.storage import write_atomic, write_json
+from dpdist.models.base_folder import is_base, load_base
 from dpdist.models.catalogue import ZOO, factory_of
 from dpdist.models.hidden import attach_block_noise, attach_silence, drop_noise
 from dpdist.models.normalised import Normalised
@@ -81,19 +82,22 @@ def check_denoiser(module: nn.Module, spec: ModelSpec) -> None:
         )
 
 
-_MOST_PARAMETERS = 2**30
+_MOST_PARAMETERS = 2**33
 _MOST_SIZE = 2**16  # of a width, a depth, ...
+_MOST_TOKENS = 2**20  # of a vocabulary, a number in it, and positions
+_OF_TOKENS = ("vocab", "token_id", "position")
 
 
 def _check_size(spec: ModelSpec, factory: Callable[..., nn.Module]) -> None:
     """Raise UserError for a network of the zoo that no memory would hold, before making it."""
-    values = list(spec.options.values())
+    values = list(spec.options.items())
     while values:
-        value = values.pop()
-        values += value.values() if isinstance(value, dict) else ()
-        values += value if isinstance(value, list | tuple) else ()
-        if isinstance(value, int) and abs(value) > _MOST_SIZE:
-            raise UserError(f"model.options: sizes must be <= {_MOST_SIZE:,}, got {value}")
+        name, value = values.pop()
+        values += value.items() if isinstance(value, dict) else ()
+        values += [(name, each) for each in value] if isinstance(value, list | tuple) else []
+        most = _MOST_TOKENS if any(word in str(name) for word in _OF_TOKENS) else _MOST_SIZE
+        if isinstance(value, int) and abs(value) > most:
+            raise UserError(f"model.options: sizes must be <= {most:,}, got {value}")
     with torch.device("meta"), torch.random.fork_rng(devices=[]):  # shapes alone, no memory
         sketch = factory(tuple(spec.input_shape), spec.classes, **spec.options)
     numbers = sum(parameter.numel() for parameter in sketch.parameters())
@@ -161,11 +165,15 @@ def initialise(spec: ModelSpec, seed: int) -> nn.Module:
 
 
 def load_weights(module: nn.Module, folder: Path, part: str | None = None) -> None:
-    """Copy the weights saved in `folder` into a module of the same shape (public pre-training).
+    """Copy the weights saved in `folder` into a module of the same shape (public pre-training), or
+    those of a base into a model with adapters (`base_folder.py`).
 
     part: DENOISER or CLASSIFIER, when the module is that part of the saved model. Raises UserError
     when they do not fit.
     """
+    if is_base(Path(folder)):
+        load_base(module, Path(folder))
+        return
     path = Path(folder) / "model.safetensors"
     try:
         tensors = load_tensors(read_bytes(path))

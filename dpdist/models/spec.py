@@ -10,6 +10,7 @@ from typing import Any
 
 from dpdist.base.errors import UserError
 from dpdist.base.reading import NoSuchFile, check_shape, read_bytes, read_json
+from dpdist.models.base_folder import base_hash, is_base
 
 FORMAT = 1
 DENOISER, CLASSIFIER = "denoiser", "classifier"  # the parts of a model with a frozen part
@@ -127,6 +128,8 @@ def _block_noise(description: dict[str, Any], where: str) -> BlockNoise:
 
 def model_hash(folder: Path) -> str:
     """Hex digest of weights and description: names the executed model in certificates."""
+    if is_base(Path(folder)):
+        return base_hash(Path(folder))
     digest = hashlib.blake2b(digest_size=16, person=b"dpdist.model")
     for name in ("model.json", "model.safetensors"):
         raw = read_bytes(Path(folder) / name)

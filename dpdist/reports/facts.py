@@ -144,6 +144,11 @@ class Facts:
         return saw | ({"put together": about["joined"]} if "joined" in about else {})
 
     @property
+    def _frozen(self) -> dict[str, str]:
+        count = self.trained.get("frozen_parameters", 0)
+        return {"frozen": f"{count:,} parameters, public: no step changes them"} if count else {}
+
+    @property
     def assumed(self) -> list[str]:
         """What the guarantee rests on and nobody could check."""
         about = read_json(self.folder.pretrained) if self.folder.pretrained.exists() else {}
@@ -156,7 +161,7 @@ class Facts:
 
     def card(self) -> dict[str, Any]:
         """The privacy card, as JSON types."""
-        unit = "one record"
+        unit = self.recipe.data.unit
         if self.group is not None:
             size, epsilon = self.recipe.privacy.group_size, format_epsilon(self.group.epsilon)
             unit += f"; {size} records: epsilon {epsilon}"
@@ -194,6 +199,7 @@ class Facts:
                 **({"model hash": self.trained["model"]} if "model" in self.trained else {}),
                 "method": self.recipe.method.name,
                 **self.parts,
+                **self._frozen,
                 "dpdist": __version__,
                 **searched,
             },

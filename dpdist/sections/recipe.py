@@ -18,127 +18,27 @@ from dpdist.base.fields import (
     JsonObject,
     NoiseMultiplier,
     Number,
-    Part,
     Positive,
     PositiveOrZero,
     Probability,
     Processes,
     RunName,
     Section,
-    Share,
     Text,
-    of_key,
 )
 from dpdist.certification.catalogue import AnyCertificate
 from dpdist.sections.audit import AnyAudit, CanaryAudit
+from dpdist.sections.data import DataRecipe
 from dpdist.sections.search import TuneRecipe
 from dpdist.sections.training import AugmentRecipe, TrainingRecipe
-
-# The name of a split: a file's name without its ending, or a folder's.
-SplitName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
-# A folder under the data root; / for folders in folders.
-DataName = Annotated[
-    str,
-    Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*$", max_length=100),
-]
-Classes = Annotated[int, Number, Field(ge=1, le=100_000)]
-
-
-class ColumnNames(Section):
-    """Which Parquet columns hold the record; `features` replaces the image column, and
-    may say mean_* for all columns that it fits."""
-
-    image: Text = "image"
-    label: Text = "label"
-    features: list[Text] = Field(default=[])
-    group: Text | None = Field(
-        default=None, description="whom the record belongs to; checked against privacy.group_size"
-    )
-
-    @field_validator("features", mode="before")
-    @classmethod
-    def _one_feature(cls, value: Any) -> Any:
-        return [value] if isinstance(value, str) else value
-
-
-class DataRecipe(Section):
-    """The data set: a built-in name (digits), or a folder NAME of Parquet files under `root`.
-
-    classes: of the files. names: of the classes, by number; a label column of text holds these.
-    labels: use the records of these alone, renumbered in this order.
-    """
-
-    name: DataName
-    root: FilePath | None = None
-    classes: Classes = 10
-    names: list[Text] = Field(default=[], max_length=100_000)
-    labels: list[CountOrZero] = Field(default=[], max_length=1000)
-    train: SplitName = "train"
-    test: SplitName = "test"
-    columns: ColumnNames = ColumnNames()
-    max_train: Count | None = Field(
-        default=None, description="use about so many records, chosen by hash; for smoke runs"
-    )
-    drop_test_records: bool = Field(
-        default=False, description="leave records out of training that are in the test split too"
-    )
-    public: Part = Field(
-        default=0.0, description="declare this fraction (by hash) public: no run trains on it"
-    )
-    hold_out: Part = Field(
-        default=0.0, description="keep this fraction (by hash) of the private records out"
-    )
-    fraction: Share = Field(
-        default=1.0, description="train on this fraction (by hash) of the others"
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _counted(cls, value: Any) -> Any:
-        names = value.get("names") if isinstance(value, dict) else None
-        if isinstance(names, list) and names and "classes" not in value:
-            return {**value, "classes": len(names)}
-        return value
-
-    @model_validator(mode="after")
-    def _names_fit(self) -> DataRecipe:
-        if self.names and (len(self.names), len(set(self.names))) != (self.classes, self.classes):
-            raise of_key("names", f"one for each of the {self.classes} classes, all different")
-        return self
-
-    @model_validator(mode="after")
-    def _labels_fit(self) -> DataRecipe:
-        wrong = [label for label in self.labels if label >= self.classes]
-        if wrong or len(set(self.labels)) != len(self.labels) or len(self.labels) == 1:
-            raise of_key(
-                "labels", f"two or more of 0 to {self.classes - 1}, each once, got {self.labels}"
-            )
-        return self
-
-    @property
-    def told_apart(self) -> int:
-        """How many classes a model of these records has."""
-        return len(self.labels) or self.classes
-
-    @property
-    def class_names(self) -> list[str]:
-        """Of the classes that a model of these records has; their numbers where nobody says."""
-        names = self.names or [str(number) for number in range(self.classes)]
-        return [names[label] for label in self.labels] or names
-
-    @property
-    def chosen_by_content(self) -> str | None:
-        """A field that takes or leaves a record by what is in it; None where all are taken."""
-        fields = ("labels", "max_train", "drop_test_records", "public", "hold_out")
-        found = next((name for name in fields if getattr(self, name)), None)
-        return "fraction" if found is None and self.fraction < 1 else found
 
 
 class PretrainedRecipe(Section):
     """Weights that others trained, without this run's records.
 
-    folder: a model folder, best written by `dpdist pretrain`; a run's release/ is one too. saw:
-    what it was trained on, for a folder that does not say; declared, not checked.
+    folder: a model folder, best written by `dpdist pretrain`; a run's release/ is one too; as
+    initial of model transformer also a base, config.json and safetensors. saw: what it was trained
+    on, for a folder that does not say; declared, not checked.
     """
 
     folder: FilePath
@@ -363,6 +263,18 @@ class Sections(Section):
                 )
             if pretrained[0] != "initial" and self.public.model is None:
                 raise ValueError("public.model: required, the network of the frozen part")
+        return self
+
+    @model_validator(mode="after")
+    def _tokens_fit(self) -> Sections:
+        asked = {
+            "certify": self.certify is not None,
+            "training.crop, flip": self.training.augmented,
+            f"method {self.method.name}": not self.method.takes_tokens,
+        }
+        for what, given in asked.items():
+            if given and (why := self.data.refused(what)) is not None:
+                raise ValueError(f"{why}: leave it out")
         return self
 
     @property

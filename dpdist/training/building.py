@@ -22,12 +22,14 @@ from dpdist.training.records import source_of
 
 def model_spec(recipe: Recipe, dataset: data.Dataset) -> ModelSpec:
     """The description of the model for these inputs."""
-    section = recipe.model
+    section, options = recipe.model, recipe.model.options
+    if section.initial is not None:
+        options = models.with_config(options, section.initial.folder)
     spec = ModelSpec(
         name=section.name,
         input_shape=dataset.input_shape,
         classes=dataset.classes,
-        options=section.options,
+        options=options,
         mean=tuple(section.mean),
         std=tuple(section.std),
     )
@@ -40,12 +42,31 @@ def check_model(recipe: Recipe, dataset: data.Dataset) -> None:
     if recipe.training.augmented:
         _check_augmented(recipe, spec)
     module = initial_model(recipe, spec)
+    if recipe.data.text is not None:
+        _check_tokens(recipe, module)
     engine = build_engine(recipe, module)
     if recipe.planted is not None:
         check_places(recipe.planted, engine.size)
     models.check_outputs(module, spec)
     check_start(module, *probe(data.load(source_of(recipe), "test")), spec.name)
     recipe.method.constraint(module)  # refuses a model that it cannot be applied to
+
+
+def _check_tokens(recipe: Recipe, module: torch.nn.Module) -> None:
+    """Raise UserError for a model that does not read the recipe's tokens."""
+    text = source_of(recipe).columns.text
+    assert text is not None
+    known = getattr(module, "vocabulary", None)
+    if known is None:
+        raise UserError(
+            f"{recipe.name}: data.text: model {recipe.model.name!r} reads no tokens; take "
+            "transformer, without model.mean and std"
+        )
+    if known < text.vocabulary:
+        raise UserError(
+            f"{recipe.name}: model.options.config.vocab_size: must be >= the {text.vocabulary:,} "
+            f"tokens of the tokenizer, got {known:,}"
+        )
 
 
 def _check_augmented(recipe: Recipe, spec: ModelSpec) -> None:

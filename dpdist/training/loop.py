@@ -192,6 +192,7 @@ class Loop(Mechanism):
         self.dataset = self.method.seen(self.dataset, plan, derive_key(self.key, "records"))
         self.spec = model_spec(recipe, self.dataset)
         self.model = initial_model(recipe, self.spec).to(reducer.device)
+        self.frozen = sum(p.numel() for p in self.model.parameters() if not p.requires_grad)
         self.engine, self.task = build_engine(recipe, self.model, plan), self.method.task()
         if self.engine.clipping.sensitivity > plan.clip_norm * (1 + 1e-9):
             raise UserError("the clipping's sensitivity exceeds the plan's clip norm")
@@ -305,7 +306,7 @@ class Loop(Mechanism):
         spec = self.method.finish(self.spec, self.fixed)
         models.save(self.model, spec, self.job.folder.model)
         if self.last == self.job.plan.steps:
-            self.monitor.finish(self.engine.fallback_layers, self.ledger)
+            self.monitor.finish(self.engine.fallback_layers, self.frozen, self.ledger)
         else:
             self.monitor.pause(self.last)
 

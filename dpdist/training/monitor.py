@@ -60,13 +60,15 @@ class Monitor:
         self.metrics.close()
         self._progress(done)
 
-    def finish(self, fallback_layers: list[str], ledger: Ledger) -> None:
-        """Sum the training up. ledger: everything the saved model was made of is in it."""
+    def finish(self, fallback_layers: list[str], frozen: int, ledger: Ledger) -> None:
+        """Sum the training up. frozen: parameters that no step may change. ledger: everything the
+        saved model was made of is in it."""
         self.metrics.close()
         self._progress(self.steps)
+        made = {"frozen_parameters": frozen} if frozen else {}
         sum_up(
             self.folder, ledger, self.steps, time.monotonic() - self.began,
-            fallback_layers=fallback_layers, model=models.model_hash(self.folder.model),
+            fallback_layers=fallback_layers, model=models.model_hash(self.folder.model), **made,
         )  # fmt: skip
 
 

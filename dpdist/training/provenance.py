@@ -107,6 +107,8 @@ def _check_initial(recipe: Recipe, dataset: data.Dataset) -> None:
     model = recipe.model
     assert model.initial is not None
     folder = model.initial.folder
+    if models.is_base(folder):  # its configuration is the model's own (`building.model_spec`)
+        return
     begin = f"model.initial.folder: {folder}"
     saved = _saved_spec(recipe, folder, begin)
     wanted = {

@@ -12,7 +12,7 @@ from dpdist import data
 from dpdist.base.errors import UserError
 from dpdist.data.overlap import check_test
 from dpdist.runs.recipe import Recipe
-from dpdist.sections.recipe import DataRecipe
+from dpdist.sections.data import DataRecipe
 
 
 def source_of(recipe: Recipe) -> data.Source:
@@ -21,11 +21,13 @@ def source_of(recipe: Recipe) -> data.Source:
 
 
 def _source(section: DataRecipe) -> data.Source:
+    text = section.text
     columns = data.Columns(
         section.columns.image,
         section.columns.label,
         tuple(section.columns.features),
         section.columns.group,
+        None if text is None else data.TextColumn(text.column, text.length, text.tokenizer),
     )
     return data.Source(
         section.name, section.classes, section.root, section.train, section.test, columns,

@@ -302,6 +302,22 @@ def test_other_layers_fall_back_to_torch_func_and_are_named():
 
 
 @pytest.mark.slow
+class _ScaledBy(nn.Linear):
+    """A layer whose scales lie in a dictionary, which is no layer."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.weight.requires_grad_(False)
+        self.scales = nn.ParameterDict({"mine": nn.Parameter(torch.rand(4))})
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs) * self.scales["mine"]
+
+
+def test_parameters_in_a_dictionary_are_those_of_its_module():
+    check(nn.Sequential(_ScaledBy(), nn.Tanh(), nn.Linear(4, 3)), torch.randn(5, 4), ["0"])
+
+
 def test_attention_falls_back_with_its_submodules():
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True)

@@ -198,6 +198,30 @@ class _Functional(nn.Module):
         return self.inner(inputs) + F.linear(inputs.square(), self.inner.weight)
 
 
+class _Adapted(nn.Module):
+    """As an adapter begins: its second factor is zero, its first one used behind its own back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.down = nn.Linear(4, 3), nn.Linear(4, 2, bias=False)
+        self.up = nn.Linear(2, 3, bias=False)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.inner(inputs) + self.up(F.linear(inputs, self.down.weight))
+
+
+class _Idle(nn.Module):
+    """Has a layer that nobody asks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.idle = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.inner(inputs)
+
+
 @pytest.mark.parametrize(
     "layer", [nn.BatchNorm1d(4), nn.SyncBatchNorm(4), nn.LazyBatchNorm1d()], ids=type
 )
@@ -223,6 +247,8 @@ def test_running_statistics_are_refused():
         (nn.Sequential(_Centred(), nn.Linear(4, 3)), "mixes examples before"),
         (nn.Sequential(nn.Linear(4, 3), _Counting()), "buffer 1.seen changed"),
         (_Functional(), "inner.weight cannot be followed"),
+        (_Adapted(), "down.weight cannot be followed"),
+        (_Idle(), "does not depend on parameter idle.weight"),
         (nn.Sequential(nn.Unflatten(1, (2, 2)), nn.Flatten(0, 1), nn.Linear(2, 3)), "dimension 0"),
     ],
 )

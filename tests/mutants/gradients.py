@@ -11,6 +11,35 @@ OPTIONS = "methods/test_functional_options"
 
 FAULTS: list[Fault] = [
     *group(
+        "dpdist/models/transformer.py", "models/test_transformer",
+        ("attention_mask=self._mask(real, dtype)", "attention_mask=None",
+         "what fills a document up is attended to"),
+        ("(states * real[..., None]).sum(1) / count.clamp(min=1)", "states.mean(1)",
+         "what fills a document up is in the mean"),
+        (".requires_grad_(False)\n    if adapter", "\n    if adapter", "the base is trained"),
+        ("    given |= {key: 0.0 for", "    given |= {key: 0.1 for", "dropout stays on"),
+    ),
+    *group(
+        "dpdist/models/adapters.py", "models/test_transformer",
+        ("parameter.data = parameter.data.float()", "pass", "adapters are as coarse as the base"),
+        ("unknown = sorted(options.keys() - allowed)", "unknown = []",
+         "any option of peft is taken, modules that it imports too"),
+    ),
+    *group(
+        "dpdist/models/base_folder.py", "models/test_transformer",
+        (" and \"/\" not in name", "", "weights are read outside the folder"),
+        ("if found.get(key):", "if False:", "a base with code of its own is taken"),
+    ),
+    *group(
+        "dpdist/data/text.py", "data/test_text",
+        (".encode()[: length - 2]", ".encode()[:length]", "documents are longer than they may be"),
+    ),
+    *group(
+        "dpdist/gradients/screening.py", "gradients/test_engine",
+        ("            _wake(wide)\n", "", "a missed factor hides behind a zero one"),
+        ("if grad is None:", "if False and grad is None:", "what learns nothing is trained"),
+    ),
+    *group(
         "dpdist/randomness/keys.py", "gradients/test_keys",
         ("return secrets.token_bytes(KEY_BYTES)", "return bytes(KEY_BYTES)",
          "a fresh run key is a constant"),

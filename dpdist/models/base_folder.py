@@ -1,0 +1,97 @@
+"""Bases that others trained: folders of config.json and safetensors, as `save_pretrained` writes
+them.
+
+Numbers alone are read. Nothing is unpickled, downloaded or imported, whatever the folder says.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from dpdist.base.errors import UserError
+from dpdist.base.reading import read_json, reason, regular_file
+from dpdist.models.transformer import Transformer, known_settings
+
+_CONFIG, _WHOLE, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+_ADAPTED = ("lora_", "ia3_")  # in names of tensors that no folder of a base has
+_AT_ONCE = 2**22  # bytes
+
+
+def is_base(folder: Path) -> bool:
+    """Whether `folder` holds a base, not a model of dpdist."""
+    return (folder / _CONFIG).exists() and not (folder / "model.json").exists()
+
+
+def with_config(options: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """`options` of a model with the configuration of the base in `folder`; as they are when there
+    is none. Raises UserError for a base that needs code or formats of its own."""
+    if not is_base(folder):
+        return dict(options)
+    if "config" in options:
+        raise UserError(f"model.options.config: leave it out: it is that of {folder / _CONFIG}")
+    found = read_json(folder / _CONFIG, {"model_type": str})
+    for key in ("auto_map", "quantization_config"):
+        if found.get(key):
+            raise UserError(f"{folder / _CONFIG}: has {key}, which is not read: take a plain base")
+    known = known_settings(found["model_type"])
+    return {**options, "config": {k: v for k, v in found.items() if k in known}}
+
+
+def base_hash(folder: Path) -> str:
+    """Hex digest of configuration and weights."""
+    digest = hashlib.blake2b(digest_size=16, person=b"dpdist.base")
+    for path in (folder / _CONFIG, *_files(folder)):
+        with open(regular_file(path), "rb") as file:
+            while piece := file.read(_AT_ONCE):
+                digest.update(piece)
+    return digest.hexdigest()
+
+
+def load_base(module: nn.Module, folder: Path) -> None:
+    """Copy the weights in `folder` into the base of a model that has adapters already.
+
+    Heads that the folder has besides are left out. Raises UserError when they do not fit.
+    """
+    if not isinstance(module, Transformer):
+        raise UserError(f"{folder}: a base is for model.name: transformer, without mean and std")
+    own = {
+        name.replace(".base_layer.", "."): tensor
+        for name, tensor in module.base.state_dict().items()
+        if not any(part in name for part in _ADAPTED)
+    }
+    prefix = f"{getattr(module.base, 'base_model_prefix', '')}."
+    found: dict[str, Tensor] = {}
+    for path in _files(folder):
+        try:
+            tensors = load_file(regular_file(path))
+        except SafetensorError as error:
+            raise UserError(f"{path}: damaged: {reason(error)}") from error
+        found |= {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+    missing = [n for n, t in own.items() if n not in found or found[n].shape != t.shape]
+    if missing:
+        raise UserError(
+            f"{folder}: no weights of the right shape for {missing[0]} and {len(missing) - 1:,} "
+            f"more of {len(own):,}: are these another network's?"
+        )
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(found[name])
+
+
+def _files(folder: Path) -> list[Path]:
+    """The files of weights, which lie in the folder itself."""
+    if not (folder / _INDEX).exists():
+        return [folder / _WHOLE]
+    names = read_json(folder / _INDEX, {"weight_map": dict})["weight_map"].values()
+    for name in names:
+        if not (isinstance(name, str) and name.endswith(".safetensors") and "/" not in name):
+            raise UserError(f"{folder / _INDEX}: damaged: {name!r} is no file of the folder")
+    return [folder / name for name in sorted(set(names))]

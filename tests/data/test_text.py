@@ -1,0 +1,54 @@
+"""Texts as rows of tokens, and every complaint."""
+
+from __future__ import annotations
+
+import pickle
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from dpdist.base.errors import UserError
+from dpdist.data import Columns, Source, TextColumn, load
+
+TEXTS = ["ab", "", "é!", "longer than that"]
+
+
+def write(root, texts, name="texts"):
+    (root / name).mkdir(parents=True, exist_ok=True)
+    table = pa.table({"text": texts, "label": list(range(len(texts)))})
+    pq.write_table(table, root / name / "train.parquet")
+
+
+def source(root, name="texts", **text):
+    return Source(name, 9, root, columns=Columns(text=TextColumn(**text)))
+
+
+def test_bytes_with_begin_end_and_padding(tmp_path):
+    write(tmp_path, TEXTS)
+    dataset = load(source(tmp_path, length=6), "train")
+    assert dataset.input_shape == (6,) and dataset.labels.tolist() == [0, 1, 2, 3]
+    assert dataset.batch(slice(0, 4)).tolist() == [
+        [0, 97 + 2, 98 + 2, 1, -1, -1],
+        [0, 1, -1, -1, -1, -1],
+        [0, 0xC3 + 2, 0xA9 + 2, 33 + 2, 1, -1],
+        [0, *(byte + 2 for byte in b"long"), 1],
+    ]
+    longer = load(source(tmp_path, length=7), "train")
+    assert longer.folder != dataset.folder and longer.input_shape == (7,)
+    assert pickle.loads(pickle.dumps(longer)).fingerprint != dataset.fingerprint
+
+
+def test_complaints(tmp_path):
+    write(tmp_path, ["a", None])
+    with pytest.raises(UserError, match=r"train\.parquet row 1: no text"):
+        load(source(tmp_path), "train")
+    write(tmp_path, [1, 2])
+    with pytest.raises(UserError, match=r"text column 'text' is int64, must be text"):
+        load(source(tmp_path), "train")
+    with pytest.raises(UserError, match=r"no column 'words'; it has text, label"):
+        load(source(tmp_path, column="words"), "train")
+    with pytest.raises(UserError, match="the label 'label' is among the features"):
+        source(tmp_path, column="label")
+    with pytest.raises(UserError, match=r"data\.text: digits are images; leave it out"):
+        load(Source("digits", 10, columns=Columns(text=TextColumn())), "train")

@@ -1,0 +1,344 @@
+"""Frozen transformers with adapters: gradients by example, padding, what is refused, whole runs."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.extras import needs_hf
+from support.training import execute
+from torch import Tensor, nn
+
+from dpdist import data, models
+from dpdist.base.errors import UserError
+from dpdist.commands.options import need_numbers
+from dpdist.commands.releasing import release
+from dpdist.data.text import BYTES, PADDING
+from dpdist.evaluation import evaluate_stage
+from dpdist.gradients.clipping import FlatClipping
+from dpdist.gradients.engine import GradientEngine
+from dpdist.gradients.task import cross_entropy
+from dpdist.models import ModelSpec
+from dpdist.runs.folder import RunFolder
+from dpdist.runs.recipe import parse
+from dpdist.training.building import initial_model, model_spec
+from dpdist.training.job import prepare
+from dpdist.training.records import source_of
+
+needs_hf(whole_file=True)
+
+WORDS = {
+    "vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "intermediate_size": 24, "max_position_embeddings": 32,
+}  # fmt: skip
+BASES = {
+    "bert": WORDS,
+    "roberta": WORDS,
+    "distilbert": {
+        "vocab_size": 40, "dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 24,
+        "max_position_embeddings": 32,
+    },
+    "gpt2": {"vocab_size": 40, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32},
+    "llama": {**WORDS, "num_key_value_heads": 1},
+    "qwen2": {**WORDS, "num_key_value_heads": 1},
+    "vit": {
+        "image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 16,
+        "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24,
+    },
+}  # fmt: skip
+TEXT = [base for base in BASES if base != "vit"]
+LORA = {"kind": "lora", "r": 3, "lora_alpha": 6, "target_modules": "all-linear"}
+
+
+def options(base: str, **more):
+    return {"config": {"model_type": base, **BASES[base]}, "adapter": LORA, **more}
+
+
+def make(base: str, length: int = 7, **more) -> nn.Module:
+    shape = (1, 8, 8) if base == "vit" else (length,)
+    return models.initialise(ModelSpec("transformer", shape, 3, options(base, **more)), 1)
+
+
+def stirred(model: nn.Module) -> nn.Module:
+    """With adapters that are none of them zero, as they are after some steps."""
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    return model
+
+
+def documents(length: int = 7) -> Tensor:
+    """Of 1 to 7 tokens, none of which is padding, token 0 among them."""
+    torch.manual_seed(3)
+    rows = torch.full((6, length), float(PADDING))
+    for row, size in enumerate((7, 1, 4, 7, 2, 5)):
+        rows[row, :size] = torch.randint(0, 40, (size,)).float()
+    rows[0, 0] = 0.0
+    return rows
+
+
+def inputs_of(base: str) -> Tensor:
+    return torch.rand(6, 1, 8, 8, generator=torch.manual_seed(4)) if base == "vit" else documents()
+
+
+def one_at_a_time(model: nn.Module, inputs: Tensor, targets: Tensor, clip: float) -> Tensor:
+    """The definition."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    total = torch.zeros(sum(p.numel() for p in trained), dtype=torch.float64)
+    for x, y in zip(inputs, targets, strict=True):
+        found = torch.autograd.grad(cross_entropy(model(x[None]), y[None])[0], trained)
+        flat = torch.cat([part.flatten() for part in found]).double()
+        total += flat * min(1.0, clip / float(flat.norm()))
+    return total
+
+
+def clipped(model: nn.Module, inputs: Tensor, targets: Tensor, clip: float, **more) -> Tensor:
+    engine = GradientEngine(model, cross_entropy, clipping=FlatClipping(clip), **more)
+    return engine.clipped_sum(inputs, targets).flat
+
+
+CASES = [(base, "mean") for base in BASES] + [("bert", "first"), ("gpt2", "last")]
+
+
+@pytest.mark.parametrize(("base", "pool"), CASES)
+def test_clipped_sums_are_those_of_one_example_at_a_time(base, pool):
+    model = stirred(make(base, pool=pool)).double()
+    inputs, targets = inputs_of(base).double(), torch.arange(6) % 3
+    for clip in (1e6, 0.5) if base == "bert" else (0.5,):
+        expected = one_at_a_time(model, inputs, targets, clip)
+        found = clipped(model, inputs, targets, clip, micro_batch=4)
+        assert float((found - expected).norm() / expected.norm()) < 1e-6
+    assert all(".lora_" in n or n.startswith("head.") for n in trained_names(model))
+    assert GradientEngine(model, cross_entropy, clipping=FlatClipping(1)).fallback_layers == []
+
+
+def trained_names(model: nn.Module) -> list[str]:
+    return [name for name, p in model.named_parameters() if p.requires_grad]
+
+
+@pytest.mark.parametrize("base", TEXT)
+def test_how_far_a_document_is_filled_up_says_nothing(base):
+    short, long = (stirred(make(base, length)).double() for length in (7, 12))
+    found = [model(documents(n).double()) for model, n in ((short, 7), (long, 12))]
+    torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=1e-8)
+    assert (
+        float((found[0][0] - found[0][3]).detach().abs().max()) > 1e-3
+    )  # documents are told apart
+
+
+OTHERS = [("none", "bert"), ("ia3", "bert"), ("ia3", "gpt2"), ("alone", "bert"), ("alone", "llama")]
+
+
+@pytest.mark.parametrize(("kind", "base"), OTHERS)
+def test_other_adapters(kind, base):
+    adapter = {"none": None, "ia3": {"kind": "ia3"}, "alone": LORA}[kind]
+    model = stirred(make(base, adapter=adapter)).double()
+    inputs, targets = documents().double(), torch.arange(6) % 3
+    found = clipped(model, inputs, targets, 0.5, isolate=kind == "alone")
+    expected = one_at_a_time(model, inputs, targets, 0.5)
+    assert float((found - expected).norm() / expected.norm()) < 1e-6
+    layers = {name.rpartition(".")[0] for name in trained_names(model)}
+    assert (layers == {"head"}) == (kind == "none")
+
+
+@pytest.mark.parametrize("adapter", [LORA, {"kind": "ia3"}])
+def test_a_base_in_bfloat16_with_adapters_in_float32(adapter):
+    model = make("bert", dtype="bfloat16", adapter=adapter)
+    kinds = {p.requires_grad: p.dtype for p in model.parameters()}
+    assert kinds == {False: torch.bfloat16, True: torch.float32}
+    found = clipped(stirred(model), documents(), torch.arange(6) % 3, 0.5)
+    expected = one_at_a_time(model, documents(), torch.arange(6) % 3, 0.5)
+    assert float((found - expected).norm() / expected.norm()) < 0.03
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"adapter": {"kind": "dora"}}, r"adapter\.kind: must be one of lora, ia3, got 'dora'"),
+        ({"adapter": {"use_dora": True}}, r"adapter\.use_dora: kind lora takes alpha_pattern, "),
+        ({"adapter": {"target_modules": ["nowhere"]}}, r"adapter: .*nowhere.* not found"),
+        ({"pool": "max"}, r"options\.pool: must be one of mean, first, last, got 'max'"),
+        ({"dtype": "int8"}, r"options\.dtype: must be one of float32, bfloat16, got 'int8'"),
+        ({"config": {"model_type": "t5"}}, r"model_type: must be one of bert, .* got 't5'"),
+        (
+            {"config": {"model_type": "bert", "hiden_size": 4}},
+            r"options\.config: Bert has no hiden_size",
+        ),
+        (
+            {"config": {"model_type": "bert", "auto_map": {"AutoModel": "x.Y"}}},
+            r"options\.config: Bert has no auto_map",
+        ),
+        ({"config": {"model_type": "vit", **BASES["vit"]}}, r"ViT reads images \(C, H, W\), got"),
+    ],
+)
+def test_refused_options(more, said):
+    with pytest.raises(UserError, match=said):
+        make("bert", **more)
+
+
+def test_what_to_install_is_said(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(UserError, match=r"model\.name: transformer: needs .*'dpdist\[hf\]'"):
+        make("bert")
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(UserError, match=r"data\.text\.tokenizer: needs .*'dpdist\[hf\]'"):
+        _ = data.TextColumn(tokenizer=__file__).vocabulary
+
+
+# --- whole runs
+
+
+def write_texts(root) -> None:
+    """Complaints and thanks."""
+    (root / "texts").mkdir(parents=True)
+    for split, first, count in (("train", 0, 80), ("test", 80, 20)):
+        numbers = range(first, first + count)
+        texts = [f"{('thank you', 'it broke')[n % 2]} {n}" + "!" * (n % 9) for n in numbers]
+        table = pa.table({"text": texts, "label": [n % 2 for n in numbers]})
+        pq.write_table(table, root / "texts" / f"{split}.parquet")
+
+
+def recipe_of(root, **sections):
+    raw = {
+        "name": "x",
+        "data": {"name": "texts", "root": str(root), "classes": 2, "text": {"length": 24}},
+        "model": {"name": "transformer", "options": options("bert")},
+        "privacy": {"noise_multiplier": 1.0, "delta": 1e-3},
+        "training": {"batch_size": 16, "steps": 3, "learning_rate": 0.1},
+    }
+    raw["model"]["options"]["config"]["vocab_size"] = BYTES
+    for section, values in sections.items():
+        raw[section] = {**raw.get(section, {}), **values}
+    return parse(raw, "test")
+
+
+@pytest.fixture
+def root(tmp_path):
+    write_texts(tmp_path / "data")
+    return tmp_path / "data"
+
+
+def test_a_run_changes_adapters_and_head_and_nothing_else(root, tmp_path):
+    recipe, folder = recipe_of(root), RunFolder(tmp_path / "run")
+    job = prepare(recipe, folder, "test")
+    before = initial_model(recipe, model_spec(recipe, job.records()))
+    execute(job, 2)
+    after = load_file(folder.model / "model.safetensors")
+    moved = {n for n, value in before.state_dict().items() if not torch.equal(after[n], value)}
+    assert moved == set(trained_names(before)) and len(moved) > 10
+    evaluate_stage(recipe, folder)
+    assert json.loads(folder.evaluation.read_text())["inputs"] == 20
+    release(folder)
+    card = json.loads((folder.release / "privacy_card.json").read_text())
+    frozen = sum(p.numel() for p in before.parameters() if not p.requires_grad)
+    assert card["unit"].startswith("one document")
+    assert card["extra"]["frozen"] == f"{frozen:,} parameters, public: no step changes them"
+    inputs = data.load(job.source, "test").batch(slice(0, 4))
+    assert torch.isfinite(models.load(folder.release)(inputs)).all()
+
+
+def test_tokens_are_not_noised(root):
+    refused = r": is for inputs that are numbers; those of data\.text are tokens"
+    for sections, what in (
+        ({"certify": {"sigma": 0.25}}, "certify"),
+        ({"method": {"name": "input-noise", "sigma": 0.1}}, "method input-noise"),
+        ({"method": {"name": "dplis", "sigma": 0.1}}, "method dplis"),
+        ({"training": {"flip": True}}, "training.crop, flip"),
+    ):
+        with pytest.raises(UserError, match=f"test: {what}{refused}: leave it out"):
+            recipe_of(root, **sections)
+    with pytest.raises(UserError, match=f"dpdist attack{refused}"):
+        need_numbers(recipe_of(root), "attack")
+    recipe_of(root, method={"name": "dplis"})
+
+
+def test_a_model_must_read_the_tokens(root, tmp_path):
+    small = options("bert")
+    with pytest.raises(UserError, match=r"vocab_size: must be >= the 258 tokens .* got 40"):
+        prepare(recipe_of(root, model={"options": small}), RunFolder(tmp_path / "a"), "test")
+    with pytest.raises(UserError, match=r"data\.text: model 'mlp' reads no tokens; take"):
+        other = recipe_of(root, model={"name": "mlp", "options": {}})
+        prepare(other, RunFolder(tmp_path / "b"), "test")
+
+
+def saved_base(folder, **more):
+    from transformers import BertConfig, BertForSequenceClassification
+
+    torch.manual_seed(9)
+    made = BertForSequenceClassification(BertConfig(**{**WORDS, "vocab_size": BYTES, **more}))
+    made.save_pretrained(folder)
+    return made.bert.state_dict()
+
+
+def test_a_base_from_a_folder(root, tmp_path):
+    weights = saved_base(tmp_path / "bert")
+    asked = {"options": {"adapter": LORA}, "initial": {"folder": str(tmp_path / "bert")}}
+    with pytest.raises(UserError, match=r"nothing says what it was trained on; .*initial\.saw"):
+        prepare(recipe_of(root, model=asked), RunFolder(tmp_path / "a"), "test")
+    asked["initial"]["saw"] = "old letters"
+    recipe, folder = recipe_of(root, model=asked), RunFolder(tmp_path / "run")
+    job = prepare(recipe, folder, "test")
+    base = initial_model(recipe, model_spec(recipe, job.records())).base.state_dict()
+    for name, value in base.items():
+        if "lora_" not in name:
+            assert torch.equal(value, weights[name.replace(".base_layer.", ".")]), name
+    execute(job)
+    release(folder)
+    said = (folder.release / "privacy_card.md").read_text()
+    assert "no private record is among what the initial part saw, old letters" in said
+    assert torch.isfinite(models.load(folder.release)(torch.zeros(1, 24))).all()  # by itself
+
+
+def test_folders_that_are_no_base(root, tmp_path):
+    folder = tmp_path / "bert"
+    saved_base(folder)
+    asked = {"options": {"adapter": LORA}, "initial": {"folder": str(folder), "saw": "letters"}}
+    recipe = recipe_of(root, model=asked)
+
+    def refused(said):
+        with pytest.raises(UserError, match=said):
+            prepare(recipe, RunFolder(tmp_path / "run"), "test")
+
+    weights, config = folder / "model.safetensors", folder / "config.json"
+    tensors, described = load_file(weights), json.loads(config.read_text())
+    save_file({n: v for n, v in tensors.items() if "layer.1" not in n}, weights)
+    refused("no weights of the right shape for encoder.layer.1.*another network's")
+    index = {"weight_map": {"x": "../model.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    refused("is no file of the folder")
+    (folder / "model.safetensors.index.json").unlink()
+    config.write_text(json.dumps(described | {"auto_map": {"AutoModel": "evil.Model"}}))
+    refused("has auto_map, which is not read")
+    recipe = recipe_of(root, model={**asked, "options": options("bert")})
+    config.write_text(json.dumps(described))
+    refused(r"model\.options\.config: leave it out")
+    weights.rename(folder / "pytorch_model.bin")
+    refused("model.safetensors: no such file")
+
+
+def test_a_tokenizer_of_ones_own(root, tmp_path):
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+
+    words = {"<unk>": 0, "thank": 1, "you": 2, "it": 3, "broke": 4, "!": 5}
+    made = Tokenizer(WordLevel(words, unk_token="<unk>"))
+    made.pre_tokenizer = Whitespace()
+    path = tmp_path / "tokenizer.json"
+    made.save(str(path))
+    column = data.TextColumn(length=4, tokenizer=path)
+    rows = column.rows(pa.array(["thank you", "it broke 5 times again"]), str)
+    assert rows.tolist() == [[1, 2, PADDING, PADDING], [3, 4, 0, 0]]
+    text = {"length": 8, "tokenizer": str(path)}
+    read = data.load(source_of(recipe_of(root, data={"text": text})), "train")
+    assert read.input_shape == (8,) and read.inputs.max() == 5
+    path.write_text("{}")
+    with pytest.raises(UserError, match=r"data\.text\.tokenizer: .*: no tokenizer: "):
+        _ = data.TextColumn(tokenizer=path).vocabulary
