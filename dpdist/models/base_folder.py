@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from dpdist.base.errors import UserError
 from dpdist.base.reading import read_json, reason, regular_file
-from dpdist.models.transformer import Transformer, known_settings
+from dpdist.models.transformer import Transformer, bare, known_settings
 
 _CONFIG, _WHOLE, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 _ADAPTED = ("lora_", "ia3_")  # in names of tensors that no folder of a base has
@@ -62,28 +62,36 @@ def load_base(module: nn.Module, folder: Path) -> None:
     """
     if not isinstance(module, Transformer):
         raise UserError(f"{folder}: a base is for model.name: transformer, without mean and std")
-    own = {
-        name.replace(".base_layer.", "."): tensor
-        for name, tensor in module.base.state_dict().items()
-        if not any(part in name for part in _ADAPTED)
-    }
-    prefix = f"{getattr(module.base, 'base_model_prefix', '')}."
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for path in _files(folder):
         try:
-            tensors = load_file(regular_file(path))
+            tensors |= load_file(regular_file(path))
         except SafetensorError as error:
             raise UserError(f"{path}: damaged: {reason(error)}") from error
-        found |= {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
-    missing = [n for n, t in own.items() if n not in found or found[n].shape != t.shape]
-    if missing:
-        raise UserError(
-            f"{folder}: no weights of the right shape for {missing[0]} and {len(missing) - 1:,} "
-            f"more of {len(own):,}: are these another network's?"
-        )
+    found = _renamed(module.base, tensors, folder).state_dict()
     with torch.no_grad():
-        for name, tensor in own.items():
-            tensor.copy_(found[name])
+        for name, tensor in module.base.state_dict().items():
+            if not any(part in name for part in _ADAPTED):
+                tensor.copy_(found[name.replace(".base_layer.", ".")])
+
+
+def _renamed(base: Any, tensors: dict[str, Tensor], folder: Path) -> nn.Module:
+    """The same base without adapters and with these weights, of which the library knows what they
+    were called before."""
+    try:
+        with torch.random.fork_rng(devices=[]):
+            made, found = type(base).from_pretrained(
+                None, config=base.config, state_dict=tensors, dtype=torch.float32,
+                output_loading_info=True, local_files_only=True, **bare(type(base)),
+            )  # fmt: skip
+    except (RuntimeError, ValueError, KeyError) as error:
+        raise UserError(f"{folder}: does not fit the base: {reason(error)}") from error
+    if missing := sorted(found["missing_keys"]):
+        raise UserError(
+            f"{folder}: has no {missing[0]}, and {len(missing) - 1:,} more are missing: are these "
+            "another network's weights?"
+        )
+    return made
 
 
 def _files(folder: Path) -> list[Path]:

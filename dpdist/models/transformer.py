@@ -8,7 +8,6 @@ run: a base is one of the families below, of random weights or of a folder's (`b
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -148,8 +147,13 @@ def _base(family: Family, values: Mapping[str, Any]) -> nn.Module:
         **given, use_cache=False, attn_implementation="eager"
     )
     make = getattr(transformers, f"{family.name}Model")
-    bare = "add_pooling_layer" in inspect.signature(make.__init__).parameters
-    return make(config, add_pooling_layer=False) if bare else make(config)
+    return make(config, **bare(make))
+
+
+def bare(base: type) -> dict[str, bool]:
+    """How a base is made without the pooling layer that it may have beside its states."""
+    has = "add_pooling_layer" in inspect.signature(base.__init__).parameters  # type: ignore[misc]
+    return {"add_pooling_layer": False} if has else {}
 
 
 def known_settings(model_type: str) -> dict[str, Any]:
@@ -175,5 +179,7 @@ def _is_rate(value: Any) -> bool:
 def _transformers() -> ModuleType:
     with torch.device("cpu"):  # whatever device the factory is called under
         found = library("transformers", "hf", KEY)
-    logging.getLogger("transformers").setLevel(logging.ERROR)
+        said = library("transformers.utils.logging", "hf", KEY)
+    said.set_verbosity_error()
+    said.disable_progress_bar()
     return found

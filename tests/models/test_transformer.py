@@ -296,6 +296,19 @@ def test_a_base_from_a_folder(root, tmp_path):
     assert torch.isfinite(models.load(folder.release)(torch.zeros(1, 24))).all()  # by itself
 
 
+def test_weights_under_the_names_that_the_library_saves(tmp_path):
+    from transformers import ViTConfig, ViTForImageClassification
+
+    made = ViTForImageClassification(ViTConfig(**BASES["vit"]))
+    made.save_pretrained(tmp_path / "vit")  # not the names that its modules have today
+    asked = models.with_config({"adapter": LORA}, tmp_path / "vit")
+    model = models.initialise(ModelSpec("transformer", (1, 8, 8), 3, asked), 1)
+    models.load_weights(model, tmp_path / "vit")
+    inputs = inputs_of("vit")
+    found, expected = (m.eval()(pixel_values=inputs) for m in (model.base, made.vit))
+    torch.testing.assert_close(found.last_hidden_state, expected.last_hidden_state)
+
+
 def test_folders_that_are_no_base(root, tmp_path):
     folder = tmp_path / "bert"
     saved_base(folder)
@@ -309,7 +322,7 @@ def test_folders_that_are_no_base(root, tmp_path):
     weights, config = folder / "model.safetensors", folder / "config.json"
     tensors, described = load_file(weights), json.loads(config.read_text())
     save_file({n: v for n, v in tensors.items() if "layer.1" not in n}, weights)
-    refused("no weights of the right shape for encoder.layer.1.*another network's")
+    refused("has no encoder.layer.1.*more are missing: are these another network's")
     index = {"weight_map": {"x": "../model.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     refused("is no file of the folder")
