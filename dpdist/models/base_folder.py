@@ -9,16 +9,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Any
 
 from dpdist.base.errors import UserError
 from dpdist.base.reading import read_json, reason, regular_file
-from dpdist.models.transformer import Transformer, bare, known_settings
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 _CONFIG, _WHOLE, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 _ADAPTED = ("lora_", "ia3_")  # in names of tensors that no folder of a base has
@@ -41,6 +38,8 @@ def with_config(options: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     for key in ("auto_map", "quantization_config"):
         if found.get(key):
             raise UserError(f"{folder / _CONFIG}: has {key}, which is not read: take a plain base")
+    from dpdist.models.transformer import known_settings
+
     known = known_settings(found["model_type"])
     return {**options, "config": {k: v for k, v in found.items() if k in known}}
 
@@ -60,6 +59,12 @@ def load_base(module: nn.Module, folder: Path) -> None:
 
     Heads that the folder has besides are left out. Raises UserError when they do not fit.
     """
+    import torch
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    from dpdist.models.transformer import Transformer
+
     if not isinstance(module, Transformer):
         raise UserError(f"{folder}: a base is for model.name: transformer, without mean and std")
     tensors: dict[str, Tensor] = {}
@@ -78,6 +83,10 @@ def load_base(module: nn.Module, folder: Path) -> None:
 def _renamed(base: Any, tensors: dict[str, Tensor], folder: Path) -> nn.Module:
     """The same base without adapters and with these weights, of which the library knows what they
     were called before."""
+    import torch
+
+    from dpdist.models.transformer import bare
+
     try:
         with torch.random.fork_rng(devices=[]):
             made, found = type(base).from_pretrained(
