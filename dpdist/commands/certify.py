@@ -193,7 +193,9 @@ def _decide(
     others = others | {
         name: given[name] for name in ("n0", "mode", "radii", "bound", "one_sided", "norm")
     }
-    if wrong := [f"--{name}" for name, value in others.items() if value is not None]:
+    if wrong := [
+        f"--{name.replace('_', '-')}" for name, value in others.items() if value is not None
+    ]:
         raise UserError(f"--decide: has tests of its own, and does not go with {', '.join(wrong)}")
     alpha = given["alpha"]
     recipe, _, like = _asked(folder, given, data_root)
