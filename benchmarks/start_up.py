@@ -44,6 +44,8 @@ CASES = (
     "run no-root.yaml",
     "run no-weights.yaml",
     "run begun.yaml",
+    "run small.yaml --log nothing",
+    "run small.yaml --set training.steps=0",
     "train nothing",
     "tune small.yaml",
     "pretrain small.yaml",

@@ -215,3 +215,14 @@ def test_real_mnist(data_root):
     counts = [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
     assert np.bincount(test.labels).tolist() == counts
     assert abs(float(test.inputs.mean()) / 255 - 0.1325) < 5e-4
+
+
+def test_bytes_become_the_same_floats_as_in_torch():
+    import torch
+
+    from dpdist.data.hashes import as_model_sees
+
+    values = np.arange(256, dtype=np.uint8).repeat(5)  # more than a vector's width, and a rest
+    assert np.array_equal(as_model_sees(values), torch.from_numpy(values).float().div_(255).numpy())
+    floats = np.array([0.25, -0.0], dtype=np.float32)
+    assert as_model_sees(floats) is floats

@@ -215,7 +215,7 @@ FAULTS: list[Fault] = [
          "directions are scaled after their clip"),
         ("            self._whole -= _MOVED * max(2**16, records)\n", "", "no room for what copies are rounded by"),
         ("            self._screen(head, wide)\n", "", "copies may depend on their company"),
-        ("total += weight * patches.moments(inputs).sum(0)", "total += patches.moments(inputs).sum(0)",
+        ("total += weight * patches.moments(inputs()).sum(0)", "total += patches.moments(inputs()).sum(0)",
          "moments of noisy copies add up"),
     ),
     *group(

@@ -55,7 +55,10 @@ def names(value) -> set[str]:
 
 def test_each_command_prints_one_object_of_what_may_be_published(answer, work):
     assert set(answer("run", "small.yaml", "--dry-run")["plan"]) >= {"guarantee", "steps"}
-    ran = answer("run", "small.yaml", "--set", "resources.checkpoint_seconds=60")
+    ran = answer(
+        "run", "small.yaml", "--set", "resources.checkpoint_seconds=60", "--log", "tensorboard:logs"
+    )
+    assert list((work / "logs" / "small").iterdir())
     facts = read_facts(RunFolder(work / "runs" / "small"))
     assert ran["run"] == "small" and ran["privacy_card"] == json.loads(json.dumps(facts.card()))
     assert ran["evaluation"]["accuracy"] == facts.evaluation["accuracy"]
@@ -80,6 +83,13 @@ def test_each_command_prints_one_object_of_what_may_be_published(answer, work):
         said = names(found)
         assert not [name for name in said for private in PRIVATE if name.startswith(private)]
         assert "5a5a5a" not in json.dumps(found) and "private/" not in json.dumps(found)
+
+
+def test_a_finished_run_is_given_to_trackers(work, monkeypatch, capsys):
+    done = command(monkeypatch, capsys, work, "log", "small", "tensorboard:later")
+    assert (done.code, done.out) == (0, "") and list((work / "later" / "small").iterdir())
+    done = command(monkeypatch, capsys, work, "log", "small", "elsewhere:x")
+    assert done.code == 2 and "--log: must be tensorboard:PLACE or mlflow:PLACE" in done.err
 
 
 def test_a_refusal_prints_nothing_on_standard_output(work, monkeypatch, capsys):
