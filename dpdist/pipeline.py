@@ -136,8 +136,9 @@ def dry_run(
 
 
 @contextmanager
-def session(folder: RunFolder, workers_cpus: float = 0) -> Iterator[Session]:
-    """The Ray session of a command about this run, with Ray's chatter in the run's log file.
+def session(folder: RunFolder | Path, workers_cpus: float = 0) -> Iterator[Session]:
+    """The Ray session of a command about this run, with Ray's chatter in the run's log file, or in
+    the file named.
 
     workers_cpus: CPUs the training workers ask for. A local session claims to have them even when
     the machine has fewer: the workers then share, which is slower and changes nothing else.
@@ -145,7 +146,8 @@ def session(folder: RunFolder, workers_cpus: float = 0) -> Iterator[Session]:
     here = len(os.sched_getaffinity(0))
     cpus = max(here, math.ceil(workers_cpus))
     try:
-        with connect(folder.log, cpus=cpus, worker_setup=vision.install) as ray_session:
+        log = folder.log if isinstance(folder, RunFolder) else folder
+        with connect(log, cpus=cpus, worker_setup=vision.install) as ray_session:
             if ray_session.local and cpus > here:
                 console.say(f"training: {cpus} CPUs asked for, this machine has {here}: slower")
             yield ray_session

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from dpdist.base.errors import UserError
-from dpdist.runs.exporting import PUBLISHABLE, RELEASED, export, unpack
+from dpdist.release.files import RELEASED
+from dpdist.runs.exporting import PUBLISHABLE, export, unpack
 from dpdist.runs.folder import RunFolder
 
 PUBLIC = {
@@ -20,7 +21,7 @@ PUBLIC = {
     "evaluation.json": b"{}",
     "report/index.html": b"<html>" + bytes(range(256)) * 100,
     "certificates/a/certificates.parquet": b"PAR1",
-    **{f"release/{name}": b"w" for name in RELEASED},
+    **{f"release/{name}": b"w" for name in sorted(RELEASED)},
 }
 PRIVATE = {
     "run.json": b'{"format": 1, "dpdist": "0"}',

@@ -15,6 +15,7 @@ DEFINITIONS = ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef
 CALLED_FROM_OUTSIDE = {
     "handleError": "logging", "backend_cls": "ray.train", "find_spec": "importlib",
     "on_trial_result": "ray.tune", "compose_node": "yaml", "_maybe_compose": "dp_accounting",
+    "_repr_html_": "notebooks",
 }  # fmt: skip
 
 # Not called by us yet, or only from Python by users, and why it is here.
@@ -32,6 +33,7 @@ KEPT = {
     "certified_accuracy_ceiling": "what no table of certificates can exceed",
     "ceiling": "of every ROC, for membership inference", "largest_rejected": "for audits of a plan",
     "one_run_mu": "one-run audits of many runs at once",
+    "answerer": "a release's answers, from Python",
 }  # fmt: skip
 
 # Names that several modules define, and why each may.
@@ -40,7 +42,7 @@ SEVERAL = {
     "check": "a command of two command groups, and what comes before a run or search",
     "export": "the command and what it runs", "fetch": "the command and what it runs",
     "restore": "the command and what it runs", "show": "a command of two groups",
-    "load": "of a data set, a model, a recipe: always called by its package's name",
+    "load": "of a data set, a model, a recipe, a release: always called by its package's name",
     "build": "of a model and of a table: called by its module's name",
     "save": "of a model and of a checkpoint: called by its module's name",
     "about": "of each kind of table: called by its module's name",

@@ -15,8 +15,9 @@ from typing import Any
 from dpdist.base.errors import UserError
 from dpdist.base.reading import check_shape, read_json, shown
 from dpdist.base.storage import private_folder, write_json
+from dpdist.privacy.plan import plan_of
 from dpdist.randomness.keys import derive_key, words
-from dpdist.runs.folder import RunFolder, plan_of
+from dpdist.runs.folder import RunFolder
 from dpdist.sections.search import LawRecipe, TuneRecipe
 from dpdist.tuning.cost import Limit
 from dpdist.tuning.space import Values, draw

@@ -121,6 +121,7 @@ Finite = Annotated[float, Number, AfterValidator(_between(-LARGEST, LARGEST))]
 FilePath = Annotated[Path, AfterValidator(_path)]
 RunName = Annotated[str, AfterValidator(check_run_name)]
 Text = Annotated[str, Field(max_length=500)]
+Licence = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]  # by SPDX
 Json = Annotated[Any, AfterValidator(_json)]
 JsonObject = Annotated[dict[str, Any], AfterValidator(_json)]
 

@@ -13,7 +13,7 @@ from dpdist.base.fields import Count, Positive, Probability
 from dpdist.commands.options import (
     RUNS,
     Actors,
-    ArchivedRunArgument,
+    ArchivedModelArgument,
     AsJson,
     DataRoot,
     Every,
@@ -21,11 +21,12 @@ from dpdist.commands.options import (
     Output,
     Runs,
     Start,
+    TrustFactory,
     file_path,
     kind,
     need_numbers,
     numbers,
-    smoothing,
+    release_at,
 )
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ DEFAULT_RADII = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 def command(
-    run: ArchivedRunArgument,
+    run: ArchivedModelArgument,
     runs: Runs = RUNS,
     data_root: DataRoot = None,
     sigma: Annotated[
@@ -106,9 +107,13 @@ def command(
         Path | None,
         typer.Option(callback=file_path(written=True), help="Also write all columns here."),
     ] = None,
+    trust_factory: TrustFactory = None,
     as_json: AsJson = False,
 ) -> None:
     """Certify the test split on all CPUs; continues what was interrupted.
+
+    Of a release, the test split of the data that it names, under --data-root; the table goes to
+    --output, by default certificates/NAME/SETTINGS here.
 
     A model with noise in its first hidden layer is certified under that noise, by expected scores;
     with --sigma, it is smoothed at its inputs as well, and both noises certify, in quadrature. A
@@ -121,15 +126,24 @@ def command(
     Settings not given are the recipe's. --rebound and --merge work on stored counts, without the
     model: on the table in --output, or on all tables of the run.
     """
-    from dpdist.certification import table as tables
     from dpdist.runs.archive import open_anywhere
 
-    folder = open_anywhere(run, runs)
+    release = release_at(run, trust_factory)
     given = {
         "sigma": sigma, "n": n, "n0": n0, "alpha": alpha, "mode": mode, "noise": noise,
         "bound": bound, "one_sided": one_sided, "norm": norm, "radii": numbers(radii, "--radii"),
         "start": start, "every": every, "max_inputs": max_inputs,
     }  # fmt: skip
+    if release is not None:
+        if merge or rebound is not None or at is not None or decide is not None:
+            raise UserError("--merge, --rebound, --at, --decide: of a run, not of a release")
+        from dpdist.commands.certifying import certify_release
+
+        table, path = certify_release(release, given, data_root, output, actors)
+        _export(table, path, tsv, csv)
+        _show(release.name, [path], [], as_json)
+        return
+    folder = open_anywhere(run, runs)
     if decide is not None:
         others = {"at": at, "rebound": rebound, "merge": merge or None, "tsv": tsv, "csv": csv}
         _decide(decide, folder, given, others, data_root, output, actors)
@@ -149,17 +163,22 @@ def command(
         names = ", ".join(path.parent.name for _, path in made)
         raise UserError(f"--tsv, --csv: hold one table, these are several: {names}")
     for table, path in made:
-        if tsv is not None:
-            from dpdist.certification.job import timings
-
-            tables.write_cohen_tsv(table, tsv, timings(path.parent))
-        if csv is not None:
-            tables.write_csv(table, csv)
+        _export(table, path, tsv, csv)
     if folder.archive.exists():
         from dpdist import pipeline
 
         pipeline.archive_stage(folder)
-    _show(folder, [path for _, path in made], measured, as_json)
+    _show(folder.name, [path for _, path in made], measured, as_json)
+
+
+def _export(table: pa.Table, path: Path, tsv: Path | None, csv: Path | None) -> None:
+    from dpdist.certification import table as tables
+    from dpdist.certification.job import timings
+
+    if tsv is not None:
+        tables.write_cohen_tsv(table, tsv, timings(path.parent))
+    if csv is not None:
+        tables.write_csv(table, csv)
 
 
 def _certified(
@@ -235,6 +254,7 @@ def _asked(folder: RunFolder, given: dict[str, Any], data_root: Path | None) -> 
     """Recipe, trained model and certificate, the recipe's where nothing else is asked for."""
     from dpdist.certification.catalogue import settings_of
     from dpdist.evaluation import load_model
+    from dpdist.randomness.places import smoothing_of
     from dpdist.runs.recipe import resolve
 
     folder.require_trained()
@@ -247,7 +267,7 @@ def _asked(folder: RunFolder, given: dict[str, Any], data_root: Path | None) -> 
     if settings.get("sigma") is not None:
         settings_of(settings)  # refused before torch is loaded
     model = load_model(recipe, folder)
-    settings["sigma"] = smoothing(model, settings.get("sigma"), folder)
+    settings["sigma"] = smoothing_of(model, settings.get("sigma"), folder.path)
     return recipe, model, settings_of(settings)
 
 
@@ -319,9 +339,7 @@ def _stored(certificates: Path) -> list[Path]:
     return sorted(certificates.glob("*/certificates.parquet"))
 
 
-def _show(
-    folder: RunFolder, paths: Sequence[Path], measured: list[tuple[str, str]], as_json: bool
-) -> None:
+def _show(name: str, paths: Sequence[Path], measured: list[tuple[str, str]], as_json: bool) -> None:
     """measured: of attacked copies, in place of their certificates."""
     from dpdist.base import console
     from dpdist.certification import reading
@@ -332,7 +350,7 @@ def _show(
         tables = [] if measured else [reading.read(path) for path in paths]
         found = [certified(table, table.radii or DEFAULT_RADII) for table in tables]
         at = {"at_attacked_copies": dict(measured)} if measured else {}
-        console.print_json({"run": folder.name, "certificates": found, **at})
+        console.print_json({"run": name, "certificates": found, **at})
     elif measured:
         from dpdist.attacks.attacked import NAMED
 

@@ -34,6 +34,7 @@ from dpdist.commands import (
     run,
     train,
     tune,
+    verify,
 )
 from dpdist.privacy.journal import JournalError
 
@@ -58,6 +59,7 @@ app.command("predict")(predict.command)
 app.command("report")(report.command)
 app.command("compare")(compare.command)
 app.command("release")(release.command)
+app.command("verify")(verify.command)
 app.command("log")(log.command)
 app.command("landscape")(landscape.command)
 app.command("membership")(membership.command)

@@ -15,9 +15,7 @@ from dpdist.base.fields import Count, CountOrZero, PositiveOrZero, Processes, Ru
 from dpdist.base.reading import shown, usable_path
 
 if TYPE_CHECKING:
-    from torch import nn
-
-    from dpdist.runs.folder import RunFolder
+    from dpdist.release.reading import Release
     from dpdist.runs.recipe import Recipe
 
 Check = Callable[[typer.CallbackParam, Any], Any]  # of typer: callback
@@ -124,18 +122,39 @@ Changes = Annotated[
         help="Change a key of the recipe: training.batch_size=512. May be repeated.",
     ),
 ]
-ArchivedRunArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="RUN",
-        autocompletion=_runs,
-        help="A run folder, its name under --runs, or its archive's address.",
-    ),
-]
 RunArgument = Annotated[
     str,
     typer.Argument(
         metavar="RUN", autocompletion=_runs, help="A run folder, or its name under --runs."
+    ),
+]
+ReleaseArgument = Annotated[
+    Path,
+    typer.Argument(
+        metavar="RELEASE", callback=file_path(), help="A folder that `dpdist release` made."
+    ),
+]
+ModelArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN|RELEASE",
+        autocompletion=_runs,
+        help="A run folder, its name under --runs, or a release.",
+    ),
+]
+ArchivedModelArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN|RELEASE",
+        autocompletion=_runs,
+        help="A run folder, its name under --runs, its archive's address, or a release.",
+    ),
+]
+TrustFactory = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PACKAGE.MODULE:FACTORY",
+        help="Of a release: import this code, which builds its model. It runs.",
     ),
 ]
 Runs = Annotated[
@@ -204,12 +223,14 @@ def need_numbers(recipe: Recipe, command: str) -> None:
         raise UserError(why)
 
 
-def smoothing(model: nn.Module, sigma: float | None, folder: RunFolder) -> float | None:
-    """The input noise to smooth with: what is asked for, or the model's own; None for a model that
-    is random elsewhere. Raises UserError when there is no noise at all."""
-    from dpdist.randomness.places import place_of
+def release_at(name: str, trusted_factory: str | None) -> Release | None:
+    """The release that lies at a path; None where the name of a run is meant."""
+    from dpdist.release.files import is_release
+    from dpdist.release.reading import load
 
-    place = place_of(model)
-    if sigma is None and not place.random:
-        raise UserError(f"{folder.path}: the recipe has no certify section; give --sigma")
-    return place.smoothing if sigma is None else sigma
+    path = usable_path(name)
+    if not is_release(path):
+        return None
+    found = load(path, trusted_factory=trusted_factory)
+    found.need_numbers()
+    return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,22 +16,26 @@ from dpdist.base.fields import Number, Positive, Probability
 from dpdist.base.reading import reason, regular_file
 from dpdist.commands.options import (
     RUNS,
-    RunArgument,
+    ModelArgument,
     Runs,
+    TrustFactory,
     file_path,
     kind,
     need_numbers,
-    smoothing,
+    release_at,
 )
 
 if TYPE_CHECKING:
+    from torch import nn
+
+    from dpdist.certification.certificate import Certificate
     from dpdist.training.answering import Oracle
 
 Draws = Annotated[int, Number, Field(ge=1, le=10_000_000)]  # one process makes them
 
 
 def command(
-    run: RunArgument,
+    run: ModelArgument,
     images: Annotated[
         list[Path],
         typer.Argument(
@@ -53,40 +59,63 @@ def command(
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object for each image.")
     ] = False,
+    trust_factory: TrustFactory = None,
 ) -> None:
-    """Predict with fresh secret noise, on this machine."""
-    from dpdist import models
+    """Predict with fresh secret noise, on this machine, by a run's model or a released one."""
+    from dpdist.evaluation import load_model
     from dpdist.runs.folder import open_run
 
-    folder = open_run(run, runs)
-    folder.require_trained()
+    release = release_at(run, trust_factory)
+    if release is not None:
+        saved = _Saved(release.path, release.about.certificate, lambda: release.model)
+    else:
+        folder = open_run(run, runs)
+        folder.require_trained()
+        recipe = folder.read_recipe()
+        need_numbers(recipe, "predict")
+        saved = _Saved(folder.model, recipe.certify, lambda: load_model(recipe, folder))
     for path in images:
         regular_file(path)
-    recipe = folder.read_recipe()
-    need_numbers(recipe, "predict")
-    if recipe.method.withheld is not None:
+    if release is None and recipe.method.withheld is not None:
         if sigma is not None or label_only:
             raise UserError("--sigma, --label-only: of smoothed answers; this run's are paid for")
         from dpdist.training.answering import Oracle
 
         _ask(Oracle(recipe, folder), images, as_json)
         return
-    spec = models.read_spec(folder.model)
+    _smoothed(saved, images, {"sigma": sigma, "n": n, "alpha": alpha}, label_only, as_json)
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """Where a model lies, how it is meant to be certified, and the model."""
+
+    where: Path
+    certify: Certificate | None
+    load: Callable[[], nn.Module]
+
+
+def _smoothed(
+    saved: _Saved, images: list[Path], given: dict[str, Any], label_only: bool, as_json: bool
+) -> None:
+    from dpdist import models
+
+    spec = models.read_spec(saved.where)
     inputs = [_read(path, spec.input_shape) for path in images]
-    console.say(f"{folder.name}: loading the model")
+    console.say(f"{saved.where}: loading the model")
     from dpdist.certification.catalogue import settings_of
     from dpdist.certification.predict import Predictor
-    from dpdist.evaluation import load_model
+    from dpdist.randomness.places import smoothing_of
 
-    model = load_model(recipe, folder)
-    if sigma is None and recipe.certify is not None:
-        sigma = recipe.certify.sigma
-    sigma = smoothing(model, sigma, folder)
-    settings = settings_of({"sigma": sigma, "n": n, "alpha": alpha})
+    model, sigma = saved.load(), given["sigma"]
+    if sigma is None and saved.certify is not None:
+        sigma = saved.certify.sigma
+    sigma = smoothing_of(model, sigma, saved.where)
+    settings = settings_of(given | {"sigma": sigma})
     try:
         predictor = Predictor(model, settings, spec.classes, spec.input_shape)
     except ValueError as error:
-        raise UserError(f"{folder.model}: the model cannot be certified: {error}") from error
+        raise UserError(f"{saved.where}: the model cannot be certified: {error}") from error
     for path, x in zip(images, inputs, strict=True):
         if label_only:
             label, radius = predictor.label(x), None
@@ -94,7 +123,7 @@ def command(
             with console.progress(path.name, "blocks of draws") as show:
                 verdict = predictor.certify(x, show)
             label, radius = verdict.prediction, verdict.radius
-        _print(path, label, radius, sigma, alpha, as_json)
+        _print(path, label, radius, sigma, settings.alpha, as_json)
 
 
 def _ask(oracle: Oracle, images: list[Path], as_json: bool) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from dpdist.commands.options import RUNS, AsJson, RunArgument, Runs
+from dpdist.base.fields import Licence
+from dpdist.commands.options import RUNS, AsJson, RunArgument, Runs, file_path, kind
 
 
 def command(
@@ -16,9 +18,19 @@ def command(
         bool,
         typer.Option("--not-private", help="Release although the run has no finite guarantee."),
     ] = False,
+    licence: Annotated[
+        str | None,
+        typer.Option(callback=kind(Licence), help="SPDX identifier of the model's licence."),
+    ] = None,
+    sign: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="KEY", callback=file_path(), help="Sign with this Ed25519 private key (PEM)."
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Copy what is safe to publish into release/: the model and its privacy card, nothing else."""
+    """Write what is safe to publish into release/: model, privacy card, model card, checksums."""
     from dpdist.base import console
     from dpdist.base.reading import read_json
     from dpdist.runs.folder import open_run
@@ -27,7 +39,7 @@ def command(
     folder.require_trained()
     from dpdist.commands.releasing import release
 
-    files = release(folder, not_private=not_private)
+    files = release(folder, not_private=not_private, licence=licence, key=sign)
     if as_json:
         card = read_json(folder.release / "privacy_card.json")
         released = {"run": folder.name, "files": [str(path) for path in files]}

@@ -3,24 +3,49 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from dpdist import models
+from dpdist import __version__, models
 from dpdist.base.errors import UserError
 from dpdist.base.reading import read_bytes
 from dpdist.base.storage import built_aside, write_atomic, write_json
+from dpdist.certification.reading import CertificateTable
 from dpdist.privacy.card import card_markdown
+from dpdist.randomness.places import place_of
+from dpdist.release.description import FORMAT, description_of
+from dpdist.release.files import (
+    CARD,
+    CARD_TEXT,
+    DESCRIPTION,
+    PAGE,
+    RELEASED,
+    SIGNATURE,
+    SUMS,
+    signature,
+    sums_of,
+)
+from dpdist.release.page import model_card
 from dpdist.reports.facts import Facts, read_facts
-from dpdist.runs.exporting import RELEASED
 from dpdist.runs.folder import RunFolder
 
+if TYPE_CHECKING:
+    from torch import nn
 
-def release(folder: RunFolder, *, not_private: bool = False) -> list[Path]:
-    """Copy the model and write its privacy card; returns the files, which are all there is.
 
-    The folder is made anew and whole. Raises UserError, and leaves it as it was, when training
-    never finished, canaries were trained on, the run's models never leave, the model is not the one
-    that was trained or cannot be loaded, release/ holds something else, or the run has no finite
-    guarantee or a fixed key and `not_private` is not given (the card then says so).
+def release(
+    folder: RunFolder,
+    *,
+    not_private: bool = False,
+    licence: str | None = None,
+    key: Path | None = None,
+) -> list[Path]:
+    """Copy the model and write its cards; returns the files, which are all there is.
+
+    licence: an SPDX identifier. key: an Ed25519 private key (PEM) that signs. The folder is made
+    anew and whole. Raises UserError, and leaves it as it was, when training never finished,
+    canaries were trained on, the run's models never leave, the model is not the one that was
+    trained or cannot be loaded, release/ holds something else, or the run has no finite guarantee
+    or a fixed key and `not_private` is not given (the card then says so).
     """
     _refuse_foreign(folder.release)
     facts = read_facts(folder)
@@ -39,10 +64,62 @@ def release(folder: RunFolder, *, not_private: bool = False) -> list[Path]:
         aside.mkdir()
         for name in ("model.safetensors", "model.json"):
             write_atomic(aside / name, read_bytes(folder.model / name))
-        _check_model(facts, aside)
-        write_json(aside / "privacy_card.json", described)
-        write_atomic(aside / "privacy_card.md", card_markdown(described))
-    return [folder.release / name for name in RELEASED]
+        about = _described(facts, _checked_model(facts, aside), aside, licence)
+        write_json(aside / CARD, described)
+        write_atomic(aside / CARD_TEXT, card_markdown(described))
+        write_json(aside / DESCRIPTION, about)
+        page = model_card(description_of(about, DESCRIPTION), described, facts.input_shape)
+        write_atomic(aside / PAGE, page)
+        sums = sums_of(aside)
+        write_atomic(aside / SUMS, sums)
+        if key is not None:
+            write_atomic(aside / SIGNATURE, signature(key, sums.encode()))
+    return sorted(folder.release.iterdir())
+
+
+def _described(facts: Facts, model: nn.Module, copied: Path, licence: str | None) -> dict[str, Any]:
+    """release.json."""
+    recipe, evaluation = facts.recipe, facts.evaluation
+    certificate = None
+    if recipe.certify is not None:  # how to certify, and nothing of what was certified
+        kept = type(recipe.certify).model_fields.keys() - _OF_ONE_CERTIFICATION
+        certificate = recipe.certify.model_dump(mode="json", include=set(kept))
+    tested = None
+    if evaluation is not None:
+        tested = {name: evaluation[name] for name in ("data", "inputs", "accuracy")}
+    return {
+        "format": FORMAT,
+        "dpdist": __version__,
+        "name": recipe.name,
+        "method": recipe.method.name,
+        "model": models.model_hash(copied),
+        "tokens": recipe.data.text is not None,
+        "classes": recipe.data.class_names,
+        "noise": place_of(model).describe(),
+        "certificate": certificate,
+        "data": recipe.data.model_dump(mode="json", include=_OF_TEST_DATA),
+        "tested": tested,
+        "certified": [_certified(table) for table in facts.tables],
+        "licence": licence,
+    }
+
+
+_OF_ONE_CERTIFICATION = {"seed", "start", "every", "max_inputs", "batch", "form"}
+_OF_TEST_DATA = {"name", "classes", "names", "labels", "test", "columns"}
+
+
+def _certified(table: CertificateTable) -> dict[str, Any]:
+    radii = [0.0, *table.shown_radii]
+    return {
+        "title": table.title,
+        "norm": table.norm,
+        "sigma": table.sigma,
+        "alpha": table.alpha,
+        "draws": table.n,
+        "inputs": len(table.index),
+        "radii": radii,
+        "accuracy": [table.certified_accuracy(radius) for radius in radii],
+    }
 
 
 def _refuse_foreign(release: Path) -> None:
@@ -50,7 +127,8 @@ def _refuse_foreign(release: Path) -> None:
     if release.is_symlink() or (release.exists() and not release.is_dir()):
         raise UserError(f"{release}: must be a folder that `dpdist release` makes; remove it")
     found = sorted(release.iterdir()) if release.exists() else []
-    foreign = [p.name for p in found if p.name not in RELEASED or p.is_symlink() or p.is_dir()]
+    ours = (*RELEASED, SIGNATURE)
+    foreign = [p.name for p in found if p.name not in ours or p.is_symlink() or p.is_dir()]
     if foreign:
         raise UserError(
             f"{release}: holds {', '.join(map(repr, foreign))}, which `dpdist release` did not "
@@ -58,9 +136,9 @@ def _refuse_foreign(release: Path) -> None:
         )
 
 
-def _check_model(facts: Facts, copied: Path) -> None:
-    """Raise UserError unless the copied model is the trained one, loads as its users will load it,
-    and answers with finite numbers."""
+def _checked_model(facts: Facts, copied: Path) -> nn.Module:
+    """The copied model. Raises UserError unless it is the trained one, loads as its users will load
+    it, and answers with finite numbers."""
     import torch
 
     where = facts.folder.model
@@ -86,3 +164,4 @@ def _check_model(facts: Facts, copied: Path) -> None:
     bad = [k for k, v in module.state_dict().items() if not bool(torch.isfinite(v).all())]
     if bad:
         raise UserError(f"{where}: {bad[0]} holds numbers that are not finite; train again")
+    return module

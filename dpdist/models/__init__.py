@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 from dpdist.models.base_folder import is_base, with_config
 from dpdist.models.catalogue import ZOO, check_name
-from dpdist.models.spec import CLASSIFIER, DENOISER, BlockNoise, ModelSpec, model_hash, read_spec
+from dpdist.models.spec import (
+    CLASSIFIER,
+    DENOISER,
+    BlockNoise,
+    ModelSpec,
+    check_trusted,
+    model_hash,
+    read_spec,
+)
 
 if TYPE_CHECKING:
     from dpdist.models.company import mixing
@@ -42,6 +50,7 @@ __all__ = [
     "check_denoiser",
     "check_name",
     "check_outputs",
+    "check_trusted",
     "initialise",
     "is_base",
     "last_linear",

@@ -21,7 +21,7 @@ from dpdist.models.base_folder import is_base, load_base
 from dpdist.models.catalogue import ZOO, factory_of
 from dpdist.models.hidden import attach_block_noise, attach_silence, drop_noise
 from dpdist.models.normalised import Normalised
-from dpdist.models.spec import CLASSIFIER, DENOISER, ModelSpec, read_spec
+from dpdist.models.spec import CLASSIFIER, DENOISER, ModelSpec, check_trusted, read_spec
 
 _GLOBAL_GENERATOR = threading.Lock()
 
@@ -219,12 +219,7 @@ def load(folder: Path, *, trusted_factory: str | None = None) -> nn.Module:
     caller names that same factory (from the own recipe) as trusted. Raises UserError otherwise.
     """
     spec = read_spec(folder)
-    for name in spec.factories:
-        if name not in ZOO and name != trusted_factory:
-            raise UserError(
-                f"{folder}: the model is built by {name!r}, which is not ours; importing it runs "
-                f"its code. If you trust it, name it (--trust-factory {name})"
-            )
+    check_trusted(spec, trusted_factory, folder)
     module = build(spec)
     load_weights(module, folder)
     return module.eval()

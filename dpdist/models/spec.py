@@ -11,6 +11,7 @@ from typing import Any
 from dpdist.base.errors import UserError
 from dpdist.base.reading import NoSuchFile, check_shape, read_bytes, read_json
 from dpdist.models.base_folder import base_hash, is_base
+from dpdist.models.catalogue import ZOO
 
 FORMAT = 1
 DENOISER, CLASSIFIER = "denoiser", "classifier"  # the parts of a model with a frozen part
@@ -124,6 +125,16 @@ def _block_noise(description: dict[str, Any], where: str) -> BlockNoise:
     if not (type(floor) in (int, float) and math.isfinite(floor) and floor >= 0):
         raise UserError(f"{where}: damaged: block_noise.floor must be a number >= 0, got {floor}")
     return BlockNoise(tuple(noise["modules"]), noise["mode"], float(floor))
+
+
+def check_trusted(spec: ModelSpec, trusted_factory: str | None, where: object) -> None:
+    """Raise UserError when building the model would import a factory that nobody trusted."""
+    for name in spec.factories:
+        if name not in ZOO and name != trusted_factory:
+            raise UserError(
+                f"{where}: the model is built by {name!r}, which is not ours; importing it runs "
+                f"its code. If you trust it, name it (--trust-factory {name})"
+            )
 
 
 def model_hash(folder: Path) -> str:

@@ -9,9 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from dpdist.base.errors import UserError
+from dpdist.base.reading import check_shape
+from dpdist.privacy.group import group_guarantee
 from dpdist.privacy.guarantee import Guarantee, format_epsilon
 from dpdist.privacy.ledger import Ledger
-from dpdist.privacy.plan import PrivacyPlan
+from dpdist.privacy.phases import walk
+from dpdist.privacy.plan import PrivacyPlan, plan_of
 
 _DELTAS = (1e-4, 1e-5, 1e-6, 1e-8)
 EVALUATION_UNPROTECTED = (
@@ -26,6 +30,7 @@ def card(
     private: bool = True,
     show_records: bool = True,
     unit: str = "one record",
+    group_size: int = 1,
     data_set: Guarantee | None = None,
     assumptions: Sequence[str] = (),
     notes: Sequence[str] = (),
@@ -35,24 +40,32 @@ def card(
 
     ledger: what was really released; without it the plan is taken as executed. private: False for a
     run with a fixed key or without noise, which the card then says. show_records: False keeps the
-    number of records (and with it the sampling rate's meaning) out. data_set: what the data set has
-    cost in all runs. assumptions: what must hold besides. extra: further facts (library versions,
-    model, recipe).
+    number of records (and with it the sampling rate's meaning) out. unit: what is protected.
+    group_size: of up to so many records the guarantee is stated as well. data_set: what the data
+    set has cost in all runs. assumptions: what must hold besides. extra: further facts (library
+    versions, model, recipe).
+
+    "accounted" are the phases that were released, as a plan: `recomputed` makes the card of it.
     """
     from dpdist.privacy import accounting
 
     phases = plan.phases if ledger is None else ledger.phases(plan)
-    paths = plan.alternatives(phases)
-    main = plan.guarantee_of(paths)
+    whole = replace(plan, phases=phases)
+    paths = whole.alternatives(phases)
+    main = whole.guarantee_of(paths)
+    group = None if group_size == 1 else group_guarantee(whole, group_size)
+    if group is not None:
+        unit += f"; {group_size} records: epsilon {format_epsilon(group.epsilon)}"
     if not show_records:
         kept = tuple(line for line in main.assumptions if "is public" not in line)
         main = replace(main, assumptions=kept)
     deltas = sorted({plan.delta, *_DELTAS}, reverse=True)
-    profile = [plan.guarantee_of(paths, delta) for delta in deltas] if private else [main]
+    profile = [whole.guarantee_of(paths, delta) for delta in deltas] if private else [main]
     described = {
         "private": private,
         "guarantee": main.to_dict(),
         "unit": unit,
+        "group": group and {"size": group_size, "guarantee": group.to_dict()},
         "neighbours": plan.neighbours,
         "relation": main.relation,
         "epsilon_at_delta": [
@@ -61,7 +74,7 @@ def card(
         "accountant": main.source,
         "library": accounting.library_version(),
         "mechanism": [phase.words for phase in phases],
-        "clip_norm": plan.clip_norm if plan.clips else "none",
+        "clip_norm": whole.clip_norm if whole.clips else "none",
         "records": plan.records if show_records else None,
         "records_are": "declared" if plan.nominal else "counted",
         "released_besides": [] if ledger is None else [e["name"] for e in ledger.events],
@@ -69,10 +82,65 @@ def card(
         "data_set": None if data_set is None else data_set.to_dict(),
         # With the other entries at hand, the fingerprint would give N away to a search.
         "plan": plan.fingerprint() if show_records else None,
+        "accounted": whole.to_dict() if show_records else None,
         "assumptions": [*main.assumptions, *assumptions],
         "notes": [EVALUATION_UNPROTECTED, *notes],
     }
     return described | ({"extra": dict(extra)} if extra else {})
+
+
+# Stated, and not to be had from the phases: of other runs, of the run's recipe and its faults.
+_STATED = ("data_set", "released_besides", "superseded_releases", "plan")
+_SHAPE = {
+    "private": bool, "unit": str, "relation": str, "accountant": str, "library": str,
+    "guarantee.epsilon": float | str, "guarantee.delta": float, "guarantee.kind": str,
+    "guarantee.neighbours": str, "neighbours": str, "plan": str,
+    "epsilon_at_delta": list, "mechanism": list, "released_besides": list,
+    "superseded_releases": int, "assumptions": list, "notes": list, "extra": dict,
+    "accounted": dict, **dict.fromkeys(("data_set", "group", "clip_norm", "records"), object),
+}  # fmt: skip
+_MOST_PHASES = 1000
+
+
+def accounted(described: dict[str, Any], where: str) -> PrivacyPlan:
+    """The phases that a card from elsewhere speaks of, as a plan. Raises UserError for a card that
+    is damaged, or of an earlier version that named none."""
+    check_shape(described, where, _SHAPE)
+    for name in ("mechanism", "released_besides", "assumptions", "notes"):
+        if not all(isinstance(line, str) for line in described[name]):
+            raise UserError(f"{where}: damaged: {name} must be lines of text")
+    if (group := described["group"]) is not None:
+        size = check_shape({"group": group}, where, {"group.size": int})["group"]["size"]
+        if not 1 < size <= 1000:
+            raise UserError(f"{where}: damaged: group.size must be 2 to 1000, got {size}")
+    if described["data_set"] is not None:
+        check_shape(described, where, {"data_set.epsilon": float | str, "data_set.delta": float})
+    plan = plan_of(described["accounted"], f"{where}: accounted")
+    if len(list(walk(plan.phases))) > _MOST_PHASES:
+        raise UserError(f"{where}: accounted: more than {_MOST_PHASES} phases")
+    return plan
+
+
+def recomputed(described: Mapping[str, Any], plan: PrivacyPlan) -> dict[str, Any]:
+    """A card again, from the phases that it speaks of (`accounted`), by this project's accounting.
+
+    What does not follow from them is taken from the card: whether the run key was fixed, what all
+    runs on the data set cost, notes. Raises UserError when no theorem covers the phases.
+    """
+    group = described["group"]
+    try:
+        again = card(
+            plan,
+            private=described["private"],
+            unit=described["unit"].rpartition("; ")[0] if group else described["unit"],
+            group_size=1 if group is None else group["size"],
+            assumptions=described["assumptions"][len(plan.assumptions) :],
+            notes=described["notes"][1:],
+            extra=described["extra"],
+        )
+    except (ValueError, OverflowError) as error:
+        raise UserError(f"its phases cannot be accounted: {error}") from error
+    return again | {name: described[name] for name in _STATED}
 
 
 def _terms(described: Mapping[str, Any]) -> list[str]:
@@ -134,6 +202,6 @@ def card_markdown(described: Mapping[str, Any]) -> str:
         "",
         *[f"* {line}" for line in described["notes"]],
     ]
-    for key, value in described.get("extra", {}).items():
+    for key, value in sorted(described.get("extra", {}).items()):
         lines.append(f"* {key}: {value}")
     return "\n".join(lines) + "\n"

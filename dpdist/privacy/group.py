@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from dpdist.privacy.guarantee import Guarantee
@@ -53,6 +54,7 @@ def lemma_epsilon(record_delta: Callable[[float], float], delta: float, size: in
     return math.inf
 
 
+@lru_cache(maxsize=100)  # facts, card and whoever verifies the card ask for it
 def group_guarantee(plan: PrivacyPlan, size: int, delta: float | None = None) -> Guarantee:
     """The plan's guarantee for groups of up to `size` records; one record gives plan.guarantee().
 

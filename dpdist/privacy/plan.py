@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from dpdist.base.errors import UserError
+from dpdist.base.reading import reason
 from dpdist.privacy.catalogue import phases_from
 from dpdist.privacy.guarantee import Guarantee, Neighbours, check_delta
 from dpdist.privacy.phases import Phase, data_alternatives, walk
@@ -272,3 +274,11 @@ class PrivacyPlan:
         """64 hex digits; equal exactly for equal plans."""
         text = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"), allow_nan=False)
         return hashlib.blake2b(text.encode(), digest_size=32, person=b"dpdist.plan").hexdigest()
+
+
+def plan_of(record: Any, where: str) -> PrivacyPlan:
+    """A plan from its JSON form. Raises UserError when it is none."""
+    try:
+        return PrivacyPlan.from_dict(record)
+    except (ValueError, TypeError, AttributeError, OverflowError) as error:
+        raise UserError(f"{where}: damaged: {reason(error)}") from error

@@ -342,6 +342,15 @@ def place_of(model: nn.Module) -> Place:
     return OnInput(sigma) if sigma else Nowhere()
 
 
+def smoothing_of(model: nn.Module, sigma: float | None, where: object) -> float | None:
+    """The input noise to smooth with: what is asked for, or the model's own; None for a model that
+    is random elsewhere. Raises UserError, which names `where`, when there is no noise at all."""
+    place = place_of(model)
+    if sigma is None and not place.random:
+        raise UserError(f"{where}: nothing says with what noise to certify; give --sigma")
+    return place.smoothing if sigma is None else sigma
+
+
 def _usable(std: Any) -> bool:
     if isinstance(std, float | int):
         return math.isfinite(std) and std >= 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,7 @@ from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.randomness.keys import key_id
 from dpdist.reports.searches import SearchTerms, read_search, released
-from dpdist.runs.folder import RunFolder
+from dpdist.runs.folder import RunFolder, open_run
 from dpdist.runs.recipe import Recipe
 from dpdist.runs.released import read_released
 
@@ -161,10 +162,6 @@ class Facts:
 
     def card(self) -> dict[str, Any]:
         """The privacy card, as JSON types."""
-        unit = self.recipe.data.unit
-        if self.group is not None:
-            size, epsilon = self.recipe.privacy.group_size, format_epsilon(self.group.epsilon)
-            unit += f"; {size} records: epsilon {epsilon}"
         plan = self.plan
         notes = ["Hyper-parameters chosen by looking at private results are not counted."]
         searched = {}
@@ -189,7 +186,8 @@ class Facts:
             plan,
             self.ledger if self.search is None else None,
             private=not self.fixed_key and math.isfinite(self.guarantee.epsilon),
-            unit=unit,
+            unit=self.recipe.data.unit,
+            group_size=self.recipe.privacy.group_size,
             data_set=self.data_set,
             assumptions=self.assumed,
             notes=notes,
@@ -246,6 +244,14 @@ class Facts:
             rows.append(("report", str(self.folder.report)))
         return rows
 
+    def _repr_html_(self) -> str:
+        """The summary as a table, in a notebook."""
+        rows = "".join(
+            f"<tr><th>{html.escape(name)}</th><td>{html.escape(value)}</td></tr>"
+            for name, value in self.summary()
+        )
+        return f"<table><caption>run {html.escape(self.folder.name)}</caption>{rows}</table>"
+
 
 def _certified_row(table: CertificateTable) -> tuple[str, str]:
     at = ", ".join(
@@ -256,8 +262,11 @@ def _certified_row(table: CertificateTable) -> tuple[str, str]:
     return f"certified, {table.title}", f"{at} ({about})"
 
 
-def read_facts(folder: RunFolder) -> Facts:
-    """Read a run whose training has finished. Raises UserError when it has not."""
+def read_facts(folder: RunFolder | str | Path) -> Facts:
+    """Read a run whose training has finished: its folder, or its name under runs/. Raises UserError
+    when it has not, or there is none."""
+    if not isinstance(folder, RunFolder):
+        folder = open_run(str(folder), Path("runs"))
     trained, search = folder.require_trained(), read_search(folder)
     if search is None:  # a search keeps its durations secret
         check_shape(trained, str(folder.trained), {"seconds": float})

@@ -10,9 +10,9 @@ from dpdist.privacy.catalogue import phase_from_dict
 from dpdist.privacy.guarantee import Guarantee, format_epsilon
 from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.phases import Phase
-from dpdist.privacy.plan import PrivacyPlan
+from dpdist.privacy.plan import PrivacyPlan, plan_of
 from dpdist.privacy.releases import GaussianSteps
-from dpdist.runs.folder import RunFolder, plan_of
+from dpdist.runs.folder import RunFolder
 
 _TERMS = {
     "plan": dict, "law": str, "fields": list, "objective": str, "scored_on": str,

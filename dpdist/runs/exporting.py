@@ -17,14 +17,13 @@ from pathlib import Path
 from dpdist.base.errors import UserError
 from dpdist.base.names import check_paths
 from dpdist.base.storage import moved_in, write_atomic
+from dpdist.release.files import RELEASED, SIGNATURE
 from dpdist.runs.folder import RunFolder
 
 PUBLISHABLE = (
     "recipe.yaml", "evaluation.json", "landscape.json", "release", "certificates", "attacks",
     "audit", "report",
 )  # fmt: skip
-# What is in release/, and all of it or nothing.
-RELEASED = ("model.json", "model.safetensors", "privacy_card.json", "privacy_card.md")
 MAX_BYTES = 200 * 2**20
 _BEGIN, _END = "-----BEGIN DPDIST EXPORT-----", "-----END DPDIST EXPORT "
 _LINE = 4096
@@ -34,7 +33,7 @@ def is_publishable(path: str) -> bool:
     """Whether a file of this path (as in `dpdist.base.names.check_path`) below a run folder may
     leave; of release/ only what `dpdist release` writes."""
     top, _, below = path.partition("/")
-    return top in PUBLISHABLE and (top != "release" or below in RELEASED)
+    return top in PUBLISHABLE and (top != "release" or below in (*RELEASED, SIGNATURE))
 
 
 def publishable(folder: RunFolder) -> list[Path]:

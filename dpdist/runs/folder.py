@@ -17,10 +17,10 @@ from typing import Any
 
 from dpdist import __version__
 from dpdist.base.errors import UserError
-from dpdist.base.reading import NoSuchFile, read_json, read_text, reason, usable_path
+from dpdist.base.reading import NoSuchFile, read_json, read_text, usable_path
 from dpdist.base.storage import built_aside, private_folder, write_atomic, write_json
 from dpdist.privacy.journal import anchor_path
-from dpdist.privacy.plan import PrivacyPlan
+from dpdist.privacy.plan import PrivacyPlan, plan_of
 from dpdist.runs.recipe import Recipe, load
 
 FORMAT = 1
@@ -258,14 +258,6 @@ class RunFolder:
 def complete_checkpoints(folder: Path) -> list[Path]:
     """The checkpoints in `folder` that were written to their end, oldest first."""
     return sorted(path for path in folder.glob("step-*") if (path / "done.json").exists())
-
-
-def plan_of(record: Any, where: str) -> PrivacyPlan:
-    """A plan from its JSON form. Raises UserError when it is none."""
-    try:
-        return PrivacyPlan.from_dict(record)
-    except (ValueError, TypeError, AttributeError) as error:
-        raise UserError(f"{where}: damaged: {reason(error)}") from error
 
 
 def open_run(name: str, runs: Path) -> RunFolder:

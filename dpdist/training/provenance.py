@@ -20,6 +20,8 @@ from dpdist.base.reading import read_bytes, read_json
 from dpdist.base.storage import write_atomic, write_json
 from dpdist.data.overlap import Inputs, refuse_common
 from dpdist.models import ModelSpec
+from dpdist.release.files import is_release
+from dpdist.release.reading import load as load_release
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe
 from dpdist.sections.recipe import PretrainedRecipe
@@ -163,12 +165,22 @@ def check_pretrained(recipe: Recipe, private: data.Dataset, where: str) -> dict[
     if (folder / PROVENANCE).exists():
         return {**about, **_pretrained(folder, about["model"], begin, compared)}
     if (folder / _CARD).exists():
-        card = read_json(folder / _CARD, _STATED)
+        card = _card(folder, begin)
         extra = card.get("extra")  # cards of earlier versions do not name their weights
         if isinstance(extra, dict) and extra.get("model hash", about["model"]) != about["model"]:
             raise UserError(f"{begin}: the model is not the one that {_CARD} speaks of")
         return {**about, **_released(card, recipe, begin, compared)}
     return {**about, **_declared(part, section, begin, compared)}
+
+
+def _card(folder: Path, begin: str) -> dict[str, Any]:
+    """The privacy card beside a model; of a release, which must hold."""
+    if not is_release(folder):
+        return read_json(folder / _CARD, _STATED)
+    try:
+        return load_release(folder).card
+    except UserError as error:
+        raise UserError(f"{begin}: {error}") from None
 
 
 def _compared(folder: Path, private: data.Dataset, begin: str) -> bool:

@@ -7,6 +7,8 @@ so that adding or removing one record moves no other one.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from pathlib import Path
 
 from dpdist import data
 from dpdist.base.errors import UserError
@@ -33,6 +35,11 @@ def _source(section: DataRecipe) -> data.Source:
         section.name, section.classes, section.root, section.train, section.test, columns,
         tuple(section.labels), tuple(section.names),
     )  # fmt: skip
+
+
+def source_at(section: DataRecipe, root: Path | None) -> data.Source:
+    """Where data named elsewhere (by a release) lie here."""
+    return replace(_source(section), root=None if root is None else root.resolve())
 
 
 def training_data(recipe: Recipe, source: data.Source) -> data.Dataset:

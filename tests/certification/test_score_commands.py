@@ -19,6 +19,7 @@ from dpdist.certification import table as tables
 from dpdist.commands import certify, compare, predict
 from dpdist.commands.releasing import release
 from dpdist.randomness.places import place_of
+from dpdist.release.verifying import verify
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse
@@ -159,5 +160,7 @@ def test_release_carries_the_noise_and_says_what_is_not_private(runs: Path) -> N
     assert "Claimed by the paper, not the guarantee" in card
     from dpdist import models
 
+    for name in ("noisy", "private"):
+        verify(runs / name / "release")
     noise = place_of(models.load(runs / "private/release"))
     assert noise.random and noise.scale > 0

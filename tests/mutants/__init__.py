@@ -9,6 +9,7 @@ from mutants import (
     gradients,
     poisoning,
     privacy,
+    releases,
     teachers,
     training,
     tuning,
@@ -17,6 +18,16 @@ from mutants.fault import Fault
 
 FAULTS: list[Fault] = [
     fault
-    for area in (training, gradients, privacy, tuning, certification, audits, teachers, poisoning)
+    for area in (
+        training,
+        gradients,
+        privacy,
+        tuning,
+        certification,
+        audits,
+        teachers,
+        poisoning,
+        releases,
+    )
     for fault in area.FAULTS
 ]

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+from typing import Any
 
 import pytest
 
-from dpdist.privacy.card import EVALUATION_UNPROTECTED, card, card_markdown
+from dpdist.base.errors import UserError
+from dpdist.privacy.card import (
+    EVALUATION_UNPROTECTED,
+    accounted,
+    card,
+    card_markdown,
+    recomputed,
+)
 from dpdist.privacy.combined import ParallelParts, RepeatAndSelect
 from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.plan import PrivacyPlan
@@ -73,3 +81,31 @@ def test_card_keeps_the_number_of_runs_secret():
     assert "secret random number of runs (Poisson, mean 5)" in sentence
     parts = PrivacyPlan(1000, (ParallelParts((PLAN.phases, (LaplaceReleases(2.0),))),), 1e-4)
     assert "disjoint parts" in card(parts)["mechanism"][0]
+
+
+def read_back(described: dict[str, Any]) -> dict[str, Any]:
+    return json.loads(json.dumps(described))
+
+
+@pytest.mark.slow
+def test_a_card_is_made_again_from_its_phases(tmp_path):
+    """What was released besides, superseded steps and groups included."""
+    plan = PrivacyPlan.dp_sgd(records=100, batch_size=10, noise_multiplier=3.0, steps=2, delta=1e-4)
+    with Ledger.open(tmp_path / "private" / "ledger.jsonl", plan.fingerprint()) as ledger:
+        for world_size in ("1", "2"):
+            ledger.begin_attempt({"world_size": world_size})
+            for step in range(2):
+                ledger.record(step, f"{step:064x}")
+        ledger.record_event("noise scale from private data", LaplaceReleases(4.0), "cd" * 32)
+        described = read_back(
+            card(plan, ledger, group_size=2, notes=["a note"], extra={"model": "cnn"})
+        )
+    released = accounted(described, "card")
+    assert released.steps == 4 and len(released.phases) == 2
+    assert "Laplace" in " ".join(described["assumptions"] + described["mechanism"])
+    assert read_back(recomputed(described, released)) == described
+    assert described["unit"].startswith("one record; 2 records: epsilon ")
+    assert described["group"]["guarantee"]["epsilon"] > described["guarantee"]["epsilon"]
+    for name, value in (("group", {"size": 10**6}), ("accounted", None), ("notes", [1])):
+        with pytest.raises(UserError, match=f"card: damaged: {name}"):
+            accounted(described | {name: value}, "card")

@@ -37,6 +37,7 @@ from dpdist.methods.base import Setup
 from dpdist.models.sensitivity import keep_within
 from dpdist.privacy.card import card_markdown
 from dpdist.randomness.places import place_of
+from dpdist.release.files import SUMS, sums_of
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse
@@ -296,6 +297,9 @@ def test_the_denoiser_of_a_released_run_goes_before_a_classifier(public, tmp_pat
     card = json.loads((alone / "privacy_card.json").read_text())
     card["extra"]["training data"] = "letters"
     (alone / "privacy_card.json").write_text(json.dumps(card))
+    with pytest.raises(UserError, match=r"privacy_card\.json: was changed"):
+        put_together(folder, "denoiser", alone, RunFolder(tmp_path / "x"))
+    (alone / SUMS).write_text(sums_of(alone))
     put_together(folder, "denoiser", alone, RunFolder(tmp_path / "x"))
     x = torch.rand(3, 1, 8, 8)
     joined = models.load(RunFolder(tmp_path / "x").model)

@@ -17,9 +17,10 @@ from dpdist.base.errors import UserError
 from dpdist.commands import releasing
 from dpdist.commands.releasing import release
 from dpdist.models import ModelSpec
+from dpdist.release.files import RELEASED
 from dpdist.runs.folder import RunFolder
 
-FILES = {"model.safetensors", "model.json", "privacy_card.json", "privacy_card.md"}
+FILES = {*RELEASED}
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +148,7 @@ def test_a_release_folder_that_is_a_link_is_refused(run, tmp_path):
 
 
 @pytest.mark.parametrize("before", [False, True])
-@pytest.mark.parametrize("last", ["model.json", "privacy_card.json", "privacy_card.md"])
+@pytest.mark.parametrize("last", [*RELEASED])
 def test_a_crash_leaves_the_release_before_or_none(run, monkeypatch, before, last):
     """Never weights without their card."""
     if before:

@@ -19,6 +19,7 @@ from dpdist.commands.releasing import release
 from dpdist.privacy.budgets import budgets_in
 from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.plan import PrivacyPlan
+from dpdist.release.verifying import verify
 from dpdist.reports.facts import read_facts
 from dpdist.reports.page import write_report
 from dpdist.sections.recipe import ResourcesRecipe
@@ -104,6 +105,7 @@ def test_the_winner_becomes_an_ordinary_run_with_the_search_in_its_guarantee(
 
     write_report(run)
     release(run)
+    verify(run.release)
     card = json.loads((run.release / "privacy_card.json").read_text())
     assert card["guarantee"]["epsilon"] == facts.guarantee.epsilon
     assert card["mechanism"][0].startswith("the best of a secret random number of runs")

@@ -28,7 +28,7 @@ SEARCH = {
 BEGUN = {"recipe.yaml", "run.json", "evaluation.json"}
 RELEASE = {
     "release/model.safetensors", "release/model.json", "release/privacy_card.json",
-    "release/privacy_card.md",
+    "release/privacy_card.md", "release/release.json", "release/README.md", "release/SHA256SUMS",
 }  # fmt: skip
 CERTIFIED = {"certificates.parquet", "journal.jsonl", "rate.json", "settings.json", "timings.csv"}
 REPORT = {"report/index.html"}

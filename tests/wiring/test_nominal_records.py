@@ -60,7 +60,7 @@ def test_one_record_more_changes_nothing_that_is_published(tmp_path):
         folder = trained_on(tmp_path, records)
         assert PrivacyPlan.from_dict(json.loads(folder.plan.read_text())).nominal
         release(folder)
-        names = ("privacy_card.json", "privacy_card.md", "model.json")
+        names = ("privacy_card.json", "privacy_card.md", "model.json", "release.json", "README.md")
         # The released weights, noise and all, are another draw in each run; the card names them.
         weights = json.loads((folder.release / "privacy_card.json").read_text())["extra"]
         own = weights["model hash"].encode()

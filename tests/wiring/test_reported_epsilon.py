@@ -24,6 +24,7 @@ from dpdist.privacy.guarantee import format_epsilon
 from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.privacy.releases import GaussianSteps
+from dpdist.release.verifying import verify
 from dpdist.reports.facts import read_facts
 from dpdist.reports.page import write_report
 from dpdist.runs.folder import RunFolder
@@ -73,6 +74,7 @@ def released(folder: RunFolder) -> dict[str, Any]:
     card = json.loads((folder.release / "privacy_card.json").read_text())
     shown = format_epsilon(card["guarantee"]["epsilon"])
     assert f"({shown}, " in (folder.release / "privacy_card.md").read_text()
+    verify(folder.release)
     return card
 
 

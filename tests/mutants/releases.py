@@ -1,0 +1,51 @@
+"""Faults in the reader of a release, and in what it is held against."""
+
+from __future__ import annotations
+
+from mutants.fault import Fault, group
+
+RELEASE = "test_release"
+
+FAULTS: list[Fault] = [
+    *group(
+        "dpdist/release/files.py", RELEASE,
+        ("if _digest(folder / name) != stated[name]:", "if False:", "sums are not checked"),
+        ("if entry.name not in (*RELEASED, SIGNATURE):", "if False:", "foreign files are let in"),
+        ("if not entry.is_file(follow_symlinks=False):", "if not entry.is_file():",
+         "links out of a release are followed"),
+        ("        key.verify(read_bytes(folder / SIGNATURE, _MOST), read_bytes(folder / SUMS, _MOST))",
+         "        pass", "any signature is one"),
+    ),
+    *group(
+        "dpdist/release/reading.py", RELEASE,
+        ("if models.model_hash(self.path) != self.about.model:", "if False:",
+         "the description speaks of another model"),
+        ("if not same_json(place_of(module).describe(), self.about.noise):", "if False:",
+         "the noise is not that of the model"),
+        ("if not bool(tensor.isfinite().all()):", "if False:", "weights that are not finite"),
+        ('if card["guarantee"]["delta"] != plan.delta:', "if False:",
+         "epsilon is stated at another delta than its phases'"),
+        ('if card["extra"].get("model hash", about.model) != about.model:', "if False:",
+         "the card speaks of another model"),
+        ("        models.check_trusted(spec, self.trusted_factory, self.path)\n", "",
+         "foreign code is complained of as damage"),
+    ),
+    *group(
+        "dpdist/release/verifying.py", RELEASE,
+        ("if not same_json(stated[name], value):", "if False:", "epsilon is not computed again"),
+        ("        if read_text(release.path / name) != text:", "        if False:",
+         "pages say what they like"),
+        ("    if signer is not None:\n        check_signature", "    if False:\n        check_signature",
+         "the signer is not asked for"),
+    ),
+    *group(
+        "dpdist/privacy/card.py", RELEASE,
+        ("paths = whole.alternatives(phases)", "paths = whole.alternatives(phases[:0])",
+         "a card is accounted without its phases"),
+    ),
+    *group(
+        "dpdist/commands/releasing.py", RELEASE,
+        ('_OF_ONE_CERTIFICATION = {"seed", ', "_OF_ONE_CERTIFICATION = {",
+         "the seed of a certification is released"),
+    ),
+]  # fmt: skip

@@ -1,0 +1,55 @@
+"""What `import dpdist` offers: each name is there, listed and typed."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from pathlib import Path
+
+import pytest
+from support.training import make, train
+
+import dpdist
+from dpdist.evaluation import evaluate_stage
+
+
+def test_every_name_is_listed_and_there():
+    assert set(dpdist.__all__) <= set(dir(dpdist))
+    for name in dpdist.__all__:
+        assert getattr(dpdist, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = dpdist.nothing
+
+
+def test_the_types_are_those_of_the_names():
+    """What a type checker reads is what is imported on first use."""
+    tree = ast.parse(Path(dpdist.__file__).read_text())
+    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
+    typed = {
+        alias.asname: node.module
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert typed == dpdist._LAZY
+    for name, module in typed.items():
+        assert getattr(importlib.import_module(module), name) is getattr(dpdist, name)
+
+
+@pytest.mark.slow
+def test_facts_by_path_and_as_a_table(tmp_path, monkeypatch):
+    recipe, folder = make(
+        tmp_path / "runs", "x", model="linear", training__steps=2, data__max_train=100
+    )
+    train(recipe, folder)
+    evaluate_stage(recipe, folder)
+    monkeypatch.chdir(tmp_path)
+    facts = dpdist.read_facts("x")
+    assert facts.guarantee == dpdist.read_facts(folder.path).guarantee
+    assert facts.guarantee == dpdist.read_facts(str(folder.path)).guarantee
+    assert facts.summary() == dpdist.read_facts(folder).summary()
+    shown = facts._repr_html_()
+    assert shown.startswith("<table><caption>run x</caption>") and shown.endswith("</table>")
+    assert shown.count("<tr>") == len(facts.summary()) and "clean accuracy" in shown
+    with pytest.raises(dpdist.UserError, match="no such run"):
+        dpdist.read_facts("nowhere")

@@ -1,0 +1,466 @@
+"""A release: somebody else can use it and check it, and whatever is changed in it is noticed."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+)
+from safetensors.torch import load_file, save_file
+from support.here import Done, command, without_ray
+
+import dpdist
+from dpdist import models
+from dpdist.base.errors import UserError
+from dpdist.certification import reading
+from dpdist.models import ModelSpec
+from dpdist.privacy.guarantee import Guarantee, format_epsilon
+from dpdist.privacy.plan import PrivacyPlan
+from dpdist.release import verifying
+from dpdist.release.files import CARD, DESCRIPTION, RELEASED, SIGNATURE, SUMS, ReleaseError, sums_of
+from dpdist.release.reading import same_json
+from dpdist.release.verifying import verify
+from dpdist.runs.folder import RunFolder
+
+RECIPE = {
+    "name": "small",
+    "data": {"name": "digits", "max_train": 400},
+    "model": {"name": "linear", "mean": [0.3], "std": [0.5]},
+    "method": {"name": "input-noise", "sigma": 0.25},
+    "privacy": {"noise_multiplier": 2.0, "delta": 1e-4},
+    "training": {"batch_size": 100, "steps": 8, "learning_rate": 1.0},
+    "certify": {
+        "sigma": 0.25,
+        "n": 60,
+        "n0": 10,
+        "max_inputs": 4,
+        "seed": "unlucky-7",
+        "radii": [0.1],
+    },
+}
+PUBLIC = "public.pem"
+pytestmark = pytest.mark.slow  # the first that asks for the run trains and certifies it
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory) -> Path:
+    """A run, trained, certified and released, and the key that signed it."""
+    folder = tmp_path_factory.mktemp("work")
+    (folder / "small.yaml").write_text(yaml.safe_dump(RECIPE))
+    key = Ed25519PrivateKey.generate()
+    private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    public = key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+    (folder / "key.pem").write_bytes(private)
+    (folder / PUBLIC).write_bytes(public)
+    return folder
+
+
+@pytest.fixture
+def call(work, monkeypatch, capsys) -> Callable[..., Done]:
+    def run(*arguments: object) -> Done:
+        return command(monkeypatch, capsys, work, *arguments)
+
+    return run
+
+
+@pytest.fixture
+def made(work, call, monkeypatch) -> Path:
+    folder = work / "runs/small/release"
+    if not folder.exists():
+        without_ray(monkeypatch)
+        done = call("run", "small.yaml")
+        assert done.code == 0, done.err
+        done = call("release", "small", "--licence", "Apache-2.0", "--sign", "key.pem")
+        assert done.code == 0, done.err
+    return folder
+
+
+@pytest.fixture
+def copied(made, tmp_path) -> Path:
+    """A release elsewhere, without its run."""
+    return shutil.copytree(made, tmp_path / "elsewhere")
+
+
+def sum_again(folder: Path) -> None:
+    (folder / SUMS).write_text(sums_of(folder))
+
+
+def edit(folder: Path, name: str, change: Callable[[Any], Any]) -> None:
+    """A JSON file changed; its sum too."""
+    value = json.loads((folder / name).read_text())
+    change(value)
+    (folder / name).write_text(json.dumps(value, indent=2, sort_keys=True) + "\n")
+    sum_again(folder)
+
+
+def test_what_is_in_it(made):
+    assert {path.name for path in made.iterdir()} == {*RELEASED, SIGNATURE}
+    for line in (made / SUMS).read_text().splitlines():
+        digest, name = line.split("  ")
+        assert hashlib.sha256((made / name).read_bytes()).hexdigest() == digest
+    about = json.loads((made / DESCRIPTION).read_text())
+    assert about["classes"] == [str(digit) for digit in range(10)]
+    assert about["certificate"]["sigma"] == 0.25 and about["certificate"]["n"] == 60
+    assert "seed" not in about["certificate"] and "max_train" not in about["data"]
+    (table,) = about["certified"]
+    path = made.parent / "certificates" / table["title"] / "certificates.parquet"
+    certified = reading.read(path)
+    assert table["radii"] == [0.0, 0.1]
+    assert table["accuracy"] == [certified.certified_accuracy(radius) for radius in (0.0, 0.1)]
+    evaluation = json.loads((made.parent / "evaluation.json").read_text())
+    assert about["tested"]["accuracy"] == evaluation["accuracy"]
+    for path in made.iterdir():  # nothing of the machine, no seed
+        assert str(made.parent.parent).encode() not in path.read_bytes()
+        assert b"unlucky-7" not in path.read_bytes()
+
+
+def test_the_model_card_has_the_block_that_hubs_read(made):
+    page = (made / "README.md").read_text()
+    _, block, text = page.split("---\n", 2)
+    found = yaml.safe_load(block)
+    assert found["license"] == "apache-2.0" and found["library_name"] == "dpdist"
+    (result,) = found["model-index"][0]["results"]
+    assert [metric["type"] for metric in result["metrics"]] == [
+        "accuracy", "certified-accuracy", "certified-accuracy",
+    ]  # fmt: skip
+    card = json.loads((made / CARD).read_text())
+    assert f"({format_epsilon(card['guarantee']['epsilon'])}, 0.0001)" in text
+    for part in ("## Limits", "l2 radius", "1 x 8 x 8", "Apache-2.0"):
+        assert part in text
+
+
+def test_it_holds(made, call, work):
+    done = call("verify", made, "--signer", PUBLIC)
+    assert done.code == 0, done.err
+    card = json.loads((made / CARD).read_text())
+    plan = PrivacyPlan.from_dict(card["accounted"])
+    assert plan.guarantee().epsilon == card["guarantee"]["epsilon"]
+    for part in ("epsilon, computed again", "of the key of", "SHA-256", "650 parameters"):
+        assert part in done.out
+    assert "not checked" in call("verify", made).out
+    openssl = shutil.which("openssl")
+    if openssl is not None:
+        subprocess.run(
+            [openssl, "pkeyutl", "-verify", "-pubin", "-inkey", work / PUBLIC, "-rawin",
+             "-in", made / SUMS, "-sigfile", made / SIGNATURE],
+            check=True, capture_output=True,
+        )  # fmt: skip
+
+
+def fails(call: Callable[..., Done], folder: Path, match: str, *options: object) -> None:
+    done = call("verify", folder, *options)
+    assert done.code == 1, done.out + done.err
+    (line,) = done.err.splitlines()
+    assert match in line and not done.out
+
+
+@pytest.mark.parametrize("name", [*RELEASED])
+def test_a_file_that_was_changed_is_noticed(copied, call, name):
+    content = bytearray((copied / name).read_bytes())
+    content[len(content) // 2] ^= 1
+    (copied / name).write_bytes(bytes(content))
+    fails(call, copied, "SHA256SUMS")
+    (copied / name).unlink()
+    if name not in (SUMS,):
+        fails(call, copied, f"lacks {name}")
+
+
+def test_other_files_and_links_are_no_part_of_it(copied, call, tmp_path):
+    (copied / ".gitattributes").write_text("x")
+    assert call("verify", copied).code == 0
+    (copied / "more.bin").write_text("x")
+    fails(call, copied, "holds 'more.bin'")
+    (copied / "more.bin").unlink()
+    (tmp_path / "card").write_bytes((copied / CARD).read_bytes())
+    (copied / CARD).unlink()
+    (copied / CARD).symlink_to(tmp_path / "card")
+    fails(call, copied, "no link")
+    (copied / CARD).unlink()
+    os.mkfifo(copied / CARD)
+    fails(call, copied, "no link and no folder")
+
+
+def halved(card: Any) -> None:
+    card["guarantee"]["epsilon"] /= 2
+
+
+def more_noise(card: Any) -> None:
+    card["accounted"]["phases"][0]["noise_multiplier"] *= 2
+
+
+def at(*path: Any, to: Any) -> Callable[[Any], None]:
+    def change(value: Any) -> None:
+        for part in path[:-1]:
+            value = value[part]
+        value[path[-1]] = to
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "match"),
+    [
+        (CARD, halved, "guarantee does not follow"),
+        (CARD, more_noise, "does not follow"),
+        (CARD, at("epsilon_at_delta", 3, "epsilon", to=0.001), "epsilon_at_delta does not"),
+        (CARD, at("unit", to="five records"), "does not say"),
+        (CARD, at("guarantee", "delta", to=1e-9), "states a delta"),
+        (CARD, at("accounted", "phases", 0, "steps", to=1), "does not follow"),
+        (CARD, at("mechanism", 0, to="nothing"), "mechanism does not"),
+        (CARD, at("assumptions", to=[]), "assumptions does not"),
+        (CARD, at("notes", to=[]), "notes does not"),
+        (CARD, at("relation", to="replace-one"), "relation does not"),
+        (CARD, at("library", to="dp-accounting 9"), "does not"),
+        (CARD, at("library", to="0"), "no library that is known"),
+        (CARD, at("more", to=1), "has not the entries"),
+        (CARD, at("extra", "model hash", to="0" * 32), "speaks of another model"),
+        (CARD, at("extra", "method", to="dp-sgd"), "privacy_card.md: does not say"),
+        (DESCRIPTION, at("model", to="0" * 32), "another model"),
+        (DESCRIPTION, at("noise", to={"kind": "input", "sigma": 1.0}), "other noise"),
+        (DESCRIPTION, at("classes", to=["0", "1"]), "names 2"),
+        (DESCRIPTION, at("certificate", "sigma", to=0.5), "README.md: does not say"),
+        (DESCRIPTION, at("certified", 0, "accuracy", 1, to=1.0), "README.md: does not say"),
+        (DESCRIPTION, at("licence", to="MIT"), "README.md: does not say"),
+        (DESCRIPTION, at("data", "root", to="/etc"), "data.root must be left out"),
+        (DESCRIPTION, at("format", to=2), "newer dpdist"),
+        ("model.json", at("mean", to=[0.0]), "not the one that release.json names"),
+        ("model.json", at("classes", to=11), "tells 11 classes"),
+        ("model.json", at("name", to=7), "name must be str"),
+    ],
+)  # fmt: skip
+def test_what_does_not_follow_is_noticed_with_right_sums(copied, call, name, change, match):
+    edit(copied, name, change)
+    fails(call, copied, match)
+    fails(call, copied, "is not signed by the key" if "does not" in match else "", "--signer",
+          PUBLIC)  # fmt: skip
+
+
+def test_other_weights_are_noticed_with_right_sums(copied, call):
+    weights = copied / "model.safetensors"
+    tensors = load_file(weights)
+    next(iter(tensors.values())).view(-1)[0] += 1e-3
+    save_file(tensors, weights)
+    sum_again(copied)
+    fails(call, copied, "not the one that release.json names")
+    digest = models.model_hash(copied)
+    edit(copied, DESCRIPTION, at("model", to=digest))
+    fails(call, copied, "speaks of another model")
+    edit(copied, CARD, at("extra", "model hash", to=digest))
+    fails(call, copied, "does not say")  # the pages name the weights as well
+    next(iter(tensors.values())).view(-1)[0] = torch.nan
+    save_file(tensors, weights)
+    digest = models.model_hash(copied)
+    edit(copied, DESCRIPTION, at("model", to=digest))
+    edit(copied, CARD, at("extra", "model hash", to=digest))
+    fails(call, copied, "not finite")
+
+
+def test_a_release_of_another_version_is_held_by_its_numbers(copied, monkeypatch):
+    """What it says in words may be worded otherwise now."""
+    monkeypatch.setattr(verifying, "__version__", "9.9")
+    monkeypatch.setattr(verifying, "library_version", lambda: "dp-accounting 9.9")
+    assert ("pages", "not compared: dpdist 0.1.0 wrote them, this is 9.9") in verify(copied)
+    edit(copied, CARD, at("mechanism", 0, to="said otherwise"))
+    verify(copied)
+    edit(copied, CARD, halved)
+    with pytest.raises(ReleaseError, match="guarantee does not follow"):
+        verify(copied)
+
+
+def test_no_key_and_another_key(copied, call, work, tmp_path):
+    other = Ed25519PrivateKey.generate().public_key()
+    pem = other.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+    (tmp_path / "other.pem").write_bytes(pem)
+    fails(call, copied, "is not signed by the key", "--signer", tmp_path / "other.pem")
+    (copied / SIGNATURE).write_bytes(b"short")
+    fails(call, copied, "is not signed by the key", "--signer", PUBLIC)
+    (copied / SIGNATURE).unlink()
+    fails(call, copied, "is not signed", "--signer", PUBLIC)
+    assert "nobody vouches" in call("verify", copied).out
+    for arguments in (
+        ("verify", copied, "--signer", "key.pem"),
+        ("verify", copied, "--signer", "nowhere.pem"),
+        ("release", "small", "--sign", PUBLIC),
+        ("release", "small", "--licence", "my own"),
+        ("verify", work),
+        ("verify", work / "nowhere"),
+        ("verify", work / "runs/small"),
+    ):
+        done = call(*arguments)
+        assert done.code == 2 and len(done.err.splitlines()) == 1, done.err
+    assert (work / "runs/small/release" / SIGNATURE).exists()  # nothing was released anew
+
+
+def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    yield path
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from leaves(inner, (*path, key))
+    elif isinstance(value, list):
+        for place, inner in enumerate(value[:2]):
+            yield from leaves(inner, (*path, place))
+
+
+def quick_guarantee(plan: PrivacyPlan, *_: Any) -> Guarantee:
+    return Guarantee(1.0, plan.delta, plan.neighbours, "proved", "nobody", plan.assumptions)
+
+
+@pytest.mark.parametrize("name", [CARD, DESCRIPTION, "model.json"])
+def test_nothing_in_a_field_breaks_the_reader(copied, name, monkeypatch):
+    """Any value of any field: the release still holds, or is refused in one line."""
+    monkeypatch.setattr(PrivacyPlan, "guarantee_of", quick_guarantee)  # accounting takes its time
+    whole, refused = json.loads((copied / name).read_text()), 0
+    for path in list(leaves(whole))[1:]:
+        for value in (None, True, -1, "x", {}, "DROP"):
+            changed = copy.deepcopy(whole)
+            inner = changed
+            for part in path[:-1]:
+                inner = inner[part]
+            if value == "DROP":
+                del inner[path[-1]]
+            else:
+                inner[path[-1]] = value
+            (copied / name).write_text(json.dumps(changed))
+            sum_again(copied)
+            try:
+                verify(copied)
+            except UserError as error:
+                refused += 1
+                assert "\n" not in str(error), (path, value)
+    assert refused > 60
+
+
+def test_the_phases_of_a_card_may_be_anything(copied):
+    for change in (
+        at("accounted", "phases", to=[{"kind": "worst-of", "choices": [], "floor": 0.0}]),
+        at("accounted", "phases", 0, "sample_rate", to=2.0),
+        at("accounted", "phases", 0, "kind", to="of my own"),
+        at("accounted", "neighbours", to="none"),
+        at("accounted", "phases", 0, "steps", to=10**30),
+    ):
+        again = shutil.copytree(copied, copied.with_name("again"), dirs_exist_ok=True)
+        edit(again, CARD, change)
+        with pytest.raises(ReleaseError):
+            verify(again)
+
+
+def test_nothing_is_unpickled(copied, monkeypatch):
+    class Evil:
+        def __reduce__(self):
+            return (os.mkdir, (str(copied / "evil"),))
+
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("unpickled")
+
+    (copied / "model.safetensors").write_bytes(pickle.dumps(Evil()))
+    sum_again(copied)
+    for module, name in ((pickle, "loads"), (pickle, "load"), (torch, "load")):
+        monkeypatch.setattr(module, name, never)
+    with pytest.raises(ReleaseError):
+        verify(copied)
+    assert not (copied / "evil").exists()
+
+
+def test_foreign_code_is_imported_only_when_it_is_named(copied, call, tmp_path, monkeypatch):
+    (tmp_path / "foreign.py").write_text(
+        "from dpdist.models.zoo import linear\n"
+        "def net(shape, classes, **options):\n    return linear(shape, classes, **options)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    edit(copied, "model.json", at("name", to="foreign:net"))
+    digest = models.model_hash(copied)
+    edit(copied, DESCRIPTION, at("model", to=digest))
+    edit(copied, CARD, at("extra", "model hash", to=digest))
+    (copied / "privacy_card.md").write_text(
+        dpdist.privacy.card.card_markdown(json.loads((copied / CARD).read_text()))
+    )
+    sum_again(copied)
+    done = call("verify", copied)
+    assert done.code == 2 and "--trust-factory foreign:net" in done.err
+    assert "foreign" not in sys.modules
+    done = call("verify", copied, "--trust-factory", "foreign:net")
+    assert done.code == 0, done.err
+
+
+def image(work: Path) -> Path:
+    from sklearn.datasets import load_digits
+
+    path = work / "digit.npy"
+    np.save(path, (load_digits().images[0] / 16).astype(np.float32)[None])
+    return path
+
+
+def test_a_release_answers_without_its_run(copied, call, work):
+    path = image(work)
+    done = call("predict", copied, path, "--n", "300", "--json")
+    assert done.code == 0, done.err
+    answer = json.loads(done.out)
+    assert answer["sigma"] == 0.25 and answer["alpha"] == 0.001
+    loaded = dpdist.load(copied)
+    assert loaded.epsilon == json.loads((copied / CARD).read_text())["guarantee"]["epsilon"]
+    again = loaded.answerer(n=300)(np.load(path))
+    assert again.as_json["abstain"] == (again.label == -1)
+    assert again.abstain or (again.name == str(again.label) and again.radius > 0)
+    run = RunFolder(work / "runs/small")
+    x = torch.rand(5, 1, 8, 8)
+    assert torch.equal(loaded.model(x), models.load(run.model)(x))
+    with pytest.raises(ValueError, match="shape"):
+        loaded.answerer(n=300)(np.zeros((3, 3)))
+    edit(copied, DESCRIPTION, at("certificate", to=None))
+    done = call("predict", copied, path)
+    assert done.code == 2 and "give --sigma" in done.err
+
+
+def test_a_release_is_certified_without_its_run(copied, call, work, monkeypatch):
+    without_ray(monkeypatch)
+    done = call("certify", copied, "--n", "50", "--max-inputs", "3", "--csv", "all.csv")
+    assert done.code == 0, done.err
+    (path,) = (work / "certificates/small").glob("*/certificates.parquet")
+    table = reading.read(path)
+    assert table.about["model"] == models.model_hash(copied)
+    assert (table.sigma, table.n, len(table.index)) == (0.25, 50, 3)
+    assert (work / "all.csv").read_text().count("\n") == 4
+    done = call("certify", copied, "--output", copied / "certificates")
+    assert done.code == 2 and "stays as it was published" in done.err
+    done = call("certify", copied, "--merge")
+    assert done.code == 2 and "not of a release" in done.err
+    assert call("verify", copied).code == 0
+
+
+def test_numbers_may_differ_in_their_last_bits():
+    assert same_json({"a": [1.0, "x"]}, {"a": [1.0 + 1e-12, "x"]})
+    for other in ({"a": [1.001, "x"]}, {"a": [1.0]}, {"b": [1.0, "x"]}, {"a": [True, "x"]}):
+        assert not same_json({"a": [1.0, "x"]}, other)
+
+
+def test_a_model_with_noise_inside_names_it(tmp_path):
+    """Its deviations are among the weights; their digest is in the description."""
+    from dpdist.randomness.places import BehindLayer, place_of
+
+    spec = ModelSpec("linear", (1, 2, 2), 3)
+    model = models.initialise(spec, 1)
+    split = models.require_split(model)
+    BehindLayer(split.name, torch.full(split.hidden_shape((1, 2, 2)), 0.5)).attach(model)
+    described = json.loads(json.dumps(place_of(model).describe()))
+    assert same_json(described, place_of(model).describe())
+    model.hidden_std[0] += 1e-3
+    assert not same_json(described, place_of(model).describe())
