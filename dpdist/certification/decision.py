@@ -43,15 +43,21 @@ class Decision(Evaluation):
     file: ClassVar[str] = TABLE
     private: ClassVar[bool] = False
 
-    @classmethod
-    def asked(cls, text: str, like: Certificate, error: float = ERROR) -> Decision:
-        """accuracy>=SHARE@RADIUS, by smoothing as `like` does. Raises UserError."""
+    @staticmethod
+    def parsed(text: str) -> tuple[float, float]:
+        """Share and radius of accuracy>=SHARE@RADIUS. Raises UserError."""
         found = _ASKED.fullmatch(text.replace(" ", ""))
         if found is None or not 0 < Fraction(found[1]) <= 1:
             raise UserError(
                 "--decide: give accuracy>=SHARE@RADIUS with a share above 0 and up to 1, as in "
                 f"accuracy>=0.9@0.5, got {text!r}"
             )
+        return float(found[1]), float(found[2])
+
+    @classmethod
+    def asked(cls, text: str, like: Certificate, error: float = ERROR) -> Decision:
+        """By smoothing as `like` does. Raises UserError."""
+        share, radius = cls.parsed(text)
         if like.sigma is None:
             raise UserError("--decide: is of smoothing by noise on the inputs; give --sigma")
         if like.noise_bank:
@@ -59,7 +65,6 @@ class Decision(Evaluation):
         names = ("n", "start", "every", "max_inputs", "form", "seed", "sigma", "noise")
         settings = {name: getattr(like, name) for name in names}
         batch = min(like.batch or _LOOK, like.n)
-        radius = float(found[2])
         try:
             certificate = Cohen(**settings, batch=batch, radii=(radius,))
         except ValueError:
@@ -67,7 +72,7 @@ class Decision(Evaluation):
                 f"--decide: radius {radius:g} is out of reach of {like.noise} noise, sigma "
                 f"{like.sigma:g}"
             ) from None
-        return cls(str(float(found[1])), radius, certificate, error)
+        return cls(str(share), radius, certificate, error)
 
     @property
     def folder_name(self) -> str:

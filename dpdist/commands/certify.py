@@ -216,6 +216,7 @@ def _decide(
         f"--{name.replace('_', '-')}" for name, value in others.items() if value is not None
     ]:
         raise UserError(f"--decide: has tests of its own, and does not go with {', '.join(wrong)}")
+    Decision.parsed(text)  # before the model is loaded
     alpha = given["alpha"]
     recipe, _, like = _asked(folder, given, data_root)
     settings = Decision.asked(text, like, ERROR if alpha is None else alpha)

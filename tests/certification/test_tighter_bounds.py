@@ -69,7 +69,10 @@ def test_randomised_bounds_solve_their_equation() -> None:
 
 
 class Data:
-    classes, fingerprint, count = 3, "fake", 6
+    classes, fingerprint = 3, "fake"
+
+    def __init__(self, count: int = 6) -> None:
+        self.count = count
 
     @property
     def labels(self) -> np.ndarray:
@@ -199,13 +202,13 @@ def test_betting_is_tighter_where_scores_vary_little() -> None:
 def test_a_table_of_bets(here: None, tmp_path: Path) -> None:
     model = folder_of(tmp_path / "model", noisy=True)
     section = {"n": 1130, "n0": 50, "alpha": 0.05, "batch": 100, "seed": "5", "form": "eager"}
-    plain = job.certify(model, Data(), settings_of(section), tmp_path / "plain", actors=1)
+    plain = job.certify(model, Data(3), settings_of(section), tmp_path / "plain", actors=1)
     for one_sided in (False, True):
         settings = settings_of({**section, "bound": "betting", "one_sided": one_sided})
         assert type(settings) is BettingScores
         home = tmp_path / settings.folder_name
-        table = job.certify(model, Data(), settings, home, actors=1)
-        again = job.certify(model, Data(), settings, tmp_path / f"{one_sided}", actors=3,
+        table = job.certify(model, Data(3), settings, home, actors=1)
+        again = job.certify(model, Data(3), settings, tmp_path / f"{one_sided}", actors=3,
                             chunk_seconds=1e-3)  # fmt: skip
         assert table.equals(again, check_metadata=True)
         assert table["sums"].equals(plain["sums"]) and table["selected"].equals(plain["selected"])
