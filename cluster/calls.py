@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -60,12 +61,25 @@ def fetched(refs: list[Any]) -> dict[Any, Any]:
     return values
 
 
-def run_once(function: Callable[[Any], Any], argument: Any, failed: str) -> Any:
+def gpus() -> float:
+    """Of the whole cluster."""
+    return float(ray.cluster_resources().get("GPU", 0.0)) if ray.is_initialized() else 0.0
+
+
+def may_grow() -> bool:
+    """Whether hosts may join: not in a session on this machine alone."""
+    return os.environ.get("RAY_ADDRESS", "local") not in ("", "local")
+
+
+def run_once(
+    function: Callable[[Any], Any], argument: Any, failed: str, num_gpus: float = 0.0
+) -> Any:
     """function(argument) on one of the machines that actors run on.
 
     Raises UserError "{failed}: why" when it raises anything.
     """
     try:
-        return ray.get(ray.remote(function).options(num_cpus=1).remote(argument))
+        once = ray.remote(function).options(num_cpus=1, num_gpus=num_gpus)
+        return ray.get(once.remote(argument))
     except RayTaskError as error:
         raise UserError(f"{failed}: {error.cause}") from error.cause

@@ -127,4 +127,7 @@ def check_room(kinds: list[tuple[int, float, float]], key: str, findings: Findin
             f"{each}; raise the number of hosts, take a larger type, or lower resources.workers",
         )
     if needs.gpus == 0 and any(gpus for _, _, gpus in kinds):
-        findings.notes.append("the recipe asks for no GPU (resources.gpus_per_worker), hosts have")
+        findings.notes.append(
+            "training asks for no GPU (resources.gpus_per_worker), hosts have: certification takes "
+            "them, unless resources.certify_gpus is 0"
+        )

@@ -263,6 +263,8 @@ def certify_stage(
             settings,
             output,
             progress=show,
+            gpus=recipe.resources.certify_gpus,
+            say=console.say,
             **shared,
         )
     for note in about(table)["classifier"]["notes"]:

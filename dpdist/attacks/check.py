@@ -172,8 +172,8 @@ class Check(Attacking):
         if not self._certified:
             count = len(self._submitted)
             raise UserError(f"{found.path}: none of the {count} chosen inputs is certified")
-        # Our own probe fills in the rest.
-        like = ClassifierSpec.of({**found.about["classifier"], "notes": (), "check": ""})
+        # Our own probe fills in the rest. Attacks count on CPUs.
+        like = ClassifierSpec.of({**found.about["classifier"], "notes": (), "check": ""}).on_cpu()
         norm: Norm = "l2" if found.norm == "l2" else "linf"  # no other passes
         settings = replace(settings, norm=norm, sizes=None, n=found.n)
         if found.attacked_as is None:

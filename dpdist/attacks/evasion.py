@@ -44,7 +44,8 @@ def attack(
     def normals(stage: str, block: int) -> Tensor | None:
         if shape is None:
             return None
-        return randomness.normals(indices, f"{name}/{stage}", block, draws, shape)
+        found = randomness.normals(indices, f"{name}/{stage}", block, draws, shape)
+        return found.to(ball.centre.device)
 
     def gradient_of(run: int) -> Gradient:
         def gradient(point: Tensor, step: int) -> Tensor:
@@ -67,11 +68,11 @@ def _starts(
     ball: Ball, indices: Sequence[int], randomness: Randomness, count: int
 ) -> Iterator[Tensor]:
     """Independent uniform points of the ball."""
-    numbers = ball.centre[0].numel()
+    numbers, device = ball.centre[0].numel(), ball.centre.device
     for run in range(count):
         yield ball.random_point(
-            randomness.uniforms(indices, "pgd/start/uniform", run, numbers),
-            randomness.normals(indices, "pgd/start/normal", run, 1, (numbers,)),
+            randomness.uniforms(indices, "pgd/start/uniform", run, numbers).to(device),
+            randomness.normals(indices, "pgd/start/normal", run, 1, (numbers,)).to(device),
         )
 
 

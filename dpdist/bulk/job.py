@@ -92,6 +92,7 @@ class Task:
     """
 
     units: int = 1  # into how many units the work on an item can be cut
+    gpus: float = 0.0  # of each actor
     _silence: float = 60.0
     _weights: Mapping[Item, int] = {}
 
@@ -230,7 +231,9 @@ def run(
             meter.show()
 
         cut = task.cut(chunk_seconds)
-        pool = PoolSettings(actors=actors, stall_after=cut.silence, ahead=cut.ahead)
+        pool = PoolSettings(
+            actors=actors, num_gpus=task.gpus, stall_after=cut.silence, ahead=cut.ahead
+        )
         execute = run_here if here else run_chunks
         execute(task.worker, task.shared, chunks(book, cut), on_result, pool)
         while task.unfinished(book.rows):

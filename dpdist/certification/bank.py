@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from dpdist.certification.classifier import ExecutedClassifier
 from dpdist.certification.noises import Noise
+from dpdist.certification.streams import Aes, Stream
 from dpdist.models import split_first
-from dpdist.randomness.units import RandomWords, UnitSource
+from dpdist.randomness.units import UnitSource
 
 # Blocks of one piece of work at fixed n: they are kept while all inputs of a chunk pass.
 BLOCKS_PER_PIECE = 8
@@ -52,13 +53,15 @@ class BankSampler:
         shapes: list[tuple[int, ...]],
         *,
         evict: bool,
+        stream: Stream | None = None,
     ) -> None:
-        self._first = first
-        self._shape = shapes[0][1:]
+        self._first, self._stream = first, stream or Aes()
+        self._shape, device = shapes[0][1:], self._stream.device
         with torch.inference_mode():
-            self._zero = first(torch.zeros(1, *self._shape))
+            self._zero = first(torch.zeros(1, *self._shape, device=device))
         hidden = tuple(self._zero.shape[1:])
-        self._classify = ExecutedClassifier(rest, form, [(rows, *hidden) for rows, *_ in shapes])
+        behind = [(rows, *hidden) for rows, *_ in shapes]
+        self._classify = ExecutedClassifier(rest, form, behind, device)
         self._noise = noise
         self._units = units
         self._classes = classes
@@ -73,7 +76,8 @@ class BankSampler:
         with torch.inference_mode():
             shift = self._first(x[None]) - self._zero
             noisy = self._hidden(self._units.key(None, stage, block), rows) + shift
-        return torch.bincount(self._classify(noisy)[:draws], minlength=self._classes).numpy()
+        counts = torch.bincount(self._classify(noisy)[:draws], minlength=self._classes)
+        return counts.cpu().numpy()
 
     def uniform(self, index: int, stage: str) -> float:
         """Of the input alone."""
@@ -87,10 +91,8 @@ class BankSampler:
     def _hidden(self, key: bytes, rows: int) -> Tensor:
         if key in self._kept:
             return self._kept[key]
-        noise = torch.empty(rows, *self._shape)
-        words = RandomWords(noise.numel() + noise.numel() % 2)
-        self._noise.draw(words.fill(key), noise.numpy().reshape(-1))
-        hidden = self._first(noise)
+        noise = torch.empty(rows, *self._shape, device=self._stream.device)
+        hidden = self._first(self._stream.fill(self._noise, key, noise))
         if self._kept_bytes + hidden.nbytes > _CACHE_BYTES and self._evict:
             self._kept.clear()
             self._kept_bytes = 0

@@ -26,6 +26,7 @@ from dpdist.base.fields import (
 )
 from dpdist.certification.verdict import ABSTAIN
 from dpdist.randomness import units
+from dpdist.randomness.units import Generator
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -77,7 +78,8 @@ class Certificate(Section):
     every, max_inputs: the first input, each how-manieth from there, at most how many. batch: rows
     of the executed batch, which is also the canonical block of draws. seed: None draws a secret one
     when the certification starts, and stores it with the results. form: inference form of the
-    executed classifier ("frozen", "compiled", "channels-last", "eager"); None chooses by a probe.
+    executed classifier ("frozen", "compiled", "channels-last", "eager", "bf16"); None chooses by a
+    probe. generator: of the noise; None: "aes" on CPUs, "philox" on GPUs.
     """
 
     n0: Count = 100
@@ -92,6 +94,9 @@ class Certificate(Section):
     batch: Count | None = None
     seed: Annotated[Text | None, BeforeValidator(_text)] = None
     form: Text | None = None
+    generator: Generator | None = Field(
+        default=None, description="of the noise; default: aes on CPUs, philox on GPUs"
+    )
 
     if TYPE_CHECKING:  # settings of some, constants of others
 
@@ -110,6 +115,7 @@ class Certificate(Section):
     spending: ClassVar[str] = "none"  # how the error is spent over the looks
     free: ClassVar[frozenset[str]] = frozenset()  # settings on which no result depends
     usual_batch: ClassVar[int] = 500
+    device_batch: ClassVar[int] = 4096  # at most, where it is chosen by a GPU's memory
     votes: ClassVar[bool] = True  # made of counts of votes, as a band over the whole set is
     belongs: ClassVar[str]  # "with sigma, by ...": why a key of another certificate is refused
 
@@ -224,16 +230,19 @@ class Certificate(Section):
     @property
     def identity(self) -> dict[str, Any]:
         """All that results depend on, as JSON."""
-        return {**self.model_dump(mode="json", exclude={"seed"}), "mode": self.mode_name()}
+        unsaid = {"seed"} | ({"generator"} if self.generator is None else set())
+        return {**self.model_dump(mode="json", exclude=unsaid), "mode": self.mode_name()}
 
     def fresh(self, seed: str) -> Certificate:
         """The same with noise of its own, for inputs that come one by one."""
-        return self.model_copy(update={"seed": seed})
+        return self.model_copy(update={"seed": seed, "generator": None})
 
     @property
     def folder_name(self) -> str:
         """Where its table goes by default: what tells two certifications of one model apart."""
         parts = self.name_parts()
+        if self.generator is not None:
+            parts.append(self.generator)
         if self.every > 1:
             parts.append(f"every-{self.every}")
         if self.start:

@@ -1,8 +1,10 @@
-"""The one executed classifier of a run: graph, number format and batch, fixed before counting.
+"""The one executed classifier of a run: graph, number format, batch and device, fixed before
+counting.
 
 A certificate speaks about the function that was sampled. So the fastest inference form is chosen by
 a short probe once, must give the same argmax as the original on a check batch, is recorded, and is
-the only one that any worker executes.
+the only one that any worker executes. A form in another number format ("bf16") is another function:
+it is there for the asking only, and the certificates are its own.
 """
 
 from __future__ import annotations
@@ -10,22 +12,26 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
-import platform
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from dpdist.certification import device as devices
+from dpdist.certification.streams import CPU, Aes
+
 Form = Callable[[Tensor], Tensor]
+_CPU_ROWS = 500
 
 
 @dataclass(frozen=True)
 class ClassifierSpec:
-    """What is executed. check: digest of its argmax on the check batch; notes: refused forms."""
+    """What is executed. check: digest of its argmax on the check batch; notes: refused forms.
+    device: its kind; generator: of the noise that is counted."""
 
     form: str
     batch: int
@@ -34,12 +40,18 @@ class ClassifierSpec:
     check: str
     rate: float
     notes: tuple[str, ...] = ()
+    device: str = CPU.type
+    generator: str = Aes.name
 
     @property
     def pinned(self) -> dict[str, Any]:
-        """What results depend on: all but the rate, a measured time that is different each time."""
+        """What results depend on: all but the rate, a measured time that is different each time.
+        Where nothing is said of device and generator, they are CPU and AES."""
         pinned = asdict(self)
         del pinned["rate"]
+        for name in ("device", "generator"):
+            if pinned[name] == getattr(ClassifierSpec, name):
+                del pinned[name]
         return pinned
 
     @classmethod
@@ -47,19 +59,33 @@ class ClassifierSpec:
         """What was pinned, with the rate at which it works here."""
         return cls(**{**pinned, "notes": tuple(pinned["notes"])}, rate=rate)
 
+    def on_cpu(self) -> ClassifierSpec:
+        """What a CPU executes in its place, in batches for a CPU's memory."""
+        if self.device == CPU.type:
+            return self
+        batch = min(self.batch, _CPU_ROWS)
+        return replace(self, device=CPU.type, generator=Aes.name, batch=batch)
+
 
 class ExecutedClassifier:
-    """Argmax of the model's logits, always on batches of the declared shapes."""
+    """Argmax of the model's logits, always on batches of the declared shapes on the device."""
 
-    def __init__(self, model: nn.Module, form: str, shapes: list[tuple[int, ...]]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        form: str,
+        shapes: list[tuple[int, ...]],
+        device: torch.device = CPU,
+    ) -> None:
         quiet_threads()
+        devices.settle(device)
         with torch.inference_mode(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # trace and freeze announce their deprecation
-            self._run = FORMS[form](model, torch.zeros(shapes[0]))
+            self._run = FORMS[form](model, torch.zeros(shapes[0], device=device))
             for shape in shapes:
                 # The graph executor specialises during the first calls; afterwards it is fixed.
                 for _ in range(3):
-                    self._run(torch.zeros(shape))
+                    self._run(torch.zeros(shape, device=device))
 
     def __call__(self, batch: Tensor) -> Tensor:
         """Class of each row, int64 (B,)."""
@@ -76,18 +102,21 @@ def choose(
 ) -> tuple[ClassifierSpec, ExecutedClassifier]:
     """A fast form that builds here and agrees with the original model on ``check_batch``.
 
-    forms: the candidates, the preferred one first; the original ("eager") always is one.
+    forms: the candidates, the preferred one first; the original ("eager") always is one. It is
+    executed where the batch lies.
     """
-    batch = len(check_batch)
-    original = ExecutedClassifier(model, "eager", [tuple(check_batch.shape)])
+    batch, device = len(check_batch), check_batch.device
+    shapes = [tuple(check_batch.shape)]
+    original = ExecutedClassifier(model, "eager", shapes, device)
     expected = original(check_batch)
     candidates = {"eager": original}
     notes = []
-    for form in forms or DEFAULT_FORMS:
+    forms = forms or (DEFAULT_FORMS if device == CPU else DEVICE_FORMS)
+    for form in forms:
         if form in candidates:
             continue
         try:
-            built = ExecutedClassifier(model, form, [tuple(check_batch.shape)])
+            built = ExecutedClassifier(model, form, shapes, device)
             answer = built(check_batch)
         except Exception as error:  # a form may fail in any way; the original remains
             notes.append(f"{form}: cannot be built ({type(error).__name__})")
@@ -95,25 +124,29 @@ def choose(
         differing = int((answer != expected).sum())
         if differing:
             notes.append(f"{form}: argmax differs on {differing} of {batch} check inputs")
-        else:
+        if form in OTHER_FORMATS:
+            candidates, expected = {form: built}, answer
+        elif not differing:
             candidates[form] = built
     times = _seconds(candidates, check_batch)
-    best = _preferred(times, forms or DEFAULT_FORMS)
+    best = _preferred(times, forms)
     spec = ClassifierSpec(
         best,
         batch,
         torch.__version__,
-        f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+        devices.name(device),
         check_digest(expected),
         batch / times[best],
         tuple(notes),
+        device.type,
     )
     return spec, candidates[best]
 
 
 def check_digest(classes: Tensor) -> str:
     """Digest of the classes on the check batch: equal on every worker, or the run stops."""
-    return hashlib.blake2b(classes.numpy().astype("<i8").tobytes(), digest_size=8).hexdigest()
+    raw = classes.cpu().numpy().astype("<i8").tobytes()
+    return hashlib.blake2b(raw, digest_size=8).hexdigest()
 
 
 def quiet_threads() -> None:
@@ -123,23 +156,28 @@ def quiet_threads() -> None:
 
 
 def _eager(model: nn.Module, example: Tensor) -> Form:
-    return _frozen_copy(model)
+    return _frozen_copy(model).to(example.device)
 
 
 def _channels_last(model: nn.Module, example: Tensor) -> Form:
     if example.dim() != 4:
         raise ValueError("channels-last needs images")
-    module = _frozen_copy(model).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    module = _frozen_copy(model).to(example.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     return lambda batch: module(batch.contiguous(memory_format=torch.channels_last))
 
 
 def _frozen(model: nn.Module, example: Tensor) -> Form:
-    traced = torch.jit.trace(_frozen_copy(model), example)
+    traced = torch.jit.trace(_frozen_copy(model).to(example.device), example)
     return torch.jit.optimize_for_inference(torch.jit.freeze(traced))
 
 
 def _compiled(model: nn.Module, example: Tensor) -> Form:
-    return torch.compile(_frozen_copy(model), dynamic=False)
+    return torch.compile(_frozen_copy(model).to(example.device), dynamic=False)
+
+
+def _bf16(model: nn.Module, example: Tensor) -> Form:
+    module = _frozen_copy(model).to(example.device, torch.bfloat16)
+    return lambda batch: module(batch.bfloat16()).float()
 
 
 FORMS: dict[str, Callable[[nn.Module, Tensor], Form]] = {
@@ -147,10 +185,13 @@ FORMS: dict[str, Callable[[nn.Module, Tensor], Form]] = {
     "channels-last": _channels_last,
     "frozen": _frozen,
     "compiled": _compiled,
+    "bf16": _bf16,
 }
+OTHER_FORMATS = ("bf16",)  # need not say what the model in float32 says
 # Compilation needs a C++ compiler and up to a minute per process, and was slower than freezing on
 # the models tried: it is there for the asking.
 DEFAULT_FORMS = ("frozen", "channels-last", "eager")
+DEVICE_FORMS = ("eager", "channels-last")  # elsewhere than on CPUs
 
 
 # Between forms that are about as fast the choice, and with it the table, must not be luck.
@@ -176,9 +217,9 @@ def _seconds(forms: dict[str, ExecutedClassifier], batch: Tensor) -> dict[str, f
     times = dict.fromkeys(forms, math.inf)
     for _ in range(5 if len(forms) > 1 else 1):
         for form, classifier in forms.items():
-            classifier(batch)
+            classifier(batch).cpu()  # a device has answered only then
             start = time.perf_counter()
             classifier(batch)
-            classifier(batch)
+            classifier(batch).cpu()
             times[form] = min(times[form], (time.perf_counter() - start) / 2)
     return times

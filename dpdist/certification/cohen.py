@@ -39,6 +39,7 @@ class Cohen(Smoothing):
     mode: Literal["fixed"] = "fixed"
     free: ClassVar[frozenset[str]] = frozenset({"radii"})  # only what is to be shown of the results
     usual_batch: ClassVar[int] = 1000
+    device_batch: ClassVar[int] = 32768
     keeps_blocks: ClassVar[bool] = False
 
     def work(

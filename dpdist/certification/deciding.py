@@ -134,7 +134,7 @@ class Deciding(Certification):
     def __init__(
         self, asked: Decision, model_folder: Path, dataset: Data, trusted_factory: str | None
     ) -> None:
-        super().__init__(model_folder, dataset, asked.certificate, trusted_factory)
+        super().__init__(model_folder, dataset, asked.certificate, trusted_factory, gpus=0)
         self.kind = bulk.Kind("decision", "deciding", frozenset({"sensitivity", "radii"}))
         self.schema = decided.SCHEMA
         self._asked, assignment = asked, self._assignment

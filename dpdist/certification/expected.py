@@ -29,6 +29,6 @@ def expected_log_scores(
     randomness, total = Randomness(source), torch.zeros(())
     with torch.inference_mode():
         for draw in range(draws):
-            normals = randomness.normals(names, ESTIMATE, draw, 1, shape)
+            normals = randomness.normals(names, ESTIMATE, draw, 1, shape).to(inputs.device)
             total = total + torch.softmax(place.logits(model, inputs, normals).double(), 1)
         return (total / draws).log()

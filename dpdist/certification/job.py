@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import secrets
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,11 +19,14 @@ from dpdist.base.storage import write_json
 from dpdist.bulk import Progress
 from dpdist.bulk.job import CHUNK_SECONDS, Book, Cut, Item, Partial, Row, Task, Work, run
 from dpdist.bulk.job import Piece as Interval
+from dpdist.certification import device as devices
 from dpdist.certification import table as tables
 from dpdist.certification.bank import BLOCKS_PER_PIECE
 from dpdist.certification.certificate import Certificate, join
 from dpdist.certification.classifier import ClassifierSpec
+from dpdist.certification.streams import CPU
 from dpdist.certification.worker import Assignment, Piece, Worker, probe
+from dpdist.cluster import calls
 from dpdist.cluster.calls import run_once
 from dpdist.randomness import units
 
@@ -57,13 +60,17 @@ def certify(
     progress: Progress | None = None,
     trusted_factory: str | None = None,
     chunk_seconds: float = CHUNK_SECONDS,
+    gpus: float | None = None,
+    say: Callable[[str], None] | None = None,
 ) -> pa.Table:
     """Certify the inputs that ``settings`` names; return the table, sorted by index.
 
     ``output`` receives certificates.parquet, timings.csv and what `dpdist.bulk.job.run` says, which
     names the other arguments and what is raised. progress(inputs done, in all, draws per second).
+    gpus: of each actor, a share or a whole number; 0 counts on CPUs, None on GPUs where the cluster
+    has them. A certification stays on the kind of device that it began on. say: is told of GPUs.
     """
-    work = Certification(model_folder, dataset, settings, trusted_factory)
+    work = Certification(model_folder, dataset, settings, trusted_factory, gpus, say)
     return run(work, output, actors=actors, progress=progress, chunk_seconds=chunk_seconds)
 
 
@@ -85,8 +92,15 @@ class Certification(Work):
     file, key, columns = TABLE, tables.KEY, tables.COLUMNS
 
     def __init__(
-        self, model_folder: Path, dataset: Data, settings: Certificate, trusted_factory: str | None
+        self,
+        model_folder: Path,
+        dataset: Data,
+        settings: Certificate,
+        trusted_factory: str | None,
+        gpus: float | None = None,
+        say: Callable[[str], None] | None = None,
     ) -> None:
+        self._gpus, self._say = gpus, say
         count = len(dataset.labels)
         self._indices = settings.indices(count)
         if not self._indices:
@@ -111,7 +125,13 @@ class Certification(Work):
         }
 
     def begin(self, output: Path) -> dict[str, Any]:
-        spec = run_once(probe, self._assignment, "the model cannot be certified")
+        gpus = self._gpus
+        if gpus is None:
+            gpus = 1.0 if calls.gpus() >= 1 else 0.0
+        _require_gpus(gpus)
+        device = devices.GPU if gpus else CPU.type
+        assignment = replace(self._assignment, device=device, gpus=gpus)
+        spec = run_once(probe, assignment, "the model cannot be certified", num_gpus=gpus)
         write_json(output / _RATE, spec.rate)
         return {"seed": self._assignment.source.seed, "classifier": spec.pinned}
 
@@ -119,12 +139,38 @@ class Certification(Work):
         return Inputs(self._pinned(about, output), self._dataset, self._indices)
 
     def _pinned(self, about: dict[str, Any], output: Path) -> Assignment:
+        spec = ClassifierSpec.of(about["classifier"], _stored_rate(output))
         return replace(
             self._assignment,
             source=replace(self._assignment.source, seed=about["seed"]),
-            spec=ClassifierSpec.of(about["classifier"], _stored_rate(output)),
+            spec=spec,
             place=self._assignment.place.pinned(about),
+            device=spec.device,
+            gpus=self._gpus_for(spec, output),
         )
+
+    def _gpus_for(self, spec: ClassifierSpec, output: Path) -> float:
+        """Of each actor, on the kind of device that is pinned; one kind counts all."""
+        if spec.device == CPU.type:
+            if self._gpus:
+                raise UserError(
+                    f"{output}: counting began on CPUs, and goes on there: set "
+                    "resources.certify_gpus: 0, or choose another folder with --output"
+                )
+            return 0.0
+        if self._gpus == 0:
+            raise UserError(
+                f"{output}: counting began on GPUs ({spec.machine}), and goes on there: leave out "
+                "resources.certify_gpus: 0, or choose another folder with --output"
+            )
+        gpus = self._gpus or 1.0
+        _require_gpus(gpus)
+        if self._say is not None:
+            self._say(
+                f"certifying on GPUs ({spec.machine}), {gpus:g} for each actor; hosts without one "
+                "do not take part"
+            )
+        return gpus
 
     def finish(self, book: Book, output: Path) -> list[Row]:
         rows = super().finish(book, output)
@@ -134,6 +180,16 @@ class Certification(Work):
             for row in rows:
                 writer.writerow([row["index"], row["n"], f"{book.seconds[row['index']]:.6f}"])
         return rows
+
+
+def _require_gpus(gpus: float) -> None:
+    """Raise UserError where an actor with so many GPUs could never start."""
+    have = calls.gpus()
+    if gpus > have and not calls.may_grow():
+        raise UserError(
+            f"resources.certify_gpus: each actor needs {gpus:g} GPUs, this machine has {have:g}; "
+            "leave it out or set 0 to count on CPUs, or set RAY_ADDRESS to a cluster with GPUs"
+        )
 
 
 def _assignment(
@@ -177,7 +233,7 @@ class Inputs(Task):
         self.items, self.worker, self.shared = indices, Worker, assignment
         self._assignment, self._settings = assignment, assignment.settings
         self._dataset, self._labels = dataset, np.asarray(dataset.labels)
-        self.units = assignment.units
+        self.units, self.gpus = assignment.units, assignment.gpus
 
     def cut(self, seconds: float) -> Cut:
         """By the rate that the probe found; silence is ten times the longest honest chunk."""

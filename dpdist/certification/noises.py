@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import numpy as np
 
 from dpdist.certification import radii
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _HALF_STEP = np.float32(2.0**-32)
 _STEP = np.float32(2.0**-31)
@@ -20,7 +23,8 @@ _STEP = np.float32(2.0**-31)
 class Noise(Protocol):
     """Draws into flat ``out`` from at least as many uniform int32 ``words``, which may be spoilt.
 
-    A Gaussian takes them in pairs: an odd ``out`` needs one word more.
+    A Gaussian takes them in pairs: an odd ``out`` needs one word more. `numbers` is for tensors on
+    any device: float32 (n,) twice, from two words each, int64 (n,) of 32 bits.
     """
 
     name: ClassVar[str]
@@ -30,6 +34,8 @@ class Noise(Protocol):
     def sigma(self) -> float: ...
 
     def draw(self, words: np.ndarray, out: np.ndarray) -> None: ...
+
+    def numbers(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]: ...
 
     def radius(self, p_lower: radii.Radius | float) -> radii.Radius: ...
 
@@ -61,6 +67,13 @@ class Gaussian:
         np.sin(angle[:rest], out=out[half:])
         out[half:] *= length[:rest]
 
+    def numbers(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+        """Box-Muller on 40 bits for the length (tails to 7.5 sigma) and 24 for the angle."""
+        bits = ((first << 8) | (second >> 24)) * 2 + 1
+        length = ((bits.float() * 2.0**-41).log() * (-2 * self.sigma**2)).sqrt()
+        angle = (second & 0xFFFFFF).float() * (2 * math.pi * 2.0**-24)
+        return length * angle.cos(), length * angle.sin()
+
     def radius(self, p_lower: radii.Radius | float) -> radii.Radius:
         return radii.gaussian_l2_radius(p_lower, self.sigma)
 
@@ -87,6 +100,13 @@ class Laplace:
         out *= sign
         out *= np.float32(self.scale)
 
+    def numbers(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+        return self._number(first), self._number(second)
+
+    def _number(self, word: Tensor) -> Tensor:
+        magnitude = (((word & 0x7FFFFFFF) * 2 + 1).float() * 2.0**-32).log()
+        return magnitude * ((word >> 31) * 2 - 1) * self.scale
+
     def radius(self, p_lower: radii.Radius | float) -> radii.Radius:
         return radii.laplace_l1_radius(p_lower, self.scale)
 
@@ -109,6 +129,12 @@ class Uniform:
     def draw(self, words: np.ndarray, out: np.ndarray) -> None:
         scale = np.float32(self.half_width) * _STEP
         np.multiply(words[: out.size], scale, out=out, dtype=np.float32, casting="unsafe")
+
+    def numbers(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+        return self._number(first), self._number(second)
+
+    def _number(self, word: Tensor) -> Tensor:
+        return (word * 2 + (1 - (1 << 32))).float() * (self.half_width * 2.0**-32)
 
     def radius(self, p_lower: radii.Radius | float) -> radii.Radius:
         return radii.uniform_l1_radius(p_lower, self.half_width)

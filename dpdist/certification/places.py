@@ -94,28 +94,28 @@ class SmoothedPlace:
         cut = self.where.cut(assignment.model, assignment.input_shape)
         if cut.first is not None:
             return _sampler_behind(cut, assignment, spec)
-        source, classes = assignment.source, assignment.classes
+        source, classes, stream = assignment.source, assignment.classes, assignment.stream
         shapes = [(rows, *assignment.input_shape) for rows in (spec.batch, assignment.settings.n0)]
         if self.bank and (parts := split_first_layer(cut.rest)) is not None:
             bank = BankSampler(
-                *parts, spec.form, self.noise, source, classes, shapes, evict=not self.keeps_blocks
-            )
+                *parts, spec.form, self.noise, source, classes, shapes,
+                evict=not self.keeps_blocks, stream=stream,
+            )  # fmt: skip
             return bank, bank.classes_of(*self._check_parts(assignment))
-        classify = ExecutedClassifier(cut.rest, spec.form, shapes)
+        classify = ExecutedClassifier(cut.rest, spec.form, shapes, stream.device)
         sampler = Sampler(
-            classify, self.noise, source, classes, assignment.input_shape, bank=self.bank
-        )
+            classify, self.noise, source, classes, assignment.input_shape, bank=self.bank,
+            stream=stream,
+        )  # fmt: skip
         return sampler, classify(self.check_batch(assignment)[1])
 
     def _check_parts(self, assignment: Assignment) -> tuple[Tensor, Tensor]:
         """Noise and inputs of the check batch."""
-        rows = assignment.settings.executed_batch(int(np.prod(assignment.input_shape)))
-        inputs = torch.from_numpy(assignment.check_inputs)
-        values = torch.empty(rows, *assignment.input_shape)
-        words = units.RandomWords(values.numel() + values.numel() % 2)
-        unit = words.fill(assignment.source.key(None, units.CHECK, 0))
-        self.noise.draw(unit, values.numpy().reshape(-1))
-        return values, inputs[torch.arange(rows) % len(inputs)]
+        stream, rows = assignment.stream, assignment.rows(int(np.prod(assignment.input_shape)))
+        inputs = torch.from_numpy(assignment.check_inputs).to(stream.device)
+        unit = assignment.source.key(None, units.CHECK, 0)
+        values = torch.empty(rows, *assignment.input_shape, device=stream.device)
+        return stream.fill(self.noise, unit, values), inputs[torch.arange(rows) % len(inputs)]
 
 
 @dataclass(frozen=True)
@@ -153,11 +153,12 @@ class ScoredPlace:
 def _check_behind(cut: NoiseCut, assignment: Assignment) -> tuple[nn.Module, Tensor]:
     """`check_batch` of a place with a network before its noise."""
     assert cut.first is not None
-    inputs = torch.from_numpy(assignment.check_inputs)
-    sampler = HiddenNoiseSampler(cut.first, cut.rest, cut.std, assignment.source)
+    stream = assignment.stream
+    inputs = torch.from_numpy(assignment.check_inputs).to(stream.device)
+    sampler = HiddenNoiseSampler(cut.first, cut.rest, cut.std, assignment.source, stream=stream)
     with torch.inference_mode():
         at_zero = cut.first(torch.zeros_like(inputs[:1]))
-        rows = assignment.settings.executed_batch(at_zero.numel())
+        rows = assignment.rows(at_zero.numel())
         quiet = cut.first(inputs[torch.arange(rows) % len(inputs)])
         noise = sampler.noisy(torch.zeros_like(inputs[0]), None, units.CHECK, 0, rows)
         return cut.rest, quiet + (noise - at_zero)
@@ -170,8 +171,11 @@ def _sampler_behind(
     assert cut.first is not None
     network, batch = _check_behind(cut, assignment)
     shapes = [(rows, *batch.shape[1:]) for rows in (spec.batch, assignment.settings.n0)]
-    executed = ExecutedClassifier(network, spec.form, shapes)
-    sampler = HiddenNoiseSampler(cut.first, executed.logits, cut.std, assignment.source)
+    stream = assignment.stream
+    executed = ExecutedClassifier(network, spec.form, shapes, stream.device)
+    sampler = HiddenNoiseSampler(
+        cut.first, executed.logits, cut.std, assignment.source, stream=stream
+    )
     return sampler, executed(batch)
 
 

@@ -15,6 +15,7 @@ from dpdist.certification import betting
 from dpdist.certification.classifier import ExecutedClassifier
 from dpdist.certification.expected_score_bounds import SCORE_UNIT
 from dpdist.certification.noises import Gaussian, Laplace, Noise
+from dpdist.certification.streams import Aes, Stream
 from dpdist.randomness.places import NoiseCut
 from dpdist.randomness.units import ESTIMATE, RandomWords, UnitSource
 
@@ -36,7 +37,8 @@ class Sampler:
 
     A block has ``batch`` rows; a block counted in part (the last of n draws) is executed whole,
     because the executed batch is fixed. Which blocks are asked for, and in what order, changes
-    nothing in their counts.
+    nothing in their counts. stream: makes the noise, on the device of the classifier; of a block
+    its counts alone come back from there.
     """
 
     def __init__(
@@ -48,14 +50,15 @@ class Sampler:
         input_shape: tuple[int, ...],
         *,
         bank: bool = False,
+        stream: Stream | None = None,
     ) -> None:
         self._classify = classify
-        self._noise = noise
+        self._noise, self._stream = noise, stream or Aes()
         self._units = units
         self._classes = classes
         self._shape = input_shape
         self._bank = bank
-        self._buffers: dict[int, tuple[RandomWords, Tensor, Tensor]] = {}
+        self._buffers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def histogram(
         self, x: Tensor, index: int, stage: str, block: int, rows: int, draws: int
@@ -65,19 +68,18 @@ class Sampler:
         x: float32 of the input's shape, in [0, 1]. index names the input in the noise's key.
         """
         noisy = self._noisy(x, self._units.key(None if self._bank else index, stage, block), rows)
-        return torch.bincount(self._classify(noisy)[:draws], minlength=self._classes).numpy()
+        counts = torch.bincount(self._classify(noisy)[:draws], minlength=self._classes)
+        return counts.cpu().numpy()
 
     def uniform(self, index: int, stage: str) -> float:
         return self._units.uniform(index, stage)
 
     def _noisy(self, x: Tensor, key: bytes, rows: int) -> Tensor:
         if rows not in self._buffers:
-            noise = torch.empty(rows, *self._shape)
-            # Box-Muller takes words in pairs.
-            words = RandomWords(noise.numel() + noise.numel() % 2)
-            self._buffers[rows] = (words, noise, torch.empty_like(noise))
-        words, noise, noisy = self._buffers[rows]
-        self._noise.draw(words.fill(key), noise.numpy().reshape(-1))
+            noise = torch.empty(rows, *self._shape, device=self._stream.device)
+            self._buffers[rows] = (noise, torch.empty_like(noise))
+        noise, noisy = self._buffers[rows]
+        self._stream.fill(self._noise, key, noise)
         return torch.add(noise, x, out=noisy)
 
 
@@ -102,7 +104,8 @@ class HiddenNoiseSampler:
 
     first: the network before the noise. rest: what executes the network behind it. scale: standard
     deviation (Gaussian) or b (Laplace) of every component, a number or a tensor of the hidden shape
-    (heterogeneous noise; 0 where there is none). Blocks are canonical, as in ``Sampler``.
+    (heterogeneous noise; 0 where there is none). Blocks are canonical, and stream is, as in
+    ``Sampler``.
     """
 
     def __init__(
@@ -113,25 +116,24 @@ class HiddenNoiseSampler:
         units: UnitSource,
         *,
         laplace: bool = False,
+        stream: Stream | None = None,
     ) -> None:
-        self._first, self._rest = first.eval(), rest
-        self._scale = torch.as_tensor(scale, dtype=torch.float32)
+        self._first, self._rest, self._stream = first.eval(), rest, stream or Aes()
+        self._scale = torch.as_tensor(scale, dtype=torch.float32).to(self._stream.device)
         if not bool((self._scale >= 0).all()) or not bool((self._scale > 0).any()):
             raise ValueError("scales must be >= 0, and one of them positive")
         self._noise: Noise = Laplace(math.sqrt(2)) if laplace else Gaussian(1.0)
         self._units = units
         self._hidden: tuple[Tensor, Tensor] | None = None
-        self._buffers: dict[int, tuple[RandomWords, Tensor]] = {}
+        self._buffers: dict[int, Tensor] = {}
 
     def noisy(self, x: Tensor, index: int | None, stage: str, block: int, rows: int) -> Tensor:
         """The hidden layer of one input under the noises of one block: (rows, *hidden)."""
         hidden = self._behind_first(x)
         if rows not in self._buffers:
-            noise = torch.empty(rows, *hidden.shape)
-            self._buffers[rows] = (RandomWords(noise.numel() + noise.numel() % 2), noise)
-        words, noise = self._buffers[rows]
+            self._buffers[rows] = torch.empty(rows, *hidden.shape, device=hidden.device)
         key = self._units.key(index, stage, block)
-        self._noise.draw(words.fill(key), noise.numpy().reshape(-1))
+        noise = self._stream.fill(self._noise, key, self._buffers[rows])
         return noise.mul_(self._scale).add_(hidden)
 
     def histogram(
@@ -166,8 +168,9 @@ class HiddenNoiseSampler:
             logits = self._rest(self.noisy(x, index, stage, block, rows))[:draws].double()
             p = (torch.softmax(logits, 1) * SCORE_UNIT).long()
             votes = torch.bincount(logits.argmax(1), minlength=p.shape[1])
-            bins = betting.binned(p.numpy()) if binned else ()
-            return Scores(p.sum(0).numpy(), p.square().sum(0).numpy(), votes.numpy(), draws, *bins)
+            found = torch.stack([p.sum(0), p.square().sum(0), votes]).cpu().numpy()
+            bins = betting.binned(p.cpu().numpy()) if binned else ()
+            return Scores(found[0], found[1], found[2], draws, *bins)
 
     def _behind_first(self, x: Tensor) -> Tensor:
         """The first layer's answer, kept for the blocks of one input."""

@@ -78,6 +78,7 @@ class ExpectedScores(Certificate):
     sigma: ClassVar[None] = None
     free: ClassVar[frozenset[str]] = frozenset({"radii"})
     votes: ClassVar[bool] = False
+    device_batch: ClassVar[int] = 32768
     belongs: ClassVar[str] = "without sigma, by expected scores"
 
     @classmethod

@@ -198,7 +198,7 @@ class Smoothing(Certificate):
         return ("input", sigma) if noise == Gaussian.name else None
 
     def fresh(self, seed: str) -> Certificate:
-        return self.model_copy(update={"seed": seed, "noise_bank": False})
+        return super().fresh(seed).model_copy(update={"noise_bank": False})
 
     def name_parts(self) -> list[str]:
         parts = [f"sigma-{self.sigma:g}", *self.mode_parts(), f"n-{self.n}"]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,11 @@ import torch
 from torch import nn
 
 from dpdist.base.errors import UserError
+from dpdist.certification import device as devices
 from dpdist.certification.certificate import Certificate
 from dpdist.certification.classifier import ClassifierSpec, check_digest, choose
 from dpdist.certification.places import SampledPlace
+from dpdist.certification.streams import CPU, STREAMS, Stream, usual
 from dpdist.models import mixing
 from dpdist.randomness import units
 
@@ -33,7 +36,8 @@ class Piece:
 
 @dataclass(frozen=True)
 class Assignment:
-    """All that workers share; put into the object store once."""
+    """All that workers share; put into the object store once. device: where they work; gpus: how
+    much of a GPU each of them has."""
 
     model: nn.Module
     settings: Certificate
@@ -43,6 +47,28 @@ class Assignment:
     input_shape: tuple[int, ...]
     check_inputs: np.ndarray
     spec: ClassifierSpec | None = None
+    device: str = CPU.type
+    gpus: float = 0.0
+
+    @property
+    def stream(self) -> Stream:
+        """A stream of noise on the device, by the generator that is pinned, or asked for."""
+        device = torch.device(self.device)
+        asked = self.settings.generator if self.spec is None else self.spec.generator
+        return STREAMS[asked or usual(device)](device)
+
+    def rows(self, numbers: int) -> int:
+        """Of the executed batch, for so many numbers in each."""
+        return self.spec.batch if self.spec else self.settings.executed_batch(numbers)
+
+    def placed(self) -> Assignment:
+        """With its model on the device. Raises UserError where this process has none."""
+        device = torch.device(self.device)
+        devices.require_device(device)
+        devices.settle(device)
+        if device == CPU:
+            return self
+        return replace(self, model=copy.deepcopy(self.model).to(device))
 
     @property
     def executed(self) -> ClassifierSpec:
@@ -65,8 +91,9 @@ def probe(assignment: Assignment) -> ClassifierSpec:
     """Choose the executed classifier, on the kind of machine that will execute it.
 
     Raises ValueError when the model does not give finite logits for each class, or when its answer
-    to one input depends on what else is in the batch, or where.
+    to one input depends on what else is in the batch, or where; UserError without the device.
     """
+    assignment = _sized(assignment.placed())
     network, batch = assignment.place.check_batch(assignment)
     with torch.inference_mode():
         logits = network.eval()(batch)
@@ -80,7 +107,21 @@ def probe(assignment: Assignment) -> ClassifierSpec:
         raise ValueError(f"it looks at its batch: {found}; no certificate holds for such a model")
     form = assignment.settings.form
     spec, _ = choose(network, batch, (form,) if form else ())
-    return spec
+    return replace(spec, generator=assignment.stream.name)
+
+
+def _sized(assignment: Assignment) -> Assignment:
+    """With a batch for a device's memory, such that the last block of draws is about full."""
+    settings, device = assignment.settings, torch.device(assignment.device)
+    if device == CPU or settings.batch is not None:
+        return assignment
+    network, batch = assignment.place.check_batch(assignment)
+    fit = devices.fitting_rows(
+        network.eval(), batch[:1], settings.device_batch, min(1.0, assignment.gpus)
+    )
+    blocks = -(-settings.n // fit)
+    rows = {"batch": -(-settings.n // blocks)}
+    return replace(assignment, settings=settings.model_copy(update=rows))
 
 
 class Worker:
@@ -89,13 +130,14 @@ class Worker:
     def __init__(self, assignment: Assignment) -> None:
         self._assignment, self._settings = assignment, assignment.settings
         self._place = assignment.place
+        self._device = torch.device(assignment.device)
         self._sampler, self._batch = sampler_of(assignment), assignment.executed.batch
 
     def __call__(self, pieces: list[Piece]) -> list[dict[str, Any]]:
         rows = []
         for piece in pieces:
             start = time.perf_counter()
-            x = torch.from_numpy(piece.x)
+            x = torch.from_numpy(piece.x).to(self._device)
             partial = self._settings.work(
                 self._sampler, x, piece.index, piece.low, piece.high, self._batch, self._place
             )
@@ -118,13 +160,19 @@ class Worker:
 
     def label(self, x: torch.Tensor, index: int) -> int:
         """The class alone, -1 where it is undecided."""
-        return self._settings.label(self._sampler, x, index, self._batch, self._place)
+        there = x.to(self._device)
+        return self._settings.label(self._sampler, there, index, self._batch, self._place)
 
 
 def sampler_of(assignment: Assignment) -> Any:
     """The sampler on the executed classifier. Raises UserError when it fails the check here."""
-    spec = assignment.executed
-    sampler, answer = assignment.place.sampler(assignment, spec)
+    spec, here = assignment.executed, devices.name(torch.device(assignment.device))
+    if spec.device != CPU.type and here != spec.machine:
+        raise UserError(
+            f"this worker counts on {here}, the certification began on {spec.machine}: another "
+            "kind of GPU rounds otherwise; use workers of one kind"
+        )
+    sampler, answer = assignment.place.sampler(assignment.placed(), spec)
     if check_digest(answer) != spec.check:
         bank = getattr(assignment.settings, "noise_bank", False)
         raise UserError(

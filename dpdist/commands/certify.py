@@ -376,6 +376,10 @@ def _print(path: Path) -> None:
     classifier = table.about.get("classifier", {})
     if classifier:
         executed = f"{classifier['form']}, batches of {classifier['batch']}"
+        if "device" in classifier:
+            executed += f", on {classifier['machine']}"
+        if "generator" in classifier:
+            executed += f", noise of {classifier['generator']}"
         rows.append(("executed", "; ".join([executed, *classifier["notes"]])))
     rows.append(("table", str(path)))
     typer.echo(console.table(rows, title=f"certificates, sigma {table.sigma:g}"))

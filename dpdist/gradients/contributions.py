@@ -254,11 +254,11 @@ class PerExampleGradient:
         """Bytes held after all draws, from what one draw left: to choose the micro-batch."""
         factors = [tensor for piece in self._outer for tensor in (piece.left, piece.right)]
         factors += [piece.values for piece in self._rows]
-        for piece in self._waiting:  # windows overlap: what is held is the input they look at
-            factors += [piece.left, piece.right.new_empty(0).set_(piece.right.untyped_storage())]
-        held = [] if self._dense is None else [self._dense]
-        held += factors * self._draws
-        return sum(tensor.numel() * tensor.element_size() for tensor in held)
+        factors += [piece.left for piece in self._waiting]
+        held = sum(tensor.nbytes for tensor in factors)
+        # Windows overlap: what is held is the input they look at.
+        held += sum(piece.right.untyped_storage().nbytes() for piece in self._waiting)
+        return held * self._draws + (0 if self._dense is None else self._dense.nbytes)
 
 
 def _dense_sum(parts: list[Outer]) -> Tensor:

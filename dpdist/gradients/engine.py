@@ -169,7 +169,7 @@ class GradientEngine:
         ]
         blocked = self._blocked(draw_key, record_ids)
         run = short_run(blocked.capacity + 1 if blocked else batch)
-        nonfinite, loss_sum = 0, 0.0
+        nonfinite, loss_sum, sums = 0, 0.0, []
         perturbed: dict[int, dict[str, Tensor]] = {}
         for rows, real in self.passes(batch, draw_key, record_ids, self.micro_batch):
             ids = None if record_ids is None else record_ids[rows]
@@ -181,7 +181,9 @@ class GradientEngine:
             )
             nonfinite += self._add_clipped(gradients, real, views, run)
             losses = losses[:real]
-            loss_sum += float(losses[losses.isfinite()].sum())
+            sums.append(losses.where(losses.isfinite(), 0.0).sum())
+        for value in torch.stack(sums).tolist() if sums else ():  # from a device, once
+            loss_sum += value
         return ClippedSum(flat, batch, nonfinite, loss_sum)
 
     def passes(

@@ -110,12 +110,13 @@ def smallest_eigenvalue(
         return jacobian.transposed_times(jacobian.times(v.view(shape))).reshape(-1)
 
     if size <= _EXACT_UP_TO:
-        columns = [product(column) for column in torch.eye(size, dtype=like.dtype)]
+        unit = torch.eye(size, dtype=like.dtype, device=like.device)
+        columns = [product(column) for column in unit]
         return SmallestEigenvalue(_smallest(torch.stack(columns)), True, f"all {size} eigenvalues")
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(size, generator=generator, dtype=torch.float64)
     value, steps = lanczos_smallest(
-        lambda v: product(v.to(like.dtype)).double(), start, iterations, enough
+        lambda v: product(v.to(like)).double().to(v.device), start, iterations, enough
     )
     return SmallestEigenvalue(value, False, f"at most, after {steps} Lanczos steps")
 
@@ -143,7 +144,7 @@ def settled_by_symmetry(
 
 
 def _stretch(jacobian: MixedJacobian, direction: Tensor) -> float:
-    unit = (direction / direction.norm()).to(jacobian.input_gradients.dtype)
+    unit = (direction / direction.norm()).to(jacobian.input_gradients)
     return float(jacobian.transposed_times(unit).double().norm())
 
 

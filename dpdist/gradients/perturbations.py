@@ -225,9 +225,8 @@ class InputDraws(Draws):
     def inputs(
         self, inputs: Tensor, record_ids: Tensor | None, draw_key: bytes, draw: int
     ) -> Tensor:
-        return inputs + self.std * _per_record_noise(
-            inputs, record_ids, draw_key, "draws/inputs", draw
-        )
+        std = self.std.to(inputs.device) if isinstance(self.std, Tensor) else self.std
+        return inputs + std * _per_record_noise(inputs, record_ids, draw_key, "draws/inputs", draw)
 
 
 class HiddenDraws(Draws):
@@ -289,7 +288,7 @@ class OneHiddenDraw(Draws):
         super().__init__()
         self.hidden_modules = (module,)
         normals = standard_normal_shared(run_key, "draws/one-hidden", 0, std.numel())
-        self.noise = std * normals.view_as(std)
+        self.noise = std * normals.view_as(std).to(std)
 
     def hidden(
         self, output: Tensor, record_ids: Tensor | None, draw_key: bytes, draw: int, module: int = 0

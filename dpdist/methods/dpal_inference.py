@@ -113,7 +113,8 @@ def _attacked(
 ) -> Tensor:
     """By PGD on the network with the training's noise and no other, as the papers' code attacks."""
     classifier = RandomisedClassifier(network)
-    ball = Ball(inputs, torch.full((len(inputs),), size).double(), "linf", (-1.0, 1.0))
+    sizes = torch.full((len(inputs),), size).double().to(inputs.device)
+    ball = Ball(inputs, sizes, "linf", (-1.0, 1.0))
     return pgd(
         lambda point, step: loss_gradient(classifier, point, labels, None),
         ball, inputs, steps, 2.5 * ball.size / steps,

@@ -107,9 +107,8 @@ def examples(network: DPALNetwork, noisy: Tensor, method: DPAL, key: bytes) -> T
     )
     found = []
     for name, centre, targets in parts:
-        ball = Ball(
-            centre, torch.full((len(centre),), 2 * method.size * drawn).double(), "linf", None
-        )
+        size = torch.full((len(centre),), 2 * method.size * drawn).double().to(centre.device)
+        ball = Ball(centre, size, "linf", None)
 
         def gradient(point: Tensor, step: int, targets: Tensor = targets) -> Tensor:
             return loss_gradient(classifier, point, targets, None)
@@ -124,8 +123,9 @@ def _attacked(name: str, gradient: Gradient, ball: Ball, steps: int, key: bytes)
     if name in FROM_THE_CENTRE:
         return FROM_THE_CENTRE[name](gradient, ball, steps)
     count = ball.centre.numel()
-    uniform = words(derive_key(key, "dpal/start"), 0, count) / 2.0**64
-    start = ball.random_point(torch.from_numpy(uniform).view(len(ball.centre), -1), ball.centre)
+    uniform = torch.from_numpy(words(derive_key(key, "dpal/start"), 0, count) / 2.0**64)
+    there = uniform.view(len(ball.centre), -1).to(ball.centre.device)
+    start = ball.random_point(there, ball.centre)
     return pgd(gradient, ball, start, steps, ball.size / steps)
 
 

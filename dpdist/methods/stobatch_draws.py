@@ -73,8 +73,9 @@ class AdversarialDraws(BlockDraws):
             self.classifier.model.parameters(), self.model.parameters(), strict=True
         ):
             old.copy_(new.detach())
-        size = torch.full((len(inputs),), self.size(draw_key), dtype=torch.float64)
-        ball = Ball(inputs, size.to(inputs.device), self.method.norm, box_of(inputs))
+        one = self.size(draw_key)
+        size = torch.full((len(inputs),), one, dtype=torch.float64, device=inputs.device)
+        ball = Ball(inputs, size, self.method.norm, box_of(inputs))
         normals = self._noise(inputs, record_ids, draw_key)
         targets = self._predicted(inputs, normals)
         settings = [ENSEMBLE[name] for name in self.method.attacks]

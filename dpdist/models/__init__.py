@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         save,
     )
     from dpdist.models.patches import Patches, patches_of
+    from dpdist.models.place import device_of
     from dpdist.models.residual import residual_blocks
     from dpdist.models.split import SplitModel, require_split, split_first
 
@@ -51,6 +52,7 @@ __all__ = [
     "check_name",
     "check_outputs",
     "check_trusted",
+    "device_of",
     "initialise",
     "is_base",
     "last_linear",
@@ -75,6 +77,7 @@ _WITH_TORCH = {
         "build", "check_denoiser", "check_outputs", "initialise", "load", "load_weights", "save",
     ),
     "patches": ("Patches", "patches_of"),
+    "place": ("device_of",),
     "residual": ("residual_blocks",),
     "split": ("SplitModel", "require_split", "split_first"),
 }  # fmt: skip

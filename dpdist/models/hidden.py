@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dpdist.base.errors import UserError
+from dpdist.models.place import device_of
 from dpdist.models.spec import BlockNoise
 from dpdist.models.split import require_split
 
@@ -27,7 +28,7 @@ def attach_noise(model: nn.Module, std: Tensor) -> None:
     Raises UserError when the model has no such layer.
     """
     require_split(model)
-    model.register_buffer(HIDDEN, std.detach().float().clone())
+    model.register_buffer(HIDDEN, std.detach().float().clone().to(device_of(model)))
 
 
 def attach_silence(model: nn.Module, input_shape: tuple[int, ...]) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from dpdist.base.errors import UserError
 from dpdist.models.normalised import Normalised
+from dpdist.models.place import device_of
 
 _SCALES = (1e-3, 1.0, 1e3)  # of the inputs on which a cut is checked
 _AFFINE, _WHOLE = 1e-9, 1e-6  # what is rounding in float64 and float32, of the largest output
@@ -51,7 +52,8 @@ class SplitModel:
     def hidden_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of one example's output of ``first``."""
         with torch.no_grad():
-            return tuple(self.first(torch.zeros(1, *input_shape)).shape[1:])
+            zeros = torch.zeros(1, *input_shape, device=device_of(self.model))
+            return tuple(self.first(zeros).shape[1:])
 
     def affine(self, input_shape: tuple[int, ...]) -> nn.Linear | nn.Conv2d:
         """A float64 copy of ``layer`` whose weight is that of ``first`` as a whole, in input units.
@@ -73,7 +75,7 @@ class SplitModel:
 
     def _check(self, layer: nn.Linear | nn.Conv2d, input_shape: tuple[int, ...]) -> None:
         generator = torch.Generator().manual_seed(0)
-        unit = torch.randn(4, *input_shape, generator=generator)
+        unit = torch.randn(4, *input_shape, generator=generator).to(device_of(self.model))
         try:
             with torch.no_grad():
                 for x in (scale * unit for scale in _SCALES):

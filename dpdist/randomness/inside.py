@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dpdist.base.errors import UserError
+from dpdist.models.place import device_of
 
 _TINY = 1e-12  # a variance, below which an output is constant
 Std = float | Tensor  # one number, or of the shape of one example's output
@@ -84,7 +85,7 @@ def output_shapes(
         return note
 
     with changed(model, {name: watch(name) for name in names}), torch.inference_mode():
-        model(torch.zeros(1, *input_shape))
+        model(torch.zeros(1, *input_shape, device=device_of(model)))
     for name, found in shapes.items():
         if len(found) != 1:
             raise UserError(f"module {name!r} ran {len(found)} times in a forward pass, not once")
@@ -102,9 +103,12 @@ def cut_several(
     """A `dpdist.randomness.places.NoiseCut` whose noise is one row: of the input, then of each
     module in turn."""
     shapes = output_shapes(model, tuple(stds), input_shape)
-    rest = _Inside(model, input_shape, stds, shapes, mode, floor)
+    device = device_of(model)
+    there = {n: std.to(device) if isinstance(std, Tensor) else std for n, std in stds.items()}
+    rest = _Inside(model, input_shape, there, shapes, mode, floor)
     numbers, room = math.prod(input_shape), sum(math.prod(shape) for shape in shapes)
-    std = torch.cat([torch.full((numbers,), input_std), torch.ones(room)])
+    std = torch.ones(numbers + room, device=device)
+    std[:numbers] = input_std
     return _WithRoom(room), rest, std
 
 

@@ -194,7 +194,8 @@ class BehindLayer(Place):
 
         if normals is None:
             return model(x)
-        with changed(model, {self.module: lambda output: output + self.std * normals}):
+        std = self.std.to(x.device)
+        with changed(model, {self.module: lambda output: output + std * normals}):
             return model(x)
 
     def describe(self) -> dict[str, Any]:
@@ -359,6 +360,6 @@ def _usable(std: Any) -> bool:
 
 def _described(std: Any) -> dict[str, Any]:
     """A tensor of deviations, by its root mean square and digest."""
-    raw = std.detach().float().contiguous().numpy().tobytes()
+    raw = std.detach().float().cpu().contiguous().numpy().tobytes()
     digest = hashlib.blake2b(raw, digest_size=8).hexdigest()
     return {"std": float(std.double().square().mean().sqrt()), "digest": digest}

@@ -2,18 +2,21 @@
 
 A name lists all that the noise belongs to: purpose, seed, model, data, input, sigma, stage, block.
 It is hashed by BLAKE2b into the key and the counter of AES-128 in counter mode, so no two units
-share a stream, no width is lost, and any worker can make any block again.
+share a stream, no width is lost, and any worker can make any block again. On devices the same key
+opens a stream of another generator (`dpdist.randomness.philox`).
 """
 
 from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
 SELECT, ESTIMATE, CHECK = "select", "estimate", "check"
+Generator = Literal["aes", "philox"]  # of the numbers of a unit: `dpdist.certification.streams`
 _PAD = 16  # the cipher writes whole blocks
 
 

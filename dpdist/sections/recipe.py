@@ -197,7 +197,11 @@ class ResourcesRecipe(Section):
     checkpoint_seconds: Positive = 30
     max_failures: CountOrZero = 3
     certify_actors: Processes | None = Field(
-        default=None, description="default: one for each CPU or GPU"
+        default=None, description="default: one for each CPU, or for each GPU's share"
+    )
+    certify_gpus: PositiveOrZero | None = Field(
+        default=None,
+        description="GPUs of each certifying actor, also a share; default: 1 where there are GPUs",
     )
     archive: str | None = Field(
         default=None, description="copy the run to s3://BUCKET/PREFIX (gs://, file://) as it goes"
@@ -206,6 +210,13 @@ class ResourcesRecipe(Section):
         default=False,
         description="the private state too, so that a lost run folder can be brought back",
     )
+
+    @field_validator("certify_gpus")
+    @classmethod
+    def _whole_or_share(cls, value: float | None) -> float | None:
+        if value is not None and value > 1 and value != int(value):
+            raise ValueError("must be at most 1, or a whole number")
+        return value
 
     @model_validator(mode="after")
     def _closed_archive(self) -> ResourcesRecipe:

@@ -48,6 +48,40 @@ FAULTS: list[Fault] = [
          "radii.uniform_l1_radius(p_lower, 1.15 * self.half_width)", "uniform radii are too large"),
     ),
     *group(
+        "dpdist/randomness/philox.py", "certification/test_counting_on_device",
+        ("_ROUNDS = 10", "_ROUNDS = 7", "fewer rounds than the published generator"),
+        ("(low + _STEPS[0]) & _WORD", "low", "all rounds have one key"),
+        ("places, *above)", "places, 0, 0, 0)", "a unit's words depend on 64 bits of its key"),
+    ),
+    *group(
+        "dpdist/certification/noises.py", "certification/test_counting_on_device",
+        (".log() * (-2 * self.sigma**2)).sqrt()", ".log() * (-1.8 * self.sigma**2)).sqrt()",
+         "Gaussian draws of devices are too small"),
+        ("bits = ((first << 8) | (second >> 24)) * 2 + 1", "bits = (first >> 8 << 16) * 2 + 1",
+         "tails end where 24 bits do"),
+        ("return magnitude * ((word >> 31) * 2 - 1) * self.scale", "return magnitude * -self.scale",
+         "Laplace draws of devices have one sign"),
+    ),
+    *group(
+        "dpdist/certification/streams.py", "certification/test_counting_on_device",
+        ("philox.words_on(key, start // 4, size", "philox.words_on(key, 0, size", "pieces repeat their noise"),
+    ),
+    *group(
+        "dpdist/certification/worker.py", "certification/test_counting_on_device",
+        ("if spec.device != CPU.type and here != spec.machine:", "if False:",
+         "GPUs of several kinds count one table"),
+    ),
+    *group(
+        "dpdist/certification/job.py", "certification/test_counting_on_device",
+        ("        if self._gpus == 0:\n", "        if False:\n",
+         "a table that GPUs began is continued against what was asked"),
+    ),
+    *group(
+        "dpdist/certification/certificate.py", "certification/test_counting_on_device",
+        ('"generator": None})', '"generator": self.generator})',
+         "predictions draw from a generator that is no cipher"),
+    ),
+    *group(
         "dpdist/certification/sequential.py", "certification/test_sequential",
         ("* np.sqrt(look / cap) - spent", "* np.sqrt(look / cap)", "the error is spent at every look"),
         ("spent += float(tail[first])", "spent += 0.0", "what was spent is forgotten"),

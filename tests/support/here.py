@@ -94,7 +94,9 @@ def _sent(value: Any) -> Any:
     return cloudpickle.loads(cloudpickle.dumps(value))
 
 
-def run_once(function: Callable[[Any], Any], argument: Any, failed: str) -> Any:
+def run_once(
+    function: Callable[[Any], Any], argument: Any, failed: str, num_gpus: float = 0.0
+) -> Any:
     """As `dpdist.cluster.calls.run_once`, in this process."""
     try:
         return _sent(function(_sent(argument)))

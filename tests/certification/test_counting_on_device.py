@@ -1,0 +1,379 @@
+"""Certificates counted on a device: the numbers of its generator, the same tables as that generator
+gives on a CPU, little that crosses over. The device is a simulated one."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from support.certificates import changed
+from support.device import NAME, counted, simulated
+from support.here import without_ray
+from torch import nn
+
+from dpdist import models
+from dpdist.adversary.balls import Ball
+from dpdist.adversary.names import ATTACKS
+from dpdist.adversary.randomised import RandomisedClassifier
+from dpdist.attacks.evasion import attack
+from dpdist.base.errors import UserError
+from dpdist.certification import device as devices
+from dpdist.certification import job, table
+from dpdist.certification.catalogue import settings_of
+from dpdist.certification.certificate import Certificate
+from dpdist.certification.classifier import choose
+from dpdist.certification.cohen import Cohen
+from dpdist.certification.expected import expected_log_scores
+from dpdist.certification.noises import NOISES, Gaussian
+from dpdist.certification.predict import Predictor
+from dpdist.certification.sampling import Randomness
+from dpdist.certification.streams import CPU, STREAMS, Aes, Philox
+from dpdist.certification.worker import Assignment, Piece, Worker, probe
+from dpdist.randomness import philox
+from dpdist.randomness.places import OnInput, Several, place_of
+from dpdist.randomness.units import UnitSource
+
+SHAPE, KEY = (1, 6, 6), bytes(range(32))
+SOURCE = UnitSource("test", "seed", "model", "data", "gaussian", 0.5)
+
+
+# ---- the generator
+
+
+@pytest.mark.parametrize("vector", philox.KNOWN)
+def test_words_are_the_published_ones(vector) -> None:
+    counter, key, known = vector
+    assert philox.philox(counter, key) == known
+    for device in (CPU, simulated()):
+        places = tuple(torch.tensor([word], device=device) for word in counter)
+        assert tuple(int(word) for word in philox.philox(places, key)) == known
+
+
+def test_a_device_that_multiplies_otherwise_is_refused(monkeypatch) -> None:
+    philox.check.cache_clear()
+    monkeypatch.setattr(philox, "_product", lambda word, which: (word, word))
+    with pytest.raises(UserError, match="multiplies integers otherwise"):
+        Philox()
+
+
+def test_streams_begin_anywhere_and_end() -> None:
+    whole = philox.words_on(KEY, 0, 1000, CPU)
+    for low, high in ((0, 1), (999, 1000), (7, 600)):
+        part = philox.words_on(KEY, low, high - low, CPU)
+        assert all(torch.equal(a[low:high], b) for a, b in zip(whole, part, strict=True))
+    assert all(
+        torch.equal(a, b.cpu())
+        for a, b in zip(whole, philox.words_on(KEY, 0, 1000, simulated()), strict=True)
+    )
+    philox.words_on(KEY, (1 << 32) - 1, 1, CPU)
+    with pytest.raises(ValueError, match="places"):
+        philox.words_on(KEY, (1 << 32) - 1, 2, CPU)
+
+
+def test_every_bit_of_a_key_counts_and_words_are_even() -> None:
+    """Words of keys that differ in one bit: half of the bits differ, of any place of the word."""
+    first = torch.cat(philox.words_on(KEY, 0, 500, CPU))
+    for bit in range(0, 8 * philox.KEY_BYTES, 7):
+        other = bytearray(KEY)
+        other[bit // 8] ^= 1 << bit % 8
+        moved = first ^ torch.cat(philox.words_on(bytes(other), 0, 500, CPU))
+        share = [float((moved >> place & 1).double().mean()) for place in range(32)]
+        # 2,000 coins for each place: 6 deviations, 23 x 32 places, false failure below 2e-6.
+        assert max(abs(s - 0.5) for s in share) < 6 * 0.5 / np.sqrt(2000)
+    words = torch.cat(philox.words_on(KEY, 0, 250_000, CPU)).numpy()
+    assert words.min() >= 0 and words.max() < 1 << 32
+    for shift in (0, 12, 24):  # each byte, and pairs of neighbours; false failure 1e-5 each
+        bytes_ = words >> shift & 255
+        assert stats.chisquare(np.bincount(bytes_, minlength=256)).pvalue > 1e-5
+        pairs = np.bincount((bytes_[:-1] >> 4 << 4) + (bytes_[1:] >> 4), minlength=256)
+        assert stats.chisquare(pairs).pvalue > 1e-5
+
+
+LAWS = {
+    "gaussian": lambda s: stats.norm(scale=s),
+    "laplace": lambda s: stats.laplace(scale=s / np.sqrt(2)),
+    "uniform": lambda s: stats.uniform(-s * np.sqrt(3), 2 * s * np.sqrt(3)),
+}
+
+
+@pytest.mark.parametrize("name", NOISES)
+def test_noise_has_its_law_and_no_other(name: str) -> None:
+    values = Philox().fill(NOISES[name](0.5), KEY, torch.empty(100_001)).numpy()
+    assert stats.kstest(values, LAWS[name](0.5).cdf).pvalue > 1e-4
+    for wrong in (0.5 * 2 / 3, 0.5 * 3 / 2, 0.5 * 1.05):
+        assert stats.kstest(values, LAWS[name](wrong).cdf).pvalue < 1e-4
+    assert abs(np.corrcoef(values[:-1], values[1:])[0, 1]) < 5 / np.sqrt(1e5)
+    assert len(np.unique(values)) > 0.98 * len(values)  # no piece comes twice
+
+
+def test_the_tails_of_the_gaussian_end_beyond_seven_and_a_half() -> None:
+    """The largest length has 40 bits: what is cut off has a mass of 2^-41 for each pair."""
+    zero, most = torch.tensor([0, 0]), torch.tensor([0, (1 << 24) - 1])
+    first, second = Gaussian(1.0).numbers(zero, most)
+    assert float(first[0]) == pytest.approx(np.sqrt(2 * 41 * np.log(2)), rel=1e-6)
+    assert float(first[0]) > 7.5 and bool(first.isfinite().all() and second.isfinite().all())
+    ends = torch.tensor([(1 << 32) - 1])  # the smallest: no square root of a negative number
+    assert all(abs(float(v)) < 1e-3 for v in Gaussian(1.0).numbers(ends, ends))
+    tail = Philox().fill(Gaussian(1.0), KEY, torch.empty(1_000_000)).abs()
+    # Expected 63 beyond 4 sigma; 5 standard deviations of a Poisson either way: 6e-7.
+    assert abs(int((tail > 4).sum()) - 1e6 * 2 * stats.norm.sf(4)) < 5 * np.sqrt(63)
+
+
+def test_a_tensor_is_filled_alike_on_both_devices() -> None:
+    filled = [
+        STREAMS[name](device).fill(Gaussian(0.5), KEY, torch.empty(40, 37, device=device)).cpu()
+        for name in STREAMS
+        for device in (CPU, simulated())
+    ]
+    assert torch.equal(filled[0], filled[1]) and torch.equal(filled[2], filled[3])
+    assert not torch.equal(filled[0], filled[2])
+
+
+# ---- the worker
+
+
+def network(noise: str) -> tuple[nn.Module, dict[str, Any]]:
+    """A model with noise in that place, and settings that certify it."""
+    model = models.initialise(models.ModelSpec("small-cnn", SHAPE, 3, {"width": 4}), 3)
+    if noise == "hidden":
+        split = models.require_split(model)
+        models.attach_noise(model, torch.rand(split.hidden_shape(SHAPE)) + 0.1)
+        return model, {}
+    if noise == "both":
+        split = models.require_split(model)
+        models.attach_noise(model, torch.rand(split.hidden_shape(SHAPE)) + 0.1)
+    if noise == "several":
+        Several({"0": 0.2, "3": 0.1}, input_std=0.5).attach(model)
+    if noise == "bank":
+        model = models.initialise(models.ModelSpec("mlp", SHAPE, 3), 3)
+        return model, {"sigma": 0.5, "noise_bank": True}
+    law = {"noise": noise} if noise in NOISES else {}
+    return model, {"sigma": 0.5, **law}
+
+
+def assignment(settings: Certificate, model: nn.Module, device: torch.device) -> Assignment:
+    inputs = torch.rand(9, *SHAPE, generator=torch.Generator().manual_seed(0)).numpy()
+    place = settings.place(model, SHAPE)
+    made = Assignment(model, settings, place, SOURCE, 3, SHAPE, inputs, device=device.type, gpus=1)
+    return replace(made, spec=probe(made))
+
+
+NOISY = (*NOISES, "hidden", "both", "several", "bank")
+MODES = ({}, {"mode": "target", "radii": (0.1, 0.3)}, {"mode": "anytime", "radii": (0.1,)})
+
+
+@pytest.mark.parametrize(
+    ("noise", "mode"),
+    [(noise, MODES[0]) for noise in NOISY] + [("gaussian", mode) for mode in MODES[1:]],
+)
+def test_counts_are_those_of_the_generator_on_a_cpu(noise: str, mode: dict[str, Any]) -> None:
+    model, section = network(noise)
+    settings = settings_of(
+        {
+            **section,
+            **mode,
+            "n0": 30,
+            "n": 250,
+            "batch": 100,
+            "generator": "philox",
+            "form": "eager",
+        }
+    )
+    rows, blocks = [], settings.units(100)
+    for device in (CPU, simulated()):
+        worker = Worker(assignment(settings, model, device))
+        x = np.full(SHAPE, 0.4, np.float32)
+        worker([Piece(1, 0, blocks, x)])  # parts that are made once
+        with counted() as seen:
+            (row,) = worker([Piece(2, 0, blocks, x)])
+        rows.append({k: v for k, v in row.items() if k != "seconds"})
+        assert next(worker._assignment.model.parameters()).device == CPU  # the caller's own
+    assert rows[0] == rows[1]
+    # The input goes there, counts of a block come back.
+    assert seen.up == [SHAPE] and seen.waits == 0
+    assert all(shape in ((3,), (3, 3)) for shape in seen.down) and len(seen.down) <= 4
+
+
+def test_aes_gives_its_own_numbers_there_too() -> None:
+    model, section = network("gaussian")
+    settings = settings_of({**section, "n0": 30, "n": 250, "batch": 100, "generator": "aes"})
+    x, verdicts = np.full(SHAPE, 0.4, np.float32), []
+    for device in (CPU, simulated()):
+        made = assignment(changed(settings, form="eager"), model, device)
+        assert made.executed.generator == "aes" and isinstance(made.stream, Aes)
+        verdicts.append(Worker(made).certify(x, 5))
+    assert verdicts[0] == verdicts[1]
+
+
+def test_batch_and_generator_are_chosen_once_for_the_device(monkeypatch) -> None:
+    """By its memory, and so that the last block is about full; a CPU's are as they were."""
+    model, section = network("gaussian")
+    module = torch.get_device_module(simulated())
+    settings = settings_of({**section, "n": 100_000, "form": "eager"})
+    chosen = []
+    for free in (1 << 16, 1 << 18, 1 << 20):
+        monkeypatch.setattr(type(module), "free", free)
+        spec = assignment(settings, model, simulated()).executed
+        assert (spec.device, spec.generator, spec.machine) == (NAME, "philox", "Simulated 1")
+        assert set(spec.pinned) >= {"device", "generator"}
+        chosen.append(spec.batch)
+        blocks = settings.units(spec.batch)
+        assert 0 <= blocks * spec.batch - settings.n < blocks
+    assert chosen[0] < chosen[1] < chosen[2] <= settings.device_batch
+    assert assignment(changed(settings, batch=70), model, simulated()).executed.batch == 70
+    spec = assignment(settings, model, CPU).executed
+    assert (spec.batch, spec.generator) == (settings.usual_batch, "aes")
+    assert not set(spec.pinned) & {"device", "generator"}
+
+
+def test_another_kind_of_gpu_is_refused(monkeypatch) -> None:
+    model, section = network("gaussian")
+    settings = settings_of({**section, "n": 100, "form": "eager"})
+    made = assignment(settings, model, simulated())
+    module = torch.get_device_module(simulated())
+    monkeypatch.setattr(type(module), "get_device_name", lambda *_: "Simulated 2")
+    with pytest.raises(UserError, match="on Simulated 2, the certification began on Simulated 1"):
+        Worker(made)
+
+
+def test_another_number_format_is_a_classifier_of_its_own() -> None:
+    model, _ = network("gaussian")
+    batch = torch.rand(200, *SHAPE)
+    for device in (CPU, simulated()):
+        spec, classify = choose(model.to(device).eval(), batch.to(device), ("bf16",))
+        assert spec.form == "bf16" and classify.logits(batch.to(device)).dtype == torch.float32
+        want = model.bfloat16()(batch.to(device).bfloat16()).argmax(1)
+        assert torch.equal(classify(batch.to(device)), want)
+        model = model.float()
+    assert choose(model.to(CPU), batch)[0].form != "bf16"  # for the asking only
+
+
+# ---- the job
+
+
+@dataclass(frozen=True)
+class Images:
+    fingerprint: str = "these"
+    classes: int = 3
+
+    @property
+    def labels(self) -> np.ndarray:
+        return np.arange(4) % self.classes
+
+    def batch(self, indices: Any) -> torch.Tensor:
+        rng = np.random.default_rng(0)
+        return torch.from_numpy(rng.random((4, *SHAPE), dtype=np.float32)[indices])
+
+
+@pytest.fixture
+def certify(tmp_path, monkeypatch):
+    without_ray(monkeypatch)
+    simulated()
+    monkeypatch.setattr(devices, "GPU", NAME)
+    monkeypatch.setattr(devices, "settle", lambda device: None)
+    spec = models.ModelSpec("small-cnn", SHAPE, 3, {"width": 4})
+    models.save(models.initialise(spec, 3), spec, tmp_path / "model")
+    settings = Cohen(sigma=0.5, n0=30, n=250, batch=100, seed="5", form="eager")
+
+    def run(name: str, have: float = 0.0, **options: Any) -> tuple[list[dict[str, Any]], Path]:
+        monkeypatch.setattr(job.calls, "gpus", lambda: have)
+        own = changed(settings, **options.pop("settings", {}))
+        found = job.certify(tmp_path / "model", Images(), own, tmp_path / name, **options)
+        return found.to_pylist(), tmp_path / name
+
+    return run
+
+
+def test_a_certification_on_gpus_is_the_generators_on_a_cpu(certify, monkeypatch) -> None:
+    said: list[str] = []
+    on_cpu, _ = certify("cpu", settings={"generator": "philox"}, gpus=0)
+    there, folder = certify("gpu", 1.0, gpus=0.5, actors=2, chunk_seconds=1e-3, say=said.append)
+    assert there == on_cpu and len(said) == 1 and "0.5 for each actor" in said[0]
+    about = json.loads((folder / "settings.json").read_text())
+    assert about["classifier"]["device"] == NAME and about["classifier"]["generator"] == "philox"
+    plain, folder = certify("plain")
+    assert plain != on_cpu and "device" not in (folder / "settings.json").read_text()
+    assert "generator" not in (folder / "settings.json").read_text()
+    # Where the cluster has GPUs they are used, and a certification stays on what it began on.
+    assert certify("default", 2.0)[0] == there
+    for name, gpus, where in (("default", 0, "GPUs"), ("plain", 1, "CPUs")):
+        _, folder = certify(name, 2.0)
+        for made in ("certificates.parquet", "journal.jsonl"):
+            (folder / made).unlink()
+        with pytest.raises(UserError, match=f"counting began on {where}"):
+            certify(name, 2.0, gpus=gpus)
+        assert certify(name, 2.0)[0] == (there if gpus == 0 else plain)
+
+
+def test_without_the_device_it_is_said_what_to_do(certify, monkeypatch) -> None:
+    monkeypatch.setattr(devices, "GPU", "cuda")
+    with pytest.raises(UserError, match=r"torch .* does not see it.*certify_gpus: 0"):
+        certify("none", 1.0, gpus=1)
+    with pytest.raises(UserError, match="each actor needs 1 GPUs, this machine has 0"):
+        certify("none", gpus=1)
+
+
+def test_a_gpu_is_made_repeatable(monkeypatch) -> None:
+    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    before, asked = (cudnn.benchmark, cudnn.allow_tf32, matmul.allow_tf32), []
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", asked.append)
+    try:
+        devices.settle(torch.device("cpu"))
+        assert not asked
+        cudnn.allow_tf32 = matmul.allow_tf32 = True
+        devices.settle(torch.device("cuda"))
+        assert asked == [True] and not cudnn.allow_tf32 and not matmul.allow_tf32
+    finally:
+        cudnn.benchmark, cudnn.allow_tf32, matmul.allow_tf32 = before
+
+
+def test_predictions_never_take_the_generator_of_a_table() -> None:
+    """Their noise is secret: who could work it out could choose the input."""
+    model, section = network("gaussian")
+    settings = settings_of({**section, "n": 50, "n0": 10, "generator": "philox", "form": "eager"})
+    predictor = Predictor(model, settings, 3, SHAPE)
+    assert isinstance(predictor._worker._assignment.stream, Aes)
+
+
+# ---- attacks and evaluation
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+@pytest.mark.parametrize("norm", ["linf", "l2"])
+def test_attacks_work_where_the_model_is(name, norm) -> None:
+    model, _ = network("hidden")
+    x, size = torch.rand(5, *SHAPE), torch.full((5,), 0.1, dtype=torch.float64)
+    targets, found = torch.arange(5) % 3, []
+    for device in (CPU, simulated()):
+        model = model.to(device).eval().requires_grad_(False)
+        for place in (place_of(model), OnInput(0.2)):
+            found.append(
+                attack(
+                    name, RandomisedClassifier(model, place),
+                    Ball(x.to(device), size.to(device), norm), targets.to(device), range(5),
+                    Randomness(SOURCE), steps=2, draws=3, restarts=2,
+                ).cpu()
+            )  # fmt: skip
+    for a, b in zip(found[:2], found[2:], strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("noise", ["hidden", "several"])
+def test_mean_scores_are_asked_where_the_model_is(noise: str) -> None:
+    model, _ = network(noise)
+    x = torch.rand(5, *SHAPE)
+    want = expected_log_scores(model.eval(), x, 3, seed="1")
+    got = expected_log_scores(model.to(simulated()), x.to(simulated()), 3, seed="1")
+    torch.testing.assert_close(got.cpu(), want, rtol=1e-5, atol=1e-6)
+
+
+def test_a_table_says_on_what_it_was_counted(certify) -> None:
+    _, folder = certify("gpu", 1.0, gpus=1)
+    assert table.about(table.read(folder / job.TABLE))["classifier"]["machine"] == "Simulated 1"
