@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-
-import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
+from typing import TYPE_CHECKING
 
 from dpdist.base.errors import UserError
 from dpdist.base.reading import reason, regular_file, shown
 
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+# What a kind is called, and by which of pyarrow.types it is known.
 _KINDS = {
-    int: ("whole numbers", pa.types.is_integer),
-    float: ("numbers", pa.types.is_floating),
-    str: ("text", lambda kind: pa.types.is_string(kind) or pa.types.is_large_string(kind)),
+    int: ("whole numbers", ("is_integer",)),
+    float: ("numbers", ("is_floating",)),
+    str: ("text", ("is_string", "is_large_string")),
 }
 # int, float or str, and the least value; object: whatever it holds, empty too.
 Column = tuple[type, float | None]
@@ -28,6 +29,9 @@ def read_table(path: str | Path, columns: Mapping[str, Column]) -> pa.Table:
     Raises dpdist.base.reading.NoSuchFile, and UserError naming column and row for what does not
     fit.
     """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     path = regular_file(path)
     try:
         table = pq.ParquetFile(path).read()
@@ -50,10 +54,13 @@ def read_table(path: str | Path, columns: Mapping[str, Column]) -> pa.Table:
 def _check_column(
     path: Path, name: str, values: pa.ChunkedArray, kind: type, least: float | None
 ) -> None:
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
     if kind is object:
         return
-    words, fits = _KINDS[kind]
-    if not fits(values.type):
+    words, known = _KINDS[kind]
+    if not any(getattr(pa.types, name)(values.type) for name in known):
         raise UserError(f"{path}: damaged: column {name!r} must hold {words}, holds {values.type}")
     wrong = pc.is_null(values, nan_is_null=kind is float)
     if least is not None:
