@@ -67,13 +67,15 @@ def command(
 
     release = release_at(run, trust_factory)
     if release is not None:
-        saved = _Saved(release.path, release.about.certificate, lambda: release.model)
+        about = release.about
+        saved = _Saved(release.path, about.certificate, about.classes, lambda: release.model)
     else:
         folder = open_run(run, runs)
         folder.require_trained()
         recipe = folder.read_recipe()
         need_numbers(recipe, "predict")
-        saved = _Saved(folder.model, recipe.certify, lambda: load_model(recipe, folder))
+        names = tuple(recipe.data.class_names)
+        saved = _Saved(folder.model, recipe.certify, names, lambda: load_model(recipe, folder))
     for path in images:
         regular_file(path)
     if release is None and recipe.method.withheld is not None:
@@ -81,17 +83,18 @@ def command(
             raise UserError("--sigma, --label-only: of smoothed answers; this run's are paid for")
         from dpdist.training.answering import Oracle
 
-        _ask(Oracle(recipe, folder), images, as_json)
+        _ask(Oracle(recipe, folder), images, saved.classes, as_json)
         return
     _smoothed(saved, images, {"sigma": sigma, "n": n, "alpha": alpha}, label_only, as_json)
 
 
 @dataclass(frozen=True)
 class _Saved:
-    """Where a model lies, how it is meant to be certified, and the model."""
+    """Where a model lies, how it is meant to be certified, names of its classes, and the model."""
 
     where: Path
     certify: Certificate | None
+    classes: tuple[str, ...]
     load: Callable[[], nn.Module]
 
 
@@ -123,10 +126,11 @@ def _smoothed(
             with console.progress(path.name, "blocks of draws") as show:
                 verdict = predictor.certify(x, show)
             label, radius = verdict.prediction, verdict.radius
-        _print(path, label, radius, sigma, settings.alpha, as_json)
+        named = None if label == -1 else saved.classes[label]
+        _print(path, (label, named), radius, sigma, settings.alpha, as_json)
 
 
-def _ask(oracle: Oracle, images: list[Path], as_json: bool) -> None:
+def _ask(oracle: Oracle, images: list[Path], classes: tuple[str, ...], as_json: bool) -> None:
     """Answers that are paid for, each counted; an image answered before is answered so again."""
     import torch
 
@@ -134,32 +138,36 @@ def _ask(oracle: Oracle, images: list[Path], as_json: bool) -> None:
     for path, scores in zip(images, oracle(inputs).tolist(), strict=True):
         label = scores.index(max(scores))
         if as_json:
-            console.print_json({"image": str(path), "label": label, "scores": scores})
+            answer = {"image": str(path), "label": label, "class": classes[label], "scores": scores}
+            console.print_json(answer)
         else:
-            typer.echo(f"{path}: {label}")
+            typer.echo(f"{path}: {classes[label]}")
     console.say(f"{oracle.left:,} answers are left")
 
 
 def _print(
     path: Path,
-    label: int,
+    found: tuple[int, str | None],
     radius: float | None,
     sigma: float | None,
     alpha: float,
     as_json: bool,
 ) -> None:
+    """found: the label, -1 where there is none, and what its class is called."""
     from dpdist.certification.radii import format_radius
 
+    label, named = found
     if as_json:
-        answer: dict[str, Any] = {"image": str(path), "label": label, "abstain": label == -1}
+        answer: dict[str, Any] = {"image": str(path), "label": label, "class": named}
+        answer["abstain"] = label == -1
         answer |= {"radius": radius, "norm": "l2", "sigma": sigma, "alpha": alpha}
         console.print_json(answer)
     elif label == -1:
         typer.echo(f"{path}: ABSTAIN")
     elif radius is None:
-        typer.echo(f"{path}: {label}")
+        typer.echo(f"{path}: {named}")
     else:
-        typer.echo(f"{path}: {label} (L2 radius {format_radius(radius)})")
+        typer.echo(f"{path}: {named} (L2 radius {format_radius(radius)})")
 
 
 def _read(path: Path, input_shape: tuple[int, ...]) -> Any:

@@ -202,3 +202,13 @@ def test_predict_refuses_what_is_no_input(runs: Path) -> None:
         result = call("predict", "small", runs / name, "--runs", runs)
         assert isinstance(result.exception, UserError), result.exception
         assert message in str(result.exception)
+
+
+def test_an_answer_is_called_by_the_name_of_its_class(capsys) -> None:
+    for found, radius in (((1, "well"), 0.25), ((1, "well"), None), ((-1, None), 0.0)):
+        predict._print(Path("x.png"), found, radius, 0.5, 0.001, False)
+        predict._print(Path("x.png"), found, radius, 0.5, 0.001, True)
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith("x.png: well (L2 radius 0.25") and said[2] == "x.png: well"
+    assert said[4] == "x.png: ABSTAIN"
+    assert [json.loads(line)["class"] for line in said[1::2]] == ["well", "well", None]
