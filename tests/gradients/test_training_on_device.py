@@ -26,6 +26,8 @@ from dpdist.gradients.perturbations import (
     ParameterDraws,
 )
 from dpdist.gradients.task import cross_entropy
+from dpdist.methods.transdenoiser import TransDenoiser
+from dpdist.methods.transdenoiser_split import split
 from dpdist.randomness.places import Several
 from dpdist.training import loop
 from dpdist.training.job import prepare
@@ -229,6 +231,22 @@ def test_a_training_on_a_device_is_the_one_on_a_cpu(method, tmp_path, unchecked)
         loop.run(prepare(recipe, folder, "test"), Reducer(0, 1, device))
         found.append(parameters(folder))
     torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("between", [nn.Tanh, nn.ReLU])
+def test_a_denoisers_noise_is_split_where_it_lies(between: type[nn.Module]) -> None:
+    method = TransDenoiser(variant="full", sigma=0.3, xi_low=1e-12, xi_up=2.0)
+    x, noise = torch.rand(9, 1, 4, 4), torch.randn(9, 1, 4, 4)
+    denoiser = nn.Sequential(
+        nn.Conv2d(1, 2, 3, stride=2, padding=1), between(),
+        nn.ConvTranspose2d(2, 1, 4, stride=2, padding=1),
+    )  # fmt: skip
+    found = [
+        split(denoiser.to(d), x.to(d), (x + 0.3 * noise).to(d), method, batch=9.0, steps=10)
+        for d in (torch.device("cpu"), simulated())
+    ]
+    assert found[0].nonnegative == found[1].nonnegative
+    assert found[0].added == pytest.approx(found[1].added, rel=1e-6)
 
 
 def test_of_a_step_one_vector_comes_back(tmp_path, monkeypatch, unchecked) -> None:
