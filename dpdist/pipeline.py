@@ -136,9 +136,9 @@ def dry_run(
 
 
 @contextmanager
-def session(folder: RunFolder | Path, workers_cpus: float = 0) -> Iterator[Session]:
+def session(folder: RunFolder | Path | None, workers_cpus: float = 0) -> Iterator[Session]:
     """The Ray session of a command about this run, with Ray's chatter in the run's log file, or in
-    the file named.
+    the file named; None: nowhere.
 
     workers_cpus: CPUs the training workers ask for. A local session claims to have them even when
     the machine has fewer: the workers then share, which is slower and changes nothing else.

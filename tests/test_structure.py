@@ -28,6 +28,7 @@ ROOMS: dict[str, set[str]] = {
     "attacks": {"randomness", "adversary", "cluster", "models", "bulk", "certification"},
     "sections": {"privacy", "certification"},
     "release": {"randomness", "models", "privacy", "certification", "sections"},
+    "serving": {"data", "certification", "release"},
     "methods": {
         "randomness",
         "adversary",
@@ -116,6 +117,7 @@ ROOMS: dict[str, set[str]] = {
         "audits",
         "poisoning",
         "release",
+        "serving",
         "runs",
         "reports",
         "training",

@@ -32,6 +32,7 @@ from dpdist.commands import (
     release,
     report,
     run,
+    serve,
     train,
     tune,
     verify,
@@ -60,6 +61,7 @@ app.command("report")(report.command)
 app.command("compare")(compare.command)
 app.command("release")(release.command)
 app.command("verify")(verify.command)
+app.command("serve")(serve.command)
 app.command("log")(log.command)
 app.command("landscape")(landscape.command)
 app.command("membership")(membership.command)

@@ -16,8 +16,9 @@ class Inexact(ValueError):
     """A picture whose pixels would not be what was stored."""
 
 
-def decode(raw: bytes) -> np.ndarray:
-    """Pixels (C, H, W), C = 1 for grey and 3 for colour.
+def decode(raw: bytes, size: tuple[int, int] | None = None) -> np.ndarray:
+    """Pixels (C, H, W), C = 1 for grey and 3 for colour. size: the only (H, W) that is decoded;
+    another one raises ValueError before its pixels take room.
 
     uint8 for at most 8 bits (by their range; palettes are looked up), float32 in [0, 1] for grey
     pictures of 16 bits (v / 65535) and of floats. An alpha channel goes when it says opaque
@@ -27,6 +28,9 @@ def decode(raw: bytes) -> np.ndarray:
     Image.DecompressionBombError for bytes that are no picture of these formats.
     """
     with Image.open(io.BytesIO(raw), formats=FORMATS) as picture:
+        found = (picture.height, picture.width)
+        if size not in (None, found):
+            raise ValueError(f"{found[0]} x {found[1]} pixels, not those of the model")
         frames = getattr(picture, "n_frames", 1)
         if frames != 1:
             raise Inexact(f"it has {frames} frames; store the one that is meant")

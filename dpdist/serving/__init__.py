@@ -1,0 +1,1 @@
+"""A release behind HTTP: class and certified radius, or ABSTAIN, by fresh noise."""
