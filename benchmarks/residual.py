@@ -106,9 +106,13 @@ ROWS: dict[str, dict[str, dict[str, Any]]] = {
     "mnist": {**BOTH, "En1, gamma 0.5": noisy(0.5), "En1, gamma 2.5": noisy(2.5)},
 }  # fmt: skip
 ROWS["digits"] = {
-    f"gamma {gamma:g}": (noisy(gamma) if gamma else {})
-    | {"privacy": {"epsilon": 3.0}, "training": PRIVATE["training"] | {"milestones": [0.5, 0.75]}}
-    for gamma in (0.0, 0.1, 0.3, 1.0)
+    f"{name}gamma {gamma:g}": (noisy(gamma) if gamma else {})
+    | {"privacy": {"epsilon": e}, "training": PRIVATE["training"] | {"milestones": [0.5, 0.75]}}
+    for name, e, grid in (
+        ("", 3.0, (0.0, 0.1, 0.3, 1.0)),
+        ("epsilon 2, ", 2.0, (0.0, 0.03, 0.1, 0.3, 1.0, 2.5)),
+    )
+    for gamma in grid
 }
 CORE = [*BOTH, "En1, gamma 0.75", "En1, gamma 4.5", "En1, gamma 0.75, no skip"]
 ENSEMBLES = ["En5, gamma 0.75", "En2, gamma 0.75"]
@@ -171,6 +175,8 @@ def smaller(source: Path, root: Path, name: str, side: int, needed: Mapping[str,
         for one in table["image"].to_pylist():
             picture = decode(one["bytes"])
             channels, cell = picture.shape[0], picture.shape[1] // side
+            if cell * side != picture.shape[1]:
+                raise SystemExit(f"--side {side}: must divide {picture.shape[1]}, {name}'s own")
             cells = picture.reshape(channels, side, cell, side, cell)
             pixels = cells.mean((2, 4)).round().astype(np.uint8).transpose(1, 2, 0).squeeze()
             buffer = io.BytesIO()
