@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from dpdist import models
-from dpdist.certification import predict
+from dpdist.certification import betting, predict
 from dpdist.certification.catalogue import BY_MODE, settings_of
 from dpdist.certification.certificate import Certificate
 from dpdist.certification.expected_score_bounds import SCORE_UNIT, Sensitivity
@@ -123,15 +123,23 @@ class ByStage:
         counts[0 if stage == units.SELECT else 1] = draws
         return counts
 
-    def block(self, x: Tensor, index: int, block: int, rows: int, draws: int) -> Scores:
+    def block(
+        self, x: Tensor, index: int, block: int, rows: int, draws: int, binned: bool = False
+    ) -> Scores:
         votes = self.histogram(x, index, units.ESTIMATE, block, rows, draws)
-        return Scores(votes * SCORE_UNIT, votes * SCORE_UNIT**2, votes, draws)
+        each = np.repeat(np.eye(3, dtype=np.int64) * SCORE_UNIT, votes, axis=0)
+        bins = betting.binned(each) if binned else ()
+        return Scores(votes * SCORE_UNIT, votes * SCORE_UNIT**2, votes, draws, *bins)
+
+    def uniform(self, index: int, stage: str) -> float:
+        assert stage not in (units.SELECT, units.ESTIMATE, units.CHECK)
+        return 0.5
 
 
 def settings_in(mode: str, **settings: Any) -> Certificate:
     """Of every mode with a radius that can be decided."""
-    if mode == "scores":
-        return settings_of(settings)
+    if not BY_MODE[mode].votes:
+        return settings_of({"bound": "betting"} | settings if mode == "betting" else settings)
     return settings_of({"sigma": SIGMA, "mode": mode, **settings})
 
 
@@ -185,7 +193,8 @@ def test_every_block_of_a_certification_has_its_own_noise(mode: str) -> None:
     for index in (0, 1):
         worker([Piece(index, 0, assignment.units, at(0.3).numpy())])
     stages = {stage for _, stage, _, _ in RECORDED}
-    assert stages == {units.CHECK, units.SELECT, units.ESTIMATE}
+    assert stages - {"bound"} == {units.CHECK, units.SELECT, units.ESTIMATE}
+    assert ("bound" in stages) == (mode == "randomised")
     drawn = [entry for entry in RECORDED if entry[1] != units.CHECK]
     assert {index for index, *_ in drawn} == {0, 1}
     keys = [key for *_, key in drawn]

@@ -142,7 +142,7 @@ def test_every_rule_gives_the_sum_of_the_cpu(network: str) -> None:
         {"draws": lambda: OneHiddenDraw("0", STD, KEY)},
         {"draws": lambda: BlockDraws(2, Several({"0": STD, "2": 0.1}, "relative"))},
     ],
-    ids=str,
+    ids="+".join,
 )  # fmt: skip
 def test_every_way_of_clipping_and_drawing_gives_it(options: dict[str, Any], unchecked) -> None:
     same(on_both("images", **options))
