@@ -4,6 +4,7 @@ crosses over. The device is a simulated one: what a GPU computes is not shown he
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -85,6 +86,11 @@ NETWORKS = {
 }  # fmt: skip
 
 
+def few(names: Iterable[str], *quick: str) -> list[Any]:
+    """The quick ones; the others with the long tests."""
+    return [pytest.param(n, marks=[pytest.mark.long] * (n not in quick)) for n in names]
+
+
 def built(network: str) -> tuple[nn.Module, Tensor, Tensor]:
     torch.manual_seed(0)
     model, inputs = NETWORKS[network](), batch_of(network, 12)
@@ -95,7 +101,7 @@ def built(network: str) -> tuple[nn.Module, Tensor, Tensor]:
 
 @pytest.fixture
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the engine's self-check, which is in every rule's test."""
+    """Without the engine's self-check, which has a test of its own."""
     monkeypatch.setattr(engines, "self_check", lambda *_: True)
 
 
@@ -123,7 +129,12 @@ def same(found: tuple[Tensor, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("network", NETWORKS)
-def test_every_rule_gives_the_sum_of_the_cpu(network: str) -> None:
+def test_every_rule_gives_the_sum_of_the_cpu(network: str, unchecked) -> None:
+    same(on_both(network, micro_batch=5))
+
+
+@pytest.mark.parametrize("network", few(NETWORKS, "text", "conv1d"))
+def test_the_self_check_works_there(network: str) -> None:
     same(on_both(network, micro_batch=5))
 
 
@@ -184,7 +195,7 @@ OPEN = {
     "run_key": "5a" * 32,
 }  # fmt: skip
 HGM = {"name": "hgm-cnn", "options": {"filters": [3], "kernels": [3], "strides": [2], "dense": 6}}
-SHORT = {"batch_size": 20, "steps": 2, "learning_rate": 0.1}
+SHORT = {"batch_size": 10, "steps": 2, "learning_rate": 0.1}
 METHODS: dict[str, dict[str, Any]] = {
     "dp-sgd": {"training": SHORT | {"optimizer": "adam", "ema": 0.9, "crop": 1}},
     "dplis": {"method": {"name": "dplis", "draws": 2}},
@@ -202,7 +213,7 @@ METHODS: dict[str, dict[str, Any]] = {
         "model": {"name": "resnet-rp", "options": {"width": 4, "groups": 2}},
     },
     "functional": {
-        "method": {"name": "functional", "rounds": 2},
+        "method": {"name": "functional", "rounds": 1},
         "model": {"name": "scattering", "options": {"widths": [1.0], "stride": 1, "cosines": 3}},
     },
     "dpal": {
@@ -220,12 +231,15 @@ METHODS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("method", METHODS)
+QUICK = ("dp-sgd", "dplis", "input-noise", "pixeldp", "paid", "functional")
+
+
+@pytest.mark.parametrize("method", few(METHODS, *QUICK))
 def test_a_training_on_a_device_is_the_one_on_a_cpu(method, tmp_path, unchecked) -> None:
     found = []
     for device in (torch.device("cpu"), simulated()):
         sections = {
-            "data": {"name": "digits", "max_train": 60}, "training": SHORT, **METHODS[method]
+            "data": {"name": "digits", "max_train": 30}, "training": SHORT, **METHODS[method]
         }  # fmt: skip
         recipe, folder = make(tmp_path, device.type, **sections)
         loop.run(prepare(recipe, folder, "test"), Reducer(0, 1, device))
