@@ -125,9 +125,10 @@ def test_the_tails_of_the_gaussian_end_beyond_seven_and_a_half() -> None:
     assert abs(int((tail > 4).sum()) - 1e6 * 2 * stats.norm.sf(4)) < 5 * np.sqrt(63)
 
 
-def test_a_tensor_is_filled_alike_on_both_devices() -> None:
+@pytest.mark.parametrize("noise", NOISES.values())
+def test_a_tensor_is_filled_alike_on_both_devices(noise: type[Gaussian]) -> None:
     filled = [
-        STREAMS[name](device).fill(Gaussian(0.5), KEY, torch.empty(40, 37, device=device)).cpu()
+        STREAMS[name](device).fill(noise(0.5), KEY, torch.empty(40, 37, device=device)).cpu()
         for name in STREAMS
         for device in (CPU, simulated())
     ]
@@ -170,7 +171,15 @@ MODES = ({}, {"mode": "target", "radii": (0.1, 0.3)}, {"mode": "anytime", "radii
 
 @pytest.mark.parametrize(
     ("noise", "mode"),
-    [(noise, MODES[0]) for noise in NOISY] + [("gaussian", mode) for mode in MODES[1:]],
+    [
+        *((noise, MODES[0]) for noise in NOISY if noise not in ("laplace", "uniform")),
+        ("gaussian", MODES[1]),
+        *(
+            pytest.param(noise, MODES[0], marks=pytest.mark.long)
+            for noise in ("laplace", "uniform")
+        ),
+        pytest.param("gaussian", MODES[2], marks=pytest.mark.long),
+    ],
 )
 def test_counts_are_those_of_the_generator_on_a_cpu(noise: str, mode: dict[str, Any]) -> None:
     model, section = network(noise)

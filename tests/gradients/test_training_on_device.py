@@ -247,7 +247,7 @@ def test_a_training_on_a_device_is_the_one_on_a_cpu(method, tmp_path, unchecked)
     torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("between", [nn.Tanh, nn.ReLU])
+@pytest.mark.parametrize("between", [nn.Tanh, pytest.param(nn.ReLU, marks=pytest.mark.long)])
 def test_a_denoisers_noise_is_split_where_it_lies(between: type[nn.Module]) -> None:
     method = TransDenoiser(variant="full", sigma=0.3, xi_low=1e-12, xi_up=2.0)
     x, noise = torch.rand(9, 1, 4, 4), torch.randn(9, 1, 4, 4)
