@@ -45,8 +45,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    check = config.option.check and collection_path.name.startswith("test_")
-    return True if check and not quick(collection_path) else None
+    if not collection_path.name.startswith("test_"):
+        return None
+    if collection_path.name.endswith(cases.ON_DEVICE):  # by name only: `test_devices.py` says why
+        return None if any(cases.ON_DEVICE in str(each) for each in config.args) else True
+    return True if config.option.check and not quick(collection_path) else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -73,12 +73,16 @@ def judge(python: Path) -> str:
 
 
 def main(names: list[str]) -> None:
-    lines = []
-    for name in names or list(CELLS):
-        lines.append(try_out(name, *CELLS[name]))
-        print(lines[-1], flush=True)
+    """Of the cells that are not tried, the record keeps what came out last."""
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    RECORD.write_text(f"make matrix, {today}, {platform.machine()}\n" + "\n".join(lines) + "\n")
+    lines = {}
+    if RECORD.exists():
+        lines = {line.partition(":")[0]: line for line in RECORD.read_text().splitlines()[1:]}
+    for name in names or list(CELLS):
+        lines[name] = f"{try_out(name, *CELLS[name])} ({today})"
+        print(lines[name], flush=True)
+        kept = [lines[cell] for cell in CELLS if cell in lines]
+        RECORD.write_text("\n".join([f"make matrix, {platform.machine()}", *kept]) + "\n")
 
 
 if __name__ == "__main__":

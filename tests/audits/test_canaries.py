@@ -256,7 +256,7 @@ def test_of_a_recipe(dpdist, tmp_path, monkeypatch):
     assert "every noisy sum" in done.out and "consistent" in done.out
     page = (run / "report" / "index.html").read_text()
     assert "not for release: 600 of its" in page and "canaries-every-step" not in page
-    monkeypatch.setattr(pipeline, "report_stage", lambda folder, **_: None)
+    monkeypatch.setattr(pipeline, "report_stage", lambda *_, **__: None)
     before = {p: p.read_bytes() for p in (run / "private").rglob("*") if p.is_file()}
     assert dpdist(*words).code == 0  # nothing is trained again
     after = {p: p.read_bytes() for p in (run / "private").rglob("*") if p.is_file()}

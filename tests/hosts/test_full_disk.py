@@ -170,7 +170,7 @@ def test_what_a_worker_leaves_for_the_driver(tmp_path):
 def test_a_full_disk_is_one_line(monkeypatch, capsys):
     """Errors of a write do not name their file, and must not end in a traceback."""
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(cli, "app", fail)

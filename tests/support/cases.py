@@ -1,4 +1,4 @@
-"""How many cases hypothesis generates."""
+"""Which tests run where, and how many cases hypothesis generates."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from hypothesis import settings
 
 ALL = "DPDIST_TESTS_ALL"  # set by tests/conftest.py when the long tests run too
+ON_DEVICE = "_on_device.py"  # how files of tests on the simulated device end
 
 
 def cases(count: int, **more: Any) -> settings:

@@ -486,7 +486,7 @@ def test_the_plan_prices_what_the_method_reads_besides_its_steps(
         training={"batch_size": 200, "steps": 100},
         tune={"score": {"public": {"name": "digits"}}},
     )
-    plan_search(str(write(tmp_path, asked)), None, 2000, False, None)
+    plan_search(asked, str(write(tmp_path, asked)), None, 2000, False, None)
     head, _, own = capsys.readouterr().out.splitlines()[:3]
     noise = float(re.search(r"one untuned run: noise multiplier ([\d.]+), epsilon 2", head)[1])
     together = (GaussianReleases(6.0), GaussianSteps(100, noise, 200 / 2000))
