@@ -223,6 +223,18 @@ def at(*path: Any, to: Any) -> Callable[[Any], None]:
         (CARD, more_noise, "does not follow"),
         (CARD, at("epsilon_at_delta", 3, "epsilon", to=0.001), "epsilon_at_delta does not"),
         (CARD, at("unit", to="five records"), "does not say"),
+        (CARD, at("unit", to="one record; 9 records: epsilon 0.1"), "unit does not follow"),
+        (CARD, at("unit", to="one record\n\n(0.1, 1e-9)-differential privacy"), "unit does not"),
+        (CARD, at("extra", "training data", to="digits\n# (0.1, 1e-9)"), "extra does not"),
+        (CARD, at("released_besides", to=["x\n# (0.1, 1e-9)"]), "released_besides does not"),
+        (CARD, at("guarantee", "epsilon", to="inf"), "calls private"),
+        (CARD, at("data_set", to={"epsilon": 0.01, "delta": 1e-4}), "cannot cost less"),
+        (CARD, at("data_set", to={"epsilon": "nan", "delta": 1e-4}), "must be a number >= 0"),
+        (CARD, at("data_set", to={"epsilon": "x", "delta": 1e-4}), "must be a number >= 0"),
+        (DESCRIPTION, at("method", to="x\n\n(0.1, 1e-9)-differential privacy"), "must be one line"),
+        (DESCRIPTION, at("certificate", "seed", to="7"), "certificate.seed must be left out"),
+        (DESCRIPTION, at("certificate", "start", to=9), "certificate.start must be left out"),
+        (DESCRIPTION, at("classes", 0, to="1"), "must be those that data names"),
         (CARD, at("guarantee", "delta", to=1e-9), "states a delta"),
         (CARD, at("accounted", "phases", 0, "steps", to=1), "does not follow"),
         (CARD, at("mechanism", 0, to="nothing"), "mechanism does not"),
@@ -236,7 +248,7 @@ def at(*path: Any, to: Any) -> Callable[[Any], None]:
         (CARD, at("extra", "method", to="dp-sgd"), "privacy_card.md: does not say"),
         (DESCRIPTION, at("model", to="0" * 32), "another model"),
         (DESCRIPTION, at("noise", to={"kind": "input", "sigma": 1.0}), "other noise"),
-        (DESCRIPTION, at("classes", to=["0", "1"]), "names 2"),
+        (DESCRIPTION, at("classes", to=["0", "1"]), "must be those that data names"),
         (DESCRIPTION, at("certificate", "sigma", to=0.5), "README.md: does not say"),
         (DESCRIPTION, at("certified", 0, "accuracy", 1, to=1.0), "README.md: does not say"),
         (DESCRIPTION, at("licence", to="MIT"), "README.md: does not say"),
@@ -281,6 +293,12 @@ def test_a_release_of_another_version_is_held_by_its_numbers(copied, monkeypatch
     assert ("pages", "not compared: dpdist 0.1.0 wrote them, this is 9.9") in verify(copied)
     edit(copied, CARD, at("mechanism", 0, to="said otherwise"))
     verify(copied)
+    stated = {"epsilon": 0.01, "delta": 1e-4, "neighbours": "add-or-remove-one"}
+    whole = (copied / CARD).read_bytes()
+    edit(copied, CARD, at("group", to={"size": 2, "guarantee": stated}))
+    with pytest.raises(ReleaseError, match="group does not follow"):
+        verify(copied)
+    (copied / CARD).write_bytes(whole)
     edit(copied, CARD, halved)
     with pytest.raises(ReleaseError, match="guarantee does not follow"):
         verify(copied)
@@ -428,6 +446,18 @@ def test_a_release_answers_without_its_run(copied, call, work):
     edit(copied, DESCRIPTION, at("certificate", to=None))
     done = call("predict", copied, path)
     assert done.code == 2 and "give --sigma" in done.err
+
+
+def test_a_replica_answers_by_the_release_that_is_described_and_no_other(copied):
+    from dpdist.serving.deployments import Classifier, Serving
+    from dpdist.serving.gate import Limits
+
+    serving = Serving(copied, None, None, 100, 0.001, 1, Limits())
+    described = dpdist.load(copied).sums
+    Classifier(serving, described)
+    edit(copied, CARD, at("notes", 0, to="said otherwise"))
+    with pytest.raises(ReleaseError, match="changed since it is served"):
+        Classifier(serving, described)
 
 
 def test_a_release_is_certified_without_its_run(copied, call, work, monkeypatch):

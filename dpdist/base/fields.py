@@ -61,6 +61,12 @@ def _path(value: Path) -> Path:
         raise ValueError(str(error)) from None
 
 
+def _one_line(value: str) -> str:
+    if value.splitlines() not in ([], [value]):
+        raise ValueError("must be one line")
+    return value
+
+
 def _json(value: Any, room: int = 8) -> Any:
     """`value` when it is made of JSON types, at most 8 deep and 1,000 values wide."""
     inner: list[Any] = []
@@ -121,6 +127,7 @@ Finite = Annotated[float, Number, AfterValidator(_between(-LARGEST, LARGEST))]
 FilePath = Annotated[Path, AfterValidator(_path)]
 RunName = Annotated[str, AfterValidator(check_run_name)]
 Text = Annotated[str, Field(max_length=500)]
+Line = Annotated[Text, AfterValidator(_one_line)]
 Licence = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]  # by SPDX
 Json = Annotated[Any, AfterValidator(_json)]
 JsonObject = Annotated[dict[str, Any], AfterValidator(_json)]

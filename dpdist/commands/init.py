@@ -54,7 +54,11 @@ def command(
     if output.exists():
         raise UserError(f"{output}: exists already; name another --output")
     write_atomic(output, recipe_text(found, name or output.stem))
-    load(output)
+    try:
+        load(output)
+    except UserError:
+        output.unlink()  # the next attempt would find it there
+        raise
     typer.echo(f"wrote {output}: {in_a_line(found)}")
     typer.echo(f"next: dpdist data check {output}; dpdist run {output} --dry-run")
 
@@ -76,9 +80,9 @@ def recipe_text(found: Found, name: str) -> str:
         f"# Starter recipe for {found.name}: {in_a_line(found)}.",
         "# Column names, classes, sizes and the number of records were read from the files, and",
         "# are public with this recipe. Chosen without looking at a record: all the rest.",
-        f"name: {name}",
+        f"name: {_text(name)}",
         "data:",
-        f"  name: {found.name}                 # the folder below root",
+        f"  name: {_text(found.name)}               # the folder below root",
         f"  root: {_text(str(found.root))}",
         *_data(found),
         f"model: {_model(found)}              # or your own: package.module:factory; no BatchNorm",

@@ -12,7 +12,7 @@ from dpdist.base.storage import built_aside, write_atomic, write_json
 from dpdist.certification.reading import CertificateTable
 from dpdist.privacy.card import card_markdown
 from dpdist.randomness.places import place_of
-from dpdist.release.description import FORMAT, description_of
+from dpdist.release.description import FORMAT, OF_ONE_CERTIFICATION, description_of
 from dpdist.release.files import (
     CARD,
     CARD_TEXT,
@@ -82,7 +82,7 @@ def _described(facts: Facts, model: nn.Module, copied: Path, licence: str | None
     recipe, evaluation = facts.recipe, facts.evaluation
     certificate = None
     if recipe.certify is not None:  # how to certify, and nothing of what was certified
-        kept = type(recipe.certify).model_fields.keys() - _OF_ONE_CERTIFICATION
+        kept = type(recipe.certify).model_fields.keys() - OF_ONE_CERTIFICATION
         certificate = recipe.certify.model_dump(mode="json", include=set(kept))
     tested = None
     if evaluation is not None:
@@ -104,7 +104,6 @@ def _described(facts: Facts, model: nn.Module, copied: Path, licence: str | None
     }
 
 
-_OF_ONE_CERTIFICATION = {"seed", "start", "every", "max_inputs", "batch", "form"}
 _OF_TEST_DATA = {"name", "classes", "names", "labels", "test", "columns"}
 
 

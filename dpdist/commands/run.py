@@ -68,7 +68,7 @@ def command(
     if log:
         from dpdist.reports.tracking import track
 
-        track(folder, log)
+        track(folder, log, dated=False)
     if as_json:
         from dpdist.reports.as_json import published
         from dpdist.reports.facts import read_facts

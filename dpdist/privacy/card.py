@@ -5,6 +5,7 @@ Safe to publish: it holds no run key, no seed, no training score and no trial of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -64,7 +65,7 @@ def card(
     described = {
         "private": private,
         "guarantee": main.to_dict(),
-        "unit": unit,
+        "unit": _line(unit),
         "group": group and {"size": group_size, "guarantee": group.to_dict()},
         "neighbours": plan.neighbours,
         "relation": main.relation,
@@ -73,7 +74,7 @@ def card(
         ],
         "accountant": main.source,
         "library": accounting.library_version(),
-        "mechanism": [phase.words for phase in phases],
+        "mechanism": [_line(phase.words) for phase in phases],
         "clip_norm": whole.clip_norm if whole.clips else "none",
         "records": plan.records if show_records else None,
         "records_are": "declared" if plan.nominal else "counted",
@@ -83,14 +84,19 @@ def card(
         # With the other entries at hand, the fingerprint would give N away to a search.
         "plan": plan.fingerprint() if show_records else None,
         "accounted": whole.to_dict() if show_records else None,
-        "assumptions": [*main.assumptions, *assumptions],
-        "notes": [EVALUATION_UNPROTECTED, *notes],
+        "assumptions": [_line(each) for each in (*main.assumptions, *assumptions)],
+        "notes": [_line(each) for each in (EVALUATION_UNPROTECTED, *notes)],
     }
-    return described | ({"extra": dict(extra)} if extra else {})
+    return described | ({"extra": {_line(k): _line(v) for k, v in extra.items()}} if extra else {})
+
+
+def _line(text: Any) -> Any:
+    """A text in one line: on a page, none passes for another part of it."""
+    return " ".join(text.splitlines()) if isinstance(text, str) else text
 
 
 # Stated, and not to be had from the phases: of other runs, of the run's recipe and its faults.
-_STATED = ("data_set", "released_besides", "superseded_releases", "plan")
+_STATED = ("data_set", "superseded_releases", "plan")
 _SHAPE = {
     "private": bool, "unit": str, "relation": str, "accountant": str, "library": str,
     "guarantee.epsilon": float | str, "guarantee.delta": float, "guarantee.kind": str,
@@ -100,6 +106,7 @@ _SHAPE = {
     "accounted": dict, **dict.fromkeys(("data_set", "group", "clip_norm", "records"), object),
 }  # fmt: skip
 _MOST_PHASES = 1000
+_ROUNDING = 1e-3  # relative: of what two accountants make of the same
 
 
 def accounted(described: dict[str, Any], where: str) -> PrivacyPlan:
@@ -109,16 +116,46 @@ def accounted(described: dict[str, Any], where: str) -> PrivacyPlan:
     for name in ("mechanism", "released_besides", "assumptions", "notes"):
         if not all(isinstance(line, str) for line in described[name]):
             raise UserError(f"{where}: damaged: {name} must be lines of text")
-    if (group := described["group"]) is not None:
-        size = check_shape({"group": group}, where, {"group.size": int})["group"]["size"]
-        if not 1 < size <= 1000:
-            raise UserError(f"{where}: damaged: group.size must be 2 to 1000, got {size}")
-    if described["data_set"] is not None:
-        check_shape(described, where, {"data_set.epsilon": float | str, "data_set.delta": float})
+    _check_stated(described, where)
     plan = plan_of(described["accounted"], f"{where}: accounted")
     if len(list(walk(plan.phases))) > _MOST_PHASES:
         raise UserError(f"{where}: accounted: more than {_MOST_PHASES} phases")
     return plan
+
+
+def _check_stated(described: dict[str, Any], where: str) -> None:
+    """Whether what a card states in numbers can be, and does not contradict itself."""
+    own, delta = _stated(described, "guarantee", where)
+    if described["private"] and math.isinf(own):
+        raise UserError(f"{where}: calls private what has an infinite epsilon")
+    if (group := described["group"]) is not None:
+        size = check_shape({"group": group}, where, {"group.size": int})["group"]["size"]
+        if not 1 < size <= 1000:
+            raise UserError(f"{where}: damaged: group.size must be 2 to 1000, got {size}")
+        check_shape(group, f"{where}: group", {"guarantee.neighbours": str})
+        _stated(group, "guarantee", f"{where}: group")
+    if described["data_set"] is not None:
+        total, at = _stated(described, "data_set", where)
+        if at == delta and total < own * (1 - _ROUNDING):
+            raise UserError(
+                f"{where}: data_set: all runs on the data set, this one included, cannot cost "
+                f"less than this one, epsilon {format_epsilon(own)}"
+            )
+
+
+def _stated(described: dict[str, Any], name: str, where: str) -> tuple[float, float]:
+    """Epsilon and delta of a guarantee as it is stated. Raises UserError for what is none."""
+    shape = {f"{name}.epsilon": float | str, f"{name}.delta": float}
+    stated = check_shape(described, where, shape)[name]
+    try:
+        epsilon = float(stated["epsilon"])
+    except ValueError:
+        epsilon = math.nan
+    if not (epsilon >= 0 and 0 <= stated["delta"] < 1):
+        raise UserError(
+            f"{where}: damaged: {name}.epsilon must be a number >= 0, {name}.delta one below 1"
+        )
+    return epsilon, float(stated["delta"])
 
 
 def recomputed(described: Mapping[str, Any], plan: PrivacyPlan) -> dict[str, Any]:
@@ -132,7 +169,7 @@ def recomputed(described: Mapping[str, Any], plan: PrivacyPlan) -> dict[str, Any
         again = card(
             plan,
             private=described["private"],
-            unit=described["unit"].rpartition("; ")[0] if group else described["unit"],
+            unit=described["unit"].partition("; ")[0],  # what follows is of a group
             group_size=1 if group is None else group["size"],
             assumptions=described["assumptions"][len(plan.assumptions) :],
             notes=described["notes"][1:],
@@ -140,7 +177,8 @@ def recomputed(described: Mapping[str, Any], plan: PrivacyPlan) -> dict[str, Any
         )
     except (ValueError, OverflowError) as error:
         raise UserError(f"its phases cannot be accounted: {error}") from error
-    return again | {name: described[name] for name in _STATED}
+    besides = [_line(name) for name in described["released_besides"]]
+    return again | {name: described[name] for name in _STATED} | {"released_besides": besides}
 
 
 def _terms(described: Mapping[str, Any]) -> list[str]:

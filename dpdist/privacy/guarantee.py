@@ -23,8 +23,10 @@ def format_epsilon(epsilon: float | str, digits: int = 4, *, lower_bound: bool =
     Accepts "inf" as `Guarantee.to_dict` writes it.
     """
     value = Decimal(float(epsilon))
-    if not value.is_finite() or value == 0:
-        return str(float(epsilon)) if value.is_infinite() else "0"
+    if value == 0:
+        return "0"
+    if not value.is_finite():
+        return str(float(epsilon))
     rounding = ROUND_FLOOR if lower_bound else ROUND_CEILING
     return f"{Context(prec=digits, rounding=rounding).plus(value):.{digits}g}"
 

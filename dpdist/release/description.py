@@ -11,12 +11,12 @@ from dpdist.base.fields import (
     Count,
     JsonObject,
     Licence,
+    Line,
     NotNegative,
     Number,
     Probability,
     RunName,
     Section,
-    Text,
     rule_of,
 )
 from dpdist.base.reading import shown
@@ -24,6 +24,8 @@ from dpdist.certification.catalogue import AnyCertificate
 from dpdist.sections.data import DataRecipe
 
 FORMAT = 1
+# Of settings, what a reader takes from no publisher: noise that was known, inputs that were chosen.
+OF_ONE_CERTIFICATION = {"seed", "start", "every", "max_inputs", "batch", "form"}
 
 Ratio = Annotated[float, Number, Field(ge=0, le=1)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
@@ -32,7 +34,7 @@ Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 class Tested(Section):
     """Clean accuracy on named test data, as the publisher measured it."""
 
-    data: Text
+    data: Line
     inputs: Count
     accuracy: Ratio
 
@@ -43,8 +45,8 @@ class Certified(Section):
     accuracy: the share of `inputs` that are right and certified at each of `radii`, in input units
     of `norm`. alpha: the error of each certificate. sigma: of its noise."""
 
-    title: Text
-    norm: Text
+    title: Line
+    norm: Line
     sigma: NotNegative
     alpha: Probability
     draws: Count
@@ -70,12 +72,12 @@ class Description(Section):
     """
 
     format: Literal[1]
-    dpdist: Text
+    dpdist: Line
     name: RunName
-    method: Text
+    method: Line
     model: Digest
     tokens: bool
-    classes: Annotated[tuple[Text, ...], Field(min_length=1, max_length=100_000)]
+    classes: Annotated[tuple[Line, ...], Field(min_length=1, max_length=100_000)]
     noise: JsonObject
     certificate: AnyCertificate | None
     data: DataRecipe
@@ -84,9 +86,14 @@ class Description(Section):
     licence: Licence | None
 
     @model_validator(mode="after")
-    def _data_of_everybody(self) -> Description:
+    def _of_everybody(self) -> Description:
         if self.data.root is not None:
             raise ValueError("data.root must be left out: it is a place of the reader's")
+        if list(self.classes) != self.data.class_names:
+            raise ValueError("classes must be those that data names")
+        of_one = self.certificate and self.certificate.model_fields_set & OF_ONE_CERTIFICATION
+        if of_one:
+            raise ValueError(f"certificate.{min(of_one)} must be left out: the reader chooses it")
         return self
 
 

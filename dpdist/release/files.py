@@ -44,8 +44,9 @@ def sums_of(folder: Path) -> str:
     return "".join(f"{_digest(folder / name)}  {name}\n" for name in SUMMED)
 
 
-def check_sums(folder: Path) -> None:
-    """Raise ReleaseError unless the files of a release lie there, no others, each with its sum.
+def check_sums(folder: Path) -> dict[str, str]:
+    """Sums by name. Raises ReleaseError unless the files of a release lie there, no others, each
+    with its sum.
 
     Names that begin with a dot are not looked at: tools that fetch releases leave such files, and
     nothing reads them.
@@ -67,6 +68,7 @@ def check_sums(folder: Path) -> None:
     for name in SUMMED:
         if _digest(folder / name) != stated[name]:
             raise ReleaseError(f"{folder / name}: was changed: its sum is not that of {SUMS}")
+    return stated
 
 
 def _stated(path: Path) -> dict[str, str]:

@@ -98,9 +98,16 @@ def _in_this_library(card: dict[str, Any]) -> dict[str, Any]:
 
 def _numbers(card: dict[str, Any]) -> dict[str, Any]:
     """What other versions may word differently is left out."""
-    guarantee = {name: card["guarantee"][name] for name in ("epsilon", "delta", "neighbours")}
     numbers = ("private", "epsilon_at_delta", "neighbours", "records", "clip_norm")
-    return {"guarantee": guarantee, **{name: card[name] for name in numbers}}
+    group = card["group"] and {
+        "size": card["group"]["size"], "guarantee": _proved(card["group"]["guarantee"])
+    }  # fmt: skip
+    found = {"guarantee": _proved(card["guarantee"]), "group": group}
+    return found | {name: card[name] for name in numbers}
+
+
+def _proved(guarantee: dict[str, Any]) -> dict[str, Any]:
+    return {name: guarantee[name] for name in ("epsilon", "delta", "neighbours")}
 
 
 def _check_pages(release: Release) -> str:

@@ -46,9 +46,14 @@ class SearchTerms:
 def read_search(folder: RunFolder) -> SearchTerms | None:
     """The terms of the search that chose this run; None for a run that nothing chose.
 
-    Raises UserError when they are lost: the ledger alone would prove too small an epsilon, that of
-    one trial.
+    Raises UserError for one of its trials, and when they are lost: the ledger alone would prove too
+    small an epsilon, that of one trial.
     """
+    if (whole := folder.holder) is not None:
+        raise UserError(
+            f"{folder.path}: is part of run {whole.name}, and nothing is stated or released of it "
+            f"alone: it is paid for together with all else that was tried; name {whole.path}"
+        )
     if not folder.search.exists():
         if folder.asked.exists():
             raise UserError(

@@ -11,9 +11,11 @@ from __future__ import annotations
 import importlib
 import math
 import re
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+from dpdist.base import console
 from dpdist.base.errors import UserError
 from dpdist.reports.facts import Facts, read_facts
 from dpdist.runs.folder import RunFolder
@@ -131,11 +133,21 @@ def tracker(address: str, run: str) -> Tracker:
     return Tracker(BACKENDS[kind][1](library, place, run))
 
 
-def track(folder: RunFolder, addresses: Sequence[str]) -> None:
-    """Give everything of a finished run that may be published to each of the addresses. Raises
-    UserError, before anything is written, as `check_address` and where the run has not finished."""
+def track(folder: RunFolder, addresses: Sequence[str], *, dated: bool = True) -> None:
+    """Give everything of a finished run that may be published to each of the addresses.
+
+    dated: even where a date may tell how long something secret took, as trackers keep when they
+    were told: whoever asks chose the day. Raises UserError, before anything is written, as
+    `check_address` and where the run has not finished.
+    """
     for address in addresses:
         check_address(address)
     facts = read_facts(folder)
+    if facts.times_hidden and not dated:
+        console.say(
+            "--log: left for later: trackers keep the time, and when a search ended, or how long a "
+            f"training took, is secret; some day: dpdist log {folder.name} {shlex.join(addresses)}"
+        )
+        return
     for address in addresses:
         tracker(address, folder.name).log_run(facts)

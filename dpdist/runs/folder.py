@@ -58,6 +58,13 @@ class RunFolder:
         return None
 
     @property
+    def holder(self) -> RunFolder | None:
+        """The run in whose private/ this one lies, as a trial of its search does."""
+        around = self.path.resolve().parents
+        found = (p.parent for p in around if p.name == self.private.name and _holds_a_run(p.parent))
+        return next(map(RunFolder, found), None)
+
+    @property
     def ledger(self) -> Path:
         return self.private / "ledger.jsonl"
 

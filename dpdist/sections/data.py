@@ -10,6 +10,7 @@ from dpdist.base.fields import (
     Count,
     CountOrZero,
     FilePath,
+    Line,
     Number,
     Part,
     Section,
@@ -65,7 +66,7 @@ class DataRecipe(Section):
     name: DataName
     root: FilePath | None = None
     classes: Classes = 10
-    names: list[Text] = Field(default=[], max_length=100_000)
+    names: list[Line] = Field(default=[], max_length=100_000)
     labels: list[CountOrZero] = Field(default=[], max_length=1000)
     train: SplitName = "train"
     test: SplitName = "test"

@@ -32,12 +32,18 @@ class Serving:
 
 
 class Classifier:
-    """One replica: the model, and noise of its own that nobody else draws."""
+    """One replica: the model, and noise of its own that nobody else draws.
 
-    def __init__(self, serving: Serving) -> None:
+    sums: of the release that GET / describes. Raises ReleaseError where another lies there by now.
+    """
+
+    def __init__(self, serving: Serving, sums: dict[str, str]) -> None:
+        from dpdist.release.files import ReleaseError
         from dpdist.release.reading import load
 
         release = load(serving.folder, trusted_factory=serving.trusted_factory)
+        if release.sums != sums:
+            raise ReleaseError(f"{serving.folder}: changed since it is served; start serve again")
         self._answer = release.answerer(serving.sigma, serving.n, serving.alpha)
 
     def __call__(self, image: np.ndarray) -> dict[str, Any]:
@@ -120,7 +126,7 @@ def deployed(release: Release, serving: Serving, host: str, port: int) -> Iterat
         )(Ingress)
         shape = tuple(release.spec.input_shape)
         app = ingress.bind(
-            classifier.bind(serving), _about(release, serving), shape, serving.limits
+            classifier.bind(serving, release.sums), _about(release, serving), shape, serving.limits
         )
         try:
             serve.run(app, name="dpdist")

@@ -113,6 +113,9 @@ def test_what_cannot_be_found_out_is_said():
     Path("fine.yaml").write_text("mine")
     assert "fine.yaml: exists already" in said("fine")
     assert Path("fine.yaml").read_text() == "mine"
+    written({"x": [1.0] * 4, "label": [0, 1, 0, 1]}, "my data")
+    assert "data.name: must be letters, digits" in said("my data")
+    assert not Path("my data.yaml").exists()
 
 
 def test_a_pattern_stands_for_the_columns_that_it_fits():
@@ -134,3 +137,8 @@ def test_a_pattern_stands_for_the_columns_that_it_fits():
     assert read("'*'").input_shape == (3,)
     with pytest.raises(UserError, match=r"no column fits 'max_\*'; it has mean_a, std_a"):
         read("max_*")
+
+
+def test_a_folder_whose_name_yaml_would_read_as_a_number():
+    recipe, *_ = started(written({"x": [1.0, 2.0, 3.0, 4.0], "label": [0, 1, 0, 1]}, "2024"))
+    assert (recipe.name, recipe.data.name) == ("2024", "2024")

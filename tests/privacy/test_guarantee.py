@@ -28,6 +28,7 @@ def test_lower_bounds_are_rounded_down():
 def test_infinity_survives_text_and_json():
     nothing = Guarantee(math.inf, 1e-5, "replace-one", "proved", "none")
     assert str(nothing).startswith("(inf, ")
+    assert format_epsilon(math.nan) == "nan"  # of a damaged file: never 0
     assert json.loads(json.dumps(nothing.to_dict(), allow_nan=False))["epsilon"] == "inf"
     assert format_epsilon("inf") == "inf"
 

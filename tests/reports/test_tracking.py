@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -10,6 +11,7 @@ import pytest
 from support.training import make, train
 
 from dpdist.base.errors import UserError
+from dpdist.reports import tracking
 from dpdist.reports.facts import read_facts
 from dpdist.reports.tracking import Tracker, figures, tracker
 
@@ -70,8 +72,6 @@ def test_epsilon_rises_to_what_is_proved_and_scores_are_those_of_the_test_data(f
 
 
 def test_nothing_is_said_of_a_search_s_trials_or_of_a_run_with_a_fixed_key(facts):
-    from dataclasses import replace
-
     searched = [f for f in figures(replace(facts, search=SimpleNamespace())) if "epsilon" in f[0]]
     assert searched == [("privacy/epsilon", facts.guarantee.epsilon, facts.plan.steps)]
     fixed = facts.recipe.model_copy(
@@ -119,3 +119,14 @@ def test_a_missing_library_and_another_kind_are_told(kind, library, monkeypatch,
     for address in ("wandb:here", kind, "", ":x"):
         with pytest.raises(UserError, match="must be tensorboard:PLACE or mlflow:PLACE"):
             tracker(address, "run")
+
+
+def test_no_tracker_sees_when_a_search_ended(facts, tmp_path, monkeypatch, capsys):
+    """It keeps the time at which it was told: of what `run --log` tells, the end of the search."""
+    pytest.importorskip("tensorboardX")
+    searched = replace(facts, search=SimpleNamespace())
+    monkeypatch.setattr(tracking, "read_facts", lambda folder: searched)
+    tracking.track(facts.folder, [f"tensorboard:{tmp_path}"], dated=False)
+    assert not list(tmp_path.iterdir()) and "dpdist log" in capsys.readouterr().err
+    tracking.track(facts.folder, [f"tensorboard:{tmp_path}"])
+    assert list(tmp_path.iterdir())

@@ -565,11 +565,15 @@ def test_what_public_parts_are_assumed_to_have_seen_stays_on_the_card(
     assert "public strokes" in told and "public letters" in told
 
 
-def test_a_search_whose_terms_are_lost_states_no_epsilon(recipe, begin, run_trials):
-    """The winner's own ledger knows of one training only."""
+def test_what_knows_of_one_training_states_no_epsilon(recipe, begin, run_trials):
+    """A trial alone, and the winner whose terms are lost: the ledger is of one training only."""
     search = begin(recipe())
     run_trials(search)
     finish(search)
+    for trial in map(search.folder.trial, range(len(read_trials(search.folder)))):
+        for read in (read_facts, release):
+            with pytest.raises(UserError, match="nothing is stated or released of it alone"):
+                read(trial)
     search.run_folder.search.unlink()
     with pytest.raises(UserError, match=r"search\.json: missing.*epsilon cannot be stated"):
         read_facts(search.run_folder)
