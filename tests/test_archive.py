@@ -253,6 +253,7 @@ def rewrite(store: ObjectStore, change) -> None:
     store.put("00000001/manifest.json", json.dumps(raw).encode())
 
 
+@pytest.mark.long
 def test_torn_and_damaged_archives_are_refused(archived) -> None:
     folder, store = archived
     good = store.get("00000001/manifest.json")
@@ -514,6 +515,7 @@ def test_addresses_that_cannot_be_used_are_explained(tmp_path, address, capsys, 
     assert "archive" in said.err or "must be s3" in said.err
 
 
+@pytest.mark.long
 def test_a_store_that_does_not_answer_is_named_without_secrets(url, monkeypatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     with pytest.raises(ClusterError) as error:

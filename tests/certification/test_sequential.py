@@ -82,6 +82,7 @@ def paths(rng: np.random.Generator, p: float, looks: tuple[int, ...], size: int)
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_several_radii_are_falsely_certified_at_most_alpha_often() -> None:
     # p lies between the second and the third hypothesis, right at the third: certifying three is
     # the error. 3,000 seeded runs: more than 52 (4 standard deviations) has probability below 1e-4.

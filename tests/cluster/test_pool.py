@@ -133,6 +133,7 @@ def test_a_failure_among_thousands_is_blamed_on_its_own_chunk() -> None:
         collect(factory, None, chunks_of(3000), actors=2)
 
 
+@pytest.mark.long
 def test_an_actor_killed_among_thousands_loses_nothing(tmp_path: Path) -> None:
     def factory(folder: Path) -> Any:
         def work(payload: int) -> int:
@@ -149,6 +150,7 @@ def test_an_actor_killed_among_thousands_loses_nothing(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("killed-*"))) == 2
 
 
+@pytest.mark.long
 def test_chunks_that_grow_long_are_shared_out() -> None:
     """A call filled by the pace of short chunks does not keep fifty long ones from the others."""
 

@@ -333,6 +333,7 @@ def test_the_swirl_is_undone_but_for_noise_that_averages_away() -> None:
 # ---- counterexamples
 
 
+@pytest.mark.long
 def test_queries_compose_the_mean_of_many_answers_tells_more() -> None:
     """Theorem 2 is of one answer, "however we query" is not in it: noise that is drawn afresh
     averages away, and with it what hid the members."""

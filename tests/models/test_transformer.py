@@ -104,7 +104,11 @@ def clipped(model: nn.Module, inputs: Tensor, targets: Tensor, clip: float, **mo
     return engine.clipped_sum(inputs, targets).flat
 
 
-CASES = [(base, "mean") for base in BASES] + [("bert", "first"), ("gpt2", "last")]
+RELATIVES = ("distilbert", "roberta", "qwen2")  # of bert and llama
+CASES = [
+    pytest.param(base, pool, marks=[pytest.mark.long] if base in RELATIVES else [])
+    for base, pool in [*((base, "mean") for base in BASES), ("bert", "first"), ("gpt2", "last")]
+]
 
 
 @pytest.mark.parametrize(("base", "pool"), CASES)

@@ -66,6 +66,7 @@ def above(threshold: np.ndarray, records: int, at: float) -> np.ndarray:
     return stats.binom.pmf(joined, records, RATE) @ NORMAL.sf(shifted)
 
 
+@pytest.mark.long
 def test_no_sampled_attack_leaves_less(sampled: Poisoned) -> None:
     # a records that pull up are removed, b that pull down are inserted.
     poisoned, threshold = sampled, np.linspace(-12, 12, 4000)

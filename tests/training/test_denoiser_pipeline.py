@@ -145,6 +145,7 @@ def test_the_benchmark_shows_what_algorithm_1_measured(benchmark, tmp_path):
     assert "activation" not in benchmark.QUICK_NETWORKS["denoiser"]["options"]
 
 
+@pytest.mark.long
 def test_exact_eigenvalues_relu_has_zeros_and_tanh_has_none(benchmark):
     """One zero for each hidden channel of a ReLU network: 2 + 3 + 2; none with tanh."""
     for activation, zeros in (("relu", 7), ("tanh", 0)):

@@ -229,6 +229,7 @@ def test_the_worst_split_is_what_a_search_over_splits_costs(searched):
     assert price(3.0) > 1.05 * price(6.0)
 
 
+@pytest.mark.long
 def test_with_a_target_the_steps_of_each_split_have_noise_of_their_own(searched):
     """Least noise with which r's release and the steps stay below the recipe's own profile."""
     space = {"method.redistribution.noise_multiplier": {"choice": [4.0, 6.0, 12.0]}}
