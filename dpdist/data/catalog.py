@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 from dpdist.base.errors import UserError
 from dpdist.base.storage import built_aside, private_folder, written_aside
 from dpdist.data.dataset import Dataset
+from dpdist.data.hashes import STORED
 from dpdist.data.parquet import Columns, load_parquet, split_files
 
 
@@ -138,16 +139,25 @@ def of_labels(whole: Dataset, labels: tuple[int, ...], cache: Path) -> Dataset:
             "classes": len(labels),
             "fingerprint": digest.hexdigest(),
             "largest_group": whole.largest_group,  # of all labels: at least that of these
+            "read": whole.read,
         }
-        _write(folder, inputs, marks, meta)
+        _write(folder, inputs, marks, meta, whole.hashes[rows])
     return Dataset.open(folder)
 
 
-def _write(folder: Path, inputs: np.ndarray, labels: np.ndarray, meta: dict[str, Any]) -> None:
+def _write(
+    folder: Path,
+    inputs: np.ndarray,
+    labels: np.ndarray,
+    meta: dict[str, Any],
+    hashes: np.ndarray | None = None,
+) -> None:
     with built_aside(folder, first=True) as aside:
         private_folder(aside)
         np.save(aside / "inputs.npy", inputs)
         np.save(aside / "labels.npy", labels)
+        if hashes is not None:
+            np.save(aside / STORED, hashes)
         (aside / "meta.json").write_text(json.dumps(meta))
 
 

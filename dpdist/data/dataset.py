@@ -27,7 +27,8 @@ class Dataset:
     limit: use the first records only; share: of these, the records whose position by hash lies in
     [low, high); without: leave out the records whose inputs are stored in that folder; kept: of
     what is left, by place, in packed bits.
-    largest_group: most records of one group, when a group column is named.
+    largest_group: most records of one group, when a group column is named. read: how texts became
+    inputs.
     """
 
     folder: Path
@@ -39,6 +40,7 @@ class Dataset:
     share: tuple[float, float] | None = None
     without: Path | None = None
     kept: bytes | None = None
+    read: str = ""
 
     @staticmethod
     def open(folder: Path) -> Dataset:
@@ -49,6 +51,7 @@ class Dataset:
             meta["classes"],
             meta["fingerprint"],
             largest_group=meta.get("largest_group"),
+            read=meta.get("read", ""),
         )
 
     def first(self, limit: int | None) -> Dataset:
@@ -63,8 +66,8 @@ class Dataset:
     def part(self, low: float, high: float) -> Dataset:
         """The records whose position lies in [low, high), 0 <= low < high <= 1: about that share.
 
-        A record's position is a hash of its own input alone: adding or removing one record moves no
-        other one between parts, and equal inputs lie in the same part.
+        A record's position is a hash of itself alone: adding or removing one record moves no
+        other one between parts, and equal inputs (of texts: equal ones) lie in the same part.
         """
         if self.share is not None:
             raise ValueError("a part of a part is not defined")
@@ -90,7 +93,7 @@ class Dataset:
         if self._rows is None and self.limit is None:
             return self.stored
         digest = hashlib.blake2b(digest_size=16, person=b"dpdist.data")
-        digest.update(self.hashes.tobytes())
+        digest.update(self.hashes.tobytes() + self.read.encode())
         digest.update(np.ascontiguousarray(self.labels).tobytes())
         return digest.hexdigest()
 
@@ -122,7 +125,7 @@ class Dataset:
 
     @property
     def hashes(self) -> np.ndarray:
-        """What each record's input is recognised by (dpdist.data.overlap): (N,) of 16 bytes."""
+        """What each record is recognised by (`dpdist.data.hashes`): (N,) of 16 bytes."""
         hashes = stored_hashes(self.folder)[: self.limit]
         return hashes if self._rows is None else hashes[self._rows]
 

@@ -1,7 +1,8 @@
-"""What a record is recognised by: a hash of its input as a model sees it, without its label.
+"""What a record is recognised by: a hash of its input as a model sees it, without its label; of a
+text (`text.py`), of the whole document, whatever reads it.
 
 The same picture stored as 8 or as 16 bits, under another label or in another row is the same
-record; one changed pixel makes another one, which no comparison finds.
+record; one changed pixel or letter makes another one, which no comparison finds.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import numpy as np
 from dpdist.base.storage import written_aside
 
 _CHUNK = 2**22  # values turned into floats at once
+STORED = "record-hashes.npy"  # beside the records
 
 
 def as_model_sees(rows: np.ndarray) -> np.ndarray:
@@ -45,8 +47,9 @@ def positions(hashes: np.ndarray) -> np.ndarray:
 
 
 def stored_hashes(folder: Path) -> np.ndarray:
-    """Hashes of the records stored in `folder`, kept beside them once computed."""
-    path = folder / "record-hashes.npy"
+    """Hashes of the records stored in `folder`: those kept beside them, or computed once of their
+    inputs."""
+    path = folder / STORED
     if not path.exists():
         inputs = np.load(folder / "inputs.npy", mmap_mode="r", allow_pickle=False)
         with written_aside(path) as aside, open(aside, "wb") as file:

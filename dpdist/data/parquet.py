@@ -24,6 +24,7 @@ from PIL import Image
 from dpdist.base.errors import UserError
 from dpdist.base.storage import built_aside, private_folder
 from dpdist.data.dataset import Dataset
+from dpdist.data.hashes import STORED
 from dpdist.data.images import Inexact, decode
 from dpdist.data.text import TextColumn
 
@@ -164,7 +165,7 @@ def _decode(
     labels = np.lib.format.open_memmap(out / "labels.npy", "w+", np.int64, (total,))
     inputs: np.ndarray | None = None
     digest = hashlib.blake2b(digest_size=16, person=b"dpdist.data")
-    position = 0
+    position, hashes = 0, bytearray()
     groups: Counter[object] = Counter()
     for file, reader in zip(files, readers, strict=True):
         for first_row, table in _tables(file, reader, columns):
@@ -182,17 +183,22 @@ def _decode(
                 groups.update(table[columns.group].to_pylist())
             inputs[position : position + len(rows)] = rows
             labels[position : position + len(rows)] = marks
+            if columns.text is not None:
+                hashes += columns.text.hashes(table[columns.text.column])
             digest.update(rows.tobytes())
             digest.update(marks.tobytes())
             position += len(rows)
     assert inputs is not None
     inputs.flush()  # type: ignore[attr-defined]
     labels.flush()
+    if hashes:
+        np.save(out / STORED, np.frombuffer(bytes(hashes), dtype="S16"))
     meta = {
         "name": name,
         "classes": classes[0],
         "fingerprint": digest.hexdigest(),
         "largest_group": max(groups.values()) if groups else None,
+        "read": "" if columns.text is None else json.dumps(columns.text.described),
     }
     (out / "meta.json").write_text(json.dumps(meta))
 

@@ -38,10 +38,9 @@ class TextColumn:
 
     @property
     def described(self) -> list[Any]:
-        """All that its rows depend on, the tokenizer by content."""
-        if self.tokenizer is None:
-            return [self.column, self.length, "bytes"]
-        return [self.column, self.length, hashlib.blake2b(self._file).hexdigest()]
+        """All that its rows and hashes depend on, the tokenizer by content."""
+        tokens = "bytes" if self.tokenizer is None else hashlib.blake2b(self._file).hexdigest()
+        return [self.column, self.length, tokens, "documents"]
 
     @property
     def vocabulary(self) -> int:
@@ -62,6 +61,14 @@ class TextColumn:
         for row, tokens in zip(found, self._tokens(texts.to_pylist()), strict=True):
             row[: len(tokens)] = tokens
         return found
+
+    def hashes(self, texts: pa.ChunkedArray) -> bytes:
+        """16 bytes for each: a document is recognised by all of its text, whatever reads how
+        much of it."""
+        return b"".join(
+            hashlib.blake2b(text.encode(), digest_size=16, person=b"dpdist.document").digest()
+            for text in texts.to_pylist()
+        )
 
     def _tokens(self, texts: list[str]) -> list[Any]:
         if self.tokenizer is None:

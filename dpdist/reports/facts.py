@@ -155,7 +155,7 @@ class Facts:
         about = read_json(self.folder.pretrained) if self.folder.pretrained.exists() else {}
         lines = [about["assumed"]] if about.get("assumed") else []
         lines += [line for line in self.search.assumed if line not in lines] if self.search else []
-        lines += self.recipe.method.assumed(self.recipe)
+        lines += self.recipe.data.assumed + self.recipe.method.assumed(self.recipe)
         if ":" in self.recipe.method.name:  # a class from elsewhere
             lines.append(f"method {self.recipe.method.name} costs what its class says")
         return lines

@@ -122,6 +122,15 @@ class DataRecipe(Section):
         """What the guarantee is about."""
         return "one record" if self.text is None else "one document, a row of the table"
 
+    @property
+    def assumed(self) -> list[str]:
+        """What the guarantee rests on and nobody could check: a vocabulary that was learned from
+        private documents would move the tokens of all others."""
+        if self.text is None or self.text.tokenizer is None:
+            return []
+        name = self.text.tokenizer.name
+        return [f"no private document is among what the tokenizer, {name}, was learned from"]
+
     def refused(self, what: str) -> str | None:
         """Why `what`, which needs inputs that are numbers, is refused; None where it is not."""
         if self.text is None:

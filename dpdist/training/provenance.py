@@ -36,6 +36,10 @@ AMONG_PUBLIC = (
     "or take others"
 )
 _CARD = "privacy_card.json"
+# What a card calls the public parts that its model began with (`dpdist.reports.facts`).
+_BEGAN = (
+    "initial weights trained on", "frozen classifier trained on", "frozen denoiser trained on",
+)  # fmt: skip
 _WRITTEN = {"model": str, "records": int, "data": str, "fingerprint": str}
 _STATED = {"private": bool, "guarantee.epsilon": float | str, "guarantee.delta": float}
 
@@ -263,8 +267,9 @@ def _pretrained(folder: Path, model: str, begin: str, compared: bool) -> dict[st
 
 
 def _released(card: dict[str, Any], recipe: Recipe, begin: str, compared: bool) -> dict[str, Any]:
-    extra = card.get("extra", {})
-    name = extra.get("training data") if isinstance(extra, dict) else None
+    extra = card.get("extra")
+    extra = extra if isinstance(extra, dict) else {}
+    name = extra.get("training data")
     name = name if isinstance(name, str) else "an unnamed data set"
     if not compared and name.casefold() == recipe.data.name.casefold():
         raise UserError(
@@ -281,6 +286,8 @@ def _released(card: dict[str, Any], recipe: Recipe, begin: str, compared: bool) 
     if not compared:
         found = "told apart by name only, not checked by record"
         assumed = f"no private record is among those of {name}: {found}"
+        if began := [str(extra[part]) for part in _BEGAN if part in extra]:
+            assumed += f"; and none among what it began with: {'; '.join(began)}"
     return {
         "public": False,
         "checked": compared,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -52,3 +54,19 @@ def test_complaints(tmp_path):
         source(tmp_path, column="label")
     with pytest.raises(UserError, match=r"data\.text: digits are images; leave it out"):
         load(Source("digits", 10, columns=Columns(text=TextColumn())), "train")
+
+
+def test_a_document_is_known_by_all_of_its_text_whatever_reads_it(tmp_path):
+    """So runs that read it otherwise are charged to one budget, and comparisons find it."""
+    texts = ["same beginning, one end", "same beginning, another", "third", "third"]
+    write(tmp_path, texts)
+    short, long = (load(source(tmp_path, length=length), "train") for length in (5, 30))
+    assert (short.hashes == long.hashes).all() and short.fingerprint != long.fingerprint
+    assert len(set(short.hashes[:3])) == 3 and short.hashes[2] == short.hashes[3]
+    assert (short.inputs[0] == short.inputs[1]).all()
+    chosen = replace(source(tmp_path, length=5), labels=(2, 0))
+    assert (load(chosen, "train").hashes == short.hashes[[0, 2]]).all()
+    # What is drawn for a part must differ where its inputs do: it is named by how they were read.
+    parts = [each.only(np.array([True, False, True, True])) for each in (short, long)]
+    assert (parts[0].hashes == parts[1].hashes).all()
+    assert parts[0].fingerprint != parts[1].fingerprint

@@ -209,6 +209,19 @@ def write_texts(root) -> None:
         pq.write_table(table, root / "texts" / f"{split}.parquet")
 
 
+def tokenizer_in(folder):
+    """Of six words."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+
+    words = {"<unk>": 0, "thank": 1, "you": 2, "it": 3, "broke": 4, "!": 5}
+    made = Tokenizer(WordLevel(words, unk_token="<unk>"))
+    made.pre_tokenizer = Whitespace()
+    made.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
+
+
 def recipe_of(root, **sections):
     raw = {
         "name": "x",
@@ -230,7 +243,8 @@ def root(tmp_path):
 
 
 def test_a_run_changes_adapters_and_head_and_nothing_else(root, tmp_path):
-    recipe, folder = recipe_of(root), RunFolder(tmp_path / "run")
+    text = {"length": 24, "tokenizer": str(tokenizer_in(tmp_path))}
+    recipe, folder = recipe_of(root, data={"text": text}), RunFolder(tmp_path / "run")
     job = prepare(recipe, folder, "test")
     before = initial_model(recipe, model_spec(recipe, job.records()))
     execute(job, 2)
@@ -243,6 +257,8 @@ def test_a_run_changes_adapters_and_head_and_nothing_else(root, tmp_path):
     card = json.loads((folder.release / "privacy_card.json").read_text())
     frozen = sum(p.numel() for p in before.parameters() if not p.requires_grad)
     assert card["unit"].startswith("one document")
+    learned = "no private document is among what the tokenizer, tokenizer.json, was learned from"
+    assert learned in card["assumptions"]
     assert card["extra"]["frozen"] == f"{frozen:,} parameters, public: no step changes them"
     inputs = data.load(job.source, "test").batch(slice(0, 4))
     assert torch.isfinite(models.load(folder.release)(inputs)).all()
@@ -341,15 +357,7 @@ def test_folders_that_are_no_base(root, tmp_path):
 
 
 def test_a_tokenizer_of_ones_own(root, tmp_path):
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import Whitespace
-
-    words = {"<unk>": 0, "thank": 1, "you": 2, "it": 3, "broke": 4, "!": 5}
-    made = Tokenizer(WordLevel(words, unk_token="<unk>"))
-    made.pre_tokenizer = Whitespace()
-    path = tmp_path / "tokenizer.json"
-    made.save(str(path))
+    path = tokenizer_in(tmp_path)
     column = data.TextColumn(length=4, tokenizer=path)
     rows = column.rows(pa.array(["thank you", "it broke 5 times again"]), str)
     assert rows.tolist() == [[1, 2, PADDING, PADDING], [3, 4, 0, 0]]

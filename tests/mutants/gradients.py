@@ -33,6 +33,8 @@ FAULTS: list[Fault] = [
     *group(
         "dpdist/data/text.py", "data/test_text",
         (".encode()[: length - 2]", ".encode()[:length]", "documents are longer than they may be"),
+        ("blake2b(text.encode(), digest_size=16", "blake2b(text.encode()[: self.length], digest_size=16",
+         "a document is another record to who reads more of it"),
     ),
     *group(
         "dpdist/gradients/screening.py", "gradients/test_engine",

@@ -304,8 +304,11 @@ def test_the_denoiser_of_a_released_run_goes_before_a_classifier(public, tmp_pat
     x = torch.rand(3, 1, 8, 8)
     joined = models.load(RunFolder(tmp_path / "x").model)
     assert torch.equal(joined(x), own(whole.get_submodule("denoiser")(x)))
-    said = read_facts(RunFolder(tmp_path / "x")).card()["extra"]["frozen denoiser trained on"]
+    made = read_facts(RunFolder(tmp_path / "x")).card()
+    said = made["extra"]["frozen denoiser trained on"]
     assert said.startswith("letters, with epsilon ") and "its own privacy card" in said
+    (rests,) = [line for line in made["assumptions"] if "among those of letters" in line]
+    assert "none among what it began with: " in rests and "public records of digits" in rests
 
 
 def test_a_denoiser_with_noise_of_its_own_keeps_it_before_another_classifier(public, tmp_path):
