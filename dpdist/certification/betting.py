@@ -36,7 +36,7 @@ _SLACK = 1e-9  # of ln capital, relative: sums of many logarithms
 def log_capital(counts: np.ndarray, scores: np.ndarray, mean: float) -> float:
     """ln of the capital against means up to `mean`, > 0: counts (B,) of each score (B,)."""
     growth = np.log1p(_STAKES[:, None] * (scores / mean - 1))
-    return float(special.logsumexp(growth @ counts) - math.log(len(_STAKES)))
+    return float(np.logaddexp.reduce(growth @ counts) - math.log(len(_STAKES)))
 
 
 def lower_bound(counts: np.ndarray, scores: np.ndarray, alpha: float) -> float:

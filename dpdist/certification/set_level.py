@@ -74,7 +74,7 @@ def log_evidence(inputs: int, most: int, seen: int, shown: int) -> float:
     if null == -math.inf or most >= inputs:
         return -math.inf
     others = log_likelihood(np.arange(most + 1, inputs + 1))
-    return float(special.logsumexp(others)) - math.log(inputs - most) - null
+    return float(np.logaddexp.reduce(others)) - math.log(inputs - most) - null
 
 
 def _log_choose(of: int, chosen: np.ndarray) -> np.ndarray:
