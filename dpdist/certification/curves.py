@@ -3,7 +3,7 @@
 At size r the later run less the first is D(r) = P[R2 >= r] - P[R1 >= r], with R1 and R2 the
 certified sizes of one input by both, below 0 where it is not answered rightly. Sizes from 0 on are
 cut into cells that do not depend on the results. Both shares fall with r, so for every r in a cell
-(a, b]
+(a, b], of which the first has 0 too,
 
     P[R2 >= b] - P[R1 > a]  <=  D(r)  <=  P[R2 > a] - P[R1 >= b],
 
@@ -26,8 +26,9 @@ CELLS = 64
 
 @dataclass(frozen=True, eq=False)
 class CurveDifference:
-    """For every size in (knots[j], knots[j + 1]] the population's difference is at least low[j] and
-    at most high[j], all of them together. knots: (J + 1,) ascending; low, high: (J,)."""
+    """For every size in (knots[j], knots[j + 1]], the first with 0 itself, the population's
+    difference is at least low[j] and at most high[j], all of them together. knots: (J + 1,)
+    ascending; low, high: (J,)."""
 
     knots: np.ndarray
     low: np.ndarray
@@ -57,7 +58,8 @@ def curve_difference(
     not be chosen by the results. Certificates are taken as made.
     """
     knots = np.linspace(0.0, largest, cells + 1)
-    above, reached = knots[:-1, None], knots[1:, None]
+    beyond = np.concatenate([[-1e-300], knots[1:-1]])  # 0 is a certified size
+    above, reached = beyond[:, None], knots[1:, None]
     level = error / (2 * cells)
     low = _at_least(first > above, second >= reached, level)
     high = -_at_least(second > above, first >= reached, level)

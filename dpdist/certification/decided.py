@@ -58,24 +58,27 @@ class Decided:
     @property
     def line(self) -> tuple[str, str]:
         """Name and value, as a summary shows it."""
-        asked = f"accuracy >= {self.share} at {self.norm.upper()} {self.radius:g}"
-        return f"of the whole set, {asked}", f"{ANSWERS[self.answer]} ({self.terms})"
+        asked = f"accuracy >= {self.share} at {self.norm.upper()} {self.radius:.15g}"
+        return (
+            f"of all {self.inputs:,} inputs chosen, {asked}",
+            f"{ANSWERS[self.answer]} ({self.terms})",
+        )
 
     @property
     def terms(self) -> str:
         seen = f"{self.seen:,} of {self.inputs:,} inputs, {self.draws:,} draws"
         if self.answer == OPEN:
             return f"{self.passing:,} pass, {self.failing:,} do not; {seen}"
-        return f"probability {100 * (1 - self.error):g} %; {seen}"
+        return f"probability {100 * (1 - self.error):.12g} %; {seen}"
 
     @property
     def stated(self) -> str:
         """What the answer says."""
-        share = f"{100 * float(self.share):g} % of these inputs"
+        share = f"{100 * float(self.share):.12g} % of these inputs"
         return {
             PASSES: f"at least {share} are right, and stay so at every distance below the radius",
             FAILS: f"of fewer than {share} could the radius be certified, with any number of draws",
-            OPEN: "nothing; more draws (--n) may decide",
+            OPEN: "nothing; with more draws (--n) it is another question, with an error of its own",
         }[self.answer]
 
 

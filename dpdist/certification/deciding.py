@@ -7,6 +7,7 @@ was done beyond the answer is not counted. So the table is the same on any numbe
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -138,7 +139,10 @@ class Deciding(Certification):
         self.kind = bulk.Kind("decision", "deciding", frozenset({"sensitivity", "radii"}))
         self.schema = decided.SCHEMA
         self._asked, assignment = asked, self._assignment
-        source = replace(assignment.source, purpose="decide")
+        # What one answer shows may suggest the next question, which must not be of the same draws,
+        # even by the same seed.
+        question = json.dumps(assignment.settings.identity | asked.identity, sort_keys=True)
+        source = replace(assignment.source, purpose=f"decide {question}")
         self._assignment = replace(assignment, source=source)
 
     def identity(self) -> dict[str, Any]:

@@ -188,6 +188,8 @@ def _terms(votes: Votes, found: list[Withstands], plan: PrivacyPlan) -> list[tup
     from dpdist.privacy.poisoning import cost_of_votes
 
     bag = votes.settings.get("bag")
+    trusted = [("trusted", "data.public: whose hash lies there is no training record")]
+    public = trusted if votes.settings.get("data.public") else []
     error = ("error", f"alpha {found[0].alpha:g} each; of all together: {ERROR:g} (union bound)")
     certified = ("certified", "what the recipe says most often over its secret keys")
     if bag or found[0].alpha == 0:
@@ -196,6 +198,7 @@ def _terms(votes: Votes, found: list[Withstands], plan: PrivacyPlan) -> list[tup
             what = "a record blanked out or filled in, N fixed (data.max_train is a share of it)"
         return [
             ("a change", f"{what}; another label is both"),
+            *public,
             *([error, certified] if bag else []),
         ]
     one, all_of_them = plan.guarantee(), cost_of_votes(plan, len(votes.vote)).guarantee()
@@ -205,10 +208,9 @@ def _terms(votes: Votes, found: list[Withstands], plan: PrivacyPlan) -> list[tup
     }.get(
         one.relation, "a record blanked out or filled in, N fixed; another label or image is both"
     )
-    public = [("trusted", "data.public: whose hash lies there is no training record")]
     return [
         ("a change", what),
-        *(public if votes.settings.get("data.public") else []),
+        *public,
         error,
         certified,
         ("one training", str(one)),

@@ -21,7 +21,7 @@ import numpy as np
 
 from dpdist.randomness.keys import words
 
-_UP = 1 + 1e-11  # sums of s logarithms, rounded up
+_UP = 1 + 1e-10  # sums of as many logarithms as there are changes, rounded up
 
 
 def drawn(key: bytes, records: int, size: int) -> np.ndarray:
@@ -41,11 +41,11 @@ class Bagged:
     def needed(self, changes: int, target: float = 0.5) -> float:
         """The probability from which on more than `target` is left after so many changes, or fewer;
         infinity where none is enough. Rounded up."""
-        removed = np.arange(changes + 1)
-        left = self._records - removed
-        if left[-1] < self._size:  # nothing can be drawn
+        if self._records - changes < self._size:  # nothing can be drawn
             return math.inf
-        found = 1 - self._share(left) / _UP + target * self._share(left + changes - removed) * _UP
+        removed = np.arange(changes + 1)
+        left, share = changes - removed, self._shares(changes)
+        found = 1 - share[left] / _UP + target * share[2 * left] * _UP
         most = float(found.max()) * _UP
         return most if most < 1 else math.inf
 
@@ -64,8 +64,11 @@ class Bagged:
             low, high = (middle, high) if enough else (low, middle)
         return low
 
-    def _share(self, records: np.ndarray) -> np.ndarray:
-        """C(records, s) / C(n, s)."""
-        each = np.arange(self._size)
-        factors = (records[:, None] - each) / (self._records - each)
-        return np.exp(np.log(factors).sum(1))
+    def _shares(self, changes: int) -> np.ndarray:
+        """C(n + i, s) / C(n, s), i from -changes to changes. Of as many products, not of s each:
+        bags may be large."""
+        i = np.arange(changes)
+        fewer = np.log1p(-self._size / (self._records - i)).cumsum()
+        more = -np.log1p(-self._size / (self._records + 1 + i)).cumsum()
+        with np.errstate(over="ignore"):  # infinitely many: nothing is left of an answer
+            return np.exp(np.concatenate([fewer[::-1], [0.0], more]))

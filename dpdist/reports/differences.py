@@ -80,14 +80,14 @@ def curves_grid(curves: Sequence[tuple[PairedSizes, CurveDifference]]) -> list[l
     shown = [["run", "what", "sizes", "better", "worse", "difference, everywhere"]]
     for two, found in curves:
         everywhere = _interval(float(found.low.min()), float(found.high.max()))
-        upto = f"up to {found.knots[-1]:g}"
+        upto = f"up to {found.knots[-1]:.12g}"
         shown.append([two.run, two.what, upto, _at(found.ahead), _at(found.behind), everywhere])
     return shown
 
 
 def _at(stretches: Sequence[tuple[float, float]]) -> str:
     inside = ((math.ceil(1e5 * a) / 1e5, math.floor(1e5 * b) / 1e5) for a, b in stretches)
-    return ", ".join(f"above {a:g} to {b:g}" for a, b in inside) or "nowhere"
+    return ", ".join(f"above {a:.12g} to {b:.12g}" for a, b in inside) or "nowhere"
 
 
 def grid(first: str, rows: Sequence[Difference]) -> list[list[str]]:

@@ -61,6 +61,15 @@ def test_each_bound_is_made_of_exact_binomial_ones() -> None:
             assert bound == pytest.approx(worst * (share.high if worst < 0 else share.low))
 
 
+def test_a_certificate_of_size_0_is_one() -> None:
+    """Of 200 inputs the first run certifies all, at 0 alone; the later one none."""
+    first, second = np.zeros(200), np.full(200, -1.0)
+    for ahead, found in enumerate((curve_difference(first, second, 1.0, cells=4),
+                                   curve_difference(second, first, 1.0, cells=4))):  # fmt: skip
+        true = 1.0 if ahead else -1.0
+        assert found.low[0] <= true <= found.high[0] and (abs(found.low[1:]) < 0.1).all()
+
+
 def test_who_is_better_where() -> None:
     # The later run certifies 300 inputs up to 0.4 where the first does up to 0.1; of 200 others
     # the first certifies up to 0.9, the later none.

@@ -47,7 +47,7 @@ FAULTS: list[Fault] = [
         "poisoning/test_bagging",
         ("removed = np.arange(changes + 1)", "removed = np.arange(changes, changes + 1)", "all changes are removals"),
         ("removed = np.arange(changes + 1)", "removed = np.arange(1)", "all changes are insertions"),
-        ("found = 1 - self._share(left) / _UP", "found = 0", "removed records are drawn no more, and nothing lost"),
+        ("found = 1 - share[left] / _UP", "found = 0", "removed records are drawn no more, and nothing lost"),
         ("argsort(words(key, 0, records), kind=\"stable\")", "arange(records)", "every bag has the same records"),
     ),
     *group(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -56,6 +57,14 @@ def test_few_records_of_many_withstand_many_changes() -> None:
     assert found.changes(0.9) < found.changes(0.99) < found.changes(1.0)
     assert found.changes(0.99, 0.8) < found.changes(0.99, 0.6)
     assert Bagged(20, 20).changes(1.0) == 0  # a removed record leaves none to draw
+
+
+def test_large_bags_of_many_records() -> None:
+    """An inserted record costs most; looking for more takes no memory."""
+    found = Bagged(300_000, 100_000)
+    inserted, removed = Fraction(300_001, 200_001) / 2, (1 + Fraction(1, 3)) / 2
+    assert found.needed(1) == pytest.approx(float(max(inserted, removed)), rel=1e-9)
+    assert found.changes(1.0) == 1 and found.needed(150_000) == math.inf
 
 
 def test_every_subset_is_drawn_alike() -> None:

@@ -369,8 +369,11 @@ def test_public_records_are_trusted() -> None:
     votes = votes_of(np.zeros((9, 1)))
     found = [by_keys(votes, POISONED, select=1, alpha=0.1)]
     assert "trusted" not in dict(_terms(votes, found, PLAN))
-    votes = replace(votes, about={"settings": {"data.public": 0.2}})
-    assert "data.public" in dict(_terms(votes, found, PLAN))["trusted"]
+    for more in ({}, {"bag": 30}):
+        told = replace(votes, about={"settings": {"data.public": 0.2, **more}})
+        assert "data.public" in dict(_terms(told, found, PLAN))["trusted"]
+    exact = [by_partitions(votes)]
+    assert "data.public" in dict(_terms(told, exact, PLAN))["trusted"]
 
 
 # ---- and poisoned records do not

@@ -118,6 +118,8 @@ def test_whole_curves_share_one_error_and_name_the_better(two: list[Any]) -> Non
     assert low <= 100 * curve.low.min() and high >= 100 * curve.high.max()
     better = replace(curve, low=np.linspace(-1, 1, 64))
     assert curves_grid([(found, better)])[1][3] == "above 0.25 to 0.5"
+    far = replace(curve, knots=np.linspace(0, 12.7, 65), low=np.repeat([0.1, -0.1], (55, 9)))
+    assert curves_grid([(found, far)])[1][3] == "above 0 to 10.91406"  # of 10.9140625
     text = "\n".join(section(two, SIZES))
     assert "at every size, between those listed too" in text
 
