@@ -4,9 +4,8 @@ Every chunk is delivered to ``on_result`` exactly once, whatever dies or hangs i
 of a dead actor is queued again, a chunk that takes much longer than the others is also given to an
 idle actor, and the first answer wins. Chunks must therefore be pure functions of their payload.
 
-One call carries as many short chunks as an actor does in a tenth of a second, so that the driver
-keeps up with many actors and with a million chunks. An actor that is slower than it was gives the
-rest of a call back.
+One call carries as many short chunks as an actor does in a tenth of a second, for a driver to keep
+up with a million; an actor that is slower than it was gives the rest back.
 """
 
 from __future__ import annotations
@@ -78,13 +77,12 @@ def run_chunks(
     """Run every chunk on actors; ``on_result(key, result)`` is called here, once per chunk.
 
     factory: called once in each actor as factory(shared); returns the function applied to payloads.
-    shared: put into Ray's object store once (weights, settings).
+    shared: put into Ray's object store once.
     chunks: a sequence is worked off by priority; any other iterable in its own order, and it is
     read only a little ahead, so that a million chunks need no memory.
 
-    Ray must be initialised. Raises ClusterError when no actor can start, when actors keep dying, or
-    when a chunk keeps failing; an exception of the caller's own kinds raised by ``factory`` or by a
-    chunk is given back after the retries as the cause.
+    Ray must be initialised. Raises ClusterError when no actor can start, actors keep dying, or a
+    chunk keeps failing; what ``factory`` or a chunk raised is given back after the retries.
     """
     pool = _Pool(factory, shared, chunks, on_result, settings or PoolSettings())
     try:

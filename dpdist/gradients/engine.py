@@ -1,8 +1,7 @@
 """The private gradient engine: sums of clipped per-example gradients at nearly ordinary cost.
 
-One backward pass ("book-keeping", Bu et al. 2023): forward hooks keep every trainable layer's
-inputs, autograd computes the gradients of the layers' outputs only, never of parameters;
-per-example norms and the clipped sum follow from the two in closed form, by a rule per layer type.
+One backward pass ("book-keeping", Bu et al. 2023): hooks keep every trainable layer's inputs,
+autograd gives gradients of the outputs only; norms and clipped sums follow from both by layer.
 """
 
 from __future__ import annotations
@@ -27,11 +26,9 @@ from dpdist.gradients.rules import LayerCall
 from dpdist.gradients.screening import refuse_mixing_layers, self_check
 from dpdist.randomness.inside import changed
 
-# Working set of one physical micro-batch, in bytes. Constant, so that a replayed step runs with the
-# same micro-batches and gives the same bits whatever else the machine is doing.
+# Bytes that a physical micro-batch works on: constant, so that a replayed step gives the same bits.
 _MICRO_BATCH_BYTES = 1 << 30
-# A step's perturbed parameters are kept between micro-batches up to this size, else drawn again.
-_PERTURBED_CACHE_BYTES = 64 << 20
+_PERTURBED_CACHE_BYTES = 64 << 20  # perturbed parameters beyond it are drawn for each micro-batch
 _LOOKS = (1, 10, 100, 1000)  # the steps whose batch the self-check looks at
 
 
@@ -39,10 +36,9 @@ _LOOKS = (1, 10, 100, 1000)  # the steps whose batch the self-check looks at
 class ClippedSum:
     """What one step learned from its batch. Everything but the noised `flat` is PRIVATE.
 
-    flat: float64 (size,), sum over examples of clipped gradients, in the order of
-    `engine.parameters`.
-    examples: batch size. nonfinite: examples whose gradient was NaN or Inf and counted as zero.
-    loss_sum: sum of the finite losses (mean over draws). details: what else a method measured.
+    flat: float64 (size,), sum of clipped gradients, in the order of `engine.parameters`. examples:
+    batch size. nonfinite: examples whose gradient was NaN or Inf and counted as zero. loss_sum: of
+    the finite losses (mean over draws). details: what else a method measured.
     """
 
     flat: Tensor
