@@ -29,7 +29,8 @@ from dpdist.gradients.blocks import Blocks
 from dpdist.gradients.clipping import FlatClipping
 from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.perturbations import ParameterDraws
-from dpdist.models.zoo import resnet_gn, tf_cnn
+from dpdist.models.residual import resnet_gn
+from dpdist.models.zoo import tf_cnn
 
 Step = Callable[[], None]
 CLIP_NORM, LEARNING_RATE = 1.0, 0.05

@@ -151,7 +151,9 @@ def test_no_module_is_loaded_under_two_names():
 def test_an_sdist_is_whole_and_passes_its_own_tests(tmp_path):
     """With the links of the checkout; its wheel is the checkout's."""
     source = tmp_path / "source"
-    left = shutil.ignore_patterns(".git", ".venv", "*.egg-info", "__pycache__", ".*_cache", "build")
+    left = shutil.ignore_patterns(
+        ".git", ".venv", "*.egg-info", "__pycache__", ".*_cache", ".hypothesis", "build"
+    )
     shutil.copytree(ROOT, source, symlinks=True, ignore=left)
     shutil.rmtree(source / "runs", ignore_errors=True)
     whole = {str(path.relative_to(source)) for path in source.rglob("*") if not path.is_dir()}
