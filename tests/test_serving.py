@@ -143,7 +143,7 @@ def test_the_rate_is_limited_and_recovers():
     assert ask(gate, path="/", method="GET").status == 200  # costs nothing
 
 
-def test_a_lost_replica_is_asked_once_more():
+def test_a_lost_replica_is_asked_once_more(caplog):
     replica = Replica(Lost("died"), ANSWER)
     gate = Gate({}, SHAPE, replica)
     assert ask(gate, picture()).status == 200 and len(replica.asked) == 2
@@ -155,6 +155,7 @@ def test_a_lost_replica_is_asked_once_more():
     replica.answers = [ValueError("a fault of ours")]
     reply = ask(gate, picture())
     assert reply.status == 500 and "a fault of ours" not in reply.content.decode()
+    assert "a fault of ours" in caplog.text  # in the server's log, as the reply says
     assert 'dpdist_requests_total{status="503"} 1' in gate.metrics()
     assert "dpdist_repeated_total 2" in gate.metrics()
 

@@ -11,19 +11,16 @@ from pydantic import Field
 from dpdist.base.errors import UserError
 from dpdist.base.table_files import Column
 from dpdist.certification import betting
-from dpdist.certification.certificate import Partial, select, selected_by, totals
+from dpdist.certification.certificate import Partial, selected_by, totals
 from dpdist.certification.expected_score_bounds import ScoreBounds, Sensitivity
 from dpdist.certification.scores import ExpectedScores, ScoreVerdict, decide, row
 
 if TYPE_CHECKING:
     import pyarrow as pa
-    from torch import Tensor
 
     from dpdist.certification.places import ScoredPlace
     from dpdist.certification.reading import CertificateTable
-    from dpdist.certification.sampling import HiddenNoiseSampler
 
-_BINNED = ("bins", "excess")  # of `betting.binned`
 _ANY: Column = (object, None)
 
 
@@ -40,38 +37,16 @@ class BettingScores(ExpectedScores):
     )
 
     mode: ClassVar[str] = "betting"
+    binned: ClassVar[tuple[str, ...]] = ("bins", "excess")  # of `betting.binned`
     belongs: ClassVar[str] = "with bound betting, by expected scores"
 
     @classmethod
     def fits(cls, section: Mapping[str, Any]) -> bool:
         return super().fits(section) and section.get("bound") == "betting"
 
-    def work(
-        self,
-        counter: HiddenNoiseSampler,
-        x: Tensor,
-        index: int,
-        low: int,
-        high: int,
-        batch: int,
-        place: ScoredPlace,
-    ) -> Partial:
-        """As the other bounds, with the histogram of the scores of each class."""
-        partial: Partial = {}
-        if low == 0:
-            partial["selected"] = select(counter, self.n0, x, index)
-        blocks = [
-            counter.block(x, index, block, batch, min(batch, self.n - block * batch), binned=True)
-            for block in range(low, high)
-        ]
-        for name in ("sums", "squares", "histogram", *_BINNED):
-            found = np.sum([getattr(block, name) for block in blocks], axis=0)
-            partial[name] = found.ravel().tolist()
-        return partial
-
     def verdict(self, partials: Sequence[Partial], place: ScoredPlace) -> ScoreVerdict:
         sums, squares = totals(partials, "sums"), totals(partials, "squares")
-        bins = {name: totals(partials, name) for name in _BINNED}
+        bins = {name: totals(partials, name) for name in self.binned}
         histogram, selected = totals(partials, "histogram", self.n), selected_by(partials)
         bounds = self.bounds(bins, selected)
         found = decide(sums, squares, histogram, selected, self, place.sigma, place.norms, bounds)
@@ -80,7 +55,7 @@ class BettingScores(ExpectedScores):
 
     def bounds(self, bins: Mapping[str, Any], selected: int) -> ScoreBounds:
         """From the bins of all classes, one after the other."""
-        counts, excess = (np.reshape(bins[name], (-1, betting.BINS)) for name in _BINNED)
+        counts, excess = (np.reshape(bins[name], (-1, betting.BINS)) for name in self.binned)
         if self.one_sided:
             return betting.one_score_bound(counts, excess, selected, 1 - self.alpha)
         return betting.score_bounds(counts, excess, 1 - self.alpha)
@@ -94,22 +69,22 @@ class BettingScores(ExpectedScores):
     def table_schema(cls) -> pa.Schema:
         import pyarrow as pa
 
-        more = [(name, pa.list_(pa.int64())) for name in _BINNED]
+        more = [(name, pa.list_(pa.int64())) for name in cls.binned]
         more.append(("one_sided", pa.bool_()))
         fields = (pa.field(name, of, nullable=False) for name, of in more)
         return pa.schema([*super().table_schema(), *fields])
 
     @classmethod
     def columns(cls) -> Mapping[str, Column]:
-        return {**super().columns(), **dict.fromkeys((*_BINNED, "one_sided"), _ANY)}
+        return {**super().columns(), **dict.fromkeys((*cls.binned, "one_sided"), _ANY)}
 
     @classmethod
     def check(cls, table: pa.Table, where: str) -> None:
         super().check(table, where)
         width = np.diff(betting.ENDS)
-        for each in table.select(["n", "sums", *_BINNED]).to_pylist():
+        for each in table.select(["n", "sums", *cls.binned]).to_pylist():
             classes = len(each["sums"])
-            counts, excess = (np.asarray(each[name] or (), dtype=np.int64) for name in _BINNED)
+            counts, excess = (np.asarray(each[name] or (), dtype=np.int64) for name in cls.binned)
             sound = counts.size == excess.size == classes * betting.BINS
             if sound:
                 counts, excess = (found.reshape(classes, -1) for found in (counts, excess))

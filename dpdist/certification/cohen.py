@@ -56,8 +56,13 @@ class Cohen(Smoothing):
         partial: Partial = {}
         if low == 0:
             partial["selected"] = select(counter, self.n0, x, index)
+            partial |= self.beside(counter, index)
         blocks = [sample(counter, x, index, block, batch, self.n) for block in range(low, high)]
         return partial | {"histogram": np.sum(blocks, axis=0).tolist()}
+
+    def beside(self, counter: Counter, index: int) -> Partial:
+        """What an input is given once, beside its counts."""
+        return {}
 
     def verdict(self, partials: Sequence[Partial], place: SmoothedPlace) -> Verdict:
         """The certificate, from the counts of all blocks."""

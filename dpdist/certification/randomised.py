@@ -24,7 +24,6 @@ from dpdist.certification.verdict import Verdict
 
 if TYPE_CHECKING:
     import pyarrow as pa
-    from torch import Tensor
 
     from dpdist.certification.places import SmoothedPlace
     from dpdist.certification.sampling import Counter
@@ -45,18 +44,8 @@ class Randomised(Cohen):
         require(self.alpha < LEAST, "alpha", f"below {LEAST} when mode is randomised")
         return self
 
-    def work(
-        self,
-        counter: Counter,
-        x: Tensor,
-        index: int,
-        low: int,
-        high: int,
-        batch: int,
-        place: SmoothedPlace,
-    ) -> Partial:
-        found = super().work(counter, x, index, low, high, batch, place)
-        return found | ({"u": max(LEAST, counter.uniform(index, _BOUND))} if low == 0 else {})
+    def beside(self, counter: Counter, index: int) -> Partial:
+        return {"u": max(LEAST, counter.uniform(index, _BOUND))}
 
     def verdict(self, partials: Sequence[Partial], place: SmoothedPlace) -> Verdict:
         u = next(each["u"] for each in partials if "u" in each)

@@ -79,6 +79,7 @@ class ExpectedScores(Certificate):
     free: ClassVar[frozenset[str]] = frozenset({"radii"})
     votes: ClassVar[bool] = False
     device_batch: ClassVar[int] = 32768
+    binned: ClassVar[tuple[str, ...]] = ()  # what of the scores' histograms is added up
     belongs: ClassVar[str] = "without sigma, by expected scores"
 
     @classmethod
@@ -105,11 +106,14 @@ class ExpectedScores(Certificate):
         if low == 0:
             partial["selected"] = select(counter, self.n0, x, index)
         blocks = [
-            counter.block(x, index, block, batch, min(batch, self.n - block * batch))
+            counter.block(
+                x, index, block, batch, min(batch, self.n - block * batch), binned=bool(self.binned)
+            )
             for block in range(low, high)
         ]
-        for name in ("sums", "squares", "histogram"):
-            partial[name] = np.sum([getattr(block, name) for block in blocks], axis=0).tolist()
+        for name in ("sums", "squares", "histogram", *self.binned):
+            found = np.sum([getattr(block, name) for block in blocks], axis=0)
+            partial[name] = found.ravel().tolist()
         return partial
 
     def verdict(self, partials: Sequence[Partial], place: ScoredPlace) -> ScoreVerdict:

@@ -46,13 +46,13 @@ def command(
     from dpdist.data.found import has_pictures, look, write_pictures
     from dpdist.runs.recipe import load
 
+    output = output or Path(f"{folder.resolve().name}.yaml")
+    if output.exists():  # before pictures are written for nothing
+        raise UserError(f"{output}: exists already; name another --output")
     if has_pictures(folder):
         for path in write_pictures(folder):
             typer.echo(f"wrote {path}")
     found = look(folder)
-    output = output or Path(f"{found.name}.yaml")
-    if output.exists():
-        raise UserError(f"{output}: exists already; name another --output")
     write_atomic(output, recipe_text(found, name or output.stem))
     try:
         load(output)

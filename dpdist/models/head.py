@@ -27,7 +27,8 @@ class Features:
         """inputs: (B, ...) to try it on. The model is this object's from now on."""
         self._model, self._head = model.eval().requires_grad_(False), last_linear(model)
         self._seen: list[Tensor] = []
-        self._head.register_forward_pre_hook(lambda module, given: self._seen.append(given[0]))
+        seen = self._seen  # the hook holds the list, not us: a cycle keeps models and features
+        self._head.register_forward_pre_hook(lambda module, given: seen.append(given[0]))
         with torch.no_grad():
             answers = self._model(inputs)
             first = self._seen[0] if self._seen else inputs

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -97,6 +98,7 @@ class Gate:
         except _Refused as refused:
             found = refused.reply
         except Exception as error:  # a fault of ours: the others go on
+            logging.getLogger(__name__).exception("a request ended in a fault")
             found = Reply(500, {"error": f"{type(error).__name__}; the server's log has more"})
         if path == "/predict":
             self._replies[found.status] += 1

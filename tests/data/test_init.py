@@ -113,6 +113,11 @@ def test_what_cannot_be_found_out_is_said():
     Path("fine.yaml").write_text("mine")
     assert "fine.yaml: exists already" in said("fine")
     assert Path("fine.yaml").read_text() == "mine"
+    (Path("pictures") / "train" / "cat").mkdir(parents=True)
+    (Path("pictures") / "train" / "cat" / "0.png").write_bytes(picture(7))
+    Path("pictures.yaml").write_text("mine")
+    assert "pictures.yaml: exists already" in said("pictures")
+    assert not list(Path("pictures").glob("*.parquet"))  # nothing was written for nothing
     written({"x": [1.0] * 4, "label": [0, 1, 0, 1]}, "my data")
     assert "data.name: must be letters, digits" in said("my data")
     assert not Path("my data.yaml").exists()
