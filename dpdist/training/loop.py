@@ -35,7 +35,7 @@ from dpdist.runs.released import check_released
 from dpdist.training import checkpoint
 from dpdist.training.building import build_engine, initial_model, model_spec
 from dpdist.training.canaries import Canaries, plant
-from dpdist.training.finite import Divergence, probe
+from dpdist.training.finite import Diverged, Divergence, probe
 from dpdist.training.fixed import digest, ensure_fixed, read_fixed
 from dpdist.training.job import CANONICAL_SHARDS, PACKAGES, TrainJob, read_run_key
 from dpdist.training.monitor import Monitor, Seen
@@ -280,7 +280,11 @@ class Loop(Mechanism):
         self.optimizer.update(self.flat[self.own], gradient, step)
         self.sharing.complete(self.reducer, self.flat)
         self.constrain()
-        self.divergence.check(self.flat, step, step + 1 == self.last)
+        try:
+            self.divergence.check(self.flat, step, step + 1 == self.last)
+        except Diverged:
+            self.reducer.gather("")  # nobody says so before worker 0 has the step on its ledger
+            raise
         if self.monitor is not None:
             self.monitor.step(step, seen)
         if save_now or step + 1 == self.last:

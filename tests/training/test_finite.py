@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
+import re
+import time
 
 import pytest
 import torch
-from support.training import execute, make, prepare
+from support.training import execute, make, prepare, together
 from torch import nn
 
 from dpdist import pipeline
 from dpdist.base.errors import UserError
 from dpdist.privacy.ledger import Ledger
 from dpdist.runs.recipe import check_against_data, parse
+from dpdist.training import loop
+from dpdist.training.finite import Diverged
 
 HERE = __name__
 
@@ -51,17 +55,43 @@ def test_a_model_that_computes_no_numbers_is_refused_before_anything(tmp_path, h
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_training_that_diverges_stops_and_says_what_it_cost(tmp_path):
+def diverging(tmp_path):
     recipe, folder = make(
         tmp_path,
         model={"name": f"{HERE}:broken", "options": {"how": "overflow"}},
         training__learning_rate=1e6,
     )
-    job = prepare(recipe, folder, "test")
+    return prepare(recipe, folder, "test")
+
+
+def test_a_training_that_diverges_stops_and_says_what_it_cost(tmp_path):
+    job = diverging(tmp_path)
     with pytest.raises(UserError, match=r"training diverged: after step .* not finite"):
         execute(job, world_size=2)
+    folder = job.folder
     assert not folder.trained.exists() and not folder.model.exists()
     assert 1 <= len(Ledger.read(folder.ledger).releases) <= 12  # what it cost stays on record
+
+
+def test_nobody_says_that_it_diverged_before_the_ledger_has_the_step(tmp_path, monkeypatch):
+    job, charged = diverging(tmp_path), []
+
+    def slow(*args, announce=loop._announce):
+        time.sleep(0.3)
+        announce(*args)
+
+    def work(reducer):
+        try:
+            loop.run(job, reducer)
+        except Diverged as stop:
+            step = int(re.findall(r"after step (\d+)", str(stop))[0])
+            charged.append(len(Ledger.read(job.folder.ledger).releases) >= step)
+            raise
+
+    monkeypatch.setattr(loop, "_announce", slow)
+    with pytest.raises(Diverged):
+        together(2, work)
+    assert charged and all(charged)
 
 
 def test_a_certification_that_the_test_split_cannot_carry_is_refused_first(tmp_path):
