@@ -205,5 +205,7 @@ def test_other_paths_and_methods():
 def test_what_is_missing_is_named(monkeypatch):
     monkeypatch.delattr(ray, "serve", raising=False)
     monkeypatch.setitem(sys.modules, "ray.serve", None)
-    with pytest.raises(UserError, match=r'is missing: pip install "dpdist\[serve\]"'):
+    with pytest.raises(
+        UserError, match=r"dpdist serve: needs ray.serve .*: pip install 'dpdist\[serve\]'"
+    ):
         require_serve()

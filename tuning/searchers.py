@@ -12,7 +12,7 @@ from typing import Any
 
 from ray.tune.search import Searcher
 
-from dpdist.base.errors import UserError
+from dpdist.base.extras import library
 from dpdist.base.storage import write_json
 from dpdist.sections.search import Domain, TuneRecipe
 from dpdist.tuning.manifest import SearchFolder, Trial, scores_of
@@ -92,13 +92,9 @@ class Suggestions:
     """Optuna's TPE through Ray Tune, fed with what an interrupted search had found."""
 
     def __init__(self, tune: TuneRecipe, seed: int, known: list[tuple[Values, float]]) -> None:
-        try:
-            import optuna
-            from ray.tune.search.optuna import OptunaSearch
-        except ImportError:
-            raise UserError(
-                "tune.searcher: optuna is not installed: pip install 'dpdist[tune]'"
-            ) from None
+        optuna = library("optuna", "tune", "tune.searcher")
+        from ray.tune.search.optuna import OptunaSearch
+
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         self._space = tune.space
         distributions = {key: _distribution(domain) for key, domain in tune.space.items()}

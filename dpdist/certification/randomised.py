@@ -66,5 +66,11 @@ class Randomised(Cohen):
             raise UserError(f"{where}: damaged: column 'u' must lie between {LEAST} and 1")
 
     @classmethod
+    def rebound(cls, table: pa.Table, alpha: float) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        if alpha >= LEAST:  # a u below alpha would prove every radius by a full count
+            raise UserError(f"alpha: must be below {LEAST} for mode randomised, got {alpha:g}")
+        return super().rebound(table, alpha)
+
+    @classmethod
     def bound_again(cls, row: dict[str, Any], alpha: float) -> float:
         return float(randomised_lower(row["k"], row["n"], alpha, row["u"]))

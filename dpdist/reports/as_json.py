@@ -13,7 +13,7 @@ from typing import Any
 from dpdist.certification import population
 from dpdist.certification.paired import holm
 from dpdist.certification.reading import CertificateTable
-from dpdist.reports.differences import differences
+from dpdist.reports.differences import differences, whole_curves
 from dpdist.reports.facts import Facts
 
 _EVALUATED = ("data", "inputs", "correct", "accuracy", "cross_entropy", "noise_draws")
@@ -71,15 +71,26 @@ def compared(runs: Sequence[Facts], sizes: Mapping[str, Sequence[float]]) -> dic
     `dpdist.reports.differences.differences`."""
     rows, notes = differences(runs, sizes)
     corrected = holm([row.found.p_value for row in rows])
+    first = runs[0].folder.name
     return {
         "runs": [published(facts) for facts in runs],
         "differences": [
             {
-                "run": row.run, "less": runs[0].folder.name, "what": row.what,
+                "run": row.run, "less": first, "what": row.what,
                 "size": float(row.size) if row.size else None,
                 **dataclasses.asdict(row.found), "difference": row.found.difference, "p_holm": p,
             }
             for row, p in zip(rows, corrected, strict=True)
+        ],
+        "whole_curves": [
+            {
+                "run": two.run, "less": first, "what": two.what,
+                "sizes": found.knots.tolist(),
+                "low": found.low.tolist(), "high": found.high.tolist(),
+                "better": [list(stretch) for stretch in found.ahead],
+                "worse": [list(stretch) for stretch in found.behind],
+            }
+            for two, found in whole_curves(runs, sizes)
         ],
         "notes": notes,
     }  # fmt: skip

@@ -8,7 +8,6 @@ nothing. Nor does it see when a step was made: all is written once the run has f
 
 from __future__ import annotations
 
-import importlib
 import math
 import re
 import shlex
@@ -17,6 +16,7 @@ from typing import Any, Protocol
 
 from dpdist.base import console
 from dpdist.base.errors import UserError
+from dpdist.base.extras import library
 from dpdist.reports.facts import Facts, read_facts
 from dpdist.runs.folder import RunFolder
 
@@ -121,10 +121,7 @@ def check_address(address: str) -> Any:
     if kind not in BACKENDS or not place:
         kinds = " or ".join(f"{name}:PLACE" for name in BACKENDS)
         raise UserError(f"--log: must be {kinds}, got {address!r}")
-    try:
-        return importlib.import_module(BACKENDS[kind][0])
-    except ImportError:
-        raise UserError(f"--log: install {kind}: pip install 'dpdist[{kind}]'") from None
+    return library(BACKENDS[kind][0], kind, "--log")
 
 
 def tracker(address: str, run: str) -> Tracker:

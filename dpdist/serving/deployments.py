@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dpdist.base.errors import ClusterError, UserError
+from dpdist.base.errors import ClusterError
+from dpdist.base.extras import library
 from dpdist.serving.gate import Gate, Limits, Lost
 
 if TYPE_CHECKING:
@@ -78,14 +79,7 @@ class Ingress:
 
 def require_serve() -> Any:
     """ray.serve. Raises UserError where what it needs is not installed."""
-    try:
-        from ray import serve
-    except ImportError as error:
-        raise UserError(
-            f"dpdist serve needs Ray Serve, and {error.name} is missing: "
-            'pip install "dpdist[serve]"'
-        ) from None
-    return serve
+    return library("ray.serve", "serve", "dpdist serve")
 
 
 def _about(release: Release, serving: Serving) -> dict[str, Any]:

@@ -115,6 +115,8 @@ def test_a_randomised_table_keeps_what_it_was_made_of(here: None, tmp_path: Path
     assert other["p_lower"].to_pylist() == [
         randomised_lower(row["k"], row["n"], 0.01, row["u"]) for row in table.to_pylist()
     ]
+    with pytest.raises(UserError, match=r"alpha: must be below 0\.1 for mode randomised, got 0\.1"):
+        rebound(found.table, 0.1)
     assert merge([table]).num_rows == 6
     with pytest.raises(UserError, match="'u' must lie"):
         broken = table.set_column(

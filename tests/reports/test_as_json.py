@@ -75,6 +75,9 @@ def test_each_command_prints_one_object_of_what_may_be_published(answer, work):
     plain, certified, *_ = both["differences"]
     assert (plain["what"], plain["size"], certified["size"]) == ("plain accuracy", None, 0.1)
     assert plain["low"] <= plain["difference"] <= plain["high"]
+    curve, *_ = both["whole_curves"]
+    assert (curve["run"], curve["less"], curve["sizes"][-1]) == ("other", "small", 0.1)
+    assert curve["low"][0] <= certified["difference"] <= curve["high"][0]
     released = answer("release", "small", "--not-private")
     assert released["privacy_card"] == json.loads(
         (work / "runs/small/release/privacy_card.json").read_text()

@@ -114,7 +114,7 @@ def test_mlflow_is_told_by_its_three_functions(facts, monkeypatch):
 )
 def test_a_missing_library_and_another_kind_are_told(kind, library, monkeypatch, tmp_path: Path):
     monkeypatch.setitem(sys.modules, library, None)
-    with pytest.raises(UserError, match=rf"install {kind}: pip install 'dpdist\[{kind}\]'"):
+    with pytest.raises(UserError, match=rf"--log: needs .*: pip install 'dpdist\[{kind}\]'"):
         tracker(f"{kind}:{tmp_path}", "run")
     for address in ("wandb:here", kind, "", ":x"):
         with pytest.raises(UserError, match="must be tensorboard:PLACE or mlflow:PLACE"):
