@@ -235,10 +235,13 @@ class _Pool:
 
     def _fill(self) -> None:
         late: list[Chunk] | None = None
-        # One each, then the next: no actor hoards chunks while another is idle.
+        starting = sum(not slot.live for slot in self.slots)
+        # One each, then the next: no actor hoards chunks while another is idle or yet to start.
         for depth in range(1, self.settings.in_flight + 1):
             for slot in self.slots:
                 while slot.live and len(slot.refs) < depth:
+                    if depth > 1 and len(self.queue) <= starting:
+                        break
                     chunks = self._next_call(slot)
                     if not chunks:
                         if late is None:

@@ -166,6 +166,30 @@ def test_chunks_that_grow_long_are_shared_out() -> None:
     assert len(shares) == 2 and min(shares) >= 4
 
 
+def test_a_chunk_waits_for_the_actor_that_has_yet_to_start(tmp_path: Path) -> None:
+    """Two long chunks are worked on by two actors, though one of these starts late."""
+
+    def seen(mark: Path) -> bool:
+        until = time.monotonic() + 60
+        while not mark.exists() and time.monotonic() < until:
+            time.sleep(0.02)
+        return mark.exists()
+
+    def factory(folder: Path) -> Any:
+        try:
+            (folder / "started").touch(exist_ok=False)
+        except FileExistsError:
+            seen(folder / "working-0")
+
+        def work(payload: int) -> bool:
+            (folder / f"working-{payload}").touch()
+            return seen(folder / f"working-{1 - payload}")
+
+        return work
+
+    assert collect(factory, tmp_path, chunks_of(2), actors=2) == {"c0": True, "c1": True}
+
+
 def test_two_chunks_of_one_name_are_refused() -> None:
     with pytest.raises(ClusterError, match="two chunks are called 'c1'"):
         collect(None, None, [Chunk("c1", 1), Chunk("c1", 2)])
