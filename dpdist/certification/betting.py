@@ -33,10 +33,22 @@ _ROUNDS = 44
 _SLACK = 1e-9  # of ln capital, relative: sums of many logarithms
 
 
-def log_capital(counts: np.ndarray, scores: np.ndarray, mean: float) -> float:
-    """ln of the capital against means up to `mean`, > 0: counts (B,) of each score (B,)."""
+def log_capital(counts: np.ndarray, scores: np.ndarray, mean: float) -> np.ndarray:
+    """ln of the capital against means up to `mean`, > 0: counts (B,) or (B, K) of each score (B,);
+    a number or (K,)."""
     growth = np.log1p(_STAKES[:, None] * (scores / mean - 1))
-    return float(np.logaddexp.reduce(growth @ counts) - math.log(len(_STAKES)))
+    return np.logaddexp.reduce(growth @ counts) - math.log(len(_STAKES))
+
+
+def means_above(counts: np.ndarray, scores: np.ndarray, mean: float, alpha: float) -> np.ndarray:
+    """Whether each mean is shown to be above `mean`, in (0, 1); counts (B, K), bool (K,). Wrong at
+    *any* number of draws, however chosen, with probability at most alpha."""
+    return log_capital(counts, scores, mean) >= _limit(alpha, float(counts.sum(0).max(initial=0)))
+
+
+def _limit(alpha: float, draws: float) -> float:
+    """What ln of the capital must reach."""
+    return -math.log(alpha) + _SLACK * (1 + draws * 1e-3)
 
 
 def lower_bound(counts: np.ndarray, scores: np.ndarray, alpha: float) -> float:
@@ -50,7 +62,7 @@ def lower_bound(counts: np.ndarray, scores: np.ndarray, alpha: float) -> float:
     total = counts.sum()
     if not total:
         return 0.0
-    limit = -math.log(alpha) + _SLACK * (1 + total * 1e-3)
+    limit = _limit(alpha, float(total))
     low, high = 0.0, float(counts @ scores / total)
     for _ in range(_ROUNDS):
         middle = (low + high) / 2
@@ -90,6 +102,13 @@ def at_ends(counts: np.ndarray, excess: np.ndarray) -> np.ndarray:
     weights[:, :-1] += counts - moved
     weights[:, 1:] += moved
     return weights
+
+
+def leads(scores: np.ndarray, leader: int) -> np.ndarray:
+    """(1 + its score - the other's) / 2 over each other class, rounded down: scores in [0, 1] that
+    are never below the leader's own. int64 (n, K) in units to (n, K - 1)."""
+    others = np.delete(scores, leader, axis=1)
+    return (SCORE_UNIT + scores[:, [leader]] - others) // 2
 
 
 def binned(scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -16,12 +16,13 @@ from dpdist.certification.cohen import Cohen
 from dpdist.certification.randomised import Randomised
 from dpdist.certification.scores import ExpectedScores
 from dpdist.certification.stopping import Anytime, TargetRadius
+from dpdist.certification.stopping_scores import TargetScores
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 CERTIFICATES: tuple[type[Certificate], ...] = (
-    Cohen, TargetRadius, Anytime, Randomised, BettingScores, ExpectedScores
+    Cohen, TargetRadius, Anytime, Randomised, TargetScores, BettingScores, ExpectedScores
 )  # fmt: skip
 BY_MODE = {kind.mode_name(): kind for kind in CERTIFICATES}
 
@@ -60,6 +61,7 @@ AnyCertificate = Annotated[
     | Annotated[TargetRadius, Tag("target")]
     | Annotated[Anytime, Tag("anytime")]
     | Annotated[Randomised, Tag("randomised")]
+    | Annotated[TargetScores, Tag("target-scores")]
     | Annotated[BettingScores, Tag("betting")]
     | Annotated[ExpectedScores, Tag("scores")],
     Discriminator(_mode),

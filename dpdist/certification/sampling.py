@@ -146,13 +146,21 @@ class HiddenNoiseSampler:
         return self._units.uniform(index, stage)
 
     def block(
-        self, x: Tensor, index: int, block: int, rows: int, draws: int, binned: bool = False
+        self,
+        x: Tensor,
+        index: int,
+        block: int,
+        rows: int,
+        draws: int,
+        binned: bool = False,
+        leader: int | None = None,
     ) -> Scores:
         """Scores of the first ``draws`` of one canonical block's ``rows``.
 
-        x: float32 of the network's input shape. index names the input in the noise's key.
+        x: float32 of the network's input shape. index names the input in the noise's key. leader:
+        what is binned are its leads over each class (`betting.leads`).
         """
-        return self._scores(x, index, ESTIMATE, block, rows, draws, binned)
+        return self._scores(x, index, ESTIMATE, block, rows, draws, binned, leader)
 
     def _scores(
         self,
@@ -163,13 +171,17 @@ class HiddenNoiseSampler:
         rows: int,
         draws: int,
         binned: bool = False,
+        leader: int | None = None,
     ) -> Scores:
         with torch.inference_mode():
             logits = self._rest(self.noisy(x, index, stage, block, rows))[:draws].double()
             p = (torch.softmax(logits, 1) * SCORE_UNIT).long()
             votes = torch.bincount(logits.argmax(1), minlength=p.shape[1])
             found = torch.stack([p.sum(0), p.square().sum(0), votes]).cpu().numpy()
-            bins = betting.binned(p.cpu().numpy()) if binned else ()
+            scores = p.cpu().numpy() if binned else None
+            if scores is not None and leader is not None:
+                scores = betting.leads(scores, leader)
+            bins = () if scores is None else betting.binned(scores)
             return Scores(found[0], found[1], found[2], draws, *bins)
 
     def _behind_first(self, x: Tensor) -> Tensor:

@@ -59,7 +59,26 @@ SIZE_COLUMNS = (*(f"{name}_{norm}" for name in CERTIFICATES for norm in NORMS), 
 ScoreBound = Literal["hoeffding", "bernstein", "counts"]
 
 
-class ExpectedScores(Certificate):
+class OfHiddenNoise(Certificate):
+    """Of scores under the noise that a model has behind its first layer."""
+
+    noise: ClassVar[str] = "hidden-gaussian"
+    noise_bank: ClassVar[bool] = False
+    sigma: ClassVar[None] = None
+    votes: ClassVar[bool] = False
+    device_batch: ClassVar[int] = 32768
+
+    def place(self, model: nn.Module, input_shape: tuple[int, ...]) -> ScoredPlace:
+        from dpdist.certification.places import ScoredPlace
+
+        return ScoredPlace.of(model, input_shape)
+
+    @classmethod
+    def attacked_as(cls, noise: str, sigma: float) -> tuple[str, float | None] | None:
+        return "hidden", None
+
+
+class ExpectedScores(OfHiddenNoise):
     """Sums of scores over n draws in canonical blocks, then every certificate at once.
 
     PixelDP, HGM-PixelDP, Secure-SGD. alpha = 1 - eta: error probability of each input's bounds, all
@@ -73,23 +92,13 @@ class ExpectedScores(Certificate):
     norm: Literal["l2", "linf"] = "l2"
 
     mode: ClassVar[str] = "scores"
-    noise: ClassVar[str] = "hidden-gaussian"
-    noise_bank: ClassVar[bool] = False
-    sigma: ClassVar[None] = None
     free: ClassVar[frozenset[str]] = frozenset({"radii"})
-    votes: ClassVar[bool] = False
-    device_batch: ClassVar[int] = 32768
     binned: ClassVar[tuple[str, ...]] = ()  # what of the scores' histograms is added up
     belongs: ClassVar[str] = "without sigma, by expected scores"
 
     @classmethod
     def fits(cls, section: Mapping[str, Any]) -> bool:
         return section.get("sigma") is None
-
-    def place(self, model: nn.Module, input_shape: tuple[int, ...]) -> ScoredPlace:
-        from dpdist.certification.places import ScoredPlace
-
-        return ScoredPlace.of(model, input_shape)
 
     def work(
         self,
@@ -192,10 +201,6 @@ class ExpectedScores(Certificate):
     @classmethod
     def terms(cls, found: CertificateTable) -> dict[str, Any]:
         return {"bound": found.table["bound"][0].as_py()}
-
-    @classmethod
-    def attacked_as(cls, noise: str, sigma: float) -> tuple[str, float | None] | None:
-        return "hidden", None
 
     @classmethod
     def again(

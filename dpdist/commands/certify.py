@@ -57,7 +57,10 @@ def command(
     alpha: Annotated[
         float | None, typer.Option(callback=kind(Probability), help="Error of each certificate.")
     ] = None,
-    mode: Annotated[str | None, typer.Option(help="fixed, target or anytime.")] = None,
+    mode: Annotated[
+        str | None,
+        typer.Option(help="fixed, randomised, target or anytime; of scores: target-scores."),
+    ] = None,
     radii: Annotated[
         str | None, typer.Option(help="Radii to decide, ascending: 0.25,0.5,0.75.")
     ] = None,
