@@ -199,7 +199,7 @@ def train_stage(job: TrainJob, ray_session: Session) -> None:
 def _work(job: TrainJob) -> str:
     if not job.plan.steps:
         return job.recipe.method.words(job.plan)
-    return f"{job.plan.steps:,} steps on {job.recipe.resources.workers} workers"
+    return f"{job.plan.steps:,} steps on {job.recipe.resources.span} workers"
 
 
 def search_stage(search: Search, ray_session: Session) -> None:

@@ -39,7 +39,7 @@ def trial_resources(resources: ResourcesRecipe) -> Any:
     """What Ray Tune reserves for one trial: its only worker, or a slot beside Ray Train's."""
     from ray import tune
 
-    if resources.workers > 1:
+    if resources.most > 1:
         return tune.PlacementGroupFactory([{SLOT: _SLIVER}])
     bundle = {"CPU": resources.cpus_per_worker}
     if resources.gpus_per_worker:
@@ -54,13 +54,13 @@ def trials_at_once(resources: ResourcesRecipe, wanted: int | None, nodes: list[N
     wanted.
     """
     places = sum(_workers_on(node, resources) for node in nodes)
-    fitting = places // resources.workers
+    fitting = places // resources.most
     have = (
         f"{len(nodes)} nodes with {sum(node.cpus for node in nodes):g} CPUs and "
         f"{sum(node.gpus for node in nodes):g} GPUs"
     )
     need = (
-        f"{resources.workers} workers of {resources.cpus_per_worker:g} CPUs and "
+        f"{resources.most} workers of {resources.cpus_per_worker:g} CPUs and "
         f"{resources.gpus_per_worker:g} GPUs"
     )
     if fitting < 1:

@@ -168,7 +168,7 @@ def _train(job: TrainJob, until: int) -> None:
     if job.folder.trained.exists():
         return
     resources = job.recipe.resources
-    if resources.workers > 1:
+    if resources.most > 1:
         _train_on_ray_train(job, until)
         return
     import torch

@@ -66,7 +66,7 @@ def check(
     needs = None
     if recipe is not None:
         resources = resolve(recipe, changes=read_changes(changes)).resources
-        needs = Needs(resources.workers, resources.cpus_per_worker, resources.gpus_per_worker)
+        needs = Needs(resources.least, resources.cpus_per_worker, resources.gpus_per_worker)
     complaints, notes = check_file(file, __version__, needs)
     for note in notes:
         typer.echo(f"{file}: note: {note}")

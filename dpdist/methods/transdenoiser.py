@@ -83,7 +83,7 @@ class TransDenoiser(Method):
             raise ValueError(
                 "variant full measures its noise in clip norms: clipping may not be none"
             )
-        if self.variant == "full" and (resources.workers > 1 or recipe.training.reproducible):
+        if self.variant == "full" and (resources.most > 1 or recipe.training.reproducible):
             raise ValueError(
                 "variant full adds its noise on one worker: give resources.workers: 1 and no "
                 "training.reproducible"

@@ -140,6 +140,11 @@ class RunFolder:
         return self.private / "metrics.jsonl"
 
     @property
+    def groups(self) -> Path:
+        """With which workers the training went on each time."""
+        return self.private / "workers.jsonl"
+
+    @property
     def checkpoints(self) -> Path:
         return self.private / "checkpoints"
 

@@ -220,8 +220,9 @@ def _set(raw: dict[str, Any], dotted: str, value: Any) -> None:
 
 def _complaint(where: str, item: Any) -> str:
     location = list(item["loc"])
-    if location[:1] in (["method"], ["certify"], ["audit"]) and len(location) > 1:
-        del location[1]  # pydantic repeats the union's tag there
+    for union in (["method"], ["certify"], ["audit"], ["resources", "workers"]):
+        if location[: len(union)] == union and len(location) > len(union):
+            del location[len(union)]  # pydantic repeats the union's tag there
     if item["type"] == "of_key":
         location.append(item["ctx"]["key"])
     key = ".".join(str(part) for part in location)

@@ -7,7 +7,7 @@ import math
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from dpdist.base.fields import (
     Count,
@@ -25,6 +25,7 @@ from dpdist.base.fields import (
     RunName,
     Section,
     Text,
+    of_key,
 )
 from dpdist.certification.catalogue import AnyCertificate
 from dpdist.sections.audit import AnyAudit, CanaryAudit
@@ -181,10 +182,35 @@ class PublicRecipe(Section):
         return {"name": value} if isinstance(value, str) else value
 
 
+class WorkerRange(Section):
+    """As many training workers as the cluster has room for, more or fewer as hosts come and go."""
+
+    min: Processes
+    max: Processes
+
+    @model_validator(mode="after")
+    def _in_order(self) -> WorkerRange:
+        if self.min > self.max:
+            raise ValueError(f"min must be at most max, got {self.min} and {self.max}")
+        return self
+
+
+def _how_many(value: Any) -> str:
+    return "range" if isinstance(value, dict | WorkerRange) else "number"
+
+
+AnyWorkers = Annotated[
+    Annotated[Processes, Tag("number")] | Annotated[WorkerRange, Tag("range")],
+    Discriminator(_how_many),
+]
+
+
 class ResourcesRecipe(Section):
     """Where and how it runs; may change between a run and its continuation."""
 
-    workers: Processes = 1
+    workers: AnyWorkers = Field(
+        default=1, description="or {min: 1, max: 8}: as many as there is room for at any time"
+    )
     cpus_per_worker: Positive = 1
     gpus_per_worker: PositiveOrZero = 0
     release: Literal["whole", "sharded"] = Field(
@@ -219,6 +245,17 @@ class ResourcesRecipe(Section):
         return value
 
     @model_validator(mode="after")
+    def _whole_shares(self) -> ResourcesRecipe:
+        each = (self.cpus_per_worker, self.gpus_per_worker)
+        if self.elastic and any(amount != int(amount) for amount in each):
+            raise of_key(
+                "workers",
+                "a range needs whole cpus_per_worker and gpus_per_worker: Ray divides a host's by "
+                "a worker's without rest, and miscounts shares",
+            )
+        return self
+
+    @model_validator(mode="after")
     def _closed_archive(self) -> ResourcesRecipe:
         # Not a rule of the field: its complaint would repeat a password.
         address = self.archive
@@ -232,9 +269,28 @@ class ResourcesRecipe(Section):
         return self
 
     @property
+    def elastic(self) -> bool:
+        """Whether the number of training workers may change while they train."""
+        return isinstance(self.workers, WorkerRange)
+
+    @property
+    def least(self) -> int:
+        """The number of training workers without which nothing is trained."""
+        return self.workers.min if isinstance(self.workers, WorkerRange) else self.workers
+
+    @property
+    def most(self) -> int:
+        return self.workers.max if isinstance(self.workers, WorkerRange) else self.workers
+
+    @property
+    def span(self) -> str:
+        """How many training workers, in words."""
+        return f"{self.least:,} to {self.most:,}" if self.elastic else f"{self.most:,}"
+
+    @property
     def cpus(self) -> float:
-        """CPUs that all training workers together ask for."""
-        return self.workers * self.cpus_per_worker
+        """CPUs without which nothing is trained."""
+        return self.least * self.cpus_per_worker
 
 
 class Sections(Section):
@@ -300,6 +356,17 @@ class Sections(Section):
         return self
 
     @model_validator(mode="after")
+    def _ceiling_holds(self) -> Sections:
+        charged = self.resources.elastic and not self.training.reproducible
+        if charged and self.privacy.budget_ceiling is not None:
+            raise ValueError(
+                "resources.workers as a range, with privacy.budget_ceiling, needs "
+                "training.reproducible: what a change of their number charges again would go "
+                "beyond the ceiling"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _counts_fit(self) -> Sections:
         if self.data.max_train is not None and self.privacy.nominal_records is not None:
             raise ValueError(
@@ -310,6 +377,11 @@ class Sections(Section):
             raise ValueError(
                 "privacy.nominal_records does not go with tune: a search's shares of the records "
                 "are counted; search without it, and train with the values found"
+            )
+        if self.tune is not None and self.resources.elastic:
+            raise ValueError(
+                "resources.workers as a range does not go with tune: how many trials run at once "
+                "follows from what each of them holds; give a number"
             )
         if self.tune is not None and self.resources.archive_private:
             raise ValueError(

@@ -17,7 +17,7 @@ from dpdist.training.building import build_engine, initial_model, model_spec
 from dpdist.training.job import CANONICAL_SHARDS
 from dpdist.training.optimizer import FlatOptimizer
 from dpdist.training.records import evaluation_data, source_of, training_data
-from dpdist.training.sharding import RELEASES
+from dpdist.training.sharding import RELEASES, Whole
 
 _PROBE_EXAMPLES = 64
 _PROBE_KEY = bytes(32)
@@ -41,7 +41,8 @@ def describe(recipe: Recipe, plan: PrivacyPlan) -> list[tuple[str, str]]:
     engine.draws = method.perturbation(step, rate, Fixed(module, tensors, _PROBE_KEY))
     torch.set_num_threads(max(1, int(resources.cpus_per_worker)))
     rate = _examples_per_second(engine, method.task(), dataset)
-    seconds = plan.steps * step.expected_batch / (rate * resources.workers)
+    alone = plan.steps * step.expected_batch / rate
+    seconds = " to ".join(f"{alone / count:,.0f}" for count in _counts(recipe)[::-1])
     rows = Blocks.for_batches(plan.records, step.sample_rate, step.batch_cap).capacity
     rows = min(rows, engine.micro_batch or _PROBE_EXAMPLES)
     activations = rows * _bytes_per_example(module, dataset)
@@ -56,11 +57,16 @@ def describe(recipe: Recipe, plan: PrivacyPlan) -> list[tuple[str, str]]:
         *([("audited run", recipe.planted.words(plan.records))] if recipe.planted else []),
         ("model", f"{recipe.model.name}, {engine.size:,} trainable parameters"),
         ("layers without a rule", ", ".join(engine.fallback_layers) or "none"),
-        ("workers", f"{resources.workers}, {resources.cpus_per_worker:g} CPUs each"),
+        ("workers", f"{resources.span}, {resources.cpus_per_worker:g} CPUs each"),
         ("physical micro-batch", f"{engine.micro_batch or 'chosen at the start'}"),
         ("memory per worker", _memory(recipe, plan, engine.size, activations)),
-        ("training time", f"about {seconds:,.0f} s at {rate:,.0f} examples/s per worker"),
+        ("training time", f"about {seconds} s at {rate:,.0f} examples/s per worker"),
     ]
+
+
+def _counts(recipe: Recipe) -> list[int]:
+    """Of workers, for which something is stated: the fewest and the most."""
+    return sorted({recipe.resources.least, recipe.resources.most})
 
 
 def _memory(recipe: Recipe, plan: PrivacyPlan, size: int, activations: int) -> str:
@@ -68,14 +74,16 @@ def _memory(recipe: Recipe, plan: PrivacyPlan, size: int, activations: int) -> s
     training, resources = recipe.training, recipe.resources
     slots = len(FlatOptimizer(training, plan.steps, torch.zeros(1)).slots)
     rows = CANONICAL_SHARDS if training.reproducible else 1
-    grows = {
-        name: release.memory(size, slots, rows, resources.workers)
-        for name, release in RELEASES.items()
-    }
-    words = {
-        name: f"about {(activations + most) / 2**20 + _BASE:,.0f} MiB"
-        for name, most in grows.items()
-    }
+
+    def stated(release: type[Whole]) -> str:
+        grown = [release.memory(size, slots, rows, count) for count in _counts(recipe)]
+        found = [f"{(activations + most) / 2**20 + _BASE:,.0f} MiB" for most in grown]
+        if len(set(found)) == 1:
+            return f"about {found[0]}"
+        of = zip(_counts(recipe), found, strict=True)
+        return "about " + ", ".join(f"{most} with {count}" for count, most in of)
+
+    words = {name: stated(release) for name, release in RELEASES.items()}
     own = words.pop(resources.release)
     others = ", ".join(f"{name}: {found}" for name, found in words.items())
     return f"{own} (release: {resources.release}; {others})"

@@ -157,9 +157,9 @@ def check_trainable(recipe: Recipe, where: str) -> tuple[data.Dataset, dict[str,
     dataset = training_data(recipe, source)
     pretrained = check_records(recipe, source, where)
     check_groups(recipe, dataset, where)
-    if recipe.training.reproducible and recipe.resources.workers > CANONICAL_SHARDS:
+    if recipe.training.reproducible and recipe.resources.most > CANONICAL_SHARDS:
         rule = f"must be <= {CANONICAL_SHARDS} when training.reproducible is set"
-        raise field_error(where, "resources.workers", rule, recipe.resources.workers)
+        raise field_error(where, "resources.workers", rule, recipe.resources.span)
     if recipe.resources.release == "sharded":
         _check_shardable(recipe, where)
     check_against_data(recipe, recipe.privacy.nominal_records or len(dataset), where)

@@ -32,7 +32,7 @@ from dpdist.privacy.ledger import Ledger, LedgerError, ReplayConflict
 from dpdist.privacy.plan import StepPlan
 from dpdist.randomness.keys import derive_key, key_id
 from dpdist.runs.released import check_released
-from dpdist.training import checkpoint
+from dpdist.training import checkpoint, groups
 from dpdist.training.building import build_engine, initial_model, model_spec
 from dpdist.training.canaries import Canaries, plant
 from dpdist.training.finite import Diverged, Divergence, probe
@@ -61,9 +61,9 @@ def train_worker(config: dict[str, Any]) -> None:
     try:
         check_same(job.packages, PACKAGES, f"training worker {rank} on {platform.node()}")
         torch.set_num_threads(max(1, int(job.recipe.resources.cpus_per_worker)))
-        device = ray.train.torch.get_device()
-        join(rank, world_size, device)
-        run(job, Reducer(rank, world_size, device), config.get("until"))
+        reducer = Reducer(rank, world_size, ray.train.torch.get_device())
+        join(reducer)
+        run(job, reducer, config.get("until"))
     except (ReplayConflict, JournalBusy):
         raise  # mended by a restart: it takes the new epoch, or finds the old attempt gone
     except (UserError, ClusterError, LedgerError, OSError) as error:
@@ -214,6 +214,7 @@ class Loop(Mechanism):
         self.monitor: Monitor | None = None
         if self.ledger is not None:
             self.monitor = Monitor(job, plan.steps, self.start)
+            groups.write(folder, groups.Group.of(reducer, self.ledger, self.start))
             self.permit = PermitGate(folder, self.ledger.epoch, self.start, plan.steps)
         self.shards = shards_of(
             len(self.dataset), plan.records, reducer, recipe.training.reproducible

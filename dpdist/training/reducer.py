@@ -20,6 +20,11 @@ class Reducer:
     def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
         self.rank, self.world_size, self.device = rank, world_size, device
 
+    @property
+    def backend(self) -> str:
+        """What workers on this kind of device talk through."""
+        return "nccl" if self.device.type == "cuda" else "gloo"
+
     def sum(self, rows: Tensor, flag: bool) -> tuple[Tensor, bool]:
         """Sum of float64 rows (S, size) over workers, added up in row order; and whether any flag
         was up.

@@ -11,10 +11,11 @@ import socket
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from ray.train.backend import Backend
 from ray.train.torch import TorchConfig
+
+from dpdist.training.reducer import Reducer
 
 _TIMEOUT = timedelta(seconds=60)  # a network cut or a dead worker is noticed after so long
 
@@ -27,8 +28,9 @@ class OwnRendezvous(TorchConfig):
         return Backend
 
 
-def join(rank: int, world_size: int, device: torch.device) -> None:
-    """Make the process group (NCCL on GPUs, else gloo) on the address Ray has for this node."""
+def join(reducer: Reducer) -> None:
+    """Make the process group on the address Ray has for this node."""
+    rank, world_size = reducer.rank, reducer.world_size
     if world_size == 1:
         return
     import ray
@@ -48,7 +50,7 @@ def join(rank: int, world_size: int, device: torch.device) -> None:
         master_listen_fd=listener.detach() if listener else None,
     )
     dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
+        reducer.backend,
         store=store,
         rank=rank,
         world_size=world_size,

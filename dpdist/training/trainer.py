@@ -28,6 +28,7 @@ from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe
 from dpdist.runs.released import begun, check_released, read_released
 from dpdist.training import charging
+from dpdist.training.groups import Teller
 from dpdist.training.job import PACKAGES, TrainJob, read_run_key
 from dpdist.training.records import training_records
 
@@ -54,7 +55,9 @@ def train(
             _check_room(job.recipe, session)
             check_nodes(PACKAGES, folder.private)
             archive = Archive.of(folder)
-            looks = [archive.follow(say)] if archive else []
+            looks = [Teller(folder, say).look]
+            if archive:
+                looks.append(archive.follow(say))
             if not session.local:
                 looks.append(_room(job.recipe, say).look)
             _wait(job, progress, looks)
@@ -160,6 +163,7 @@ def _fit(job: TrainJob, restarts: int, until: int | None, callbacks: Sequence[An
     from dpdist.training.rendezvous import OwnRendezvous
 
     resources = job.recipe.resources
+    count = (resources.least, resources.most) if resources.elastic else resources.most
     per_worker: dict[str, float] = {"CPU": resources.cpus_per_worker}
     if resources.gpus_per_worker:
         per_worker["GPU"] = resources.gpus_per_worker
@@ -168,7 +172,7 @@ def _fit(job: TrainJob, restarts: int, until: int | None, callbacks: Sequence[An
         train_loop_config={"job": job, "until": until},
         torch_config=OwnRendezvous(),
         scaling_config=ray.train.ScalingConfig(
-            num_workers=resources.workers,
+            num_workers=count,  # type: ignore[arg-type]  # its base class's type
             use_gpu=resources.gpus_per_worker > 0,
             resources_per_worker=per_worker,
         ),
@@ -207,10 +211,10 @@ def _check_room(recipe: Recipe, session: Session) -> None:
     """A local session never grows: refuse at once what would wait forever."""
     resources = recipe.resources
     cpus = resources.cpus
-    gpus = resources.workers * resources.gpus_per_worker
+    gpus = resources.least * resources.gpus_per_worker
     if session.local and (cpus > session.cpus or gpus > session.gpus):
         raise ClusterError(
-            f"resources: {resources.workers} workers need {cpus:g} CPUs and {gpus:g} GPUs, "
+            f"resources: {resources.least} workers need {cpus:g} CPUs and {gpus:g} GPUs, "
             f"{session} has "
             f"{session.cpus:g} and {session.gpus:g}"
         )
@@ -218,7 +222,7 @@ def _check_room(recipe: Recipe, session: Session) -> None:
 
 def _room(recipe: Recipe, say: Callable[[str], None]) -> Room:
     resources = recipe.resources
-    need = {"CPU": resources.cpus, "GPU": resources.workers * resources.gpus_per_worker}
+    need = {"CPU": resources.cpus, "GPU": resources.least * resources.gpus_per_worker}
     return Room("training", need, say)
 
 
@@ -240,6 +244,7 @@ def _wait(job: TrainJob, progress: Progress, looks: Sequence[Callable[[], None]]
         _show(job.folder.progress, progress)
         for look in looks:
             look()
+    looks[0]()  # nobody may have looked since the last change
     if errors:
         raise errors[0]
 

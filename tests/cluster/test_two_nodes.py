@@ -1,33 +1,51 @@
-"""A cluster of two nodes at RAY_ADDRESS: a pool grows onto the second, and a run uses both."""
+"""A cluster of two nodes at RAY_ADDRESS: a pool grows onto the second, a run uses both, and goes on
+with one of them."""
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 
 import pytest
+import torch
 import yaml
-from support.processes import finish, start, wait_for
+from support.here import command, without_ray
+from support.processes import (
+    finish,
+    parameters,
+    start,
+    steps_done,
+    training_workers,
+    wait_for,
+)
+
+from dpdist.privacy.ledger import Ledger
+from dpdist.runs.folder import RunFolder
+from dpdist.training.groups import read
 
 ENVIRONMENT = {
     "RAY_AUTH_MODE": "disabled",
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
-# Starts the first node; the second at the first line it reads; ends at the second line.
+# Starts the first node, at each line "add" the second, which "kill" ends; all end with the input.
 NODES = """
 import contextlib, sys
 from ray.cluster_utils import Cluster
 with contextlib.redirect_stdout(sys.stderr):
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
 print(cluster.address, flush=True)
-sys.stdin.readline()
-with contextlib.redirect_stdout(sys.stderr):
-    cluster.add_node(num_cpus=1)
-    cluster.wait_for_nodes()
-sys.stdin.readline()
+for line in sys.stdin:
+    with contextlib.redirect_stdout(sys.stderr):
+        if line.strip() == "add":
+            second = cluster.add_node(num_cpus=1)
+            cluster.wait_for_nodes()
+        else:
+            cluster.remove_node(second, allow_graceful=False)
+    print("done", flush=True)
 cluster.shutdown()
 """
 POOL = """
@@ -82,7 +100,13 @@ def nodes(tmp_path) -> Iterator[subprocess.Popen]:
         cwd=tmp_path,
     )
     yield process
-    process.communicate("\n\n", timeout=60)
+    process.communicate(timeout=60)
+
+
+def tell(nodes: subprocess.Popen, word: str) -> None:
+    nodes.stdin.write(f"{word}\n")
+    nodes.stdin.flush()
+    assert nodes.stdout.readline() == "done\n"
 
 
 @pytest.mark.long
@@ -97,8 +121,7 @@ def test_a_pool_grows_and_a_recipe_runs_unchanged(nodes, tmp_path):
         text=True,
     )
     assert pool.stdout.readline() == "begun\n"
-    nodes.stdin.write("\n")
-    nodes.stdin.flush()
+    tell(nodes, "add")
     assert pool.communicate(timeout=240)[0] == "2\n"
 
     path = tmp_path / "r.yaml"
@@ -107,3 +130,57 @@ def test_a_pool_grows_and_a_recipe_runs_unchanged(nodes, tmp_path):
     out, err = finish(process)
     assert "2 nodes" in err
     assert "certified, sigma-0.25-fixed-n-200" in out
+
+
+# Two leaves of parameters, so that each of two workers has a part of them.
+ELASTIC = RECIPE | {
+    "model": {"name": "mlp", "options": {"hidden": [1100]}},
+    "privacy": {"noise_multiplier": 1.0, "delta": 1e-4, "run_key": "5a" * 32},
+    "training": {
+        "batch_size": 200, "steps": 300, "learning_rate": 0.1, "momentum": 0.5,
+        "reproducible": True,
+    },
+    "resources": {
+        "workers": {"min": 1, "max": 2}, "release": "sharded", "checkpoint_seconds": 1.0,
+    },
+}  # fmt: skip
+ALONE = {"resources": {"workers": 1}, "certify": None}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_lost_workers_and_a_lost_node_change_nothing(nodes, tmp_path, monkeypatch, capsys):
+    """A sharded release from end to end. First a worker is killed, then a node, and a worker with
+    it: the bits of one undisturbed process that releases whole, each step on the ledger once."""
+    path = tmp_path / "r.yaml"
+    path.write_text(yaml.safe_dump(ELASTIC))
+    address = wait_for(nodes.stdout.readline).strip()
+    tell(nodes, "add")
+    process = start("run", path, cwd=tmp_path, RAY_ADDRESS=address, **ENVIRONMENT)
+    run = tmp_path / "runs" / "small"
+    parts = "checkpoints/step-*/part-0000?-of-00002.safetensors"
+    wait_for(lambda: len(list((run / "private").glob(parts))) >= 2)
+    wait_for(lambda: steps_done(run) >= 40)
+    os.kill(training_workers(nodes.pid)[0], signal.SIGKILL)
+    wait_for(lambda: len(read(RunFolder(run))) == 2)
+    reached = steps_done(run)
+    wait_for(lambda: steps_done(run) >= reached + 40)
+    tell(nodes, "kill")
+    out, err = finish(process, 600)
+    assert "certified, sigma-0.25-fixed-n-200" in out
+    groups = read(RunFolder(run))
+    assert [(g.workers, g.backend, g.again) for g in groups] == [(n, "gloo", 0) for n in (2, 2, 1)]
+    assert 0 < groups[1].step < groups[2].step < 300
+    assert "goes on with 1 worker (before: 2)" in err and "nothing is charged again" in err
+    assert Ledger.read(run / "private" / "ledger.jsonl").releases == dict.fromkeys(range(300), 1)
+
+    path.write_text(yaml.safe_dump(ELASTIC | ALONE))
+    (tmp_path / "alone").mkdir()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with monkeypatch.context() as patch:
+        without_ray(patch)
+        done = command(patch, capsys, tmp_path / "alone", "train", path)
+    torch.set_num_threads(threads)
+    assert done.code == 0, done.err
+    assert torch.equal(parameters(run), parameters(tmp_path / "alone" / "runs" / "small"))

@@ -110,6 +110,18 @@ FAULTS: list[Fault] = [
         ("self.permit.wait(step)", "pass", "the archive is not asked before a release"),
     ),
     *group(
+        "dpdist/training/groups.py", "training/test_elastic",
+        ("if done >= step}", "if done > step}", "a step that is charged again is not said"),
+        (" - ledger.steps_of(ledger.epoch)", "", "an exact replay is said to be charged"),
+        ("if group.workers == before.workers and not group.again:", "if group.workers == before.workers:",
+         "a charge without another number of workers is not said"),
+    ),
+    *group(
+        "dpdist/sections/recipe.py", "training/test_elastic",
+        ("if charged and self.privacy.budget_ceiling is not None:", "if False:",
+         "a ceiling is taken where every host that comes or goes is charged"),
+    ),
+    *group(
         "dpdist/training/permit.py",
         f"{KEYS}::test_no_step_is_released_without_the_archive_s_leave",
         ("while step >= self._granted:", "while step > self._granted:",

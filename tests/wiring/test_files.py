@@ -34,9 +34,11 @@ CERTIFIED = {"certificates.parquet", "journal.jsonl", "rate.json", "settings.jso
 REPORT = {"report/index.html"}
 PRIVATE = {
     "run.key", "plan.json", "ledger.jsonl", "ledger.anchor", "data.json", "trained.json",
-    "progress.json", "metrics.jsonl", "model/model.json", "model/model.safetensors",
+    "progress.json", "metrics.jsonl", "workers.jsonl",
+    "model/model.json", "model/model.safetensors",
     "checkpoints/step-00000005/state.safetensors", "checkpoints/step-00000005/done.json",
 }  # fmt: skip
+_OF_LOOP = ("checkpoints", "progress", "metrics", "workers")
 
 
 @pytest.fixture
@@ -125,7 +127,7 @@ def test_tune(dpdist, tmp_path):
     dpdist("tune", recipe)
     assert outside(run) == BEGUN | {"search.yaml", "trials.json"}
     inside = {n for n in files(run / "private") if not n.startswith("search/")}
-    own = {n for n in PRIVATE if not n.startswith(("checkpoints", "progress", "metrics"))}
+    own = {n for n in PRIVATE if not n.startswith(_OF_LOOP)}
     assert inside == own | {"search.json"}
     dpdist("release", "searched")
     assert outside(run) == BEGUN | {"search.yaml", "trials.json"} | RELEASE

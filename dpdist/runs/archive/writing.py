@@ -213,7 +213,7 @@ class Archive:
         found = [path.as_posix() for path in publishable(self.folder)]
         if not self.private:
             return found
-        root = self.folder.path
+        root, growing = self.folder.path, (self.folder.metrics, self.folder.groups)
         # What is not kept is not looked into either: checkpoints come and go meanwhile.
         kept = [top for top in self.folder.private.iterdir() if top.name not in _NOT_KEPT]
         private = sorted(
@@ -223,7 +223,7 @@ class Archive:
             if path.is_file()
             and not path.is_symlink()
             and not path.name.startswith(".")
-            and (path != self.folder.metrics or self.folder.trained.exists())  # grows all the time
+            and (path not in growing or self.folder.trained.exists())
         )
         newest = complete_checkpoints(self.folder.checkpoints)[-1:]
         private += [file for step in newest for file in sorted(step.iterdir())]

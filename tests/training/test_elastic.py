@@ -1,0 +1,111 @@
+"""Training workers that become more or fewer while they train."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.training import execute, interrupted, make, train
+
+from dpdist.base.errors import UserError
+from dpdist.privacy.ledger import Ledger
+from dpdist.runs.recipe import parse
+from dpdist.training.estimate import describe
+from dpdist.training.groups import Group, Teller, read
+from dpdist.training.job import prepare
+
+RANGE = {"min": 1, "max": 4}
+BETWEEN = {"workers": RANGE, "checkpoint_seconds": 1e9}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread_each():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def elastic(tmp_path, name: str, reproducible: bool, **resources):
+    steps = {"batch_size": 40, "steps": 6, "learning_rate": 0.5, "reproducible": reproducible}
+    return make(tmp_path, name, model="linear", training=steps, resources=BETWEEN | resources)
+
+
+def test_canonical_shards_change_no_bit_and_charge_nothing(tmp_path, monkeypatch):
+    """2 workers, then 1, then 4, which release in parts; each group dies after a step on its
+    ledger."""
+    undisturbed = train(*elastic(tmp_path, "a", True))
+    recipe, folder = elastic(tmp_path, "b", True, release="sharded")
+    said: list[str] = []
+    teller = Teller(folder, said.append)
+    interrupted(recipe, folder, monkeypatch, 4, 2)
+    interrupted(recipe, folder, monkeypatch, 4, 1)
+    teller.look()
+    assert torch.equal(train(recipe, folder, 4), undisturbed)
+    teller.look()
+    ledger = Ledger.read(folder.ledger)
+    assert ledger.releases == dict.fromkeys(range(6), 1) and len(ledger.attempts) == 1
+    assert [(g.workers, g.again) for g in read(folder)] == [(2, 0), (1, 0), (4, 0)]
+    assert said == [
+        "training: goes on with 1 worker (before: 2) from step 0: nothing is charged again",
+        "training: goes on with 4 workers (before: 1) from step 0: nothing is charged again",
+    ]
+
+
+def test_without_them_every_change_is_charged_and_said(tmp_path):
+    recipe, folder = elastic(tmp_path, "run", False)
+    said: list[str] = []
+    teller = Teller(folder, said.append)
+    job = prepare(recipe, folder, "test")
+    execute(job, 2, until=4)
+    kept = folder.checkpoints / "step-00000004"
+    kept.rename(folder.path / "kept")  # as if no checkpoint had been written yet
+    execute(job, 1, until=2)
+    teller.look()
+    execute(job, 1)
+    teller.look()
+    ledger = Ledger.read(folder.ledger)
+    assert ledger.releases == {0: 2, 1: 2, 2: 2, 3: 2, 4: 1, 5: 1} and ledger.superseded == 4
+    assert ledger.guarantee(job.plan).epsilon > job.plan.guarantee().epsilon
+    assert read(folder) == [Group(0, 2, "gloo", 0), Group(0, 1, "gloo", 4), Group(2, 1, "gloo", 2)]
+    assert [line.split(": ", 2)[1] for line in said] == [
+        "goes on with 1 worker (before", "goes on with 1 worker from step 2",
+    ]  # fmt: skip
+    assert "up to 4 steps that were released before are charged again" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"resources": {"workers": {"min": 3, "max": 2}}},
+         r"resources\.workers: min must be at most max"),
+        ({"resources": {"workers": {"min": 0}}}, r"\.min: must be >= 1(.|\n)*\.max: is required"),
+        ({"resources": {"workers": RANGE, "cpus_per_worker": 0.5}},
+         r"resources\.workers: a range needs whole cpus_per_worker"),
+        ({"resources": {"workers": RANGE, "gpus_per_worker": 0.5}},
+         r"resources\.workers: a range needs whole cpus_per_worker and gpus_per_worker"),
+        ({"resources": {"workers": 0}}, r"resources\.workers: must be >= 1, got 0"),
+        ({"resources": {"workers": "two"}}, r"resources\.workers: input should be a valid integer"),
+        ({"tune": {"space": {"training.learning_rate": {"uniform": [0.1, 1.0]}},
+                   "law": {"name": "fixed", "runs": 2}}, "resources": {"workers": RANGE}},
+         r"resources\.workers as a range does not go with tune"),
+        ({"privacy__budget": "b", "privacy__budget_ceiling": 3.0, "resources": {"workers": RANGE}},
+         "with privacy.budget_ceiling, needs training.reproducible"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(tmp_path, changes, message):
+    with pytest.raises(UserError, match=message):
+        make(tmp_path, **changes)
+
+
+def test_more_workers_than_canonical_shards_are_refused(tmp_path):
+    recipe, folder = elastic(tmp_path, "run", True, workers={"min": 2, "max": 9})
+    with pytest.raises(UserError, match=r"resources\.workers: must be <= 8 .* got 2 to 9"):
+        prepare(recipe, folder, "test")
+
+
+def test_a_dry_run_speaks_of_the_fewest_and_the_most(tmp_path):
+    recipe, folder = elastic(tmp_path, "run", True, release="sharded")
+    rows = dict(describe(recipe, prepare(recipe, folder, "test").plan))
+    assert rows["workers"].startswith("1 to 4, ")
+    assert " s at " in rows["training time"] and " to " in rows["training time"]
+    assert parse(recipe.model_dump(mode="json"), "again") == recipe
