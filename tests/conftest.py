@@ -22,6 +22,8 @@ _WHOLE = re.compile(
     r"import subprocess|import ray\b|import connect\b|\bhere: None|RAY_|data_root|CliRunner"
     r"|support\.(here|training|wheel|extending|oracle)|from (harness|rooms|faults|over_ssh)\b"
     r"|\brun_trials\b|import .*\b(loop|pipeline|pretrain)\b|os\.fork|\"benchmarks\""
+    r"|^pytestmark = .*mark\.(slow|long)\b",
+    re.MULTILINE,
 )
 
 

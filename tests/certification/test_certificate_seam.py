@@ -24,21 +24,25 @@ def branches(text: str) -> list[str]:
     """Questions about the kind of certificate in a source text."""
     found = []
     for node in ast.walk(ast.parse(text)):
-        said = ast.unparse(node) if isinstance(node, ast.expr | ast.pattern) else ""
-        names = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
         asked = False
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            asked = node.func.id in ("isinstance", "issubclass") and bool(names & CLASSES)
+            asked = node.func.id in ("isinstance", "issubclass") and _names_a_class(node)
         elif isinstance(node, ast.Compare):
             kinds = _texts([node.left, *node.comparators]) & {*BY_MODE, *BOUNDS}
-            asked = bool(kinds - OF_OTHERS or (kinds and "mode" in said) or names & CLASSES)
+            of_mode = bool(kinds) and "mode" in ast.unparse(node)
+            asked = bool(kinds - OF_OTHERS) or of_mode or _names_a_class(node)
         elif isinstance(node, ast.Dict):
             asked = len(_texts(node.keys) & set(BY_MODE)) > 1
         elif isinstance(node, ast.MatchClass | ast.MatchValue):
-            asked = bool(names & CLASSES or _texts(ast.walk(node)) & {*BY_MODE, *BOUNDS})
+            kinds = _texts(ast.walk(node)) & {*BY_MODE, *BOUNDS}
+            asked = bool(kinds) or _names_a_class(node)
         if asked:
-            found.append(said)
+            found.append(ast.unparse(node))
     return found
+
+
+def _names_a_class(node: ast.AST) -> bool:
+    return any(isinstance(part, ast.Name) and part.id in CLASSES for part in ast.walk(node))
 
 
 def _texts(parts: Iterable[ast.AST | None]) -> set[object]:

@@ -33,9 +33,14 @@ def own(path: Path) -> bool:
     )  # fmt: skip
 
 
+def last_name(node: ast.expr) -> str:
+    """c of a.b.c; of what is no chain of names, nothing."""
+    return getattr(node, "attr", getattr(node, "id", ""))
+
+
 def of_a_method(node: ast.expr) -> bool:
     """method, self.method, recipe.method ..."""
-    return ast.unparse(node).split(".")[-1] == "method"
+    return last_name(node) == "method"
 
 
 def branches(text: str) -> Iterator[str]:
@@ -45,7 +50,7 @@ def branches(text: str) -> Iterator[str]:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("dpdist.methods"):
             yield from (where + a.name for a in node.names if a.name in CLASSES)
         elif isinstance(node, ast.Attribute):
-            owner = ast.unparse(node.value).split(".")[-1]
+            owner = last_name(node.value)
             option = of_a_method(node.value) and node.attr in OPTIONS
             if option or (owner in MODULES and node.attr in CLASSES):
                 yield where + ast.unparse(node)

@@ -13,7 +13,6 @@ from dpdist.training.job import PACKAGES
 from dpdist.tuning.manifest import read_trials
 from dpdist.tuning.preparing import prepare
 from dpdist.tuning.search import Search
-from dpdist.tuning.searchers import ManifestSearcher
 from dpdist.tuning.trial import run_trial
 
 
@@ -59,6 +58,8 @@ def begin(tmp_path):
 @pytest.fixture
 def run_trials():
     """Run the trials of a search one after another in this process, as Ray Tune would ask."""
+
+    from dpdist.tuning.searchers import ManifestSearcher  # imports Ray Tune
 
     def go(search: Search, numbers: list[int] | None = None) -> list[list[tuple[int, float]]]:
         trials = read_trials(search.folder)
