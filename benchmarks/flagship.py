@@ -1,8 +1,8 @@
 """The flagship recipe against what is published, and what each of its ingredients gives.
 
-Every row is `dpdist run` of recipes/mnist-flagship.yaml with the changes below (one row: of
-recipes/mnist-flagship-search.yaml), under a fresh key.
-Rows share the public pre-training. What is done is not done again: the same command continues.
+Every row is `dpdist run` of recipes/mnist-flagship.yaml with the changes below (some: of its
+relatives without public data, or with a search), under a fresh key.
+Rows share the pre-training. What is done is not done again: the same command continues.
 
     python benchmarks/flagship.py --data-root data [--out DIR] [--only PATTERN ...] [--quick]
 
@@ -42,6 +42,7 @@ PUBLISHED = {
 }
 RECIPE = "mnist-flagship"
 SEARCH = "mnist-flagship-search"
+NO_PUBLIC = "mnist-flagship-no-public"
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,24 @@ ROWS = [
         ),
     ),
     Row("searched", "searched: the tuning is counted", compared=True, recipe=SEARCH),
+    Row("strokes", "no public data: drawn strokes", repeats=3, compared=True, recipe=NO_PUBLIC),
+    Row(
+        "strokes-2.9",
+        "no public data: drawn strokes, epsilon 2.9",
+        changes=_epsilon(2.9),
+        repeats=3,
+        compared=True,
+        recipe=NO_PUBLIC,
+    ),
+    Row(
+        "strokes-0.5",
+        "no public data: drawn strokes, noise 0.5, epsilon 2.9",
+        0.5,
+        changes=_epsilon(2.9),
+        repeats=3,
+        compared=True,
+        recipe=NO_PUBLIC,
+    ),
     Row(
         "no-public",
         "random initial weights",
@@ -139,7 +158,8 @@ class Bench:
         changes: dict[str, Any] = dict(QUICK) if self.quick else {}
         if self.quick:  # the private half and the public half of the digits
             changes |= {"data.public": 0.5, "public.data": None}
-        changes["model.initial"] = str(self.out / "public" / f"sigma-{row.sigma:g}")
+        begun = "strokes-sigma" if row.recipe == NO_PUBLIC else "sigma"
+        changes["model.initial"] = str(self.out / "public" / f"{begun}-{row.sigma:g}")
         changes |= dict.fromkeys(("public.sigma", "certify.sigma"), row.sigma)
         changes["method.sigma"] = 1.2 * row.sigma
         changes["certify.radii"] = [radius for radius in PUBLISHED[row.sigma] if radius]

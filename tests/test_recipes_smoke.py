@@ -14,6 +14,7 @@ from support.extras import needs_hf
 from support.here import without_ray
 
 from dpdist import data, models
+from dpdist.data import catalog
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import RECIPES, load
 from dpdist.training.job import prepare
@@ -119,6 +120,7 @@ def test_recipe_trains(path, tmp_path, monkeypatch):
         if recipe.public.weights is not None:
             small["public.weights"] = None  # nothing is downloaded here
         small["public.training"] = {"batch_size": 2, "steps": 1, "learning_rate": 0.01}
+        monkeypatch.setattr(catalog, "RECORDS", 400)
     recipe = load(path, small)
     if recipe.public is not None:
         pretrain(recipe, str(path))

@@ -23,4 +23,7 @@ def command(recipe: RecipeArgument, changes: Changes = None, data_root: DataRoot
     of = f"{100 * score:.2f} % of the test split"
     if resolved.public is not None and resolved.model.denoiser is not None:
         of = f"noise {resolved.public.sigma:g} on the test split reduced to {score:.4f}"
+    other = None if resolved.public is None else resolved.public.data
+    if other is not None and other.told_apart != resolved.data.told_apart:
+        of = f"learned the {other.told_apart} classes of {other.name}; its head is as it began"
     typer.echo(f"{folder}: {of}; trained on public records")

@@ -1,4 +1,4 @@
-"""Data sets by name: scikit-learn's digits built in, everything else from a Parquet folder."""
+"""Data sets by name: scikit-learn's digits and drawn strokes built in, others as Parquet."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from dpdist.base.storage import built_aside, private_folder, written_aside
 from dpdist.data.dataset import Dataset
 from dpdist.data.hashes import STORED
 from dpdist.data.parquet import Columns, load_parquet, split_files
+from dpdist.data.strokes import CLASSES, RECORDS, invented
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Source:
     names: tuple[str, ...] = ()
 
 
-BUILT_IN = {"digits": 10}
+BUILT_IN = {"digits": 10, "strokes": CLASSES}
 FETCHABLE = ("mnist", "cifar10", "cifar100", "svhn")
 
 
@@ -72,7 +73,7 @@ def _whole(source: Source, split: str, cache: Path) -> Dataset:
             )
         if source.columns.text is not None:
             raise UserError(f"data.text: {source.name} are images; leave it out")
-        return _digits(split, cache)
+        return (_strokes if source.name == "strokes" else _digits)(split, cache)
     files = split_files(source.root, source.name, source.train if split == "train" else source.test)
     return load_parquet(files, name, source.classes, source.columns, cache, source.names)
 
@@ -113,10 +114,24 @@ def _digits(split: str, cache: Path) -> Dataset:
         chosen = split_by_id(len(digits.target), 0.2, "dpdist.digits") == (split == "test")
         inputs = np.round(digits.images[chosen, None] * (255 / 16)).astype(np.uint8)
         labels = digits.target[chosen].astype(np.int64)
-        fingerprint = hashlib.blake2b(inputs.tobytes() + labels.tobytes(), digest_size=16)
-        meta = {"name": f"digits/{split}", "classes": 10, "fingerprint": fingerprint.hexdigest()}
+        _write(folder, inputs, labels, _meta(f"digits/{split}", 10, inputs, labels))
+    return Dataset.open(folder)
+
+
+def _strokes(split: str, cache: Path) -> Dataset:
+    """Signs that `strokes` draws: for training, and others of the same classes for testing."""
+    folder = cache / f"strokes-{split}-1"
+    if not (folder / "meta.json").exists():
+        count, seed = (RECORDS, 0) if split == "train" else (RECORDS // 10, 1)
+        inputs, labels = invented(count, seed)
+        meta = _meta(f"strokes/{split}", CLASSES, inputs, labels)
         _write(folder, inputs, labels, meta)
     return Dataset.open(folder)
+
+
+def _meta(name: str, classes: int, inputs: np.ndarray, labels: np.ndarray) -> dict[str, Any]:
+    fingerprint = hashlib.blake2b(inputs.tobytes() + labels.tobytes(), digest_size=16)
+    return {"name": name, "classes": classes, "fingerprint": fingerprint.hexdigest()}
 
 
 def of_labels(whole: Dataset, labels: tuple[int, ...], cache: Path) -> Dataset:

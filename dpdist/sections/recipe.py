@@ -162,8 +162,9 @@ class PublicRecipe(Section):
     """What `dpdist pretrain` trains WITHOUT privacy, on public records: initial weights of the
     model, or its frozen part.
 
-    data: another data set, all of whose training split is public (images are resized); without it,
-    the records that data.public sets aside. weights: to begin with; a torchvision state dict in
+    data: another data set, all of whose training split is public (images are resized), for initial
+    weights also of other classes (the head then stays as it began); without it, the records that
+    data.public sets aside. weights: to begin with; a torchvision state dict in
     safetensors format, or "torchvision": the published ones, downloaded. sigma: of the input noise
     that a denoiser learns to remove, or that a classifier learns to see through. augment: deform
     the images at random.

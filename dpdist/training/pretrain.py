@@ -7,6 +7,7 @@ Ordinary minibatches of shuffled records on one process. The model folder says w
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from dpdist import data, models
@@ -46,22 +47,25 @@ def pretrain(
     models.check_name(network.name)
     from dpdist.training import public_training as training
 
-    spec = ModelSpec(
+    learned = ModelSpec(
         network.name,
         test.input_shape,
-        test.classes,
+        public.classes,
         dict(network.options),
         tuple(network.mean),
         tuple(network.std),
     )
-    model = models.initialise(spec, section.training.init_seed)
+    model = models.initialise(learned, section.training.init_seed)
     check = models.check_denoiser if part == models.DENOISER else models.check_outputs
-    check(model, spec)
+    check(model, learned)
     began = {}
     if section.weights is not None:
         began["began_with"] = training.begin_with(model, section, network)
     steps = training.train_public(model, public, test.input_shape, section, part, progress)
     facts = {"steps": steps, "batch_size": section.training.batch_size, "public": True, **began}
+    spec = replace(learned, classes=test.classes)
+    if spec != learned:
+        model = training.with_new_head(model, spec, section.training.init_seed)
     with built_aside(folder) as aside:
         models.save(model.eval(), spec, aside)
         write_provenance(aside, public, facts)
@@ -83,7 +87,7 @@ def _public_records(
         records = declared_public(recipe, source)
     else:
         found = named_public(section.data)
-        if found.classes != recipe.data.told_apart:
+        if found.classes != recipe.data.told_apart and recipe.model.initial is None:
             raise UserError(
                 f"{where}: public.data: {found.classes} classes, the private data have "
                 f"{recipe.data.told_apart}"

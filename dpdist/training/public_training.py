@@ -18,6 +18,7 @@ from dpdist.base.errors import UserError
 from dpdist.base.reading import read_bytes
 from dpdist.gradients.task import cross_entropy, squared_error
 from dpdist.methods.hgm_shares import resized
+from dpdist.models import ModelSpec
 from dpdist.models.torchvision_zoo import estimating, published_weights
 from dpdist.randomness.keys import derive_key
 from dpdist.sections.recipe import ModelRecipe, PublicRecipe
@@ -136,6 +137,21 @@ def begin_with(model: nn.Module, section: PublicRecipe, network: ModelRecipe) ->
         raise UserError(f"public.weights: {path}: cannot be read: {error}") from error
     copy_weights(model, tensors, str(path))
     return f"weights from a file, {path.name} (declared public, not checked)"
+
+
+def with_new_head(model: nn.Module, spec: ModelSpec, seed: int) -> nn.Module:
+    """A network of other classes, `spec`: what the trained one has of the same shape, the rest as
+    `seed` begins it. Raises UserError when little of it fits."""
+    fresh = models.initialise(spec, seed)
+    own, trained = fresh.state_dict(), model.state_dict()
+    copied = {n: v for n, v in trained.items() if n in own and own[n].shape == v.shape}
+    if len(copied) < len(own) / 2:
+        raise UserError(
+            f"public.data: other classes than the private data's, and of {spec.name} only "
+            f"{len(copied)} of {len(own)} tensors have the same shape for both"
+        )
+    fresh.load_state_dict(copied, strict=False)
+    return fresh
 
 
 def copy_weights(model: nn.Module, tensors: Mapping[str, Tensor], path: str) -> list[str]:

@@ -11,6 +11,7 @@ import torch
 
 from dpdist import models, pipeline
 from dpdist.base.errors import UserError
+from dpdist.data import catalog
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse
@@ -156,6 +157,31 @@ def test_noise_in_pretraining_is_for_noisy_inputs(tmp_path):
             found = models.load(folder)(inputs).argmax(1)
         scores.append(float((found == dataset.targets(slice(0, len(dataset)))).float().mean()))
     assert scores[1] > scores[0] + 0.05
+
+
+def drawn(folder: Path, **sections) -> dict:
+    """Public weights from strokes, of which there are 200 classes."""
+    described = raw(folder, **{"data": {"name": "digits"}, **sections})
+    described["public"]["data"] = {"name": "strokes", "classes": 200}
+    described["public"]["training"] |= {"steps": 2}
+    return described
+
+
+def test_public_records_of_other_classes_teach_all_but_the_head(tmp_path, monkeypatch):
+    monkeypatch.setattr(catalog, "RECORDS", 400)
+    monkeypatch.setenv("DPDIST_CACHE", str(tmp_path / "cache"))
+    recipe = parse(drawn(tmp_path / "weights"), "test")
+    folder, _ = pretrain(recipe, "test")
+    run = prepare(recipe, RunFolder(tmp_path / "run"), "test").folder
+    assert "400 public records of strokes" in run.pretrained.read_text()
+    spec = models.read_spec(folder)
+    trained, fresh = models.load(folder).state_dict(), models.initialise(spec, 0).state_dict()
+    assert spec.classes == 10
+    for name in trained:
+        assert torch.equal(trained[name], fresh[name]) == name.startswith("5."), name
+    with pytest.raises(UserError, match=r"public\.data: other classes.* 0 of 2 tensors"):
+        linear = {"name": "linear", "initial": str(tmp_path / "linear")}
+        pretrain(parse(drawn(tmp_path, model=linear), "test"), "test")
 
 
 def test_weights_that_saw_private_records_are_refused(weights, tmp_path):
