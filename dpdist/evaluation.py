@@ -21,7 +21,7 @@ from dpdist.training.records import evaluation_data, source_of
 if TYPE_CHECKING:
     import torch
 
-_BATCH = 1000
+_BATCH, _FEWER = 1000, 100  # inputs at once; documents
 _DRAWS = 16
 _SIDE = 96  # of an image in a report, at most
 
@@ -40,7 +40,8 @@ def load_model(recipe: Recipe, folder: RunFolder) -> torch.nn.Module:
 
 
 def evaluate_stage(recipe: Recipe, folder: RunFolder) -> None:
-    """Clean accuracy on the test split, into evaluation.json.
+    """Clean accuracy on the test split, into evaluation.json; of documents, of all their next
+    tokens.
 
     A model with noise of its own answers by its mean scores over a few fresh draws of it. Where
     answers are paid for, the first few test inputs are asked about, or none.
@@ -54,39 +55,72 @@ def evaluate_stage(recipe: Recipe, folder: RunFolder) -> None:
     dataset = dataset.first(asked)
     if not len(dataset):
         return
-    wrong: list[int] = []
-    loss = 0.0
-    seen = torch.zeros(2, dataset.classes, dtype=torch.int64)  # of each class: inputs, and missed
     with torch.inference_mode():
-        for start in range(0, len(dataset), _BATCH):
-            rows = slice(start, start + _BATCH)
-            inputs, targets = dataset.batch(rows), dataset.targets(rows)
-            outputs = answer(inputs, start)
-            missed = torch.nonzero(outputs.argmax(1) != targets).flatten() + start
-            wrong += missed.tolist()
-            for row, found in enumerate((targets, targets[missed - start])):
-                seen[row] += torch.bincount(found, minlength=dataset.classes)
-            loss += float(torch.nn.functional.cross_entropy(outputs, targets, reduction="sum"))
+        found = (_following if dataset.following else _classified)(dataset, answer)
+    asked, loss = found.pop("asked"), found.pop("loss")
     write_json(
         folder.evaluation,
         {
             "data": dataset.name,
             "inputs": len(dataset),
-            "correct": len(dataset) - len(wrong),
-            "accuracy": (len(dataset) - len(wrong)) / len(dataset),
-            "wrong": " ".join(map(str, wrong)),  # which inputs: two runs are compared by input
-            "by_class": torch.stack([seen[0], seen[0] - seen[1]], 1).tolist(),  # inputs, right
+            "accuracy": found["correct"] / asked,
             "fingerprint": dataset.fingerprint,
-            "cross_entropy": json_number(loss / len(dataset)),
-            "perplexity": json_number(math.exp(min(700.0, loss / len(dataset)))),
+            "cross_entropy": json_number(loss / asked),
+            "perplexity": json_number(math.exp(min(700.0, loss / asked))),
+            **found,
             **about,
         },
     )
 
 
+_Answer = Callable[["torch.Tensor", int], "torch.Tensor"]  # inputs that begin at a place: scores
+
+
+def _classified(dataset: Dataset, answer: _Answer) -> dict[str, Any]:
+    """Which inputs are classified wrongly, and the sum of their cross-entropies."""
+    import torch
+
+    wrong: list[int] = []
+    loss = 0.0
+    seen = torch.zeros(2, dataset.classes, dtype=torch.int64)  # of each class: inputs, and missed
+    for start in range(0, len(dataset), _BATCH):
+        rows = slice(start, start + _BATCH)
+        inputs, targets = dataset.batch(rows), dataset.targets(rows)
+        outputs = answer(inputs, start)
+        missed = torch.nonzero(outputs.argmax(1) != targets).flatten() + start
+        wrong += missed.tolist()
+        for row, found in enumerate((targets, targets[missed - start])):
+            seen[row] += torch.bincount(found, minlength=dataset.classes)
+        loss += float(torch.nn.functional.cross_entropy(outputs, targets, reduction="sum"))
+    return {
+        "asked": len(dataset),
+        "loss": loss,
+        "correct": len(dataset) - len(wrong),
+        "wrong": " ".join(map(str, wrong)),  # which inputs: two runs are compared by input
+        "by_class": torch.stack([seen[0], seen[0] - seen[1]], 1).tolist(),  # inputs, right
+    }
+
+
+def _following(dataset: Dataset, answer: _Answer) -> dict[str, Any]:
+    """How many of all next tokens are said rightly, and the sum of their cross-entropies."""
+    import torch
+
+    asked = correct = 0
+    loss = 0.0
+    for start in range(0, len(dataset), _FEWER):
+        rows = slice(start, start + _FEWER)
+        targets = dataset.targets(rows)
+        there = targets >= 0
+        outputs, targets = answer(dataset.batch(rows), start)[there], targets[there]
+        asked += len(targets)
+        correct += int((outputs.argmax(1) == targets).sum())
+        loss += float(torch.nn.functional.cross_entropy(outputs, targets, reduction="sum"))
+    return {"asked": asked, "loss": loss, "correct": correct, "next_tokens": asked}
+
+
 def _answering(
     recipe: Recipe, folder: RunFolder, dataset: Dataset
-) -> tuple[int, Callable[[torch.Tensor, int], torch.Tensor], dict[str, Any]]:
+) -> tuple[int, _Answer, dict[str, Any]]:
     """How many of the inputs may be asked about, from the first on; scores of inputs that begin at
     a place in the data; and what the evaluation says of them."""
     if recipe.method.withheld is not None:

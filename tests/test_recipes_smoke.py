@@ -27,13 +27,11 @@ from dpdist.training.trainer import fit
 RECORDS = 48
 SIDES = {"mnist": (28, 28), "cifar10": (32, 32, 3), "cifar100": (32, 32, 3), "idc": (50, 50, 3)}
 FEATURES = {"cifar100-features": 1280, "pubfig83-features": 2048, "celeba1000-features": 2048}
-TOKENS = {"reddit-next-word": 20}
 
 
 def make_up(root, section) -> None:
     """Parquet files that look like the recipe's data."""
-    text = section.text and section.text.column
-    write(root, section.name, section.classes, section.columns, text)
+    write(root, section.name, section.classes, section.columns, section.text)
 
 
 def write(root, name, classes, columns, text=None) -> None:
@@ -48,13 +46,15 @@ def write(root, name, classes, columns, text=None) -> None:
             picture = rng.integers(0, 256, SIDES[name], dtype=np.uint8)
             Image.fromarray(picture).save(buffer, format="PNG")
             rows.append({"bytes": buffer.getvalue(), "path": ""})
-    elif name in TOKENS:
-        tokens = rng.integers(0, classes, (2 * RECORDS, TOKENS[name]))
-        rows = tokens.astype(np.float32).tolist()
     else:
         rows = rng.random((2 * RECORDS, FEATURES[name]), dtype=np.float32).tolist()
-    column = text or (columns.features[0] if columns.features else columns.image)
+    column = columns.features[0] if columns.features else columns.image
     (root / name).mkdir(parents=True)
+    if text is not None:
+        column = text.column
+        (root / name / data.WORDS).write_text("".join(f"{n}\n" for n in range(text.words or 0)))
+        public = pa.table({column: [f"a public letter {number}" for number in range(RECORDS)]})
+        pq.write_table(public, root / name / "public.parquet")
     for split, half in (("train", slice(RECORDS)), ("test", slice(RECORDS, None))):
         table = pa.table({column: rows[half], columns.label: labels[half]})
         pq.write_table(table, root / name / f"{split}.parquet")
@@ -64,7 +64,7 @@ def write(root, name, classes, columns, text=None) -> None:
 LARGE = {
     "cifar10-flagship", "cifar10-stobatch", "dplis-cifar10-cnn-tanh", "dplis-cifar10-mlp",
     "dplis-cifar100-transfer", "dplis-mnist-cnn-control", "dplis-mnist-cnn-r40",
-    "dplis-mnist-cnn-sum", "dplis-pubfig83-transfer", "dplis-reddit-lstm",
+    "dplis-mnist-cnn-sum", "dplis-pubfig83-transfer",
     "hgm-pixeldp-cifar10", "mnist-search-untuned", "pixeldp-cifar10", "residual-cifar10-2",
     "residual-cifar10-dpsgd", "residual-cifar10-en2", "residual-cifar10-en5",
     "residual-cifar10-multiplicative", "residual-cifar10-no-skip", "residual-cifar100",
@@ -94,6 +94,8 @@ def test_recipe_trains(path, tmp_path, monkeypatch):
         small["privacy.noise_multiplier"] = 0
     if hasattr(recipe.method, "draws"):
         small["method.draws"] = min(2, recipe.method.draws)
+    if recipe.privacy.nominal_records is not None:
+        small["privacy.nominal_records"] = RECORDS
     taught = hasattr(recipe.method, "teachers")
     if taught:
         small |= {"method.teachers": 2, "privacy.nominal_records": RECORDS}

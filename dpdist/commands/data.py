@@ -69,3 +69,19 @@ def fetch(
     from dpdist import data
 
     typer.echo(str(data.fetch(name, data_root, typer.echo)))
+
+
+@app.command("make")
+def make_data(
+    name: Annotated[str, typer.Argument(help="docstrings")],
+    data_root: Annotated[
+        Path, typer.Option("--data-root", callback=file_path(), help="Where to put it.")
+    ] = Path("data"),
+) -> None:
+    """Make a set of real texts from the docstrings of what is installed; nothing is downloaded."""
+    from dpdist.base.errors import UserError
+    from dpdist.data import docstrings
+
+    if name != docstrings.NAME:
+        raise UserError(f"data make: unknown {name!r}; there is {docstrings.NAME}")
+    typer.echo(str(docstrings.make_docstrings(data_root, typer.echo)))

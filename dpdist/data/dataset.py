@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dpdist.data.hashes import as_model_sees, positions, stored_hashes
+from dpdist.data.text import following
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,7 +29,7 @@ class Dataset:
     [low, high); without: leave out the records whose inputs are stored in that folder; kept: of
     what is left, by place, in packed bits.
     largest_group: most records of one group, when a group column is named. read: how texts became
-    inputs.
+    inputs. following: the targets of a record are its own next tokens, not its label.
     """
 
     folder: Path
@@ -41,6 +42,7 @@ class Dataset:
     without: Path | None = None
     kept: bytes | None = None
     read: str = ""
+    following: bool = False
 
     @staticmethod
     def open(folder: Path) -> Dataset:
@@ -52,6 +54,7 @@ class Dataset:
             meta["fingerprint"],
             largest_group=meta.get("largest_group"),
             read=meta.get("read", ""),
+            following=meta.get("following", False),
         )
 
     def first(self, limit: int | None) -> Dataset:
@@ -154,7 +157,10 @@ class Dataset:
         return torch.from_numpy(seen if seen.flags.writeable else seen.copy())
 
     def targets(self, indices: np.ndarray | slice) -> Tensor:
-        """Labels as int64 (B,)."""
+        """What a model should say, int64: labels (B,), or the tokens that follow (B, T), below
+        0 where none does."""
         import torch
 
+        if self.following:
+            return torch.from_numpy(following(self.batch(indices).numpy()))
         return torch.from_numpy(np.array(self.labels[indices]))

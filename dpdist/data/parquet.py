@@ -1,7 +1,8 @@
 """Parquet in, memory-mapped arrays out, row group by row group; every complaint names file and row.
 
 Three layouts are read, each with a label column: an image column (bytes, or a struct with a `bytes`
-field); numeric feature columns (or one list column of numbers); a column of texts (`text.py`).
+field); numeric feature columns (or one list column of numbers); a column of texts (`text.py`),
+which may do without labels.
 """
 
 from __future__ import annotations
@@ -51,8 +52,13 @@ class Columns:
         """The columns that a model sees."""
         return self.features or (self.image if self.text is None else self.text.column,)
 
+    @property
+    def labelled(self) -> bool:
+        """Whether the label column is read."""
+        return self.text is None or not self.text.following
+
     def __post_init__(self) -> None:
-        if self.label in self.inputs:
+        if self.labelled and self.label in self.inputs:
             raise UserError(
                 f"data.columns: the label {self.label!r} is among the features: the model would "
                 "read the answer; take it out"
@@ -170,7 +176,9 @@ def _decode(
     for file, reader in zip(files, readers, strict=True):
         for first_row, table in _tables(file, reader, columns):
             rows = _inputs(table, file, first_row, columns)
-            marks = _labels(table, file, first_row, columns.label, *classes)
+            marks = np.zeros(len(rows), dtype=np.int64)
+            if columns.labelled:
+                marks = _labels(table, file, first_row, columns.label, *classes)
             if inputs is None:
                 shape = (total, *rows.shape[1:])
                 inputs = np.lib.format.open_memmap(out / "inputs.npy", "w+", rows.dtype, shape)
@@ -199,6 +207,7 @@ def _decode(
         "fingerprint": digest.hexdigest(),
         "largest_group": max(groups.values()) if groups else None,
         "read": "" if columns.text is None else json.dumps(columns.text.described),
+        "following": not columns.labelled,
     }
     (out / "meta.json").write_text(json.dumps(meta))
 
@@ -211,7 +220,7 @@ def _open(file: Path) -> pq.ParquetFile:
 
 
 def _tables(file: Path, reader: pq.ParquetFile, columns: Columns) -> Iterator[tuple[int, pa.Table]]:
-    wanted = [*columns.inputs, columns.label]
+    wanted = [*columns.inputs, *([columns.label] if columns.labelled else [])]
     if columns.group is not None:
         wanted.append(columns.group)
     schema = reader.schema_arrow

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from dpdist.base.tokens import PADDING
 from dpdist.gradients.engine import GradientEngine, Objective
 
 # (engine, inputs, labels, draw key, record ids) to targets, row b from record b, key and model.
@@ -15,8 +16,18 @@ Targets = Callable[[GradientEngine, Tensor, Tensor, bytes, Tensor], Tensor]
 
 
 def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Per-example cross-entropy: logits (B, classes), labels (B,) to losses (B,)."""
-    return torch.nn.functional.cross_entropy(outputs, targets, reduction="none")
+    """Per-example cross-entropy: logits (B, classes), labels (B,) to losses (B,).
+
+    Of an example with many targets, logits (B, T, classes) and (B, T), the mean over those that
+    there are, which are not below 0; so an example's gradient is the mean of theirs, before it is
+    clipped, and what one of them says about it is clipped with all others.
+    """
+    if targets.dim() == 1:
+        return torch.nn.functional.cross_entropy(outputs, targets, reduction="none")
+    losses = torch.nn.functional.cross_entropy(
+        outputs.transpose(1, 2), targets, reduction="none", ignore_index=PADDING
+    )
+    return losses.sum(1) / (targets >= 0).sum(1).clamp(min=1)
 
 
 def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:

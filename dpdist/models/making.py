@@ -126,7 +126,8 @@ def _network(spec: ModelSpec) -> nn.Module:
 
 
 def check_outputs(module: nn.Module, spec: ModelSpec) -> None:
-    """Raise UserError unless the module maps (B, *input_shape) to (B, classes) without drawing.
+    """Raise UserError unless the module maps (B, *input_shape) to (B, classes), or (B, T, classes)
+    where it says what follows, without drawing.
 
     Dropout is refused: its masks follow the position in the batch, so that one record fewer would
     change the mask, and the gradient, of every record after it; and no restart could replay it.
@@ -143,10 +144,12 @@ def check_outputs(module: nn.Module, spec: ModelSpec) -> None:
             ) from error
         drew = not torch.equal(before, torch.get_rng_state())
     shape = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
-    if shape != (2, spec.classes):
+    wanted = (2, *(spec.input_shape if spec.following else ()), spec.classes)
+    if shape != wanted:
+        each = "class" if not spec.following else "token, at each position of data.text.length"
         raise UserError(
-            f"model {spec.name!r} gives {shape} for 2 inputs, must be (2, {spec.classes}): one "
-            "logit for each class"
+            f"model {spec.name!r} gives {shape} for 2 inputs, must be {wanted}: one logit for each "
+            f"{each}"
         )
     if drew:
         raise UserError(

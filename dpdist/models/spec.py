@@ -37,7 +37,7 @@ class ModelSpec:
     layer; block_noise: on its input and in these modules; the deviations are among the saved
     tensors (`dpdist.models.hidden`). classifier: a frozen network behind this one, which then is a
     denoiser: images to images of the same shape. denoiser: a frozen one before this one, which then
-    is a classifier.
+    is a classifier. following: it says at each position of an input what comes next.
     """
 
     name: str
@@ -50,6 +50,7 @@ class ModelSpec:
     classifier: ModelSpec | None = None
     denoiser: ModelSpec | None = None
     block_noise: BlockNoise | None = None
+    following: bool = False
 
     @property
     def noisy(self) -> bool:
@@ -69,9 +70,10 @@ class ModelSpec:
 
 
 def _described(spec: dict[str, Any]) -> dict[str, Any]:
-    """Noise in modules is said only where there is some: descriptions name models in keys."""
+    """Noise in modules, and that it follows, is said only where it is so: descriptions name models
+    in keys."""
     inner = {part: _described(spec[part]) for part in (CLASSIFIER, DENOISER) if spec[part]}
-    return {k: v for k, v in (spec | inner).items() if k != "block_noise" or v is not None}
+    return {k: v for k, v in (spec | inner).items() if v or k not in ("block_noise", "following")}
 
 
 def read_spec(folder: Path) -> ModelSpec:
@@ -89,13 +91,13 @@ def read_spec(folder: Path) -> ModelSpec:
 
 _SHAPE = {
     "name": str, "input_shape": list, "classes": int, "options": dict, "mean": list, "std": list,
-    "hidden_noise": bool,
+    "hidden_noise": bool, "following": bool,
 }  # fmt: skip
 _MOST_NUMBERS = 2**28  # of one input, and classes
 
 
 def _spec(description: dict[str, Any], where: str) -> ModelSpec:
-    check_shape({"hidden_noise": False, **description}, where, _SHAPE)
+    check_shape({"hidden_noise": False, "following": False, **description}, where, _SHAPE)
     sizes = [*description["input_shape"], description["classes"]]
     good = len(sizes) > 1 and all(type(size) is int and size >= 1 for size in sizes)
     if not good or math.prod(sizes) > _MOST_NUMBERS:

@@ -43,7 +43,7 @@ FAMILIES = {
     "vit": Family("ViT", pixels=True),
 }
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_POOLS = ("mean", "first", "last")
+_POOLS = ("mean", "first", "last", "each")
 # What a configuration's file says besides the network: where it came from, how it was run.
 _NOT_OF_THE_NETWORK = {
     "_name_or_path", "architectures", "transformers_version", "torch_dtype", "dtype", "id2label",
@@ -92,7 +92,9 @@ class Transformer(nn.Module):
 
 
 def _pooled(states: Tensor, real: Tensor, pool: str) -> Tensor:
-    """(B, T, width) to (B, width)."""
+    """(B, T, width) to (B, width); of each, as they are."""
+    if pool == "each":
+        return states
     if pool == "first":
         return states[:, 0]
     count = real.sum(1, keepdim=True)
@@ -114,8 +116,9 @@ def transformer(
 
     config: of the base, as in its config.json; model_type names one of the families. adapter: what
     is trained in the base (`dpdist.models.adapters`); None: the head alone. pool: what the head
-    reads: the mean over positions, the first, or the last of the document. dtype: of the base;
-    adapters and head are float32.
+    reads: the mean over positions, the first, the last of the document, or each, of a causal base
+    that says what follows (data.text.predict: next). dtype: of the base; adapters and head are
+    float32.
     """
     if pool not in _POOLS:
         raise UserError(f"model.options.pool: must be one of {', '.join(_POOLS)}, got {pool!r}")
@@ -123,6 +126,9 @@ def transformer(
         raise UserError(f"model.options.dtype: must be one of {', '.join(_DTYPES)}, got {dtype!r}")
     family = _family(config.get("model_type"))
     _check_input(input_shape, family)
+    if pool == "each" and not family.causal:
+        causal = ", ".join(name for name, each in FAMILIES.items() if each.causal)
+        raise UserError(f"model.options.pool: each is for {causal}: others see what follows")
     base = _base(family, config).to(_DTYPES[dtype]).requires_grad_(False)
     if adapter is not None:
         inject(base, adapter)

@@ -116,43 +116,67 @@ class _Tokens(nn.Module):
     def __init__(self, vocabulary: int, width: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
+        self.vocabulary = vocabulary
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.embedding(x.long())
+        return self.embedding(x.long().clamp(min=0))  # behind the end nothing is asked
 
 
-class _LastState(nn.Module):
-    """The last hidden state of an LSTM: (B, length, width) to (B, units)."""
+class _Windows(nn.Module):
+    """At each position the last `count` ones, it among them: (B, length, width) to (B, length,
+    count * width). Before the beginning there are zeros."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count = count
+
+    def forward(self, x: Tensor) -> Tensor:
+        filled = nn.functional.pad(x, (0, 0, self.count - 1, 0))
+        return filled.unfold(1, self.count, 1).flatten(2)
+
+
+class _States(nn.Module):
+    """The hidden states of an LSTM: (B, length, width) to (B, length, units)."""
 
     def __init__(self, width: int, units: int) -> None:
         super().__init__()
         self.lstm = nn.LSTM(width, units, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.lstm(x)[0][:, -1]
+        return self.lstm(x)[0]
+
+
+class NextWord(nn.Sequential):
+    """Token numbers (B, length), below 0 behind a document's end, to what comes after each of them:
+    logits (B, length, vocabulary), which depend on it and those before it."""
+
+    def __init__(self, tokens: _Tokens, *layers: nn.Module) -> None:
+        super().__init__(tokens, *layers)
+        self.vocabulary = tokens.vocabulary
 
 
 def next_word_mlp(
     input_shape: Sequence[int],
     classes: int,
+    context: int = 20,
     embedding: int = 64,
     hidden: Sequence[int] = (500, 250, 50),
 ) -> nn.Module:
-    """Next word from the last tokens by dense layers 500-250-50 (DPlis, PoPETs 2021, Section 5.5).
+    """Next word from the last 20 by dense layers 500-250-50 (DPlis, PoPETs 2021, Section 5.5).
 
     classes is the vocabulary, of inputs and outputs. The embedding's width is not in the paper.
     """
-    sizes = [input_shape[0] * embedding, *hidden]
-    layers: list[nn.Module] = [_Tokens(classes, embedding), nn.Flatten()]
+    sizes = [context * embedding, *hidden]
+    layers: list[nn.Module] = [_Windows(context)]
     for width_in, width_out in itertools.pairwise(sizes):
         layers += [nn.Linear(width_in, width_out), nn.ReLU()]
-    return nn.Sequential(*layers, nn.Linear(sizes[-1], classes))
+    return NextWord(_Tokens(classes, embedding), *layers, nn.Linear(sizes[-1], classes))
 
 
 def next_word_lstm(
     input_shape: Sequence[int], classes: int, embedding: int = 256, units: int = 96
 ) -> nn.Module:
-    """Next word from the last tokens by an LSTM (DPlis: embedding 256, 96 units)."""
-    return nn.Sequential(
-        _Tokens(classes, embedding), _LastState(embedding, units), nn.Linear(units, classes)
+    """Next word from all before it by an LSTM (DPlis: embedding 256, 96 units)."""
+    return NextWord(
+        _Tokens(classes, embedding), _States(embedding, units), nn.Linear(units, classes)
     )

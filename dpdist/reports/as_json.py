@@ -17,17 +17,19 @@ from dpdist.reports.differences import differences, whole_curves
 from dpdist.reports.facts import Facts
 
 _EVALUATED = ("data", "inputs", "correct", "accuracy", "cross_entropy", "noise_draws")
+_OF_NEXT = ("next_tokens", "perplexity")
 
 
 def published(facts: Facts) -> dict[str, Any]:
     """A run: its privacy card, accuracy on test data, certificates and what else was measured."""
     found = facts.evaluation
+    names = _EVALUATED if facts.next_tokens is None else (*_EVALUATED, *_OF_NEXT)
     return {
         "run": facts.folder.name,
         "folder": str(facts.folder.path),
         "method": facts.recipe.method.name,
         "privacy_card": facts.card(),
-        "evaluation": found and {name: found[name] for name in _EVALUATED if name in found},
+        "evaluation": found and {name: found[name] for name in names if name in found},
         "certificates": [certified(table) for table in facts.tables],
         "measured": [
             {"kind": kind.name, "name": name, "value": value}

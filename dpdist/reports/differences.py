@@ -153,6 +153,12 @@ def _plain(first: Facts, later: Facts, notes: list[str]) -> list[Difference]:
     for facts in (first, later):
         if not facts.evaluation:
             return []
+        if "next_tokens" in facts.evaluation:
+            notes.append(
+                f"Next tokens of {later.folder.name} are not compared one by one: those of a "
+                "document are not independent; repeat the runs and compare perplexities."
+            )
+            return []
         if "wrong" not in facts.evaluation:
             path = facts.folder.evaluation
             notes.append(

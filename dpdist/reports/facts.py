@@ -203,6 +203,20 @@ class Facts:
             },
         )
 
+    @property
+    def next_tokens(self) -> int | None:
+        """How many next tokens the evaluation asked for; None where it asked for labels."""
+        return (self.evaluation or {}).get("next_tokens")
+
+    @property
+    def asked(self) -> str:
+        """What the evaluation asked about; the bracket is left open."""
+        about = self.evaluation or {}
+        inputs = f"{about['inputs']:,} ({about['data']}"
+        return (
+            inputs if self.next_tokens is None else f"{self.next_tokens:,} next tokens of {inputs}"
+        )
+
     def summary(self) -> list[tuple[str, str]]:
         """Name and value, as printed at the end of a run."""
         rows = [("privacy", self.privacy_line)]
@@ -232,10 +246,11 @@ class Facts:
             rows.append(
                 (
                     "clean accuracy",
-                    f"{100 * self.evaluation['accuracy']:.2f} % of {self.evaluation['inputs']:,} "
-                    f"({self.evaluation['data']}{how})",
+                    f"{100 * self.evaluation['accuracy']:.2f} % of {self.asked}{how})",
                 )
             )
+            if self.next_tokens is not None:
+                rows.append(("perplexity", f"{self.evaluation['perplexity']:.2f} of {self.asked})"))
         for table in self.tables:
             rows += [_certified_row(table), population.line(table, (0.0, *table.shown_radii))]
         for kind, found in self.evaluations.items():
@@ -303,6 +318,8 @@ def _read_evaluation(path: Path) -> dict[str, Any]:
     found = read_json(path, _EVALUATION)
     pairs = found.get("by_class", [])
     sound = 1 <= found["inputs"] <= MOST_INPUTS and 0 <= found["accuracy"] <= 1
+    if "next_tokens" in found:
+        check_shape(found, str(path), {"next_tokens": int, "perplexity": float})
     if not sound or not isinstance(pairs, list) or not all(map(_is_pair, pairs)):
         raise UserError(f"{path}: damaged: its accuracy is not that of its inputs and classes")
     return found

@@ -117,6 +117,14 @@ def _useful(facts: Facts) -> list[tuple[Mood, str]]:
     if facts.evaluation is None:
         return [("caution", "how often the model is right was not measured")]
     inputs, share = facts.evaluation["inputs"], 100 * facts.evaluation["accuracy"]
+    if facts.next_tokens is not None:
+        said = f"perplexity {facts.evaluation['perplexity']:.1f}, {share:.1f} % right"
+        return [
+            (
+                "good",
+                f"of the {facts.next_tokens:,} next tokens of {inputs:,} test documents: {said}",
+            )
+        ]
     return [("good", f"the model is right on {share:.1f} % of {inputs:,} test inputs")]
 
 
@@ -155,8 +163,9 @@ def interval(hits: int, inputs: int) -> str:
 
 
 def clean_interval(facts: Facts) -> str | None:
-    """Of the accuracy."""
-    if facts.evaluation is None:
+    """Of the accuracy; None where there are many answers to an input, which are no independent
+    sample."""
+    if facts.evaluation is None or facts.next_tokens is not None:
         return None
     inputs = facts.evaluation["inputs"]
     return interval(round(inputs * facts.evaluation["accuracy"]), inputs)

@@ -181,13 +181,11 @@ def _tiles(facts: Facts) -> list[tuple[str, str, str]]:
     ]
     if facts.evaluation is not None:
         share = f"{100 * facts.evaluation['accuracy']:.1f} %"
-        found.append(
-            (
-                "right",
-                share,
-                f"{clean_interval(facts)}\u00a0% of inputs like these, 95\u00a0% sure",
-            )
-        )
+        sure = f"{clean_interval(facts)}\u00a0% of inputs like these, 95\u00a0% sure"
+        if facts.next_tokens is not None:
+            sure = f"of {facts.next_tokens:,} next tokens"
+            found.append(("perplexity", f"{facts.evaluation['perplexity']:.1f}", sure))
+        found.append(("right", share, sure))
     table = main_table(facts)
     if table is not None:
         radius = first_radius(table)

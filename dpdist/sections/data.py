@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -18,6 +18,7 @@ from dpdist.base.fields import (
     Text,
     of_key,
 )
+from dpdist.base.tokens import vocabulary_of
 
 # The name of a split: a file's name without its ending, or a folder's.
 SplitName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
@@ -48,11 +49,26 @@ class ColumnNames(Section):
 
 class TextRecipe(Section):
     """Records are texts: at most `length` tokens of each, from its beginning. tokenizer: a
-    tokenizer.json; without it the tokens are bytes, of which there are 258."""
+    tokenizer.json. words: so many of words.txt, which lies beside the files. Without either the
+    tokens are bytes, of which there are 258. predict: what is learned of a document: its label, or
+    after each of its tokens the next one."""
 
     column: Text = "text"
     length: Annotated[int, Number, Field(ge=4, le=2**16)] = 128
     tokenizer: FilePath | None = None
+    words: Annotated[int, Number, Field(ge=1, le=99_000)] | None = None
+    predict: Literal["label", "next"] = "label"
+
+    @model_validator(mode="after")
+    def _one_vocabulary(self) -> TextRecipe:
+        if self.words is not None and self.tokenizer is not None:
+            raise of_key("words", "not beside tokenizer: tokens are of one vocabulary")
+        return self
+
+    @property
+    def following(self) -> bool:
+        """Whether the next tokens are learned, and no label is read."""
+        return self.predict == "next"
 
 
 class DataRecipe(Section):
@@ -96,6 +112,16 @@ class DataRecipe(Section):
             return {**value, "classes": len(names)}
         return value
 
+    @model_validator(mode="before")
+    @classmethod
+    def _tokens_are_classes(cls, value: Any) -> Any:
+        text = value.get("text") if isinstance(value, dict) else None
+        if isinstance(text, dict) and text.get("predict") == "next" and "classes" not in value:
+            words = text.get("words")
+            if not text.get("tokenizer") and (words is None or type(words) is int):
+                return {**value, "classes": max(1, vocabulary_of(words))}
+        return value
+
     @model_validator(mode="after")
     def _names_fit(self) -> DataRecipe:
         if self.names and (len(self.names), len(set(self.names))) != (self.classes, self.classes):
@@ -117,6 +143,22 @@ class DataRecipe(Section):
             raise of_key("text", "not beside columns.features: a record is one or the other")
         return self
 
+    @model_validator(mode="after")
+    def _following_fits(self) -> DataRecipe:
+        if self.text is None or not self.text.following:
+            return self
+        known = vocabulary_of(self.text.words)
+        if self.text.tokenizer is None and self.classes != known:
+            raise of_key("classes", f"leave it out: with text.predict: next it is {known:,} tokens")
+        if self.names or self.labels:
+            raise of_key("names, labels", "leave them out: with text.predict: next there are none")
+        return self
+
+    @property
+    def following(self) -> bool:
+        """Whether a record has many targets, its own next tokens."""
+        return self.text is not None and self.text.following
+
     @property
     def unit(self) -> str:
         """What the guarantee is about."""
@@ -126,10 +168,12 @@ class DataRecipe(Section):
     def assumed(self) -> list[str]:
         """What the guarantee rests on and nobody could check: a vocabulary that was learned from
         private documents would move the tokens of all others."""
-        if self.text is None or self.text.tokenizer is None:
+        if self.text is None or (self.text.tokenizer is None and self.text.words is None):
             return []
-        name = self.text.tokenizer.name
-        return [f"no private document is among what the tokenizer, {name}, was learned from"]
+        name = "the list of words"
+        if self.text.tokenizer is not None:
+            name = f"the tokenizer, {self.text.tokenizer.name},"
+        return [f"no private document is among what {name} was learned from"]
 
     def refused(self, what: str) -> str | None:
         """Why `what`, which needs inputs that are numbers, is refused; None where it is not."""

@@ -162,12 +162,12 @@ class PublicRecipe(Section):
     """What `dpdist pretrain` trains WITHOUT privacy, on public records: initial weights of the
     model, or its frozen part.
 
-    data: another data set, all of whose training split is public (images are resized), for initial
-    weights also of other classes (the head then stays as it began); without it, the records that
-    data.public sets aside. weights: to begin with; a torchvision state dict in
-    safetensors format, or "torchvision": the published ones, downloaded. sigma: of the input noise
-    that a denoiser learns to remove, or that a classifier learns to see through. augment: deform
-    the images at random.
+    data: another data set, all of whose training split is public (images are resized), beside the
+    recipe's own where it has no root; for initial weights also of other classes (the head then
+    stays as it began); without it, the records that data.public sets aside. weights: to begin with;
+    a torchvision state dict in safetensors format, or "torchvision": the published ones,
+    downloaded. sigma: of the input noise that a denoiser learns to remove, or that a classifier
+    learns to see through. augment: deform the images at random.
     """
 
     model: ModelRecipe | None = None
@@ -339,6 +339,8 @@ class Sections(Section):
             "certify": self.certify is not None,
             "training.crop, flip": self.training.augmented,
             f"method {self.method.name}": not self.method.takes_tokens,
+            "tune": self.tune is not None and self.data.following,
+            "audit": self.audit is not None and self.data.following,
         }
         for what, given in asked.items():
             if given and (why := self.data.refused(what)) is not None:

@@ -32,6 +32,7 @@ def model_spec(recipe: Recipe, dataset: data.Dataset) -> ModelSpec:
         options=options,
         mean=tuple(section.mean),
         std=tuple(section.std),
+        following=recipe.data.following,
     )
     return with_frozen(spec, recipe, dataset)
 
@@ -60,7 +61,8 @@ def _check_tokens(recipe: Recipe, module: torch.nn.Module) -> None:
     if known is None:
         raise UserError(
             f"{recipe.name}: data.text: model {recipe.model.name!r} reads no tokens; take "
-            "transformer, without model.mean and std"
+            "transformer, or next-word-lstm and next-word-mlp for the next one, without model.mean "
+            "and std"
         )
     if known < text.vocabulary:
         raise UserError(

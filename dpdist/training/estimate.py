@@ -40,7 +40,7 @@ def describe(recipe: Recipe, plan: PrivacyPlan) -> list[tuple[str, str]]:
     tensors = method.stand_in(module, dataset.input_shape)
     engine.draws = method.perturbation(step, rate, Fixed(module, tensors, _PROBE_KEY))
     torch.set_num_threads(max(1, int(resources.cpus_per_worker)))
-    rate = _examples_per_second(engine, method.task(), dataset)
+    rate = _examples_per_second(engine, method.task(), dataset, recipe.data.following)
     alone = plan.steps * step.expected_batch / rate
     seconds = " to ".join(f"{alone / count:,.0f}" for count in _counts(recipe)[::-1])
     rows = Blocks.for_batches(plan.records, step.sample_rate, step.batch_cap).capacity
@@ -89,10 +89,13 @@ def _memory(recipe: Recipe, plan: PrivacyPlan, size: int, activations: int) -> s
     return f"{own} (release: {resources.release}; {others})"
 
 
-def _examples_per_second(engine: GradientEngine, task: Task, dataset: data.Dataset) -> float:
+def _examples_per_second(
+    engine: GradientEngine, task: Task, dataset: data.Dataset, following: bool
+) -> float:
     generator = torch.Generator().manual_seed(0)
     inputs = torch.rand(_PROBE_EXAMPLES, *dataset.input_shape, generator=generator)
-    labels = torch.randint(dataset.classes, (_PROBE_EXAMPLES,), generator=generator)
+    shape = dataset.input_shape if following else ()
+    labels = torch.randint(dataset.classes, (_PROBE_EXAMPLES, *shape), generator=generator)
     ids = torch.arange(_PROBE_EXAMPLES)
     best = float("inf")
     for _ in range(4):  # the first pass warms up

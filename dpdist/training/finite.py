@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from dpdist.base.errors import UserError
 from dpdist.data import Dataset
+from dpdist.gradients.task import cross_entropy
 
 _PROBE = 8  # test inputs
 _EVERY = 25  # steps
@@ -33,7 +34,7 @@ def check_start(model: nn.Module, inputs: Tensor, labels: Tensor, name: str) -> 
         try:
             with torch.enable_grad():
                 outputs = model(inputs[row : row + 1])
-                loss = nn.functional.cross_entropy(outputs, labels[row : row + 1])
+                loss = cross_entropy(outputs, labels[row : row + 1])[0]
                 gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
         except RuntimeError as error:  # whatever a user's module does
             said = (str(error).splitlines() or [""])[0]

@@ -54,6 +54,7 @@ def pretrain(
         dict(network.options),
         tuple(network.mean),
         tuple(network.std),
+        following=test.following,
     )
     model = models.initialise(learned, section.training.init_seed)
     check = models.check_denoiser if part == models.DENOISER else models.check_outputs
@@ -86,12 +87,14 @@ def _public_records(
             )
         records = declared_public(recipe, source)
     else:
-        found = named_public(section.data)
+        found = named_public(section.data, recipe.data.root)
         if found.classes != recipe.data.told_apart and recipe.model.initial is None:
             raise UserError(
                 f"{where}: public.data: {found.classes} classes, the private data have "
                 f"{recipe.data.told_apart}"
             )
+        if found.read != data.load(source, "test").read:
+            raise UserError(f"{where}: public.data.text: must be data.text: tokens mean the same")
         records = found
     check_unseen(records, data.load(source, "test"), where, section.data is None)
     if section.training.batch_size > len(records):

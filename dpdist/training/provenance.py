@@ -124,6 +124,7 @@ def _check_initial(recipe: Recipe, dataset: data.Dataset) -> None:
         "std": tuple(model.std),
         "input_shape": dataset.input_shape,
         "classes": dataset.classes,
+        "following": recipe.data.following,
     }
     for name, value in wanted.items():
         found = getattr(saved, name)

@@ -105,13 +105,15 @@ def reconstruction_error(
 
 
 def accuracy(model: nn.Module, test: data.Dataset, batch: int = 1000) -> float:
-    """Fraction of the test records that the model classifies right."""
-    right = 0
+    """Fraction of the test records' targets that the model says right."""
+    right = asked = 0
     with torch.inference_mode():
         for start in range(0, len(test), batch):
             rows = slice(start, start + batch)
-            right += int((model(test.batch(rows)).argmax(1) == test.targets(rows)).sum())
-    return right / len(test)
+            targets = test.targets(rows)
+            right += int((model(test.batch(rows)).argmax(-1) == targets).sum())
+            asked += int((targets >= 0).sum())
+    return right / max(1, asked)
 
 
 def begin_with(model: nn.Module, section: PublicRecipe, network: ModelRecipe) -> str:

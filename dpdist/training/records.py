@@ -23,18 +23,27 @@ def source_of(recipe: Recipe) -> data.Source:
 
 
 def _source(section: DataRecipe) -> data.Source:
-    text = section.text
     columns = data.Columns(
         section.columns.image,
         section.columns.label,
         tuple(section.columns.features),
         section.columns.group,
-        None if text is None else data.TextColumn(text.column, text.length, text.tokenizer),
+        _text(section),
     )
     return data.Source(
         section.name, section.classes, section.root, section.train, section.test, columns,
         tuple(section.labels), tuple(section.names),
     )  # fmt: skip
+
+
+def _text(section: DataRecipe) -> data.TextColumn | None:
+    text = section.text
+    if text is None:
+        return None
+    words = None
+    if text.words is not None and section.root is not None:
+        words = data.Words(section.root / section.name / data.WORDS, text.words)
+    return data.TextColumn(text.column, text.length, text.tokenizer, words, text.following)
 
 
 def source_at(section: DataRecipe, root: Path | None) -> data.Source:
@@ -84,8 +93,11 @@ def evaluation_data(recipe: Recipe, source: data.Source) -> data.Dataset:
     return test
 
 
-def named_public(section: DataRecipe) -> data.Dataset:
-    """The training split of another data set, all of which is public."""
+def named_public(section: DataRecipe, beside: Path | None) -> data.Dataset:
+    """The training split of another data set, all of which is public. beside: the root of what is
+    not built in and has none of its own."""
+    if section.root is None and section.name not in data.BUILT_IN:
+        section = section.model_copy(update={"root": beside})
     split = _split(section, _source(section))
     return split.part(0.0, _used(section, split))
 

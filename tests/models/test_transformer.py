@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from dpdist import data, models
 from dpdist.base.errors import UserError
+from dpdist.base.tokens import BYTES, PADDING
 from dpdist.commands.options import need_numbers
 from dpdist.commands.releasing import release
-from dpdist.data.text import BYTES, PADDING
 from dpdist.evaluation import evaluate_stage
 from dpdist.gradients.clipping import FlatClipping
 from dpdist.gradients.engine import GradientEngine
@@ -168,7 +168,7 @@ def test_a_base_in_bfloat16_with_adapters_in_float32(adapter):
         ({"adapter": {"kind": "dora"}}, r"adapter\.kind: must be one of lora, ia3, got 'dora'"),
         ({"adapter": {"use_dora": True}}, r"adapter\.use_dora: kind lora takes alpha_pattern, "),
         ({"adapter": {"target_modules": ["nowhere"]}}, r"adapter: .*nowhere.* not found"),
-        ({"pool": "max"}, r"options\.pool: must be one of mean, first, last, got 'max'"),
+        ({"pool": "max"}, r"options\.pool: must be one of mean, first, last, each, got 'max'"),
         ({"dtype": "int8"}, r"options\.dtype: must be one of float32, bfloat16, got 'int8'"),
         ({"config": {"model_type": "t5"}}, r"model_type: must be one of bert, .* got 't5'"),
         (

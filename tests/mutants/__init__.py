@@ -11,6 +11,7 @@ from mutants import (
     privacy,
     releases,
     teachers,
+    text,
     training,
     tuning,
 )
@@ -28,6 +29,7 @@ FAULTS: list[Fault] = [
         teachers,
         poisoning,
         releases,
+        text,
     )
     for fault in area.FAULTS
 ]

@@ -1,0 +1,252 @@
+"""Models of the next word: a document is one record, however many words it has."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from support.extras import needs_hf
+from support.training import execute
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+from dpdist import data, models
+from dpdist.base.errors import UserError
+from dpdist.commands.cli import app
+from dpdist.commands.releasing import release
+from dpdist.data.text import following
+from dpdist.evaluation import evaluate_stage
+from dpdist.gradients.clipping import FlatClipping
+from dpdist.gradients.engine import GradientEngine
+from dpdist.gradients.perturbations import ParameterDraws
+from dpdist.gradients.task import cross_entropy
+from dpdist.models import ModelSpec
+from dpdist.pipeline import report_stage
+from dpdist.reports.differences import differences
+from dpdist.reports.facts import read_facts
+from dpdist.runs.folder import RunFolder
+from dpdist.runs.recipe import parse
+from dpdist.training.estimate import describe
+from dpdist.training.job import prepare
+from dpdist.training.pretrain import pretrain
+
+LENGTH, TOKENS, CLIP = 9, 14, 0.5
+GPT2 = {"model_type": "gpt2", "vocab_size": TOKENS, "n_embd": 8, "n_layer": 1, "n_head": 2,
+        "n_positions": 32}  # fmt: skip
+OPTIONS = {
+    "next-word-mlp": {"context": 4, "embedding": 5, "hidden": [7, 6]},
+    "next-word-lstm": {"embedding": 5, "units": 6},
+    "transformer": {
+        "config": GPT2,
+        "pool": "each",
+        "adapter": {"kind": "lora", "r": 2, "target_modules": "all-linear"},
+    },
+}
+NAMES = list(OPTIONS)
+
+
+def make(name: str, length: int = LENGTH) -> nn.Module:
+    if name == "transformer":
+        needs_hf()
+    spec = ModelSpec(name, (length,), TOKENS, OPTIONS[name], following=True)
+    model = models.initialise(spec, 1).double()
+    torch.manual_seed(2)
+    with torch.no_grad():  # as after some steps: no adapter is zero
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    models.check_outputs(model.float(), spec)
+    return model.double()
+
+
+def documents(length: int = LENGTH) -> tuple[Tensor, Tensor]:
+    """Of two to nine tokens; and what follows each of them."""
+    generator = torch.Generator().manual_seed(3)
+    rows = torch.full((6, length), -1.0, dtype=torch.float64)
+    for row, size in enumerate((9, 2, 5, 9, 3, 7)):
+        rows[row, :size] = torch.randint(0, TOKENS, (size,), generator=generator).double()
+    return rows, torch.from_numpy(following(rows.numpy()))
+
+
+def by_definition(model: nn.Module, inputs: Tensor, targets: Tensor) -> list[Tensor]:
+    """Of each document the mean of its words' gradients, word by word."""
+    trained, found = [p for p in model.parameters() if p.requires_grad], []
+    for x, y in zip(inputs, targets, strict=True):
+        total = torch.zeros(sum(p.numel() for p in trained), dtype=torch.float64)
+        words = [place for place in range(len(y)) if y[place] >= 0]
+        for place in words:
+            loss = nn.functional.cross_entropy(model(x[None])[0, place], y[place])
+            gradients = torch.autograd.grad(loss, trained, allow_unused=True)
+            pairs = zip(gradients, trained, strict=True)
+            flat = [torch.zeros_like(p) if g is None else g for g, p in pairs]
+            total += torch.cat([g.flatten() for g in flat]) / len(words)
+        found.append(total)
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_document_s_mean_gradient_is_clipped_once(name):
+    model, (inputs, targets) = make(name), documents()
+    each = torch.stack(by_definition(model, inputs, targets))
+    norms = each.norm(dim=1, keepdim=True)
+    for clip in (1e6, float(norms.median())):  # which binds for some
+        expected = (each * (clip / norms).clamp(max=1)).sum(0)
+        summing = GradientEngine(model, cross_entropy, clipping=FlatClipping(clip), micro_batch=4)
+        found = summing.clipped_sum(inputs, targets).flat
+        assert float((found - expected).norm() / expected.norm()) < 1e-6
+        assert summing.fallback_layers == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_document_moves_the_sum_by_no_more_than_the_clip(name):
+    """And by nothing but its own gradient, with draws of the parameters too."""
+    model, (inputs, targets) = make(name), documents()
+    clipping, draws = FlatClipping(CLIP), ParameterDraws(2, 0.05)
+    summing = GradientEngine(model, cross_entropy, clipping=clipping, draws=draws)
+    key, ids = bytes(range(32)), torch.arange(len(inputs))
+
+    def total(rows: list[int]) -> Tensor:
+        kept = torch.tensor(rows, dtype=torch.long)
+        made = summing.clipped_sum(inputs[kept], targets[kept], draw_key=key, record_ids=ids[kept])
+        return made.flat
+
+    whole = total(list(range(len(inputs))))
+    for left in range(len(inputs)):
+        others = [row for row in range(len(inputs)) if row != left]
+        moved = whole - total(others)
+        assert float(moved.norm()) <= CLIP * (1 + 1e-9)
+        torch.testing.assert_close(moved, total([left]), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_said_depends_on_nothing_that_comes_later(name):
+    model, (inputs, _) = make(name), documents()
+    changed = inputs.clone()
+    changed[0, 5] = (changed[0, 5] + 1) % TOKENS
+    before, after = model(inputs), model(changed)
+    torch.testing.assert_close(before[0, :5], after[0, :5], rtol=1e-9, atol=1e-12)
+    assert not torch.allclose(before[0, 5], after[0, 5])
+    torch.testing.assert_close(before[1:], after[1:], rtol=1e-9, atol=1e-12)
+    longer, (more, targets) = make(name, 12), documents(12)
+    torch.testing.assert_close(longer(more)[:, :LENGTH], before, rtol=1e-9, atol=1e-12)
+    assert (targets[:, LENGTH - 1 :] < 0).all()
+
+
+def test_a_document_without_words_says_nothing():
+    outputs = torch.zeros(2, 3, TOKENS, requires_grad=True)
+    targets = torch.tensor([[-1, -1, -1], [4, -1, -1]])
+    losses = cross_entropy(outputs, targets)
+    assert losses.tolist() == pytest.approx([0.0, math.log(TOKENS)])
+
+
+# --- whole runs
+
+SAID = ["one two three two one", "three three two one", "two one two one two three", "one one"]
+
+
+def write_texts(root) -> None:
+    (root / "texts").mkdir(parents=True)
+    for split, count in (("train", 60), ("test", 12), ("public", 20)):
+        texts = [f"{SAID[n % 4]} {split} {n}" for n in range(count)]
+        pq.write_table(pa.table({"text": texts}), root / "texts" / f"{split}.parquet")
+    (root / "texts" / data.WORDS).write_text("one\ntwo\nthree\nfour\n")
+
+
+def recipe_of(root, name="next-word-lstm", **sections):
+    text = {"length": LENGTH, "words": 4, "predict": "next"}
+    raw = {
+        "name": "x",
+        "data": {"name": "texts", "root": str(root), "text": text},
+        "model": {"name": name, "options": OPTIONS[name]},
+        "privacy": {"noise_multiplier": 1.0, "delta": 1e-3},
+        "training": {"batch_size": 16, "steps": 3, "learning_rate": 0.1},
+    }
+    for section, values in sections.items():
+        raw[section] = {**raw.get(section, {}), **values}
+    return parse(raw, "test")
+
+
+@pytest.fixture
+def root(tmp_path):
+    write_texts(tmp_path / "data")
+    return tmp_path / "data"
+
+
+def test_a_run_from_public_weights_is_evaluated_by_perplexity(root, tmp_path):
+    public = {
+        "data": {
+            "name": "texts", "train": "public",  # beside the private ones
+            "text": {"length": LENGTH, "words": 4, "predict": "next"},
+        },
+        "training": {"batch_size": 4, "steps": 2, "learning_rate": 0.01},
+    }  # fmt: skip
+    initial = {"initial": str(tmp_path / "public")}
+    recipe = recipe_of(
+        root, model=initial, public=public, method={"name": "dplis", "radius": 4, "draws": 2}
+    )
+    _, right = pretrain(recipe, "test")
+    folder = RunFolder(tmp_path / "run")
+    job = prepare(recipe, folder, "test")
+    assert dict(describe(recipe, job.plan))["layers without a rule"] == "none"
+    execute(job, 2)
+    evaluate_stage(recipe, folder)
+    report_stage(folder)
+    found = json.loads(folder.evaluation.read_text())
+    model, test = models.load(folder.model), data.load(job.source, "test")
+    targets = test.targets(slice(None))
+    logits = model(test.batch(slice(None)))[targets >= 0]
+    wanted = nn.functional.cross_entropy(logits, targets[targets >= 0])
+    assert found["inputs"] == 12 and found["next_tokens"] == int((targets >= 0).sum())
+    assert found["perplexity"] == pytest.approx(math.exp(wanted.detach()), rel=1e-5)
+    assert found["correct"] == int((logits.argmax(1) == targets[targets >= 0]).sum())
+    assert 0 <= right <= 1 and "wrong" not in found
+    facts = read_facts(folder)
+    told = dict(facts.summary())
+    assert told["perplexity"].startswith(f"{found['perplexity']:.2f} of {found['next_tokens']}")
+    assert "next tokens" in told["clean accuracy"]
+    assert facts.card()["unit"].startswith("one document")
+    assert any("list of words" in line for line in facts.assumed)
+    assert "perplexity" in folder.report.read_text()
+    notes = [note for note in differences([facts, facts], None)[1] if "perplexities" in note]
+    assert notes
+    release(folder)
+    shown = CliRunner().invoke(app, ["verify", str(folder.release)])
+    assert shown.exit_code == 0, shown.output
+
+
+def test_complaints(root, tmp_path):
+    text = {"length": LENGTH, "words": 4, "predict": "next"}
+    named = {"name": "texts", "root": str(root), "text": text}
+    for section, values, said in (
+        ("data", {**named, "classes": 3}, r"data\.classes: leave it out.* it is 7 tokens"),
+        ("data", {**named, "labels": [1, 2]}, r"data\.names, labels: leave them out"),
+        ("certify", {"sigma": 0.5}, "certify: is for inputs that are numbers"),
+        ("tune", {"trials": 2, "space": {"training.learning_rate": {"choice": [0.1]}}}, "tune"),
+        ("method", {"name": "input-noise", "sigma": 0.5}, "method input-noise: is for inputs"),
+    ):
+        with pytest.raises(UserError, match=said):
+            recipe_of(root, **{section: values})
+    with pytest.raises(UserError, match=r"data\.text\.words: not beside tokenizer"):
+        recipe_of(root, data={"text": {**text, "tokenizer": "tokenizer.json"}})
+    other = recipe_of(root, model={"name": "mlp", "options": {}})
+    with pytest.raises(UserError, match="reads no tokens; take transformer, or next-word-lstm"):
+        prepare(other, RunFolder(tmp_path / "run"), "test")
+    public = {"data": {**named, "text": {**text, "length": 8}}}
+    public["training"] = {"batch_size": 4, "steps": 2, "learning_rate": 0.01}
+    other = recipe_of(root, model={"initial": str(tmp_path / "public")}, public=public)
+    with pytest.raises(UserError, match=r"public\.data\.text: must be data\.text"):
+        pretrain(other, "test")
+    label = recipe_of(root, data={"classes": 7, "text": {**text, "predict": "label"}})
+    with pytest.raises(UserError, match="no column 'label'"):
+        prepare(label, RunFolder(tmp_path / "run"), "test")
+
+
+def test_a_base_that_sees_what_follows_does_not_say_it():
+    needs_hf()
+    config = {"model_type": "bert", "vocab_size": 14, "hidden_size": 8, "num_attention_heads": 2}
+    options = {"config": config, "pool": "each"}
+    with pytest.raises(UserError, match="each is for gpt2, llama, qwen2"):
+        models.build(ModelSpec("transformer", (4,), 14, options, following=True))

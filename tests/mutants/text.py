@@ -1,0 +1,46 @@
+"""Faults where a document is one record of many targets."""
+
+from __future__ import annotations
+
+from mutants.fault import Fault, group
+
+FAULTS: list[Fault] = [
+    *group(
+        "dpdist/gradients/task.py", "models/test_next_word",
+        ("losses.sum(1) / (targets >= 0).sum(1).clamp(min=1)", "losses.sum(1)",
+         "a document's gradient is a sum over its words"),
+        ("losses.sum(1) / (targets >= 0).sum(1).clamp(min=1)",
+         "losses.sum(1) / (targets >= 0).sum().clamp(min=1)",
+         "a document's gradient depends on how many words others have"),
+        ("reduction=\"none\", ignore_index=PADDING", "reduction=\"none\", ignore_index=0",
+         "what is behind the end is learned, and a real word is not"),
+    ),
+    *group(
+        "dpdist/data/docstrings.py", "data/test_next_token",
+        ("if document.known_by not in known]", "if document.known_by]",
+         "a public text is a private record too"),
+        ("vocabulary = _vocabulary(public)", "vocabulary = _vocabulary(public + train)",
+         "the vocabulary is made of private documents"),
+        ("documents[key] = min(text, documents.get(key, text))",
+         "documents[key + text.encode()] = text", "a document is there as often as it is written"),
+    ),
+    *group(
+        "dpdist/data/text.py", "data/test_next_token",
+        ("words_of(text)[: length - 2]", "words_of(text)[:length]",
+         "documents of words are longer than they may be"),
+        ("tokens = f\"words {self.words.digest}\"", "tokens = \"words\"",
+         "rows of another list of words are taken for these"),
+        ("    after[:, :-1] = rows[:, 1:]", "    after[:, :] = rows",
+         "what is to be said is what was read"),
+    ),
+    *group(
+        "dpdist/training/pretrain.py", "models/test_next_word",
+        ("if found.read != data.load(source, \"test\").read:", "if False:",
+         "public weights mean other tokens"),
+    ),
+    *group(
+        "dpdist/models/zoo.py", "models/test_next_word",
+        ("nn.functional.pad(x, (0, 0, self.count - 1, 0))",
+         "nn.functional.pad(x, (0, 0, 0, self.count - 1))", "the next words are read before they are said"),
+    ),
+]  # fmt: skip
