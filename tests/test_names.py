@@ -29,7 +29,6 @@ KEPT = {
     "l1_to_l1": "an operator norm of PixelDP", "l1_to_l2": "an operator norm of PixelDP",
     "linf_to_l1": "an operator norm of PixelDP",
     "certified_accuracy_band": "an interval over a table of certificates",
-    "neyman_pearson_radius": "the exact radius that bounds are held against",
     "certified_accuracy_ceiling": "what no table of certificates can exceed",
     "ceiling": "of every ROC, for membership inference", "largest_rejected": "for audits of a plan",
     "one_run_mu": "one-run audits of many runs at once",

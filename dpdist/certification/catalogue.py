@@ -17,12 +17,13 @@ from dpdist.certification.randomised import Randomised
 from dpdist.certification.scores import ExpectedScores
 from dpdist.certification.stopping import Anytime, TargetRadius
 from dpdist.certification.stopping_scores import TargetScores
+from dpdist.certification.two_class import TwoClass
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 CERTIFICATES: tuple[type[Certificate], ...] = (
-    Cohen, TargetRadius, Anytime, Randomised, TargetScores, BettingScores, ExpectedScores
+    Cohen, TargetRadius, Anytime, Randomised, TwoClass, TargetScores, BettingScores, ExpectedScores
 )  # fmt: skip
 BY_MODE = {kind.mode_name(): kind for kind in CERTIFICATES}
 
@@ -61,6 +62,7 @@ AnyCertificate = Annotated[
     | Annotated[TargetRadius, Tag("target")]
     | Annotated[Anytime, Tag("anytime")]
     | Annotated[Randomised, Tag("randomised")]
+    | Annotated[TwoClass, Tag("two-class")]
     | Annotated[TargetScores, Tag("target-scores")]
     | Annotated[BettingScores, Tag("betting")]
     | Annotated[ExpectedScores, Tag("scores")],

@@ -194,6 +194,14 @@ class Certificate(Section):
         return [sizes for sizes in cls.sizes(table) if sizes.norm == norm]
 
     @classmethod
+    def reach(cls, table: pa.Table, label: np.ndarray) -> np.ndarray:
+        """Of votes: the radius that probabilities of the labels, (N,), could certify with any
+        number of draws, -1 where none."""
+        from dpdist.certification.quadrature import certified_by
+
+        return np.where(label > 0.5, certified_by(table).radius(label), -1.0)
+
+    @classmethod
     def rebound(cls, table: pa.Table, alpha: float) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         """Its rows at another error, and what is noted beside ``rebound_alpha``."""
         raise NotImplementedError

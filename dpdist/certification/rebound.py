@@ -11,13 +11,12 @@ import numpy as np
 import pyarrow as pa
 from scipy import stats
 
-from dpdist.base.binomial import clopper_pearson_lower, clopper_pearson_upper
+from dpdist.base.binomial import clopper_pearson_upper
 from dpdist.base.errors import UserError
 from dpdist.base.reading import check_shape
-from dpdist.certification import radii, reading
+from dpdist.certification import reading
 from dpdist.certification import table as tables
 from dpdist.certification.catalogue import kind_of
-from dpdist.certification.quadrature import certified_by
 
 
 def rebound(table: pa.Table, alpha: float) -> pa.Table:
@@ -100,12 +99,12 @@ class Band:
     accuracy: share of inputs with a right, certified prediction; each certificate errs with
     probability alpha on its own. lower: at most the share of inputs on which the smoothed
     classifier is right and robust at the radius. certifiable: at least the share of inputs whose
-    label's own probability p gives a one-class radius of this size, R(p) >= radius: what this kind
-    of certificate could reach with any number of draws. None where the counts of all classes were
+    label's own probability p allows a radius of this size, R(p) >= radius: what this kind of
+    certificate could reach with any number of draws. None where the counts of all classes were
     not kept. Both hold together, and for all radii together, with probability 1 - error.
 
     Nothing bounds the share that is right and robust from above but 1: R(p) is the largest radius
-    that p alone proves, and a classifier with p = 0.6 everywhere is robust at every radius. Only an
+    that p alone allows, and a classifier with p = 0.6 everywhere is robust at every radius. Only an
     attack that finds another class shows that an input is not robust.
     """
 
@@ -169,10 +168,11 @@ def certified_accuracy_band(
 
 
 def label_reach(table: pa.Table, alpha: float | None = None) -> np.ndarray | None:
-    """The one-class radius R(u) of an upper bound u of each label's own probability: float64 (N,).
+    """The radius R(u) that an upper bound u of each label's own probability could certify by the
+    table's kind of certificate: float64 (N,).
 
     Each u is below that probability with probability at most alpha (None: the table's own), and R
-    is rounded up; -1 where u does not exceed 1/2. None where the counts of all classes were not
+    is rounded up; negative where there is none. None where the counts of all classes were not
     kept, as in the modes that stop early.
     """
     counted = table.select(["histogram", "label", "n", "alpha"]).to_pylist()
@@ -181,24 +181,5 @@ def label_reach(table: pa.Table, alpha: float | None = None) -> np.ndarray | Non
     hits = [row["histogram"][row["label"]] for row in counted]
     errors = alpha or [row["alpha"] for row in counted]
     upper = np.minimum(clopper_pearson_upper(hits, [row["n"] for row in counted], errors), 1.0)
-    # R rounds down; here it must not.
-    return np.where(upper > 0.5, certified_by(table).radius(upper) * (1 + 1e-11), -1.0)
-
-
-def neyman_pearson_radius(
-    histogram: Sequence[int], selected: int, alpha: float, sigma: float
-) -> float:
-    """The two-class Gaussian L2 radius from the counts of all classes.
-
-    The selected class gets a lower bound at alpha / 2, each other class an upper bound at
-    alpha / (2 (K - 1)), so that all hold together. Larger than Cohen's one-class radius only when
-    the rest is spread over several classes.
-    """
-    counts = np.asarray(histogram)
-    others = np.delete(counts, selected)
-    draws = int(counts.sum())
-    p_lower = clopper_pearson_lower(int(counts[selected]), draws, alpha / 2)
-    if len(others) == 0:
-        return float(radii.gaussian_l2_radius(p_lower, sigma))
-    p_upper = clopper_pearson_upper(int(others.max()), draws, alpha / (2 * len(others)))
-    return float(radii.gaussian_l2_radius_two_class(p_lower, p_upper, sigma))
+    # It rounds down; here it must not.
+    return kind_of(table).reach(table, upper) * (1 + 1e-11)

@@ -59,7 +59,9 @@ def command(
     ] = None,
     mode: Annotated[
         str | None,
-        typer.Option(help="fixed, randomised, target or anytime; of scores: target-scores."),
+        typer.Option(
+            help="fixed, randomised, two-class, target, anytime; of scores: target-scores."
+        ),
     ] = None,
     radii: Annotated[
         str | None, typer.Option(help="Radii to decide, ascending: 0.25,0.5,0.75.")

@@ -10,10 +10,8 @@ from scipy import stats
 from dpdist.base.binomial import clopper_pearson_lower
 from dpdist.base.errors import UserError
 from dpdist.certification import reading
-from dpdist.certification import rebound as module
 from dpdist.certification import table as tables
 from dpdist.certification.catalogue import settings_of
-from dpdist.certification.radii import gaussian_l2_radius
 from dpdist.certification.rebound import certified_accuracy_band, merge, rebound, shares
 
 CLASSIFIER = {"form": "frozen", "batch": 100, "check": "c"}
@@ -189,13 +187,3 @@ def test_a_noise_bank_needs_bonferroni() -> None:
         certified_accuracy_band(table, [0.5])
     (band,) = certified_accuracy_band(table, [0.5], bonferroni=True)
     assert "Bonferroni" in band.method
-
-
-def test_neyman_pearson_gains_when_the_rest_is_spread() -> None:
-    spread = module.neyman_pearson_radius([900, 50, 50], 0, 0.001, 0.5)
-    alone = gaussian_l2_radius(clopper_pearson_lower(900, 1000, 0.001), 0.5)
-    assert spread > alone
-    p_a = stats.beta.ppf(0.0005, 900, 101)
-    p_b = stats.beta.ppf(1 - 0.001 / 4, 51, 950)
-    exact = 0.25 * (stats.norm.ppf(p_a) - stats.norm.ppf(p_b))
-    assert spread == pytest.approx(exact, rel=1e-9)

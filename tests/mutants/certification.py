@@ -161,10 +161,8 @@ FAULTS: list[Fault] = [
          "Bonferroni at the whole error"),
         ("stats.binom.isf(error / 2, count, level)", "stats.binom.isf(error * 4, count, level)",
          "too few false certificates are allowed for"),
-        ("clopper_pearson_lower(int(counts[selected]), draws, alpha / 2)",
-         "clopper_pearson_lower(int(counts[selected]), draws, alpha)",
-         "the two-class radius spends its error twice"),
-        ("alpha / (2 * len(others))", "alpha / 2", "other classes are not paid for"),
+        ("reach(table, upper) * (1 + 1e-11)", "reach(table, upper) * 0.9",
+         "what could be certified is rounded down"),
     ),
     *group(
         "dpdist/certification/stopping.py", "certification/test_rebound",
@@ -284,6 +282,15 @@ FAULTS: list[Fault] = [
          "half the evidence stops the draws"),
         ("np.delete(scores, leader, axis=1)", "np.delete(scores, leader, axis=1) // 2",
          "a lead is counted over half of the other's score"),
+    ),
+    *group(
+        "dpdist/certification/two_class.py", "certification/test_two_class",
+        ("(1 - _OF_RUNNER_UP) * alpha", "alpha", "the runner-up's bound costs nothing"),
+        ("others.max(initial=0), n,", "others.min(initial=n), n,", "the last class is bounded for the runner-up"),
+        ("p_upper = min(p_upper, left, 1.0)", "p_upper = p_upper / 2", "the runner-up has half of its bound"),
+        ("rest = (1 - label) / others", "rest = 1 - label",
+         "more can be certified than no number of draws could"),
+        ("_OF_RUNNER_UP * alpha))", "0.5))", "the runner-up's bound is the median of its share"),
     ),
     *group(
         "dpdist/certification/stopping_scores.py", "certification/test_stopping_scores",

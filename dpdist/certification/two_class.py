@@ -1,0 +1,110 @@
+"""Cohen's certificate with the runner-up's own bound: sigma / 2 (Phi^-1(p_a) - Phi^-1(p_b)).
+
+Theorem 1 of Cohen et al. (ICML 2019) certifies that radius for p_a a lower bound of the class's
+probability and p_b an upper bound of every other's; their CERTIFY takes p_b = 1 - p_a. Where the
+rest is spread over several classes the runner-up has less, and the radius is larger; a class may
+even be certified that has no majority.
+
+Nine tenths of alpha are for p_a, a tenth for p_b, both by Clopper and Pearson, p_b from the largest
+count among the other classes. Other tools share the error among these classes; none is needed.
+*Proof.* The runner-up is one class b by the truth, whatever was drawn. Its own bound, at a tenth of
+alpha, is wrong with that probability; the bound from the largest count is never smaller, and beside
+a true p_a it makes the radius too large only if it is below b's probability. As p_b <= 1 - p_a is
+taken where it is smaller, the radius is never below Cohen's at 0.9 alpha.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+
+import numpy as np
+from pydantic import model_validator
+
+from dpdist.base.binomial import clopper_pearson_lower, clopper_pearson_upper
+from dpdist.base.errors import UserError
+from dpdist.certification.certificate import Partial, require, selected_by, totals
+from dpdist.certification.cohen import Cohen
+from dpdist.certification.noises import Gaussian, Noise
+from dpdist.certification.quadrature import certified_by
+from dpdist.certification.radii import gaussian_l2_radius_two_class
+from dpdist.certification.verdict import ABSTAIN, Verdict
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from dpdist.certification.places import SmoothedPlace
+
+_OF_RUNNER_UP = 0.1  # of the error
+_NEAR = 1e-9
+
+
+class TwoClass(Cohen):
+    """Cohen's procedure, the runner-up bounded by its own count. Gaussian noise."""
+
+    mode: Literal["two-class"] = "two-class"  # type: ignore[assignment]
+    counted: ClassVar[str] = "{n:,} draws an input, the runner-up bounded by its own"
+
+    @model_validator(mode="after")
+    def _gaussian(self) -> Self:
+        require(self.noise == Gaussian.name, "noise", "gaussian when mode is two-class")
+        return self
+
+    def verdict(self, partials: Sequence[Partial], place: SmoothedPlace) -> Verdict:
+        counts = totals(partials, "histogram", self.n)
+        return certify(selected_by(partials), counts, self.alpha, place.certified)
+
+    @classmethod
+    def table_schema(cls) -> pa.Schema:
+        import pyarrow as pa
+
+        return super().table_schema().append(pa.field("p_upper", pa.float64(), nullable=False))
+
+    @classmethod
+    def check(cls, table: pa.Table, where: str) -> None:
+        """Radii, and what is made of them, must follow from the two bounds."""
+        p_lower, p_upper, radii = (table[c].to_numpy() for c in ("p_lower", "p_upper", "radius"))
+        sound = bool(((p_upper >= 0) & (p_upper <= 1) & (p_lower <= 1)).all())
+        if sound:
+            noise = certified_by(table)
+            follow = gaussian_l2_radius_two_class(p_lower, p_upper, noise.sigma)
+            sound = bool((abs(radii - follow) <= _NEAR * (follow + noise.sigma)).all())
+        if not sound or any(h is None for h in table["histogram"].to_pylist()):
+            raise UserError(f"{where}: damaged: its radii do not follow from its two bounds")
+
+    @classmethod
+    def rebound(cls, table: pa.Table, alpha: float) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        rows, noise = [], certified_by(table)
+        for row in table.to_pylist():
+            new = certify(row["selected"], np.asarray(row["histogram"]), alpha, noise)
+            made = {name: getattr(new, name) for name in ("p_lower", "p_upper", "radius")}
+            rows.append(row | made | {"alpha": alpha, "prediction": new.prediction})
+        return rows, {}
+
+    @classmethod
+    def reach(cls, table: pa.Table, label: np.ndarray) -> np.ndarray:
+        """With what is left spread evenly over the other classes."""
+        others = max(1, len(table["histogram"][0]) - 1)
+        rest = (1 - label) / others
+        radius = gaussian_l2_radius_two_class(label, rest, certified_by(table).sigma)
+        return np.where(label > rest, radius, -1.0)
+
+
+def certify(selected: int, counts: np.ndarray, alpha: float, noise: Noise) -> Verdict:
+    """As `dpdist.certification.cohen.certify`, by both bounds. counts: int (classes,)."""
+    n, others = int(counts.sum()), np.delete(counts, selected)
+    p_lower = float(clopper_pearson_lower(counts[selected], n, (1 - _OF_RUNNER_UP) * alpha))
+    left = float(np.nextafter(1 - p_lower, 2))
+    p_upper = float(clopper_pearson_upper(others.max(initial=0), n, _OF_RUNNER_UP * alpha))
+    p_upper = min(p_upper, left, 1.0)
+    radius = float(gaussian_l2_radius_two_class(p_lower, p_upper, noise.sigma))
+    return Verdict(
+        prediction=selected if radius > 0 else ABSTAIN,
+        selected=selected,
+        k=int(counts[selected]),
+        n=n,
+        p_lower=p_lower,
+        radius=radius,
+        histogram=tuple(int(count) for count in counts),
+        p_upper=p_upper,
+    )
