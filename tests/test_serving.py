@@ -7,6 +7,7 @@ import io
 import json
 import sys
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,10 @@ import ray
 from PIL import Image
 
 from dpdist.base.errors import UserError
-from dpdist.serving.deployments import require_serve
+from dpdist.serving.batches import Batches
+from dpdist.serving.deployments import Classifier, require_serve
 from dpdist.serving.gate import Gate, Limits, Lost, Reply
+from dpdist.serving.http import Application, listen, speak
 
 SHAPE = (1, 4, 4)
 ANSWER = {"label": 3, "abstain": False, "radius": 0.25}
@@ -200,6 +203,188 @@ def test_other_paths_and_methods():
     assert ask(gate, path="/elsewhere").status == 404
     assert ask(gate, method="GET").headers["allow"] == "POST"
     assert ask(gate, path="/metrics", method="GET").kind.startswith("text/plain")
+
+
+class Calls:
+    """A replica's side of a call: the answer to an image is its own number."""
+
+    def __init__(self, seconds: float = 1e-4, *outcomes: Any) -> None:
+        self.seconds, self.outcomes, self.sizes, self.running = seconds, list(outcomes), [], 0
+
+    async def __call__(self, images: list[np.ndarray]) -> tuple[list[Any], float]:
+        self.sizes.append(len(images))
+        self.running += 1
+        assert self.running <= 2
+        await asyncio.sleep(0.001)
+        self.running -= 1
+        outcome = self.outcomes.pop(0) if self.outcomes else None
+        if isinstance(outcome, BaseException):
+            raise outcome
+        if outcome == "never":
+            await asyncio.sleep(60)
+        found = [{"label": int(image.flat[0])} if image.flat[0] >= 0 else None for image in images]
+        return found, self.seconds * len(images)
+
+
+def together(batches: Batches, *values: float) -> list[Any]:
+    async def all_of_them() -> list[Any]:
+        asked = (batches(np.full(SHAPE, value)) for value in values)
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    return asyncio.run(all_of_them())
+
+
+def test_who_waits_together_is_asked_together_and_gets_an_answer_of_his_own():
+    calls = Calls()
+    answers = together(Batches(calls, 2, 1.0), *range(100))
+    assert [answer["label"] for answer in answers] == list(range(100))
+    assert len(calls.sizes) <= 6 and max(calls.sizes) <= 64 and sum(calls.sizes) == 100
+
+
+def test_slow_answers_are_not_put_together():
+    calls = Calls(seconds=0.2)
+    together(Batches(calls, 2, 1.0), *range(8))
+    assert calls.sizes == [1] * 8
+
+
+def test_a_fault_of_one_image_is_its_own():
+    answers = together(Batches(Calls(), 1, 1.0), 3, 1, -1, 2)
+    assert [a["label"] for a in answers if isinstance(a, dict)] == [3, 1, 2]
+    assert isinstance(answers[2], RuntimeError)
+
+
+def test_calls_that_are_lost_or_hang_end_and_free_their_lane():
+    answers = together(Batches(Calls(1e-4, Lost("died"), "never"), 1, 0.05), 1, 2, 3)
+    assert isinstance(answers[0], Lost) and isinstance(answers[1], TimeoutError)
+    assert answers[2] == {"label": 3}
+
+    async def left() -> list[Any]:
+        calls = Calls(1e-4, "never")
+        batches = Batches(calls, 1, 0.05)
+        first, gone = (asyncio.ensure_future(batches(np.full(SHAPE, k))) for k in (1, 2))
+        await asyncio.sleep(0.01)
+        gone.cancel()
+        last = asyncio.ensure_future(batches(np.full(SHAPE, 3)))
+        await asyncio.wait((first, gone, last))
+        return [calls.sizes, await last]
+
+    assert asyncio.run(left()) == [[1, 1], {"label": 3}]
+
+
+def test_the_requests_of_a_lost_call_are_asked_again():
+    """Gate and batches together, as they are in the server."""
+    outcomes: list[Any] = [None, Lost("died")]
+
+    async def call(images: list[np.ndarray]) -> tuple[list[Any], float]:
+        await asyncio.sleep(0.001)
+        if outcomes and (outcome := outcomes.pop(0)):
+            raise outcome
+        return [{"label": round(100 * image.flat[0]), "abstain": False} for image in images], 1e-4
+
+    gate = Gate({}, SHAPE, Batches(call, 2, 1.0), Limits(burst=100))
+
+    async def several() -> list[Reply]:
+        bodies = [numbers(np.full(SHAPE, k / 100).tolist()) for k in range(60)]
+        kind = {"content-type": "application/json"}
+        asked = (gate.reply("POST", "/predict", kind, pieces(body)) for body in bodies)
+        return await asyncio.gather(*asked)
+
+    replies = asyncio.run(several())
+    assert [json.loads(reply.content)["label"] for reply in replies] == list(range(60))
+    assert "dpdist_repeated_total 1\n" in gate.metrics()
+
+
+class Noisy:
+    """An answerer whose answers tell which of its draws they are."""
+
+    asked = 0
+
+    def __call__(self, image: np.ndarray) -> Any:
+        self.asked += 1
+        if image.flat[0] < 0:
+            raise ValueError("a fault of ours")
+        return SimpleNamespace(as_json={"draw": self.asked, "image": float(image.flat[0])})
+
+
+def test_a_replica_answers_each_image_by_noise_of_its_own():
+    replica = Classifier.__new__(Classifier)
+    replica._answer = Noisy()
+    asked = [np.full(SHAPE, value) for value in (0.5, -1.0, 0.5, 0.25)]
+    answers, seconds = asyncio.run(replica(asked))
+    assert answers == [
+        {"draw": 1, "image": 0.5}, None, {"draw": 3, "image": 0.5}, {"draw": 4, "image": 0.25}
+    ] and seconds >= 0  # fmt: skip
+
+
+def talk(gate: Gate, *raws: bytes) -> list[bytes]:
+    """What comes back for these bytes, each on a connection of its own."""
+    pytest.importorskip("uvicorn", reason='no HTTP server: pip install "dpdist[serve]"')
+
+    async def one(port: int, raw: bytes) -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(raw)
+        found = await reader.read()
+        writer.close()
+        return found
+
+    async def all_of_them() -> list[bytes]:
+        listening = listen("127.0.0.1", 0)
+        speaking = speak(gate, listening)
+        port = listening.getsockname()[1]
+        with pytest.raises(UserError, match=f"cannot listen on 127.0.0.1, port {port}"):
+            listen("127.0.0.1", port)
+        try:
+            return await asyncio.gather(*(one(port, raw) for raw in raws))
+        finally:
+            speaking.cancel()
+            await asyncio.gather(speaking, return_exceptions=True)
+
+    return asyncio.run(all_of_them())
+
+
+def post(body: bytes, **headers: object) -> bytes:
+    stated = {"host": "x", "connection": "close", "content-length": len(body)} | headers
+    lines = [f"{name}: {value}" for name, value in stated.items()]
+    return "\r\n".join(["POST /predict HTTP/1.1", *lines, "", ""]).encode() + body
+
+
+def test_http_is_spoken():
+    gate = Gate({"name": "x"}, SHAPE, Replica(), Limits(body=2**16, burst=100))
+    large = b"x" * 2**17
+    found = talk(
+        gate,
+        post(picture()),
+        post(numbers(np.zeros(SHAPE).tolist()), **{"Content-Type": "application/json"}),
+        post(b"no picture"),
+        post(large),
+        b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n",
+        b"GET /predict HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n",
+        b"\x16\x03\x01 what is this\r\n\r\n",
+        *[post(picture())] * 50,
+    )
+    statuses = [reply.split(b" ", 2)[1] for reply in found]
+    assert statuses == [b"200", b"200", b"400", b"413", b"200", b"405", b"400"] + [b"200"] * 50
+    head, body = found[0].split(b"\r\n\r\n")
+    assert json.loads(body) == ANSWER and b"content-type: application/json" in head.lower()
+    assert f"content-length: {len(body)}" in head.decode().lower()
+
+
+def test_a_client_that_leaves_is_asked_for_nothing_more():
+    """What came of its body is no image, which nobody hears."""
+    sent: list[Any] = []
+    messages = [{"type": "http.request", "body": b"{", "more_body": True},
+                {"type": "http.disconnect"}]  # fmt: skip
+
+    async def receive() -> Any:
+        return messages.pop(0)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    replica = Replica()
+    scope = {"method": "POST", "path": "/predict", "headers": [(b"Content-Type", b"text/x")]}
+    asyncio.run(Application(Gate({}, SHAPE, replica))(scope, receive, send))
+    assert sent[0]["status"] == 400 and not replica.asked
 
 
 def test_what_is_missing_is_named(monkeypatch):
