@@ -15,7 +15,7 @@ DEFINITIONS = ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef
 CALLED_FROM_OUTSIDE = {
     "handleError": "logging", "backend_cls": "ray.train", "find_spec": "importlib",
     "on_trial_result": "ray.tune", "compose_node": "yaml", "_maybe_compose": "dp_accounting",
-    "_repr_html_": "notebooks",
+    "_repr_html_": "notebooks", "check_health": "ray.serve",
 }  # fmt: skip
 
 # Not called by us yet, or only from Python by users, and why it is here.

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dpdist.base.errors import UserError
 from dpdist.commands.options import RUNS, Runs
+
+if TYPE_CHECKING:
+    from dpdist.runs.folder import RunFolder
 
 
 def command(
@@ -32,11 +35,20 @@ def command(
             "only those of built-in data).",
         ),
     ] = None,
+    baseline: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RUN2",
+            help="A run of the same recipe without privacy, shown beside this one; kept for later "
+            "reports of the run. Its figures are not protected by any epsilon.",
+        ),
+    ] = None,
 ) -> None:
     """Write report/index.html of a run: one file that opens offline."""
     if every:
-        if images is not None:
-            raise UserError("--images: belongs to the report of one run, not to --all")
+        for name, given in (("images", images), ("baseline", baseline)):
+            if given is not None:
+                raise UserError(f"--{name}: belongs to the report of one run, not to --all")
         _overview(runs if run is None else Path(run))
         return
     if run is None:
@@ -47,9 +59,24 @@ def command(
 
     folder = open_anywhere(run, runs)
     folder.require_trained()
+    if baseline is not None:
+        _link(folder, baseline, runs)
     pipeline.report_stage(folder, images, dated=True)
     pipeline.archive_stage(folder)
     print(console.table(pipeline.summary(folder), title=f"run {folder.name}"))
+
+
+def _link(folder: RunFolder, name: str, runs: Path) -> None:
+    from dpdist.reports import baseline
+    from dpdist.runs.folder import open_run
+
+    try:
+        other = open_run(name, runs)
+        other.require_trained()
+    except UserError as error:
+        how = baseline.making(folder)
+        raise UserError(f"--baseline: {error}; this makes one: {how}") from None
+    baseline.link(folder, other)
 
 
 def _overview(given: Path) -> None:

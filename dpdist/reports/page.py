@@ -23,6 +23,7 @@ from dpdist.certification.reading import CertificateTable
 from dpdist.privacy.card import EVALUATION_UNPROTECTED
 from dpdist.privacy.guarantee import format_epsilon
 from dpdist.reports.attacks import Grid, grid
+from dpdist.reports.baseline import beside
 from dpdist.reports.charts import alone, style
 from dpdist.reports.classes import by_class
 from dpdist.reports.compare import privacy_grid
@@ -72,6 +73,7 @@ def write_report(
         attacks=_attacked(facts),
         checks=_checked(facts),
         three=_three(facts),
+        baseline=beside(facts),
         search=described(facts.search, folder, facts.guarantee),
         limits=_limits(facts),
         command=command(facts),

@@ -1,0 +1,111 @@
+"""A run without privacy beside one with it: only where it was asked for, and what it says then."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from support.here import command
+from support.training import make, train
+
+from dpdist import pipeline
+from dpdist.base.errors import UserError
+from dpdist.reports import baseline
+from dpdist.reports.facts import read_facts
+from dpdist.runs.folder import RunFolder
+
+pytestmark = pytest.mark.slow  # two short trainings
+
+
+def trained(runs: Path, name: str, **changes: object) -> RunFolder:
+    recipe, folder = make(
+        runs, name, data__max_train=40, training__batch_size=40, training__steps=3, model="linear",
+        privacy__run_key=None, **changes,
+    )  # fmt: skip
+    train(recipe, folder)
+    pipeline.evaluate_stage(recipe, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("runs")
+    trained(place, "private")
+    trained(place, "open", privacy__noise_multiplier=0.0, privacy__clipping="none",
+            training__learning_rate=0.3)  # fmt: skip
+    return place
+
+
+@pytest.fixture
+def private(runs: Path) -> RunFolder:
+    folder = RunFolder(runs / "private")
+    (folder.report.parent / "baseline.json").unlink(missing_ok=True)
+    return folder
+
+
+def test_it_is_shown_only_where_it_was_named(runs, private, monkeypatch, capsys):
+    pipeline.report_stage(private)
+    assert "What privacy costs" not in private.report.read_text()
+    said = ("report", "private", "--runs", runs, "--baseline", "open")
+    assert command(monkeypatch, capsys, runs, *said).code == 0
+    page = private.report.read_text()
+    section = page[page.index('<h2 id="baseline">') :].split("</section>")[0]
+    assert "open was trained without privacy" in section and "no epsilon covers them" in section
+    assert "plain accuracy" in section and "also differ in training.learning_rate." in section
+    (row,) = (baseline.beside(read_facts(private)) or pytest.fail()).rows[1:]
+    accuracies = [json.loads(RunFolder(runs / name).evaluation.read_text())["accuracy"]
+                  for name in ("open", "private")]  # fmt: skip
+    assert row[4:6] == [f"{100 * share:.2f}" for share in accuracies]
+    pipeline.report_stage(private)  # of a later command: it stays
+    assert "What privacy costs" in private.report.read_text()
+
+
+def test_what_is_no_baseline_is_refused(runs, private, monkeypatch, capsys, tmp_path):
+    own = RunFolder(runs / "open")
+    for folder, other, why in (
+        (own, private, "private: is private"),
+        (private, private, "must be another run beside private"),
+        (private, RunFolder(tmp_path / "open"), "must be another run beside private"),
+    ):
+        with pytest.raises(UserError, match=why):
+            baseline.link(folder, other)
+        assert not (folder.report.parent / "baseline.json").exists()
+    asked = ("report", "private", "--runs", runs)
+    done = command(monkeypatch, capsys, runs, *asked, "--baseline", "nothing")
+    assert done.code == 2 and "nothing: no such run" in done.err
+    done = command(monkeypatch, capsys, runs, "report", "--all", runs, "--baseline", "open")
+    assert done.code == 2 and "--baseline: belongs to the report of one run" in done.err
+
+
+def test_the_command_that_makes_one_makes_one(runs, private, monkeypatch, capsys):
+    done = command(monkeypatch, capsys, runs, "report", "private", "--runs", runs,
+                   "--baseline", "nothing")  # fmt: skip
+    made = re.sub(r"\s+", " ", done.err).split("this makes one: ")[1].strip()
+    assert made == baseline.making(private)
+    assert "tune" not in made and "budget" not in made
+    from dpdist.runs.recipe import load, read_changes
+
+    said = shlex.split(made)
+    recipe = load(
+        Path(said[2]), read_changes([said[i + 1] for i, word in enumerate(said) if word == "--set"])
+    )
+    assert recipe.privacy.noise_multiplier == 0 and recipe.privacy.clipping == "none"
+    assert math.isinf(read_facts(RunFolder(runs / "open")).guarantee.epsilon)
+
+
+@pytest.mark.parametrize("kept", ['{"run": "../private"}', '{"run": "gone"}', '{"run": 3}'])
+def test_one_that_is_gone_is_said_so(private, kept):
+    private.report.parent.mkdir(exist_ok=True)
+    (private.report.parent / "baseline.json").write_text(kept)
+    if kept == '{"run": 3}':
+        with pytest.raises(UserError, match=r"baseline\.json"):
+            baseline.beside(read_facts(private))
+        return
+    found = baseline.beside(read_facts(private))
+    assert found is not None and not found.rows and found.notes
+    pipeline.report_stage(private)
+    assert found.notes[0] in private.report.read_text().replace("&#39;", "'").replace("&amp;", "&")
