@@ -5,7 +5,7 @@ multiplied with the pixels. The paper reverses the noisy steps with fresh noise 
 Beside it: the reversal that adds none, and that of the mean of 25 noisy answers. Peak signal to
 noise ratios in dB, of the picture that comes with scikit-learn, pixels in [0, 1].
 
-    python benchmarks/sde.py [--out FOLDER]     # FOLDER: the pictures
+    python benchmarks/sde.py [--out FOLDER] [--picture docs/swirl.jpg]    # rows; all of them in one
 """
 
 from __future__ import annotations
@@ -89,10 +89,17 @@ def noisy_panels(
     }
 
 
+def row(panels: list[np.ndarray]) -> np.ndarray:
+    """Side by side, as bytes."""
+    return (255 * np.concatenate(panels, 1).clip(0, 1)).astype(np.uint8)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
-    out, x = parser.parse_args().out, picture()
+    parser.add_argument("--picture", type=Path)
+    asked, x = parser.parse_args(), picture()
+    out, pictures = asked.out, []
     flowed = forward(x, 0.0, False, np.random.default_rng(0))
     back = backward(flowed, 0.0, False, np.random.default_rng(0))
     rows = {"no noise": {"features": flowed, "reversed": back, "exact inverse": inverse(flowed)}}
@@ -104,8 +111,10 @@ def main() -> None:
         print(f"{name}: " + ", ".join(f"{what} {psnr(p, x):.1f}" for what, p in panels.items()))
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)
-            whole = np.concatenate([x, *panels.values()], 1).clip(0, 1)
-            Image.fromarray((255 * whole).astype(np.uint8)).save(out / f"{name}.png")
+            Image.fromarray(row([x, *panels.values()])).save(out / f"{name}.png")
+        pictures.append(row([x, *panels.values(), *[np.ones_like(x)] * (4 - len(panels))]))
+    if asked.picture is not None:
+        Image.fromarray(np.concatenate(pictures)).save(asked.picture)
 
 
 if __name__ == "__main__":
