@@ -89,6 +89,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int)
     parser.add_argument("--side", type=int, help="average images to so many pixels a side")
     parser.add_argument("--epsilon", type=float, default=8.0)
+    parser.add_argument("--only", choices=("plain", "private"), help="of a recipe's two rows")
     parser.add_argument("--runs", type=Path, default=Path("runs/membership"))
     parser.add_argument("--quick", action="store_true")
     given = parser.parse_args()
@@ -107,7 +108,8 @@ def main() -> None:
             place, name = given.runs / f"data-{given.side}", recipe.data.name
             root = smaller(original, place, name, given.side, {"train": 60_000, "test": 10_000})
         private = None if given.quick else given.epsilon
-        for one in variants(recipe, given.records, private, given.epochs):
+        chosen = {"plain": slice(0, 1), "private": slice(1, None)}.get(given.only, slice(None))
+        for one in variants(recipe, given.records, private, given.epochs)[chosen]:
             for attacks in given.attacks.split(";"):
                 for line in measure(one, given.runs, given.models, attacks, root):
                     print(line, flush=True)
