@@ -175,8 +175,7 @@ class _Pool:
                 continue
             done, _ = ray.wait(waiting, num_returns=1, timeout=self.settings.poll)
             if done:
-                # Whatever else has arrived by now is taken in the same round.
-                done, _ = ray.wait(waiting, num_returns=len(waiting), timeout=0)
+                done, _ = ray.wait(waiting, num_returns=len(waiting), timeout=0)  # what else came
             values = fetched([ref for ref in done if ref in self.calls])
             for ref in done:
                 self._take(ref, values)
@@ -244,12 +243,10 @@ class _Pool:
                         break
                     chunks = self._next_call(slot)
                     if not chunks:
-                        if late is None:
-                            late = self._late()
+                        late = self._late() if late is None else late
                         if slot.refs or not late:
                             break
-                        # Never from the slot itself: it has no calls.
-                        chunks = [late.pop()]
+                        chunks = [late.pop()]  # never from the slot itself: it has no calls
                     self._send(slot, chunks)
 
     def _next_call(self, slot: _Slot) -> list[Chunk]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -335,6 +336,28 @@ def test_light_modules_import_neither_torch_nor_ray():
 def test_wheel_would_contain_every_package_and_template():
     for path in _files():
         assert (path.parent / "__init__.py").exists(), f"{path.parent} has no __init__.py"
+
+
+def _long(text: str) -> Iterator[tuple[str, int]]:
+    """Functions of more than 50 lines, signature and docstring included."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = (node.end_lineno or 0) - node.lineno + 1
+            if lines > 50:
+                yield node.name, lines
+
+
+def test_files_and_functions_stay_short():
+    texts = {path: path.read_text() for path in _files()}
+    assert [path for path, text in texts.items() if text.count("\n") > 400] == []
+    long = [(path.stem, *found) for path, text in texts.items() for found in _long(text)]
+    assert len(long) < 10, long
+
+
+def test_long_functions_are_found():
+    text = "class A:\n    def f(self):\n" + "        x = 1\n"
+    assert list(_long(text + "        x = 1\n" * 48)) == []
+    assert list(_long(text + "        x = 1\n" * 49)) == [("f", 51)]
 
 
 def test_test_files_have_names_of_their_own():

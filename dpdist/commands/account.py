@@ -14,7 +14,7 @@ import typer
 from dpdist.base import console, fields
 from dpdist.base.errors import UserError
 from dpdist.base.fields import Count, NoiseMultiplier, Positive, Probability, Trials
-from dpdist.commands.options import PICTURE, kind
+from dpdist.commands.options import PICTURE, PrintJson, option, path_option
 
 if TYPE_CHECKING:
     from dpdist.privacy.guarantee import Neighbours
@@ -34,26 +34,14 @@ class Relation(StrEnum):
     replace_one = "replace-one"
 
 
-Records = Annotated[int, typer.Option(callback=kind(Count), help="Number of training records N.")]
-BatchSize = Annotated[
-    int,
-    typer.Option(callback=kind(Count), help="EXPECTED batch size L; the sampling rate is L / N."),
-]
-Noise = Annotated[
-    float,
-    typer.Option(callback=kind(NoiseMultiplier), help="Noise standard deviation / clip norm."),
-]
-Steps = Annotated[int, typer.Option(callback=kind(fields.Steps), help="Number of training steps.")]
-Delta = Annotated[float, typer.Option(callback=kind(Probability), help="Delta, below 1 / N.")]
-Target = Annotated[
-    float,
-    typer.Option(callback=kind(Positive), help="Target epsilon; the answer never exceeds it."),
-]
-Neighbouring = Annotated[Relation, typer.Option(help="Neighbouring relation.")]
-Cap = Annotated[
-    int | None, typer.Option(callback=kind(Count), help="Hard cap on the physical batch.")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Records = Annotated[int, option("Number of training records N.", Count)]
+BatchSize = Annotated[int, option("EXPECTED batch size L; the sampling rate is L / N.", Count)]
+Noise = Annotated[float, option("Noise standard deviation / clip norm.", NoiseMultiplier)]
+Steps = Annotated[int, option("Number of training steps.", fields.Steps)]
+Delta = Annotated[float, option("Delta, below 1 / N.", Probability)]
+Target = Annotated[float, option("Target epsilon; the answer never exceeds it.", Positive)]
+Neighbouring = Annotated[Relation, option("Neighbouring relation.")]
+Cap = Annotated[int | None, option("Hard cap on the physical batch.", Count)]
 
 
 @contextmanager
@@ -105,7 +93,7 @@ def epsilon_command(
     delta: Delta,
     neighbours: Neighbouring = Relation.add_remove,
     batch_cap: Cap = None,
-    as_json: AsJson = False,
+    as_json: PrintJson = False,
 ) -> None:
     """What a DP-SGD run costs."""
     from dpdist.privacy.plan import PrivacyPlan
@@ -132,7 +120,7 @@ def noise_command(
     delta: Delta,
     neighbours: Neighbouring = Relation.add_remove,
     batch_cap: Cap = None,
-    as_json: AsJson = False,
+    as_json: PrintJson = False,
 ) -> None:
     """The smallest noise multiplier for a target epsilon."""
     from dpdist.privacy.calibrate import noise_multiplier_for
@@ -160,7 +148,7 @@ def steps_command(
     delta: Delta,
     neighbours: Neighbouring = Relation.add_remove,
     batch_cap: Cap = None,
-    as_json: AsJson = False,
+    as_json: PrintJson = False,
 ) -> None:
     """The largest number of steps for a target epsilon."""
     from dpdist.privacy.calibrate import steps_for
@@ -187,7 +175,7 @@ def batch_command(
     steps: Steps,
     delta: Delta,
     neighbours: Neighbouring = Relation.add_remove,
-    as_json: AsJson = False,
+    as_json: PrintJson = False,
 ) -> None:
     """The largest expected batch size for a target epsilon."""
     from dpdist.privacy.calibrate import batch_size_for
@@ -212,10 +200,8 @@ def search_command(
     noise_multiplier: Noise,
     steps: Steps,
     delta: Delta,
-    runs: Annotated[
-        int, typer.Option(callback=kind(Trials), help="Mean number of runs, E[K].")
-    ] = 10,
-    as_json: AsJson = False,
+    runs: Annotated[int, option("Mean number of runs, E[K].", Trials)] = 10,
+    as_json: PrintJson = False,
 ) -> None:
     """What choosing the best of several runs costs, by the law of the number of runs: the smaller
     of two bounds, from the privacy loss distribution of one run and by Renyi DP.
@@ -258,11 +244,9 @@ def search_command(
 @app.command("shuffling")
 def shuffling_command(
     noise_multiplier: Noise,
-    steps: Annotated[
-        int, typer.Option(callback=kind(fields.Steps), help="Batches per epoch; one epoch.")
-    ],
+    steps: Annotated[int, option("Batches per epoch; one epoch.", fields.Steps)],
     delta: Delta,
-    as_json: AsJson = False,
+    as_json: PrintJson = False,
 ) -> None:
     """One epoch by Poisson sampling (proved) beside shuffled batches (at least; Chua et al.
     2024)."""
@@ -309,17 +293,13 @@ def _mechanisms(delta: float, sensitivity: float) -> list[dict[str, Any]]:
 
 @app.command("mechanisms")
 def mechanisms_command(
-    delta: Annotated[float, typer.Option(callback=kind(Probability), help="Delta.")] = 1e-5,
-    sensitivity: Annotated[
-        float, typer.Option(callback=kind(Positive), help="L2 sensitivity (Laplace: L1).")
-    ] = 1.0,
+    delta: Annotated[float, option("Delta.", Probability)] = 1e-5,
+    sensitivity: Annotated[float, option("L2 sensitivity (Laplace: L1).", Positive)] = 1.0,
     plot: Annotated[
         Path | None,
-        typer.Option(
-            callback=PICTURE, help="Draw noise against epsilon (HGM, IJCAI 2019, Figure 1)."
-        ),
+        path_option("Draw noise against epsilon (HGM, IJCAI 2019, Figure 1).", of=PICTURE),
     ] = None,
-    as_json: AsJson = False,
+    as_json: PrintJson = False,
 ) -> None:
     """Noise scale of each mechanism against epsilon, and the true delta of the classical
     formula."""
@@ -354,7 +334,7 @@ def mechanisms_command(
 
 
 @app.command("claims")
-def claims_command(as_json: AsJson = False) -> None:
+def claims_command(as_json: PrintJson = False) -> None:
     """What each published system claims, what is proved, and why they differ."""
     from dpdist.privacy.published import published_claims
 

@@ -19,9 +19,10 @@ from dpdist.commands.options import (
     RunArgument,
     Runs,
     Start,
-    kind,
-    need_numbers,
+    flag,
     numbers,
+    option,
+    recipe_of,
 )
 
 if TYPE_CHECKING:
@@ -29,34 +30,28 @@ if TYPE_CHECKING:
     from dpdist.runs.recipe import Recipe
 
 
-def _option(text: str, check: Any = None) -> Any:
-    return typer.Option(help=text, callback=None if check is None else kind(check))
-
-
-_Steps = Annotated[int | None, _option("Steps of i-fgsm, mim and pgd (10).", Count)]
-_Restarts = Annotated[int | None, _option("Random starts of pgd (1).", Count)]
-_Scale = Annotated[float | None, _option("pgd steps by this times size / steps (2.5).", Positive)]
-_Sigma = Annotated[float | None, _option("Attack the classifier smoothed by this noise.", Positive)]
-_Draws = Annotated[int | None, _option("Draws of the noise for each gradient (16).", Count)]
-_N = Annotated[int | None, _option("Draws per answer of a randomised classifier (1000).", Count)]
-_Alpha = Annotated[float | None, _option("Error of each such answer (0.001).", Probability)]
-_Seed = Annotated[str | None, _option("Of all random numbers (default: secret, stored).", Text)]
-_Norm = Annotated[str | None, _option("linf (default) or l2.")]
-_Sizes = Annotated[str | None, _option("Sizes in input units: 0.05,0.1 (default: by the norm).")]
-_Attacks = Annotated[str | None, _option("Out of fgsm,i-fgsm,mim,pgd (default: all; check: pgd).")]
-_Labels = Annotated[str | None, _option("Lead away from the true (default) or predicted class.")]
-_Table = Annotated[str | None, _option("The table to check, by name or path (default: each).")]
+_Steps = Annotated[int | None, option("Steps of i-fgsm, mim and pgd (10).", Count)]
+_Restarts = Annotated[int | None, option("Random starts of pgd (1).", Count)]
+_Scale = Annotated[float | None, option("pgd steps by this times size / steps (2.5).", Positive)]
+_Sigma = Annotated[float | None, option("Attack the classifier smoothed by this noise.", Positive)]
+_Draws = Annotated[int | None, option("Draws of the noise for each gradient (16).", Count)]
+_N = Annotated[int | None, option("Draws per answer of a randomised classifier (1000).", Count)]
+_Alpha = Annotated[float | None, option("Error of each such answer (0.001).", Probability)]
+_Seed = Annotated[str | None, option("Of all random numbers (default: secret, stored).", Text)]
+_Norm = Annotated[str | None, option("linf (default) or l2.")]
+_Sizes = Annotated[str | None, option("Sizes in input units: 0.05,0.1 (default: by the norm).")]
+_Attacks = Annotated[str | None, option("Out of fgsm,i-fgsm,mim,pgd (default: all; check: pgd).")]
+_Labels = Annotated[str | None, option("Lead away from the true (default) or predicted class.")]
+_Table = Annotated[str | None, option("The table to check, by name or path (default: each).")]
 _Claim = Annotated[
-    str | None, _option("Attack this column of sizes in place of the radius: as_printed_linf.")
+    str | None, option("Attack this column of sizes in place of the radius: as_printed_linf.")
 ]
-_Smoothed = Annotated[
-    bool, typer.Option("--smoothed", help="As --sigma with the recipe's certify.sigma.")
-]
+_Smoothed = Annotated[bool, flag("--smoothed", "As --sigma with the recipe's certify.sigma.")]
 _Check = Annotated[
     bool,
-    typer.Option(
+    flag(
         "--check-certificates",
-        help="Attack the run's L2 certificates within their radii instead; exit code 1 when more "
+        "Attack the run's L2 certificates within their radii instead; exit code 1 when more "
         "are contradicted than alpha allows.",
     ),
 ]
@@ -93,12 +88,9 @@ def command(
     Shows how many inputs stay right, abstain or go wrong, and how many are certified.
     """
     from dpdist.runs.folder import open_run
-    from dpdist.runs.recipe import resolve
 
     folder = open_run(run, runs)
-    folder.require_trained()
-    recipe = resolve(folder.read_recipe(), data_root=data_root)
-    need_numbers(recipe, "attack")
+    recipe = recipe_of(folder, data_root, "attack")
     given: dict[str, Any] = {
         "steps": steps, "restarts": restarts, "step_scale": step_scale, "draws": draws,
         "start": start, "every": every, "max_inputs": max_inputs, "seed": seed,

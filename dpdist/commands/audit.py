@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dpdist.base.errors import UserError
-from dpdist.commands.options import RUNS, DataRoot, Output, Runs
+from dpdist.commands.options import RUNS, DataRoot, Output, Runs, flag, option
 
 if TYPE_CHECKING:
+    from dpdist.audits.result import AuditResult
+    from dpdist.audits.target import Target
+    from dpdist.privacy.audited import Audited
     from dpdist.runs.folder import RunFolder
     from dpdist.runs.recipe import Recipe
 
@@ -18,21 +21,20 @@ _Name = Annotated[
     str | None,
     typer.Argument(metavar="RECIPE|RUN", help="A recipe, or a trained run (by name or path)."),
 ]
-_Kind = Annotated[
-    str | None, typer.Option(help="mechanism (default), or that of the recipe's audit section.")
-]
+_Kind = Annotated[str | None, option("mechanism (default), or that of the recipe's audit section.")]
 _Set = Annotated[
     list[str] | None,
-    typer.Option(
+    option(
+        "An option of the audit: releases=2000. With a dot, a key of the recipe: "
+        "training.steps=50. May be repeated.",
+        None,
         "--set",
         metavar="NAME=VALUE",
-        help="An option of the audit: releases=2000. With a dot, a key of the recipe: "
-        "training.steps=50. May be repeated.",
     ),
 ]
 _Zoo = Annotated[
     bool,
-    typer.Option("--zoo", help="Audit planted faults instead: a table of what is found."),
+    flag("--zoo", "Audit planted faults instead: a table of what is found."),
 ]
 
 
@@ -52,10 +54,8 @@ def command(
     from dpdist.audits import catalogue
     from dpdist.audits.canaries import audited_recipe
     from dpdist.audits.result import result_of
-    from dpdist.audits.target import of_recipe, of_run
     from dpdist.base import console
     from dpdist.privacy.audited import CONSISTENT
-    from dpdist.reports.facts import read_facts
     from dpdist.runs.folder import RunFolder
 
     if zoo:
@@ -66,8 +66,8 @@ def command(
     if output is not None and output.exists() and not output.is_dir():
         raise UserError(f"--output: {output}: must be a folder")
     of_audit = [each for each in options or () if "." not in each.partition("=")[0]]
-    of_recipe_s = [each for each in options or () if each not in of_audit]
-    recipe, folder = _named(name, runs, data_root, of_recipe_s)
+    changed = [each for each in options or () if each not in of_audit]
+    recipe, folder = _named(name, runs, data_root, changed)
     asked = catalogue.asked_for(recipe, kind, of_audit)
     result = result_of(asked)
     from dpdist import pipeline
@@ -75,24 +75,14 @@ def command(
     if folder is None and asked.planted is not None:
         planted = audited_recipe(recipe, asked, name)
         folder = pipeline.train_alone(planted, runs=runs, where=name)
-    target = (
-        of_recipe(recipe, name) if folder is None else of_run(folder, read_facts(folder).guarantee)
-    )
+    target = _target(recipe, folder, name)
     if folder is not None or output is not None:
         output = result.place(folder or RunFolder(runs / recipe.name), output)
     output = output or runs / f"{recipe.name}.audit" / asked.folder_name
-    with console.progress(f"audit, {asked.folder_name}", "trials", "trials") as show:
-        found = catalogue.make_audit(
-            asked, target, output, lambda done, total: show(done, total, 0.0)
-        )
-    rows = [("epsilon", found.three), ("audited", found.line)]
-    rows += [("it rests on", line) for line in found.assumptions]
-    rows += [(key.replace("_", " "), str(value)) for key, value in found.details.items()]
-    typer.echo(console.table(rows, title=f"audit of {name}"))
-    kept = (
-        "result, which stays private: it is made of many trainings" if result.private else "result"
-    )
-    typer.echo(f"{kept}: {output / result.file}")
+    found = _measured(result, target, output)
+    typer.echo(console.table(_rows(found), title=f"audit of {name}"))
+    kept = ", which stays private: it is made of many trainings" * result.private
+    typer.echo(f"result{kept}: {output / result.file}")
     if folder is not None:
         pipeline.report_stage(folder)
     if found.verdict != CONSISTENT:
@@ -119,6 +109,32 @@ def _named(
     if changed:
         raise UserError(f"--set {changed[0]}: {name} is a run, whose recipe is fixed")
     return folder.read_recipe(), folder
+
+
+def _target(recipe: Recipe, folder: RunFolder | None, name: str) -> Target:
+    """What is audited: the run, or else the recipe."""
+    from dpdist.audits.target import of_recipe, of_run
+    from dpdist.reports.facts import read_facts
+
+    if folder is None:
+        return of_recipe(recipe, name)
+    return of_run(folder, read_facts(folder).guarantee)
+
+
+def _measured(result: AuditResult, target: Target, output: Path) -> Audited:
+    from dpdist.audits import catalogue
+    from dpdist.base import console
+
+    with console.progress(f"audit, {result.folder_name}", "trials", "trials") as show:
+        return catalogue.make_audit(
+            result.options, target, output, lambda done, total: show(done, total, 0.0)
+        )
+
+
+def _rows(found: Audited) -> list[tuple[str, str]]:
+    rows = [("epsilon", found.three), ("audited", found.line)]
+    rows += [("it rests on", line) for line in found.assumptions]
+    return rows + [(key.replace("_", " "), str(value)) for key, value in found.details.items()]
 
 
 def _visit_zoo() -> None:

@@ -11,7 +11,7 @@ import typer
 from dpdist.base import console
 from dpdist.base.errors import UserError
 from dpdist.base.fields import Probability
-from dpdist.commands.options import file_path, kind
+from dpdist.commands.options import PrintJson, flag, option, path_option
 
 if TYPE_CHECKING:
     from dpdist.privacy.budget import DataBudget
@@ -25,20 +25,14 @@ app = typer.Typer(
 
 @app.callback()
 def show(
-    folder: Annotated[
-        Path,
-        typer.Option(callback=file_path(), help="A recipe's budget folder."),
-    ] = Path("budgets"),
+    folder: Annotated[Path, path_option("A recipe's budget folder.")] = Path("budgets"),
     delta: Annotated[
-        float,
-        typer.Option(
-            callback=kind(Probability), help="Delta of a composed guarantee, and of each run alone."
-        ),
+        float, option("Delta of a composed guarantee, and of each run alone.", Probability)
     ] = 1e-5,
     replace_one: Annotated[
-        bool, typer.Option("--replace-one", help="Neighbours differ by one record's value.")
+        bool, flag("--replace-one", "Neighbours differ by one record's value.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: PrintJson = False,
 ) -> None:
     """Show what sets of records have cost so far: all runs and searches on them."""
     from dpdist.privacy.budgets import budgets_in

@@ -23,9 +23,11 @@ from dpdist.commands.options import (
     Start,
     TrustFactory,
     file_path,
-    kind,
-    need_numbers,
+    flag,
     numbers,
+    option,
+    path_option,
+    recipe_of,
     release_at,
 )
 
@@ -40,78 +42,68 @@ if TYPE_CHECKING:
 DEFAULT_RADII = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
+_Sigma = Annotated[float | None, option("Noise, in input units.", Positive)]
+_N = Annotated[int | None, option("Draws per input (sequential: at most).", Count)]
+_N0 = Annotated[int | None, option("Draws that choose the class.", Count)]
+_Alpha = Annotated[float | None, option("Error of each certificate.", Probability)]
+_Mode = Annotated[
+    str | None, option("fixed, randomised, two-class, target, anytime; of scores: target-scores.")
+]
+_Radii = Annotated[str | None, option("Radii to decide, ascending: 0.25,0.5,0.75.")]
+_Noise = Annotated[str | None, option("gaussian, laplace or uniform.")]
+_Bound = Annotated[str | None, option("Of expected scores: hoeffding, bernstein, counts, betting.")]
+_OneSided = Annotated[
+    bool | None, flag("--one-sided", "Of betting: bound the class that n0 draws chose only.")
+]
+_Norm = Annotated[str | None, option("Of expected scores' radius: l2 or linf.")]
+_At = Annotated[
+    str | None,
+    option(
+        "At attacked copies, as papers measure it; no certificate of the clean input.",
+        metavar="attacked:ATTACK,SIZE[,NORM]",
+    ),
+]
+_Decide = Annotated[
+    str | None,
+    option(
+        "Answer only this of the whole set, with as few draws; --alpha: error of that.",
+        metavar="'accuracy>=SHARE@RADIUS'",
+    ),
+]
+_Rebound = Annotated[
+    str | None, option("Certify the stored counts at another alpha.", metavar="alpha=A")
+]
+_Merge = Annotated[bool, flag("--merge", "Merge the run's tables of shares into one.")]
+_WRITTEN = file_path(written=True)
+_Tsv = Annotated[Path | None, path_option("Also write Cohen's columns here.", of=_WRITTEN)]
+_Csv = Annotated[Path | None, path_option("Also write all columns here.", of=_WRITTEN)]
+
+
 def command(
     run: ArchivedModelArgument,
     runs: Runs = RUNS,
     data_root: DataRoot = None,
-    sigma: Annotated[
-        float | None, typer.Option(callback=kind(Positive), help="Noise, in input units.")
-    ] = None,
-    n: Annotated[
-        int | None,
-        typer.Option(callback=kind(Count), help="Draws per input (sequential: at most)."),
-    ] = None,
-    n0: Annotated[
-        int | None, typer.Option(callback=kind(Count), help="Draws that choose the class.")
-    ] = None,
-    alpha: Annotated[
-        float | None, typer.Option(callback=kind(Probability), help="Error of each certificate.")
-    ] = None,
-    mode: Annotated[
-        str | None,
-        typer.Option(
-            help="fixed, randomised, two-class, target, anytime; of scores: target-scores."
-        ),
-    ] = None,
-    radii: Annotated[
-        str | None, typer.Option(help="Radii to decide, ascending: 0.25,0.5,0.75.")
-    ] = None,
-    noise: Annotated[str | None, typer.Option(help="gaussian, laplace or uniform.")] = None,
-    bound: Annotated[
-        str | None,
-        typer.Option(help="Of expected scores: hoeffding, bernstein, counts, betting."),
-    ] = None,
-    one_sided: Annotated[
-        bool | None,
-        typer.Option("--one-sided", help="Of betting: bound the class that n0 draws chose only."),
-    ] = None,
-    norm: Annotated[
-        str | None, typer.Option(help="Of expected scores' radius: l2 or linf.")
-    ] = None,
+    sigma: _Sigma = None,
+    n: _N = None,
+    n0: _N0 = None,
+    alpha: _Alpha = None,
+    mode: _Mode = None,
+    radii: _Radii = None,
+    noise: _Noise = None,
+    bound: _Bound = None,
+    one_sided: _OneSided = None,
+    norm: _Norm = None,
     start: Start = None,
     every: Every = None,
     max_inputs: MaxInputs = None,
     actors: Actors = None,
     output: Output = None,
-    at: Annotated[
-        str | None,
-        typer.Option(
-            metavar="attacked:ATTACK,SIZE[,NORM]",
-            help="At attacked copies, as papers measure it; no certificate of the clean input.",
-        ),
-    ] = None,
-    decide: Annotated[
-        str | None,
-        typer.Option(
-            metavar="'accuracy>=SHARE@RADIUS'",
-            help="Answer only this of the whole set, with as few draws; --alpha: error of that.",
-        ),
-    ] = None,
-    rebound: Annotated[
-        str | None,
-        typer.Option(metavar="alpha=A", help="Certify the stored counts at another alpha."),
-    ] = None,
-    merge: Annotated[
-        bool, typer.Option("--merge", help="Merge the run's tables of shares into one.")
-    ] = False,
-    tsv: Annotated[
-        Path | None,
-        typer.Option(callback=file_path(written=True), help="Also write Cohen's columns here."),
-    ] = None,
-    csv: Annotated[
-        Path | None,
-        typer.Option(callback=file_path(written=True), help="Also write all columns here."),
-    ] = None,
+    at: _At = None,
+    decide: _Decide = None,
+    rebound: _Rebound = None,
+    merge: _Merge = False,
+    tsv: _Tsv = None,
+    csv: _Csv = None,
     trust_factory: TrustFactory = None,
     as_json: AsJson = False,
 ) -> None:
@@ -261,11 +253,8 @@ def _asked(folder: RunFolder, given: dict[str, Any], data_root: Path | None) -> 
     from dpdist.certification.catalogue import settings_of
     from dpdist.evaluation import load_model
     from dpdist.randomness.places import smoothing_of
-    from dpdist.runs.recipe import resolve
 
-    folder.require_trained()
-    recipe = resolve(folder.read_recipe(), data_root=data_root)
-    need_numbers(recipe, "certify")
+    recipe = recipe_of(folder, data_root, "certify")
     settings: dict[str, Any] = {}
     if recipe.certify is not None:
         settings = recipe.certify.model_dump()

@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dpdist.base.fields import Processes, RunName
-from dpdist.commands.options import RUNS, Changes, RecipeArgument, file_path, kind
+from dpdist.commands.options import (
+    RUNS,
+    Changes,
+    RecipeArgument,
+    file_path,
+    flag,
+    kind,
+    option,
+    path_option,
+)
 from dpdist.commands.options import Runs as LocalRuns
 
 if TYPE_CHECKING:
@@ -25,21 +34,26 @@ app = typer.Typer(
 )
 Address = Annotated[
     str | None,
-    typer.Option(
-        "--address",
-        help="The cluster's job server (default: $RAY_API_SERVER_ADDRESS, or "
+    option(
+        "The cluster's job server (default: $RAY_API_SERVER_ADDRESS, or "
         "http://127.0.0.1:8265, where `ray dashboard cluster.yaml` brings it).",
+        None,
+        "--address",
     ),
 ]
 JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="The job's name.")]
-Into = Annotated[
-    Path,
-    typer.Option("--into", callback=file_path(), help="Where fetched runs go, each in its folder."),
-]
+Into = Annotated[Path, path_option("Where fetched runs go, each in its folder.", "--into")]
+RunOnCluster = Annotated[str | None, option("Name of the run.", RunName, "--name")]
+RunHere = Annotated[str | None, option("Name of the run here.", RunName, "--name")]
 ClusterRuns = Annotated[
     str | None,
-    typer.Option("--runs", help="The folder of runs on the cluster (default: $DPDIST_RUNS there)."),
+    option("The folder of runs on the cluster (default: $DPDIST_RUNS there).", None, "--runs"),
 ]
+ClusterData = Annotated[
+    str | None, option("Folder of the data sets on the cluster.", None, "--data-root")
+]
+ClusterWorkers = Annotated[int | None, typer.Option("--workers", callback=kind(Processes))]
+Followed = Annotated[bool, flag("--follow/--no-follow", "Show progress and fetch the report.")]
 INTO = Path("fetched")
 
 
@@ -48,9 +62,7 @@ def check(
     file: Annotated[
         Path, typer.Argument(callback=file_path(), help="cluster.yaml, or KubeRay manifests.")
     ],
-    recipe: Annotated[
-        str | None, typer.Option("--recipe", help="A recipe that must fit on it.")
-    ] = None,
+    recipe: Annotated[str | None, option("A recipe that must fit on it.", None, "--recipe")] = None,
     changes: Changes = None,
 ) -> None:
     """Check a cluster file without touching a cloud: Ray's schema, and what dpdist needs.
@@ -94,19 +106,12 @@ def submit(
     recipe: RecipeArgument,
     changes: Changes = None,
     address: Address = None,
-    name: Annotated[
-        str | None,
-        typer.Option("--name", callback=kind(RunName), help="Name of the run."),
-    ] = None,
+    name: RunOnCluster = None,
     runs: ClusterRuns = None,
-    data_root: Annotated[
-        str | None, typer.Option("--data-root", help="Folder of the data sets on the cluster.")
-    ] = None,
-    workers: Annotated[int | None, typer.Option("--workers", callback=kind(Processes))] = None,
+    data_root: ClusterData = None,
+    workers: ClusterWorkers = None,
     into: Into = INTO,
-    follow: Annotated[
-        bool, typer.Option("--follow/--no-follow", help="Show progress and fetch the report.")
-    ] = True,
+    follow: Followed = True,
 ) -> None:
     """Send the current directory and run a recipe on the cluster; fetch the report at the end.
 
@@ -120,17 +125,14 @@ def submit(
     from dpdist.runs.recipe import find, read_changes, resolve
 
     path = find(recipe)
-    run = resolve(recipe, changes=read_changes(changes), name=name).name
-    here = Path.cwd()
+    run, here = resolve(recipe, changes=read_changes(changes), name=name).name, Path.cwd()
     by_name = Path(recipe).suffix == ""  # one that comes along is installed on the cluster too
     if not by_name and not path.resolve().is_relative_to(here):
         raise UserError(f"{recipe}: must lie in the current directory, which is sent: {here}")
     command = ["dpdist", "run", recipe if by_name else str(path.resolve().relative_to(here))]
-    for option, value in (
-        ("--name", name), ("--runs", runs), ("--data-root", data_root), ("--workers", workers),
-    ):  # fmt: skip
-        if value is not None:
-            command += [option, str(value)]
+    given = {"name": name, "runs": runs, "data-root": data_root, "workers": workers}
+    for key, value in given.items():
+        command += [] if value is None else [f"--{key}", str(value)]
     for change in changes or ():
         command += ["--set", change]
     jobs = Jobs(address)
@@ -158,7 +160,7 @@ def status(
     address: Address = None,
     into: Into = INTO,
     follow: Annotated[
-        bool, typer.Option("--follow", help="Show progress to the end, then fetch the report.")
+        bool, flag("--follow", "Show progress to the end, then fetch the report.")
     ] = False,
 ) -> None:
     """The state of one job and the end of its log, or of all jobs."""
@@ -219,10 +221,7 @@ def fetch(
 def restore(
     address: Annotated[str, typer.Argument(metavar="URL", help="s3://BUCKET/PREFIX.")],
     runs: LocalRuns = RUNS,
-    name: Annotated[
-        str | None,
-        typer.Option("--name", callback=kind(RunName), help="Name of the run here."),
-    ] = None,
+    name: RunHere = None,
 ) -> None:
     """Bring a lost run folder back from its private archive, to be continued by its recipe.
 

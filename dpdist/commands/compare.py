@@ -8,22 +8,28 @@ from typing import Annotated
 import typer
 
 from dpdist.base.fields import Positive
-from dpdist.commands.options import RUNS, AsJson, Runs, file_path, numbers
+from dpdist.commands.options import (
+    RUNS,
+    AsJson,
+    Runs,
+    file_path,
+    numbers,
+    option,
+    path_option,
+)
 
 
 def command(
     names: Annotated[list[str], typer.Argument(metavar="RUN...", help="Runs, by name or path.")],
     runs: Runs = RUNS,
     l2: Annotated[
-        str | None, typer.Option(help="L2 sizes of certified accuracy (default: 0.1,0.25,0.5).")
+        str | None, option("L2 sizes of certified accuracy (default: 0.1,0.25,0.5).")
     ] = None,
     linf: Annotated[
-        str | None,
-        typer.Option(help="L-infinity sizes of certified accuracy (default: 0.003,0.01,0.02)."),
+        str | None, option("L-infinity sizes of certified accuracy (default: 0.003,0.01,0.02).")
     ] = None,
     picture: Annotated[
-        Path | None,
-        typer.Option(callback=file_path(".png"), help="Also draw all curves into this PNG file."),
+        Path | None, path_option("Also draw all curves into this PNG file.", of=file_path(".png"))
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -9,28 +9,22 @@ import typer
 
 from dpdist.base.errors import UserError
 from dpdist.base.fields import RunName, Text
-from dpdist.commands.options import RUNS, DataRoot, RunArgument, Runs, file_path, kind
+from dpdist.commands.options import RUNS, DataRoot, RunArgument, Runs, option, path_option
 
 
 def command(
     run: RunArgument,
-    name: Annotated[str, typer.Option(callback=kind(RunName), help="Name of the new run folder.")],
+    name: Annotated[str, option("Name of the new run folder.", RunName)],
     classifier: Annotated[
-        Path | None,
-        typer.Option(callback=file_path(), help="Model folder: the run's denoiser goes before it."),
+        Path | None, path_option("Model folder: the run's denoiser goes before it.")
     ] = None,
     denoiser: Annotated[
-        Path | None,
-        typer.Option(callback=file_path(), help="Model folder: goes before the run's classifier."),
+        Path | None, path_option("Model folder: goes before the run's classifier.")
     ] = None,
     runs: Runs = RUNS,
     data_root: DataRoot = None,
     saw: Annotated[
-        str | None,
-        typer.Option(
-            callback=kind(Text),
-            help="What the other was trained on, if its folder does not say.",
-        ),
+        str | None, option("What the other was trained on, if its folder does not say.", Text)
     ] = None,
 ) -> None:
     """Put a denoiser before a classifier, one of them a run's: a new run folder, no new cost.

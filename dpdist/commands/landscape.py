@@ -8,7 +8,7 @@ import typer
 from pydantic import Field
 
 from dpdist.base.fields import Count, Number
-from dpdist.commands.options import RUNS, DataRoot, RunArgument, Runs, kind
+from dpdist.commands.options import RUNS, DataRoot, RunArgument, Runs, option
 
 Iterations = Annotated[int, Number, Field(ge=1, le=10_000)]
 
@@ -17,12 +17,8 @@ def command(
     run: RunArgument,
     runs: Runs = RUNS,
     data_root: DataRoot = None,
-    inputs: Annotated[
-        int, typer.Option(callback=kind(Count), help="Test inputs used: the first so many.")
-    ] = 1000,
-    iterations: Annotated[
-        int, typer.Option(callback=kind(Iterations), help="Of the search for the worst loss.")
-    ] = 10,
+    inputs: Annotated[int, option("Test inputs used: the first so many.", Count)] = 1000,
+    iterations: Annotated[int, option("Of the search for the worst loss.", Iterations)] = 10,
 ) -> None:
     """Sharpness and a filter-normalised loss picture on TEST data (on training data they would be
     private)."""

@@ -19,10 +19,12 @@ from dpdist.commands.options import (
     DataRoot,
     Name,
     Output,
+    PrivateSeed,
     RecipeArgument,
     Runs,
-    kind,
     numbers,
+    option,
+    path_option,
 )
 
 if TYPE_CHECKING:
@@ -34,20 +36,11 @@ if TYPE_CHECKING:
 
 
 _Count = Annotated[Count, Field(le=100_000)]  # passes of one model
-_Models = Annotated[int, typer.Option(callback=kind(Count), help="Shadow models in the bank.")]
-_Attack = Annotated[str, typer.Option(help="Out of shadow,lira,lira-offline,rmia,rmia-offline.")]
-_Game = Annotated[
-    str, typer.Option(help="Who is in a model: coins, or halves (shadow has its own).")
-]
-_Passes = Annotated[
-    str, typer.Option(help="Averaged, of a model with noise of its own: 100, or 10,100.")
-]
-_Seed = Annotated[
-    str | None, typer.Option(help="64 hex digits (default: secret, stored in private/).")
-]
-_Picture = Annotated[
-    Path | None, typer.Option(callback=PICTURE, help="The ROC curves with their ceilings.")
-]
+_Models = Annotated[int, option("Shadow models in the bank.", Count)]
+_Attack = Annotated[str, option("Out of shadow,lira,lira-offline,rmia,rmia-offline.")]
+_Game = Annotated[str, option("Who is in a model: coins, or halves (shadow has its own).")]
+_Passes = Annotated[str, option("Averaged, of a model with noise of its own: 100, or 10,100.")]
+_Picture = Annotated[Path | None, path_option("The ROC curves with their ceilings.", of=PICTURE)]
 
 
 def command(
@@ -57,7 +50,7 @@ def command(
     attack: _Attack = "shadow,lira,rmia",
     game: _Game = "coins",
     passes: _Passes = "100",
-    seed: _Seed = None,
+    seed: PrivateSeed = None,
     picture: _Picture = None,
     name: Name = None,
     runs: Runs = RUNS,

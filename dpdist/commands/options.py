@@ -11,11 +11,20 @@ import typer
 from pydantic import TypeAdapter, ValidationError
 
 from dpdist.base.errors import UserError
-from dpdist.base.fields import Count, CountOrZero, PositiveOrZero, Processes, RunName, rule_of
+from dpdist.base.fields import (
+    Count,
+    CountOrZero,
+    PositiveOrZero,
+    Probability,
+    Processes,
+    RunName,
+    rule_of,
+)
 from dpdist.base.reading import shown, usable_path
 
 if TYPE_CHECKING:
     from dpdist.release.reading import Release
+    from dpdist.runs.folder import RunFolder
     from dpdist.runs.recipe import Recipe
 
 Check = Callable[[typer.CallbackParam, Any], Any]  # of typer: callback
@@ -106,6 +115,24 @@ def _option(param: typer.CallbackParam) -> str:
     return param.opts[-1] if param.opts[-1].startswith("-") else str(param.name).upper()
 
 
+def option(help: str, field: Any = None, *names: str, **more: Any) -> Any:
+    """field: the kind of a recipe's field whose bounds it has."""
+    return typer.Option(*names, help=help, callback=None if field is None else kind(field), **more)
+
+
+def path_option(help: str, *names: str, of: Check | None = None, **more: Any) -> Any:
+    """of: which paths are right (`file_path`); without it any."""
+    return typer.Option(*names, help=help, callback=of or file_path(), **more)
+
+
+def flag(name: str, help: str) -> Any:
+    return typer.Option(name, help=help)
+
+
+PICTURE = file_path(".png", ".pdf", ".svg")
+RUNS = Path("runs")
+
+# What a command is about.
 RecipeArgument = Annotated[
     str,
     typer.Argument(
@@ -116,10 +143,11 @@ RecipeArgument = Annotated[
 ]
 Changes = Annotated[
     list[str] | None,
-    typer.Option(
+    option(
+        "Change a key of the recipe: training.batch_size=512. May be repeated.",
+        None,
         "--set",
         metavar="KEY=VALUE",
-        help="Change a key of the recipe: training.batch_size=512. May be repeated.",
     ),
 ]
 RunArgument = Annotated[
@@ -152,75 +180,63 @@ ArchivedModelArgument = Annotated[
 ]
 TrustFactory = Annotated[
     str | None,
-    typer.Option(
+    option(
+        "Of a release: import this code, which builds its model. It runs.",
         metavar="PACKAGE.MODULE:FACTORY",
-        help="Of a release: import this code, which builds its model. It runs.",
     ),
 ]
+
+# Where things lie.
 Runs = Annotated[
     Path,
-    typer.Option(
-        "--runs",
-        callback=file_path(),
-        envvar="DPDIST_RUNS",
-        help="The folder that holds the run folders.",
-    ),
+    path_option("The folder that holds the run folders.", "--runs", envvar="DPDIST_RUNS"),
 ]
-Name = Annotated[
-    str | None,
-    typer.Option("--name", callback=kind(RunName), help="Name of the run (default: the recipe's)."),
-]
+Name = Annotated[str | None, option("Name of the run (default: the recipe's).", RunName, "--name")]
 DataRoot = Annotated[
     Path | None,
-    typer.Option(
-        "--data-root",
-        callback=file_path(),
-        help="Folder that holds the data sets (data.root of the recipe).",
-    ),
-]
-Workers = Annotated[
-    int | None,
-    typer.Option(
-        "--workers", callback=kind(Processes), help="Training workers (resources.workers)."
-    ),
+    path_option("Folder that holds the data sets (data.root of the recipe).", "--data-root"),
 ]
 Archive = Annotated[
-    str | None,
-    typer.Option("--archive", help="Copy the run there as it goes: s3://BUCKET/PREFIX."),
+    str | None, option("Copy the run there as it goes: s3://BUCKET/PREFIX.", None, "--archive")
 ]
 ArchivePrivate = Annotated[
     bool,
-    typer.Option(
+    flag(
         "--archive-private",
-        help="The private state too (run key, ledger, checkpoints): brings a lost folder back.",
+        "The private state too (run key, ledger, checkpoints): brings a lost folder back.",
     ),
 ]
-AsJson = Annotated[
-    bool,
-    typer.Option("--json", help="Print one JSON object of what may be published."),
-]
-# Of the commands that take inputs of the test split, on Ray actors.
-Start = Annotated[int | None, typer.Option(callback=kind(CountOrZero), help="First input.")]
-Every = Annotated[int | None, typer.Option(callback=kind(Count), help="Each how-manieth input.")]
-MaxInputs = Annotated[
-    int | None, typer.Option(callback=kind(Count), help="At most this many inputs.")
-]
-Actors = Annotated[
-    int | None, typer.Option(callback=kind(Processes), help="Workers (default: all CPUs).")
-]
-Output = Annotated[
-    Path | None,
-    typer.Option(callback=file_path(), help="Folder of the table (default: in the run folder)."),
-]
 
-PICTURE = file_path(".png", ".pdf", ".svg")
-RUNS = Path("runs")
+# Of the commands that take inputs of the test split, on Ray actors.
+Start = Annotated[int | None, option("First input.", CountOrZero)]
+Every = Annotated[int | None, option("Each how-manieth input.", Count)]
+MaxInputs = Annotated[int | None, option("At most this many inputs.", Count)]
+Actors = Annotated[int | None, option("Workers (default: all CPUs).", Processes)]
+Output = Annotated[Path | None, path_option("Folder of the table (default: in the run folder).")]
+
+Workers = Annotated[
+    int | None, option("Training workers (resources.workers).", Processes, "--workers")
+]
+PrivateSeed = Annotated[str | None, option("64 hex digits (default: secret, stored in private/).")]
+AnswerError = Annotated[float, option("Error of each answer.", Probability)]
+AsJson = Annotated[bool, flag("--json", "Print one JSON object of what may be published.")]
+PrintJson = Annotated[bool, flag("--json", "Print JSON.")]
 
 
 def need_numbers(recipe: Recipe, command: str) -> None:
     """Raise UserError where inputs are tokens."""
     if (why := recipe.data.refused(f"dpdist {command}")) is not None:
         raise UserError(why)
+
+
+def recipe_of(folder: RunFolder, data_root: Path | None, command: str) -> Recipe:
+    """The recipe of a trained run whose inputs are numbers. Raises UserError."""
+    from dpdist.runs.recipe import resolve
+
+    folder.require_trained()
+    recipe = resolve(folder.read_recipe(), data_root=data_root)
+    need_numbers(recipe, command)
+    return recipe
 
 
 def release_at(name: str, trusted_factory: str | None) -> Release | None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,12 +19,15 @@ from dpdist.commands.options import (
     MaxInputs,
     Name,
     Output,
+    PrivateSeed,
     RecipeArgument,
     Runs,
     Start,
     file_path,
-    kind,
+    flag,
     numbers,
+    option,
+    path_option,
 )
 
 if TYPE_CHECKING:
@@ -31,45 +35,36 @@ if TYPE_CHECKING:
     from dpdist.poisoning.votes import Votes
     from dpdist.poisoning.voting import Poisoning
     from dpdist.privacy.plan import PrivacyPlan
+    from dpdist.runs.folder import RunFolder
 
 _SELECT, _ALPHA = 6, 0.001
 _SHOWN = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
+_Models = Annotated[int, option("Models that vote.", Count)]
+_Select = Annotated[int | None, option("Of them, those that choose the class: 6.", Count)]
+_Alpha = Annotated[float | None, option("Error of each certificate: 0.001.", Probability)]
+_Sigma = Annotated[float | None, option("Noise on each vote's input.", Positive)]
+_Radii = Annotated[str | None, option("L2 changes of the input besides, with --sigma: 0.1,0.25.")]
+_Counts = Annotated[str | None, option("Numbers of changed records to show: 1,10,50.")]
+_Partitions = Annotated[bool, flag("--partitions", "Plain models on disjoint shards instead.")]
+_Bag = Annotated[int | None, option("Plain models on so many random records instead.", Count)]
+_Csv = Annotated[Path | None, path_option("Each input's result.", of=file_path(written=True))]
+
+
 def command(
     recipe: RecipeArgument,
     changed: Changes = None,
-    models: Annotated[int, typer.Option(callback=kind(Count), help="Models that vote.")] = 66,
-    select: Annotated[
-        int | None,
-        typer.Option(callback=kind(Count), help="Of them, those that choose the class: 6."),
-    ] = None,
-    alpha: Annotated[
-        float | None,
-        typer.Option(callback=kind(Probability), help="Error of each certificate: 0.001."),
-    ] = None,
-    sigma: Annotated[
-        float | None, typer.Option(callback=kind(Positive), help="Noise on each vote's input.")
-    ] = None,
-    radii: Annotated[
-        str | None, typer.Option(help="L2 changes of the input besides, with --sigma: 0.1,0.25.")
-    ] = None,
-    changes: Annotated[
-        str | None, typer.Option(help="Numbers of changed records to show: 1,10,50.")
-    ] = None,
-    partitions: Annotated[
-        bool, typer.Option("--partitions", help="Plain models on disjoint shards instead.")
-    ] = False,
-    bag: Annotated[
-        int | None,
-        typer.Option(callback=kind(Count), help="Plain models on so many random records instead."),
-    ] = None,
-    seed: Annotated[
-        str | None, typer.Option(help="64 hex digits (default: secret, stored in private/).")
-    ] = None,
-    csv: Annotated[
-        Path | None, typer.Option(callback=file_path(written=True), help="Each input's result.")
-    ] = None,
+    models: _Models = 66,
+    select: _Select = None,
+    alpha: _Alpha = None,
+    sigma: _Sigma = None,
+    radii: _Radii = None,
+    changes: _Counts = None,
+    partitions: _Partitions = False,
+    bag: _Bag = None,
+    seed: PrivateSeed = None,
+    csv: _Csv = None,
     name: Name = None,
     runs: Runs = RUNS,
     data_root: DataRoot = None,
@@ -86,8 +81,6 @@ def command(
     folder.
     """
     from dpdist import pipeline
-    from dpdist.certification.paired import ERROR
-    from dpdist.poisoning.certificates import by_keys, by_partitions, check
     from dpdist.poisoning.voting import Poisoning
     from dpdist.runs.folder import RunFolder
     from dpdist.runs.recipe import read_changes, resolve
@@ -98,35 +91,69 @@ def command(
     at = (0.0, *[r for r in numbers(radii, "--radii") or () if r])
     if partitions:
         _refuse_random(select=select, alpha=alpha, radii=radii)
-    select, alpha = select or _SELECT, alpha or _ALPHA
-    shown = numbers(changes, "--changes", CountOrZero)
+    rule = _Rule(models, select or _SELECT, alpha or _ALPHA, at, sigma)
+    shown = [int(k) for k in numbers(changes, "--changes", CountOrZero) or ()]
     settings = Poisoning(models, partitions, sigma, start or 0, every or 1, max_inputs, seed, bag)
-    for path in (output, csv):
-        settings.place(folder, path)
-    if csv is not None and folder.around(csv) is not None and csv.suffix.lower() != ".csv":
-        raise UserError(f"--csv: in a run folder the file must end in .csv, got {str(csv)!r}")
+    _check_written(settings, folder, output, csv)
     folder.check_same_recipe(resolved)
-    dataset, _ = check_trainable(resolved, recipe)
-    _, plan = settings.training(resolved, len(dataset))
-    poisoned = None
-    if not partitions:
-        check(models, select, at, sigma)
-        poisoned = _poisoned(settings, plan, len(dataset))
+    records = len(check_trainable(resolved, recipe)[0])
+    _, plan = settings.training(resolved, records)
+    poisoned = None if partitions else rule.poisoned(settings, plan, records)
     folder.begin(resolved)
     with pipeline.session(folder):
         path = pipeline.evaluation_stage(resolved, folder, settings, output, actors)
     votes = settings.read(path)
-    if poisoned is None:
-        found = [by_partitions(votes)]
-    else:  # each by itself, and with which none of the set is false
-        found = [
-            by_keys(votes, poisoned, select=select, alpha=each, radii=at, sigma=sigma)
-            for each in (alpha, ERROR / len(votes.index))
-        ]
-    _print(votes, found, plan, [int(k) for k in shown or ()], path)
+    found = rule.withstood(votes, poisoned)
+    _print(votes, found, plan, shown, path)
     if csv is not None:
         _write(csv, votes, found[0])
-        typer.echo(f"each input: {csv}")
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """How votes are read: how many models choose the class, error, input radii, input noise."""
+
+    models: int
+    select: int
+    alpha: float
+    radii: tuple[float, ...]
+    sigma: float | None
+
+    def poisoned(self, settings: Poisoning, plan: PrivacyPlan, records: int) -> UnderPoison:
+        """What changed records leave of one training, before it is trained. Raises UserError."""
+        from dpdist.poisoning.bagging import Bagged
+        from dpdist.poisoning.certificates import check
+        from dpdist.privacy import poisoning
+
+        check(self.models, self.select, self.radii, self.sigma)
+        if settings.bag is not None:
+            return Bagged(records, settings.bag)
+        try:
+            return poisoning.Poisoned(plan)
+        except ValueError as error:
+            raise UserError(str(error)) from None
+
+    def withstood(self, votes: Votes, poisoned: UnderPoison | None) -> list[Withstands]:
+        """Of partitions one reading; of keys each input's by itself, and one with which none of the
+        whole set is false."""
+        from dpdist.certification.paired import ERROR
+        from dpdist.poisoning.certificates import by_keys, by_partitions
+
+        if poisoned is None:
+            return [by_partitions(votes)]
+        how: dict[str, Any] = {"select": self.select, "radii": self.radii, "sigma": self.sigma}
+        errors = (self.alpha, ERROR / len(votes.index))
+        return [by_keys(votes, poisoned, alpha=each, **how) for each in errors]
+
+
+def _check_written(
+    settings: Poisoning, folder: RunFolder, output: Path | None, csv: Path | None
+) -> None:
+    """Raise UserError where private results would lie in a run folder's public part."""
+    for path in (output, csv):
+        settings.place(folder, path)
+    if csv is not None and folder.around(csv) is not None and csv.suffix.lower() != ".csv":
+        raise UserError(f"--csv: in a run folder the file must end in .csv, got {str(csv)!r}")
 
 
 def _refuse_random(**given: object) -> None:
@@ -137,19 +164,6 @@ def _refuse_random(**given: object) -> None:
                 f"--{name}: goes with models that draw at random, not with --partitions, whose "
                 "votes are exact"
             )
-
-
-def _poisoned(settings: Poisoning, plan: PrivacyPlan, records: int) -> UnderPoison:
-    """What changed records leave of one training, before it is trained. Raises UserError."""
-    from dpdist.poisoning.bagging import Bagged
-    from dpdist.privacy import poisoning
-
-    if settings.bag is not None:
-        return Bagged(records, settings.bag)
-    try:
-        return poisoning.Poisoned(plan)
-    except ValueError as error:
-        raise UserError(str(error)) from None
 
 
 def _print(
@@ -227,3 +241,4 @@ def _write(path: Path, votes: Votes, found: Withstands) -> None:
         writer.writerow(["index", "label", "answer", *names])
         columns = (votes.index, votes.label, found.answer, *found.changes.values())
         writer.writerows(zip(*(column.tolist() for column in columns), strict=True))
+    typer.echo(f"each input: {path}")

@@ -12,16 +12,18 @@ from pydantic import Field
 
 from dpdist.base import console
 from dpdist.base.errors import UserError
-from dpdist.base.fields import Number, Positive, Probability
+from dpdist.base.fields import Number, Positive
 from dpdist.base.reading import reason, regular_file
 from dpdist.commands.options import (
     RUNS,
+    AnswerError,
     ModelArgument,
     Runs,
     TrustFactory,
     file_path,
-    kind,
+    flag,
     need_numbers,
+    option,
     release_at,
 )
 
@@ -32,33 +34,27 @@ if TYPE_CHECKING:
     from dpdist.training.answering import Oracle
 
 Draws = Annotated[int, Number, Field(ge=1, le=10_000_000)]  # one process makes them
+_Images = Annotated[
+    list[Path],
+    typer.Argument(
+        callback=file_path(), help="Image files, or .npy arrays of the model's input shape."
+    ),
+]
+_Sigma = Annotated[float | None, option("Noise, in input units (default: the recipe's).", Positive)]
+_N = Annotated[int, option("Draws per image.", Draws)]
+_LabelOnly = Annotated[bool, flag("--label-only", "No radius: the two-sided test of the label.")]
+_AsJson = Annotated[bool, flag("--json", "One JSON object for each image.")]
 
 
 def command(
     run: ModelArgument,
-    images: Annotated[
-        list[Path],
-        typer.Argument(
-            callback=file_path(), help="Image files, or .npy arrays of the model's input shape."
-        ),
-    ],
+    images: _Images,
     runs: Runs = RUNS,
-    sigma: Annotated[
-        float | None,
-        typer.Option(
-            callback=kind(Positive), help="Noise, in input units (default: the recipe's)."
-        ),
-    ] = None,
-    n: Annotated[int, typer.Option(callback=kind(Draws), help="Draws per image.")] = 10_000,
-    alpha: Annotated[
-        float, typer.Option(callback=kind(Probability), help="Error of each answer.")
-    ] = 0.001,
-    label_only: Annotated[
-        bool, typer.Option("--label-only", help="No radius: the two-sided test of the label.")
-    ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON object for each image.")
-    ] = False,
+    sigma: _Sigma = None,
+    n: _N = 10_000,
+    alpha: AnswerError = 0.001,
+    label_only: _LabelOnly = False,
+    as_json: _AsJson = False,
     trust_factory: TrustFactory = None,
 ) -> None:
     """Predict with fresh secret noise, on this machine, by a run's model or a released one."""

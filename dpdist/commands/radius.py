@@ -9,38 +9,25 @@ import typer
 from dpdist.base import console
 from dpdist.base.errors import UserError
 from dpdist.base.fields import Count, CountOrZero, Positive, Probability
-from dpdist.commands.options import kind
+from dpdist.commands.options import flag, option
+
+_Hits = Annotated[int, option("Noisy draws that returned the predicted class.", CountOrZero)]
+_Draws = Annotated[int, option("Noisy draws in all, a number fixed in advance.", Count)]
+_Sigma = Annotated[float, option("Standard deviation of the Gaussian input noise.", Positive)]
+_Alpha = Annotated[float, option("Error probability of the certificate.", Probability)]
+_Dimension = Annotated[
+    int | None, option("Number of inputs (28x28: 784); adds the L-infinity radius.", Count)
+]
+_AsJson = Annotated[bool, flag("--json", "Print one JSON object.")]
 
 
 def command(
-    hits: Annotated[
-        int,
-        typer.Option(
-            callback=kind(CountOrZero), help="Noisy draws that returned the predicted class."
-        ),
-    ],
-    draws: Annotated[
-        int,
-        typer.Option(callback=kind(Count), help="Noisy draws in all, a number fixed in advance."),
-    ],
-    sigma: Annotated[
-        float,
-        typer.Option(
-            callback=kind(Positive), help="Standard deviation of the Gaussian input noise."
-        ),
-    ],
-    alpha: Annotated[
-        float,
-        typer.Option(callback=kind(Probability), help="Error probability of the certificate."),
-    ] = 0.001,
-    dimension: Annotated[
-        int | None,
-        typer.Option(
-            callback=kind(Count),
-            help="Number of inputs (28x28: 784); adds the L-infinity radius.",
-        ),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    hits: _Hits,
+    draws: _Draws,
+    sigma: _Sigma,
+    alpha: _Alpha = 0.001,
+    dimension: _Dimension = None,
+    as_json: _AsJson = False,
 ) -> None:
     """L2 radius of Cohen's certificate: sigma * Phi^-1(Clopper-Pearson lower bound at alpha).
 

@@ -8,25 +8,20 @@ from typing import Annotated
 import typer
 
 from dpdist.base.fields import Licence
-from dpdist.commands.options import RUNS, AsJson, RunArgument, Runs, file_path, kind
+from dpdist.commands.options import RUNS, AsJson, RunArgument, Runs, flag, option, path_option
 
 
 def command(
     run: RunArgument,
     runs: Runs = RUNS,
     not_private: Annotated[
-        bool,
-        typer.Option("--not-private", help="Release although the run has no finite guarantee."),
+        bool, flag("--not-private", "Release although the run has no finite guarantee.")
     ] = False,
     licence: Annotated[
-        str | None,
-        typer.Option(callback=kind(Licence), help="SPDX identifier of the model's licence."),
+        str | None, option("SPDX identifier of the model's licence.", Licence)
     ] = None,
     sign: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="KEY", callback=file_path(), help="Sign with this Ed25519 private key (PEM)."
-        ),
+        Path | None, path_option("Sign with this Ed25519 private key (PEM).", metavar="KEY")
     ] = None,
     as_json: AsJson = False,
 ) -> None:

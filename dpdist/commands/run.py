@@ -17,7 +17,20 @@ from dpdist.commands.options import (
     RecipeArgument,
     Runs,
     Workers,
+    flag,
+    option,
 )
+
+_DryRun = Annotated[bool, flag("--dry-run", "Print the plan: epsilon, steps, memory, time.")]
+_Log = Annotated[
+    list[str] | None,
+    option(
+        "At the end, give what may be published to tensorboard:FOLDER or mlflow:URI.",
+        None,
+        "--log",
+        metavar="KIND:PLACE",
+    ),
+]
 
 
 def command(
@@ -29,18 +42,9 @@ def command(
     workers: Workers = None,
     archive: Archive = None,
     archive_private: ArchivePrivate = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the plan: epsilon, steps, memory, time.")
-    ] = False,
+    dry_run: _DryRun = False,
     as_json: AsJson = False,
-    log: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--log",
-            metavar="KIND:PLACE",
-            help="At the end, give what may be published to tensorboard:FOLDER or mlflow:URI.",
-        ),
-    ] = None,
+    log: _Log = None,
 ) -> None:
     """Train privately, certify and report, as the recipe says. Continues what was interrupted."""
     from dpdist.base import console

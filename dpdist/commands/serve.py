@@ -11,37 +11,32 @@ import typer
 from pydantic import Field
 
 from dpdist.base.errors import Interrupted, UserError
-from dpdist.base.fields import Number, Positive, Probability, Processes
-from dpdist.commands.options import ReleaseArgument, TrustFactory, kind
+from dpdist.base.fields import Number, Positive, Processes
+from dpdist.commands.options import AnswerError, ReleaseArgument, TrustFactory, kind, option
 from dpdist.commands.predict import Draws
 
-Port = Annotated[int, Number, Field(ge=1, le=65535)]
-Bytes = Annotated[int, Number, Field(ge=1, le=2**30)]
+_Host = Annotated[str, option("Address to listen on.")]
+_Port = Annotated[int, typer.Option(callback=kind(Annotated[int, Number, Field(ge=1, le=65535)]))]
+_Replicas = Annotated[int, option("Processes that answer, one CPU each.", Processes)]
+_Sigma = Annotated[
+    float | None, option("Noise, in input units (default: the release's).", Positive)
+]
+_N = Annotated[int, option("Draws per answer.", Draws)]
+_Rate = Annotated[float, option("Requests per second, on average.", Positive)]
+_Bytes = Annotated[int, Number, Field(ge=1, le=2**30)]
+_MaxBytes = Annotated[int, option("Largest body of a request.", _Bytes)]
 
 
 def command(
     release: ReleaseArgument,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(callback=kind(Port))] = 8000,
-    replicas: Annotated[
-        int, typer.Option(callback=kind(Processes), help="Processes that answer, one CPU each.")
-    ] = 1,
-    sigma: Annotated[
-        float | None,
-        typer.Option(
-            callback=kind(Positive), help="Noise, in input units (default: the release's)."
-        ),
-    ] = None,
-    n: Annotated[int, typer.Option(callback=kind(Draws), help="Draws per answer.")] = 1_000,
-    alpha: Annotated[
-        float, typer.Option(callback=kind(Probability), help="Error of each answer.")
-    ] = 0.001,
-    rate: Annotated[
-        float, typer.Option(callback=kind(Positive), help="Requests per second, on average.")
-    ] = 20.0,
-    max_bytes: Annotated[
-        int, typer.Option(callback=kind(Bytes), help="Largest body of a request.")
-    ] = 2**20,
+    host: _Host = "127.0.0.1",
+    port: _Port = 8000,
+    replicas: _Replicas = 1,
+    sigma: _Sigma = None,
+    n: _N = 1_000,
+    alpha: AnswerError = 0.001,
+    rate: _Rate = 20.0,
+    max_bytes: _MaxBytes = 2**20,
     trust_factory: TrustFactory = None,
 ) -> None:
     """Answer POST /predict with class and certified radius, or ABSTAIN, until Ctrl-C.

@@ -19,12 +19,28 @@ from dpdist.commands.options import (
     RecipeArgument,
     Runs,
     Workers,
-    kind,
+    flag,
     numbers,
+    option,
+    path_option,
 )
 
 if TYPE_CHECKING:
     from dpdist.runs.recipe import Recipe
+
+_Plan = Annotated[
+    bool, flag("--plan", "Print what each law of the number of trials costs; no data.")
+]
+_Trials = Annotated[str | None, option("With --plan: expected numbers of trials, such as 5,10,50.")]
+_Records = Annotated[int | None, option("With --plan: number of training records.", Count)]
+_AsJson = Annotated[bool, flag("--json", "With --plan: print JSON.")]
+_Plot = Annotated[
+    Path | None,
+    path_option("With --plan: draw epsilon against trials into this file.", of=PICTURE),
+]
+_Resume = Annotated[
+    bool, flag("--resume", "Continue an interrupted search; never begin a new one.")
+]
 
 
 def command(
@@ -34,28 +50,12 @@ def command(
     runs: Runs = RUNS,
     data_root: DataRoot = None,
     workers: Workers = None,
-    plan: Annotated[
-        bool,
-        typer.Option("--plan", help="Print what each law of the number of trials costs; no data."),
-    ] = False,
-    trials: Annotated[
-        str | None, typer.Option(help="With --plan: expected numbers of trials, such as 5,10,50.")
-    ] = None,
-    records: Annotated[
-        int | None,
-        typer.Option(callback=kind(Count), help="With --plan: number of training records."),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="With --plan: print JSON.")] = False,
-    plot: Annotated[
-        Path | None,
-        typer.Option(
-            callback=PICTURE, help="With --plan: draw epsilon against trials into this file."
-        ),
-    ] = None,
-    resume: Annotated[
-        bool,
-        typer.Option("--resume", help="Continue an interrupted search; never begin a new one."),
-    ] = False,
+    plan: _Plan = False,
+    trials: _Trials = None,
+    records: _Records = None,
+    as_json: _AsJson = False,
+    plot: _Plot = None,
+    resume: _Resume = False,
 ) -> None:
     """Search the fields of the recipe's tune section; epsilon covers training and search.
 

@@ -8,16 +8,13 @@ from typing import Annotated
 
 import typer
 
-from dpdist.commands.options import ReleaseArgument, TrustFactory, file_path
+from dpdist.commands.options import ReleaseArgument, TrustFactory, path_option
 
 
 def command(
     release: ReleaseArgument,
     signer: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="KEY", callback=file_path(), help="The public key (PEM) that must have signed."
-        ),
+        Path | None, path_option("The public key (PEM) that must have signed.", metavar="KEY")
     ] = None,
     trust_factory: TrustFactory = None,
 ) -> None:
