@@ -52,7 +52,8 @@ class ModelRecipe(Section):
     isolate: private training runs every record through the model alone, so that a model of one's
     own cannot mix records. initial: public weights that the training begins with. classifier: a
     frozen one behind the model, which then is a denoiser. denoiser: a frozen one before the model,
-    which then is a classifier.
+    which then is a classifier. trained: names of the modules that the run trains, with all that is
+    in them; the others keep the public weights that they begin with.
     """
 
     name: Text
@@ -63,6 +64,7 @@ class ModelRecipe(Section):
     initial: PretrainedRecipe | None = None
     classifier: PretrainedRecipe | None = None
     denoiser: PretrainedRecipe | None = None
+    trained: list[Text] = Field(default=[], max_length=1000)
 
     @field_validator("initial", "classifier", "denoiser", mode="before")
     @classmethod
@@ -76,6 +78,8 @@ class ModelRecipe(Section):
                 "give one of initial, a frozen classifier and a frozen denoiser: the run trains "
                 "the whole model or the rest of it"
             )
+        if self.trained and self.initial is None:
+            raise of_key("trained", "needs initial: the public weights of what is not trained")
         return self
 
     @property

@@ -87,7 +87,21 @@ def initial_model(recipe: Recipe, spec: ModelSpec) -> torch.nn.Module:
         load_frozen(module, recipe)
     if recipe.model.initial is not None:
         models.load_weights(module, recipe.model.initial.folder)
+    if recipe.model.trained:
+        _train_only(module, recipe.model.trained)
     return module
+
+
+def _train_only(module: torch.nn.Module, names: list[str]) -> None:
+    """Leave everything but these modules as it is. Raises UserError for one that is not there."""
+    known = dict(getattr(module, "network", module).named_modules())  # behind a normalisation
+    for name in names:
+        if name not in known:
+            among = ", ".join(each for each in known if each and "." not in each)
+            raise UserError(f"model.trained: the model has no module {name!r}; it has {among}")
+    module.requires_grad_(False)
+    for name in names:
+        known[name].requires_grad_(True)
 
 
 def build_engine(

@@ -1,4 +1,4 @@
-"""Faults where a document is one record of many targets."""
+"""Faults where a document is one record of many targets, and where a public part stays as it is."""
 
 from __future__ import annotations
 
@@ -37,6 +37,12 @@ FAULTS: list[Fault] = [
         "dpdist/training/pretrain.py", "models/test_next_word",
         ("if found.read != data.load(source, \"test\").read:", "if False:",
          "public weights mean other tokens"),
+    ),
+    *group(
+        "dpdist/training/building.py", "training/test_initial_weights",
+        ("    module.requires_grad_(False)\n", "", "the public part is trained"),
+        ("        _train_only(module, recipe.model.trained)", "        pass",
+         "everything is trained, whatever the recipe says"),
     ),
     *group(
         "dpdist/models/zoo.py", "models/test_next_word",

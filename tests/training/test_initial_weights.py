@@ -282,3 +282,48 @@ def test_every_command_that_trains_makes_the_public_part(command, tmp_path, monk
     with pytest.raises(Reached):
         command(recipe, runs=tmp_path / "runs", where="test")
     assert (tmp_path / "made" / "model.safetensors").exists()
+
+
+# --- transfer: a public part that stays, and a private head
+
+
+def transfer(folder: Path, **model) -> dict:
+    own = {"name": "small-cnn", "options": {"width": 4}, "initial": str(folder), "trained": ["5"]}
+    return raw(
+        folder,
+        data={"name": "digits", "labels": [6, 7, 8, 9]},
+        model=own | model,
+        public={
+            "data": {"name": "digits", "labels": [0, 1, 2, 3, 4, 5]},
+            "training": {"batch_size": 50, "steps": 3, "learning_rate": 0.01},
+        },
+    )
+
+
+def test_a_run_trains_its_head_on_features_of_other_classes(tmp_path):
+    recipe, folder = parse(transfer(tmp_path / "public"), "test"), RunFolder(tmp_path / "run")
+    pretrain(recipe, "test")
+    job = prepare(recipe, folder, "test")
+    before = initial_model(recipe, model_spec(recipe, job.records())).state_dict()
+    loop.run(job, Reducer(0, 1, torch.device("cpu")))
+    after = models.load(folder.model).state_dict()
+    moved = {name for name, value in before.items() if not torch.equal(after[name], value)}
+    assert moved == {"5.weight", "5.bias"} and after["5.bias"].shape == (4,)
+    public = models.load(tmp_path / "public").state_dict()
+    assert all(torch.equal(after[name], public[name]) for name in before.keys() - moved)
+    assert "public: no step changes them" in str(read_facts(folder).card())
+
+
+def test_what_is_trained_must_be_there_and_the_rest_public(tmp_path):
+    pretrain(parse(transfer(tmp_path / "public"), "test"), "test")
+    recipe = parse(transfer(tmp_path / "public", trained=["head"]), "test")
+    with pytest.raises(
+        UserError, match=r"model\.trained: the model has no module 'head'; it has 0"
+    ):
+        prepare(recipe, RunFolder(tmp_path / "run"), "test")
+    with pytest.raises(UserError, match=r"model\.trained: needs initial"):
+        parse(raw(tmp_path, model={**CNN, "trained": ["5"]}, public=None), "test")
+    overlapping = transfer(tmp_path / "other")
+    overlapping["public"]["data"]["labels"] = [5, 6]
+    with pytest.raises(UserError, match="are among the public ones"):
+        pretrain(parse(overlapping, "test"), "test")
