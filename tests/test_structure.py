@@ -95,10 +95,7 @@ ROOMS: dict[str, set[str]] = {
     "evaluation": {"randomness", "data", "models", "certification", "runs", "training"},
     "pipeline": {
         "evaluation",
-        "randomness",
         "cluster",
-        "gradients",
-        "models",
         "bulk",
         "certification",
         "runs",
