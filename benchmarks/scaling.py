@@ -9,7 +9,8 @@ Four parts, each by its own flag (all without one):
   all-reduce's 2(W-1)/W of the gradient's bytes over a link plus a latency per hop. Each point is
   also predicted from the others, and the prediction is given with the range of those fits.
 * --predict: the same model for GPU workers, with rate, link and fixed cost as given in arguments:
-  assumptions, of which only the sampling is measured.
+  assumptions. The sampling is measured, and so is the release, digest and noise, which workers
+  make on their CPUs: each the whole of it, or with `resources.release: sharded` a W-th.
 * --certify: draws per second of 1, 2, 4 ... actors.
 * --driver: a million chunks without models through the actor pool, first its scheduling alone (for
   2, 64 and 512 actors that answer at once), then with Ray: chunks per second, the driver's CPU time
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import resource
 import statistics
@@ -85,26 +87,53 @@ def sampling_seconds(records: int) -> float:
     return statistics.median(took)
 
 
+def release_seconds(entries: int) -> float:
+    """Processor seconds for each entry of what workers do on their CPUs behind the sum: its digest
+    for the ledger, and noise."""
+    import numpy as np
+
+    from dpdist.gradients.noise import add_noise
+    from dpdist.training.sharding import leaf_digests
+
+    total, took = np.zeros(entries), []
+    for key in range(9):
+        began = time.process_time()
+        leaf_digests("benchmark", total)
+        add_noise(total, key.to_bytes(32, "big"), 1.0)
+        took.append(time.process_time() - began)
+    return statistics.median(took) / entries
+
+
 class StepModel:
     """step(W) = sample/W + batch/(W rate) + [W > 1] (2 (W-1) latency + 2 (W-1)/W bytes/bandwidth)
-    + fixed. Every worker samples its own share of the records. Times in seconds."""
+    + release + fixed. Every worker samples its own share of the records. Sharded, the release is
+    shared out too, and what is sent is each worker's part of the sum to it, and its parameters to
+    all. Times in seconds; release: for all entries, digest and noise."""
 
     def __init__(
-        self, sample: float, rate: float, fixed: float, size: int, latency: float, bandwidth: float
-    ) -> None:
+        self, sample: float, rate: float, fixed: float, size: int, latency: float,
+        bandwidth: float, release: float = 0.0, sharded: bool = False,
+    ) -> None:  # fmt: skip
         self.sample, self.rate, self.fixed = sample, rate, fixed
         self.bytes, self.latency, self.bandwidth = 8 * size, latency, bandwidth
+        self.release, self.sharded = release, sharded
 
     def reduce(self, workers: int) -> float:
-        """A ring all-reduce of the float64 sum."""
+        """A ring all-reduce of the float64 sum; sharded, an all-to-all of it and a broadcast of
+        every worker's float32 parameters."""
         if workers == 1:
             return 0.0
         hops = 2 * (workers - 1)
-        return hops * self.latency + hops / workers * self.bytes / self.bandwidth
+        sent = hops / workers * self.bytes
+        if self.sharded:
+            hops = workers - 1 + workers * math.ceil(math.log2(workers))
+            sent *= 3 / 4
+        return hops * self.latency + sent / self.bandwidth
 
     def step(self, workers: int, batch: float) -> float:
         compute = batch / (workers * self.rate)
-        return self.sample / workers + compute + self.reduce(workers) + self.fixed
+        release = self.release / (workers if self.sharded else 1)
+        return self.sample / workers + compute + self.reduce(workers) + release + self.fixed
 
     def efficiency(self, workers: int, batch: float) -> float:
         """Of strong scaling: speed-up over workers."""
@@ -140,7 +169,7 @@ class Assumed:
 
     rate: examples per second of one worker. gbit: of the link between two hosts. hop: seconds that
     one message takes. parameters: of the model that is trained. fixed: seconds of a step that no
-    worker shares (the ledger's write, noise, the update).
+    worker shares (the ledger's write, the update).
     """
 
     rate: float
@@ -149,21 +178,26 @@ class Assumed:
     parameters: int
     fixed: float
 
-    def model(self, sample: float) -> StepModel:
-        """Sampling takes what it takes on this machine's CPU."""
+    def model(self, sample: float, release: float = 0.0, sharded: bool = False) -> StepModel:
+        """Sampling and release take what they take on this machine's CPU."""
         bandwidth = self.gbit * 1e9 / 8
-        return StepModel(sample, self.rate, self.fixed, self.parameters, self.hop, bandwidth)
+        return StepModel(
+            sample, self.rate, self.fixed, self.parameters, self.hop, bandwidth, release, sharded
+        )
 
     def predict(self) -> None:
-        """For a data set of 60,000 records; their sampling is measured here."""
-        sample = sampling_seconds(60_000)
-        predict(
+        """For a data set of 60,000 records; their sampling is measured here, and the release."""
+        sample, each = sampling_seconds(60_000), release_seconds(1_000_000)
+        release = each * self.parameters
+        print(
             f"ASSUMED: {self.rate:,.0f} examples/s per GPU, {self.parameters:,} parameters, "
             f"{self.gbit:g} Gbit/s, {1e6 * self.hop:g} us per hop, {1e3 * self.fixed:g} ms fixed; "
-            f"measured: {1e3 * sample:.2f} ms to sample 60,000 records on one core",
-            self.model(sample),
-            60_000,
+            f"measured: {1e3 * sample:.2f} ms to sample 60,000 records on one core, digest "
+            f"and noise of {1e-6 / each:,.0f} million parameters a second on one core"
         )
+        for sharded in (False, True):
+            title = f"release: {'sharded' if sharded else 'whole'}"
+            predict(title, self.model(sample, release, sharded), 60_000)
 
 
 def leave_one_out(

@@ -59,7 +59,7 @@ def describe(recipe: Recipe, plan: PrivacyPlan) -> list[tuple[str, str]]:
         ("layers without a rule", ", ".join(engine.fallback_layers) or "none"),
         ("workers", f"{resources.span}, {resources.cpus_per_worker:g} CPUs each"),
         ("physical micro-batch", f"{engine.micro_batch or 'chosen at the start'}"),
-        ("memory per worker", _memory(recipe, plan, engine.size, activations)),
+        *_memory(recipe, plan, engine.size, activations),
         ("training time", f"about {seconds} s at {rate:,.0f} examples/s per worker"),
     ]
 
@@ -69,15 +69,19 @@ def _counts(recipe: Recipe) -> list[int]:
     return sorted({recipe.resources.least, recipe.resources.most})
 
 
-def _memory(recipe: Recipe, plan: PrivacyPlan, size: int, activations: int) -> str:
-    """Of the release that is asked for, and of the others."""
+def _memory(
+    recipe: Recipe, plan: PrivacyPlan, size: int, activations: int
+) -> list[tuple[str, str]]:
+    """Of a worker, by the release that is asked for and by the others; and of all on one host."""
     training, resources = recipe.training, recipe.resources
     slots = len(FlatOptimizer(training, plan.steps, torch.zeros(1)).slots)
     rows = CANONICAL_SHARDS if training.reproducible else 1
 
+    def mebibytes(release: type[Whole], count: int) -> float:
+        return (activations + release.memory(size, slots, rows, count)) / 2**20 + _BASE
+
     def stated(release: type[Whole]) -> str:
-        grown = [release.memory(size, slots, rows, count) for count in _counts(recipe)]
-        found = [f"{(activations + most) / 2**20 + _BASE:,.0f} MiB" for most in grown]
+        found = [f"{mebibytes(release, count):,.0f} MiB" for count in _counts(recipe)]
         if len(set(found)) == 1:
             return f"about {found[0]}"
         of = zip(_counts(recipe), found, strict=True)
@@ -86,7 +90,11 @@ def _memory(recipe: Recipe, plan: PrivacyPlan, size: int, activations: int) -> s
     words = {name: stated(release) for name, release in RELEASES.items()}
     own = words.pop(resources.release)
     others = ", ".join(f"{name}: {found}" for name, found in words.items())
-    return f"{own} (release: {resources.release}; {others})"
+    each = ("memory per worker", f"{own} (release: {resources.release}; {others})")
+    if resources.most == 1:
+        return [each]
+    whole = resources.most * mebibytes(RELEASES[resources.release], resources.most)
+    return [each, ("memory of a host", f"about {whole:,.0f} MiB with {resources.most} on it")]
 
 
 def _examples_per_second(

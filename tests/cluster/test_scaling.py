@@ -64,6 +64,18 @@ def test_the_ring_moves_twice_the_gradient(scaling):
     assert scaling.StepModel(0, 1, 0, 0, 1.0, 1.0).reduce(5) == 8
 
 
+def test_a_sharded_release_shares_out_the_noise_and_sends_less(scaling):
+    """(W-1)/W of the float64 sum to its owners, and of the float32 parameters back."""
+    whole, shared = (
+        scaling.StepModel(0, 1e9, 0, 1000, 0.0, 8000.0, release=4.0, sharded=kind)
+        for kind in (False, True)
+    )
+    assert shared.reduce(2) == pytest.approx(0.5 + 0.25) and shared.reduce(1) == 0
+    assert whole.step(4, 0) == pytest.approx(4 + whole.reduce(4))
+    assert shared.step(4, 0) == pytest.approx(1 + 3 / 4 * whole.reduce(4))
+    assert shared.step(1, 0) == whole.step(1, 0) == 4
+
+
 def test_a_faster_link_pays_for_more_workers(scaling):
     def model(gbit):
         return scaling.Assumed(50_000, gbit, 20e-6, 11_000_000, 4e-3).model(2e-3)

@@ -107,5 +107,6 @@ def test_a_dry_run_speaks_of_the_fewest_and_the_most(tmp_path):
     recipe, folder = elastic(tmp_path, "run", True, release="sharded")
     rows = dict(describe(recipe, prepare(recipe, folder, "test").plan))
     assert rows["workers"].startswith("1 to 4, ")
+    assert rows["memory of a host"].endswith(" MiB with 4 on it")
     assert " s at " in rows["training time"] and " to " in rows["training time"]
     assert parse(recipe.model_dump(mode="json"), "again") == recipe
