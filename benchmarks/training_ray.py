@@ -3,9 +3,10 @@
 Both run the TF-Privacy CNN with one thread each and the same work per step (an expected 512
 examples per process; the Ray run's expected batch is 1,024). Steps per second over the last two
 thirds of each run: during the first Ray's own processes are still starting up on the same cores.
-Rounds are interleaved and the median ratio is printed.
+Rounds are interleaved and the median ratio is printed. `--start` says instead where the seconds
+before the first step of such a training go, as seen from outside.
 
-    python benchmarks/training_ray.py [--quick]
+    python benchmarks/training_ray.py [--quick] [--start]
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -78,7 +80,7 @@ class Clock:
         self.seen: list[tuple[float, int]] = []
 
     def look(self) -> None:
-        done = len(self.file.read_bytes().splitlines()) if self.file.exists() else 0
+        done = lines(self.file)
         if done >= self.steps // 3 and (not self.seen or done > self.seen[-1][1]):
             self.seen.append((time.monotonic(), done))
 
@@ -98,6 +100,42 @@ def watch(processes: list[subprocess.Popen], clocks: list[Clock]) -> list[float]
     return [clock.rate() for clock in clocks]
 
 
+def worker_seen() -> bool:
+    """Whether Ray has a training worker somewhere here."""
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if entry.read_bytes().startswith(b"ray::") and b"TrainWorker" in entry.read_bytes():
+                return True
+        except OSError:
+            continue
+    return False
+
+
+def starting(process: subprocess.Popen, private: Path) -> list[tuple[str, float]]:
+    """Seconds of each stage until a training's first step, and waits for its end."""
+    stages: list[tuple[str, Callable[[], bool]]] = [
+        ("the command: imports, checks, plan", (private / "run.key").exists),
+        ("Ray: session, first task on each host", (private / "ray").exists),
+        ("Ray Train: controller, placement, workers' processes", worker_seen),
+        ("workers: imports, process group, records, model", (private / "workers.jsonl").exists),
+        ("the first step, with the self-check", lambda: lines(private / "metrics.jsonl") > 0),
+    ]
+    found, began = [], time.monotonic()
+    for name, reached in stages:
+        while not reached():
+            if process.poll() is not None:
+                sys.exit("the training failed")
+            time.sleep(0.02)
+        found.append((name, time.monotonic() - began))
+        began = time.monotonic()
+    process.wait()
+    return found
+
+
+def lines(path: Path) -> int:
+    return len(path.read_bytes().splitlines()) if path.exists() else 0
+
+
 def start(code: str, *arguments: object) -> subprocess.Popen:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen([sys.executable, "-c", code, *map(str, arguments)], env=environment)
@@ -106,10 +144,11 @@ def start(code: str, *arguments: object) -> subprocess.Popen:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="one short round")
+    parser.add_argument("--start", action="store_true", help="the seconds before the first step")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=600)
     options = parser.parse_args()
-    rounds, steps = (1, 30) if options.quick else (options.rounds, options.steps)
+    rounds, steps = (1, 30) if options.quick or options.start else (options.rounds, options.steps)
     cli = "from dpdist.commands.cli import main; main()"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -118,6 +157,11 @@ def main() -> None:
         make_images(folder / "data", "half", RECORDS // 2)
         together = recipe(folder, "whole", 1024, 2, steps)
         alone = recipe(folder, "half", 512, 1, steps)
+        if options.start:
+            process = start(cli, "train", together, "--runs", folder / "runs")
+            for stage, seconds in starting(process, folder / "runs" / "whole-2" / "private"):
+                print(f"{seconds:6.1f} s  {stage}")
+            return
         ratios = []
         for number in range(rounds):
             runs = folder / f"round-{number}"
