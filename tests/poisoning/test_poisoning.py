@@ -414,6 +414,24 @@ def test_poisoned_records_do_not_change_what_bags_certify(
     assert attack.refutes(swapped, len(found.answer))[sure].any()
 
 
+def test_poisoned_records_and_a_moved_input_together_do_not_change_a_certified_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both at once, as many labels and as far a move as are certified together: each input goes
+    where the other class's records are, which is where a linear model changes most."""
+    recipe = two_classes(tmp_path, privacy__noise_multiplier=30.0, training__steps=8)
+    setup = setup_of(recipe, Poisoning(12, seed=SEED, sigma=0.2))
+    votes, radius = said_by(Voter(setup)), 0.05
+    asked: Any = {"select": 2, "alpha": 0.05, "radii": (0.0, radius), "sigma": 0.2}
+    found = by_keys(votes, Poisoned(setup.plan), **asked)
+    changed = int(found.changes[radius].max()) // 2
+    sure = found.changes[radius] >= 2 * changed
+    assert 1 <= changed < found.changes[0.0].max() // 2 and sure.sum() >= 15
+    attack = Attack(monkeypatch, setup, tmp_path, found.answer)
+    assert not attack.refutes(flipped, changed, radius * 0.999)[sure].any()
+    assert attack.refutes(flipped, changed, 40 * radius)[sure].any()  # so far a move does
+
+
 @pytest.mark.long  # of a whole poisoning what was shown above of one record and of moved votes
 def test_poisoned_records_move_no_more_partitions_than_there_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -442,10 +460,11 @@ class Attack:
     ) -> None:
         self._patch, self._setup, self._folder, self._answer = patch, setup, folder, answer
 
-    def said(self, how: Any, count: int) -> Votes:
+    def said(self, how: Any, count: int, move: float = 0.0) -> Votes:
+        """move: of each input, by this L2 distance, along what the other class has more of."""
         records = training_data(self._setup.recipe, source_of(self._setup.recipe))
         inputs, labels = how(np.array(records.inputs), np.array(records.labels), count)
-        place = self._folder / f"poisoned-{how.__name__}-{count}"
+        place = self._folder / f"poisoned-{how.__name__}-{count}-{move}"
         place.mkdir()
         np.save(place / "inputs.npy", inputs)
         np.save(place / "labels.npy", labels)
@@ -453,12 +472,26 @@ class Attack:
         with self._patch.context() as inner:
             inner.setattr(job, "training_records", lambda *of: spoilt)
             inner.setattr(voting_models, "training_data", lambda *of: spoilt)
-            return said_by(Voter(self._setup))
+            voter = Voter(self._setup)
+            if move:
+                voter._test = self._moved(voter, move)
+            return said_by(voter)
 
-    def refutes(self, how: Any, count: int) -> np.ndarray:
+    def _moved(self, voter: Voter, move: float) -> Any:
+        test, names = voter._test, np.arange(len(voter._records))
+        known, labels = voter._records.batch(names), np.asarray(voter._records.labels)
+        apart = known[labels == 1].mean(0) - known[labels == 0].mean(0)
+        towards = torch.ones(len(test), *[1] * apart.dim())
+        towards[np.array(self._setup.indices)[self._answer == 1]] = -1
+        moved = test.batch(np.arange(len(test))) + towards * (move / apart.norm()) * apart
+        return SimpleNamespace(
+            batch=lambda rows: moved[rows], input_shape=test.input_shape, labels=test.labels
+        )
+
+    def refutes(self, how: Any, count: int, move: float = 0.0) -> np.ndarray:
         """Whether so few fresh models answer as before that less than half of all do, bool (N,); by
         chance with probability at most 0.002 each."""
-        votes = self.said(how, count).vote
+        votes = self.said(how, count, move).vote
         hits = (votes == self._answer).sum(0)
         return np.asarray(stats.binom.cdf(hits, len(votes), 0.5) <= 0.002)
 
