@@ -21,7 +21,7 @@ import torch
 from dpdist.audits.roc import Estimate
 from dpdist.evaluation import evaluate_stage
 from dpdist.runs.folder import RunFolder
-from dpdist.runs.recipe import find, load
+from dpdist.runs.recipe import find, load, read_changes
 from dpdist.training import loop
 from dpdist.training.job import prepare
 from dpdist.training.reducer import Reducer
@@ -44,15 +44,20 @@ def main() -> None:
     parser.add_argument("recipe")
     parser.add_argument("--data-root", type=Path, required=True)
     parser.add_argument("--radii", default="4,10")
+    parser.add_argument("--draws", type=int, help="K; default: the recipe's")
+    parser.add_argument("--set", action="append", metavar="KEY=VALUE", help="of the recipe")
     parser.add_argument("--seeds", type=int, default=3)
     given = parser.parse_args()
     torch.set_num_threads(1)
+    changes = read_changes(given.set)
+    draws = {} if given.draws is None else {"method.draws": given.draws}
     rows: dict[str, dict[str, Any]] = {"none": {"method": "dp-sgd"}}
-    rows |= {f"R = {radius}": {"method.radius": float(radius)} for radius in given.radii.split(",")}
+    for radius in given.radii.split(","):
+        rows[f"R = {radius}"] = {"method.radius": float(radius), **draws}
     found: dict[str, list[dict[str, float]]] = {row: [] for row in rows}
     for seed in range(given.seeds):
         for row, change in rows.items():
-            found[row].append(training(given.recipe, change, given.data_root))
+            found[row].append(training(given.recipe, changes | change, given.data_root))
             print(json.dumps({"row": row, "seed": seed, **found[row][-1]}), flush=True)
     for what in found["none"][0]:
         base = [one[what] for one in found["none"]]

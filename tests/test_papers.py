@@ -15,6 +15,7 @@ from scipy.special import gammaln, logsumexp
 
 from dpdist.base.errors import UserError
 from dpdist.commands.cli import app
+from dpdist.runs.recipe import RECIPES
 from dpdist.training.planning import make_plan
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -59,6 +60,28 @@ def test_every_recipe_named_loads_and_makes_a_plan():
         papers["recipe_of"]("dplis-mnist-rnn")
     with pytest.raises(UserError, match=r"method\.radius"):
         papers["recipe_of"]("dplis-mnist-cnn", {"method.radius": "best"})
+
+
+def test_heads_of_recipes_say_what_is_proved():
+    """The epsilon that a recipe asks for, or that of its noise, to the last digit that is told."""
+    proved: dict[Any, float] = {}
+    told = 0
+    for path in sorted(RECIPES.glob("*.yaml")):
+        head, recipe = path.read_text().splitlines()[0], papers["recipe_of"](path.stem)
+        said = re.search(r"([\d.]*\d) proved", head)
+        said = said or re.search(r"(?<!its )epsilon ([\d.]*\d)", head)
+        if said is None:
+            continue
+        found = recipe.privacy.epsilon
+        if found is None:
+            plan = make_plan(recipe, RECORDS[recipe.data.name], path.stem)
+            if plan.phases not in proved:
+                proved[plan.phases] = plan.guarantee().epsilon
+            found = proved[plan.phases]
+        digits = len(said[1].partition(".")[2])
+        assert f"{found:.{digits}f}" == said[1], head
+        told += 1
+    assert told > 30
 
 
 def spent(rate: float, noise: float, steps: int, delta: float = 1e-5) -> float:
