@@ -1,11 +1,15 @@
-"""What MNIST's heads on public features are worth at one epsilon, as they are and under attack.
+"""What objective perturbation is worth at one epsilon, and what is trained beside it: heads on
+public features, StoBatch, Secure-SGD, DP-SGD; as they are and under attack.
 
     python benchmarks/functional.py --data-root DATA [--rows patches,adversarial] [--seeds 3]
 
 Each row is a recipe with fields changed, trained in this process with keys of its own (plan,
-ledger; no Ray): accuracy on all test images, and on the first 500 under PGD in L-infinity, 10
-steps within 0.1 in [0, 1] of the images. Each training is a line of --results; what is there is not
-made again. --table prints Markdown: the mean, and the least and the greatest of the trainings.
+ledger; no Ray): accuracy on all test images, and on the first 500 under each attack in L-infinity
+(10 steps, images in [0, 1]). A model with noise of its own is attacked through it, a gradient being
+the mean of --draws, and answers by --answers draws at 95 % or abstains, which is not right; its
+accuracy without attack is that of its mean scores. Each training is a line of --results; what is
+there is not made again. --table prints Markdown: the mean, and the least and the greatest of the
+trainings.
 """
 
 from __future__ import annotations
@@ -14,18 +18,22 @@ import argparse
 import json
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from dpdist import models
-from dpdist.adversary.balls import Ball
-from dpdist.adversary.randomised import RandomisedClassifier
-from dpdist.attacks.evasion import attack
-from dpdist.certification.sampling import Randomness
+from dpdist.adversary.names import ATTACKS
+from dpdist.attacks.counting import Counted, fix_form
+from dpdist.attacks.settings import AttackSettings
+from dpdist.attacks.worker import Assignment, Block, Worker
+from dpdist.certification.expected import expected_log_scores
 from dpdist.data import Dataset
+from dpdist.randomness.places import place_of
 from dpdist.randomness.units import UnitSource
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe, find, load
@@ -35,8 +43,9 @@ from dpdist.training.records import evaluation_data
 from dpdist.training.reducer import Reducer
 
 RESULTS = Path(__file__).with_suffix(".jsonl")
-SIZES, STEPS, BLOCK = (0.025, 0.05, 0.1), 10, 100
+SIZES, PASSES, BLOCK = "0.025,0.05,0.1,0.3", 16, 1000  # half of those on [-1, 1]
 ROBUST, PLAIN = "mnist-functional-robust", {"method.adversarial": None}
+CIFAR = {"data.name": "cifar10"}
 DP_SGD = {
     "method": {"name": "dp-sgd"}, "privacy.clip_norm": 0.1,
     "training": {"batch_size": 6000, "steps": 150, "learning_rate": 80.0, "momentum": 0.9},
@@ -48,7 +57,15 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "encoder": (ROBUST, {**PLAIN, "method.encoder": 0.05}),
     "scattering": ("mnist-functional", {}),
     "scattering-adversarial": ("mnist-functional", {"method.adversarial": {"size": 0.1}}),
+    "scattering-noisy": ("mnist-functional", {"method.sigma": 0.25}),
     "scattering-dp-sgd": ("mnist-functional", DP_SGD),
+    "stobatch": ("mnist-stobatch", {}),
+    "stobatch-noise-alone": ("mnist-stobatch", {"method.xi": 0.0}),
+    "secure-sgd": ("secure-sgd-mnist", {}),
+    "secure-sgd-agm": ("secure-sgd-agm-mnist", {}),
+    "hgm-dp-sgd": ("dpsgd-hgm-mnist", {}),
+    "cifar10-scattering": ("mnist-functional", CIFAR),
+    "cifar10-patches": (ROBUST, {**PLAIN, **CIFAR}),
 }
 
 
@@ -58,23 +75,43 @@ def recipe_of(row: str, epsilon: float, data_root: str | None) -> Recipe:
     return load(find(name), {**change, "privacy.epsilon": epsilon, **root})
 
 
-def right(model: nn.Module, test: Dataset, size: float, inputs: int) -> int:
-    """How many of the first inputs are named rightly, moved by at most `size`."""
-    classifier = RandomisedClassifier(model)
-    randomness = Randomness(UnitSource("benchmark", "1", "", "", "", 0.0))
-    found = 0
-    for low in range(0, inputs, BLOCK):
-        names = range(low, min(low + BLOCK, inputs))
-        x, labels = test.batch(slice(low, names.stop)), test.targets(slice(low, names.stop))
-        if size:
-            ball = Ball(x, torch.full((len(x),), size, dtype=torch.float64), "linf")
-            x = attack("pgd", classifier, ball, labels, names, randomness, steps=STEPS)
+def right(model: nn.Module, test: Dataset) -> int:
+    """How many of all inputs are named rightly."""
+    noisy, found = place_of(model).random, 0
+    for low in range(0, len(test), BLOCK):
+        rows = slice(low, min(low + BLOCK, len(test)))
+        x = test.batch(rows)
         with torch.inference_mode():
-            found += int((model(x).argmax(1) == labels).sum())
+            scores = expected_log_scores(model, x, PASSES, "1", low) if noisy else model(x)
+        found += int((scores.argmax(1) == test.targets(rows)).sum())
     return found
 
 
-def trained(recipe: Recipe, inputs: int) -> dict[str, Any]:
+def attacked(model: nn.Module, test: Dataset, settings: AttackSettings) -> dict[str, Any]:
+    """How many of the first inputs are named rightly, by attack and size, as `dpdist attack` does
+    it in one of its workers; size 0 is no attack."""
+    rows = settings.indices(len(test))
+    x = test.batch(slice(rows.start, rows.stop)).numpy()
+    counted = Counted(model, place_of(model), test.classes, x[:64])
+    source = UnitSource("benchmark", "1", "", "", "", 0.0)
+    if counted.place.random:
+        counted = replace(counted, spec=fix_form(counted, source))
+    indices, labels = np.arange(len(x)), np.asarray(test.labels[: len(x)], np.int64)
+    worker = Worker(Assignment(counted, settings, source, x, indices, labels))
+    found: dict[str, dict[str, int]] = {name: {} for name in settings.attacks}
+    each = settings.block(x[0].size)
+    for name, size in settings.pairs:
+        blocks = [slice(low, low + each) for low in range(0, len(x), each)]
+        answers = [
+            one for rows in blocks for one in worker(Block.of(name, rows, np.full(len(x), size)))
+        ]
+        hits = sum(one["prediction"] == one["label"] for one in answers)
+        for attack in [name] if size else settings.attacks:
+            found[attack][f"{size:g}"] = hits
+    return found
+
+
+def trained(recipe: Recipe, settings: AttackSettings) -> dict[str, Any]:
     """One training with a key of its own."""
     with tempfile.TemporaryDirectory(prefix="dpdist-functional-") as place:
         job = prepare(recipe, RunFolder(Path(place) / "run"), recipe.name)
@@ -85,30 +122,39 @@ def trained(recipe: Recipe, inputs: int) -> dict[str, Any]:
     test = evaluation_data(recipe, job.source)
     return {
         "proved": round(job.plan.guarantee().epsilon, 4), "seconds": round(seconds, 1),
-        "n": len(test), "right": right(model, test, 0.0, len(test)),
-        "attacked": min(inputs, len(test)),
-        "pgd": {f"{size:g}": right(model, test, size, inputs) for size in (0.0, *SIZES)},
+        "n": len(test), "right": right(model, test),
+        "attacked": len(settings.indices(len(test))), "draws": settings.draws,
+        **attacked(model, test, settings),
     }  # fmt: skip
 
 
-def line_of(row: str, found: list[dict[str, Any]]) -> str:
+def line_of(row: str, found: list[dict[str, Any]], settings: AttackSettings) -> str:
     """Of the table."""
 
     def shares(rights: list[float]) -> str:
         low, high = min(rights), max(rights)
-        return f"{sum(rights) / len(rights):.1f} ({low:.1f} to {high:.1f})"
+        mean = f"{sum(rights) / len(rights):.1f}"
+        return mean if len(rights) < 2 else f"{mean} ({low:.1f} to {high:.1f})"
 
     cells = [shares([100 * one["right"] / one["n"] for one in found])]
-    for size in ("0", *(f"{size:g}" for size in SIZES)):
-        cells.append(shares([100 * one["pgd"][size] / one["attacked"] for one in found]))
+    for name, size in columns(settings):
+        cells.append(shares([100 * one[name][size] / one["attacked"] for one in found]))
     seconds = sum(one["seconds"] for one in found) / len(found)
-    return f"| {row} | {found[0]['epsilon']:.3g} | {' | '.join(cells)} | {seconds:.0f} |"
+    told = [row, f"{found[0]['epsilon']:.3g}", *cells, str(len(found)), f"{seconds:.0f}"]
+    return f"| {' | '.join(told)} |"
 
 
-def read(path: Path, setting: dict[str, Any]) -> list[dict[str, Any]]:
-    """The trainings of a setting that a file holds."""
+def columns(settings: AttackSettings) -> list[tuple[str, str]]:
+    """Attack and size of each; without attack once."""
+    first = settings.attacks[0]
+    return [(first if name == "none" else name, f"{size:g}") for name, size in settings.pairs]
+
+
+def read(path: Path, setting: dict[str, Any], asked: list[tuple[str, str]]) -> list[dict[str, Any]]:
+    """The trainings of a setting that a file holds, of those that were so attacked."""
     lines = path.read_text().splitlines() if path.exists() else []
-    return [one for one in map(json.loads, lines) if setting.items() <= one.items()]
+    found = [one for one in map(json.loads, lines) if setting.items() <= one.items()]
+    return [one for one in found if all(size in one.get(name, {}) for name, size in asked)]
 
 
 def main() -> None:
@@ -118,20 +164,30 @@ def main() -> None:
     parser.add_argument("--epsilon", type=float, default=0.2)
     parser.add_argument("--seeds", type=int, default=3, help="trainings of each row")
     parser.add_argument("--inputs", type=int, default=500, help="that are attacked")
+    parser.add_argument("--attacks", default=",".join(ATTACKS))
+    parser.add_argument("--sizes", default=SIZES)
+    parser.add_argument("--draws", type=int, default=4)
+    parser.add_argument("--answers", type=int, default=100)
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--table", action="store_true", help="of what is there")
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    sizes = " | ".join(f"L∞ {size:g}" for size in (0.0, *SIZES))
-    print(f"| head | epsilon | accuracy, % | {sizes} | s |\n|{'---|' * (5 + len(SIZES))}")
+    settings = AttackSettings(
+        sizes=tuple(map(float, asked.sizes.split(","))), attacks=tuple(asked.attacks.split(",")),
+        draws=asked.draws, n=asked.answers, alpha=0.05, max_inputs=asked.inputs,
+    )  # fmt: skip
+    told = [f"{name} {size}" if float(size) else "0" for name, size in columns(settings)]
+    head = ["row", "epsilon", "accuracy, %", *told, "trainings", "s"]
+    print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}")
     for row in asked.rows.split(","):
         setting = {"row": row, "epsilon": asked.epsilon}
-        while not asked.table and len(read(asked.results, setting)) < asked.seeds:
-            found = trained(recipe_of(row, asked.epsilon, asked.data_root), asked.inputs)
+        wanted = columns(settings)
+        while not asked.table and len(read(asked.results, setting, wanted)) < asked.seeds:
+            found = trained(recipe_of(row, asked.epsilon, asked.data_root), settings)
             with asked.results.open("a") as file:
                 file.write(json.dumps(setting | found) + "\n")
-        if done := read(asked.results, setting)[: asked.seeds]:
-            print(line_of(row, done), flush=True)
+        if done := read(asked.results, setting, wanted)[: asked.seeds]:
+            print(line_of(row, done, settings), flush=True)
 
 
 if __name__ == "__main__":
