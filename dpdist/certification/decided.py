@@ -77,7 +77,7 @@ class Decided:
         share = f"{100 * float(self.share):.12g} % of these inputs"
         return {
             PASSES: f"at least {share} are right, and stay so at every distance below the radius",
-            FAILS: f"of fewer than {share} could the radius be certified, with any number of draws",
+            FAILS: f"of fewer than {share} could the label's own probability certify the radius",
             OPEN: "nothing; with more draws (--n) it is another question, with an error of its own",
         }[self.answer]
 

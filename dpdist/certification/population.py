@@ -36,9 +36,9 @@ _ROUNDING = 1e-12  # outwards
 class OfPopulation:
     """At one radius: low <= A(radius), and C(radius) <= certifiable.
 
-    So at least 1 - certifiable of the population cannot be certified, with any number of draws.
-    None where the counts of all classes were not kept. As in a band of the set, no attack is in it:
-    an input that is not certifiable may be robust all the same.
+    So at least 1 - certifiable of the population cannot be certified by certificates of this kind,
+    with any number of draws. None where the counts of all classes were not kept. As in a band of
+    the set, no attack is in it: an input that is not certifiable may be robust all the same.
     """
 
     radius: float
