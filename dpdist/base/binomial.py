@@ -8,8 +8,8 @@ number was fixed in advance.
 from __future__ import annotations
 
 import numpy as np
+import scipy  # `special` is loaded when a bound is first asked for
 from numpy.typing import ArrayLike
-from scipy import special
 
 # Inverse incomplete beta functions are good to about 1e-14 relative; this margin is a thousandth
 # of what any printed digit shows and keeps the rounding on the safe side.
@@ -56,8 +56,8 @@ def randomised_lower(hits: int, draws: int, alpha: float, u: float) -> float:
 
     def chance(p: float) -> float:
         """Increasing in p."""
-        more = special.betainc(hits + 1, draws - hits, p) if hits < draws else 0.0
-        same = special.betainc(hits, draws - hits + 1, p) if hits else 1.0
+        more = scipy.special.betainc(hits + 1, draws - hits, p) if hits < draws else 0.0
+        same = scipy.special.betainc(hits, draws - hits + 1, p) if hits else 1.0
         return float(u * same + (1 - u) * more)
 
     for _ in range(60):
@@ -79,7 +79,7 @@ def two_sided_p_value(hits: int, draws: int) -> float:
     most = max(hits, draws - hits)
     if draws == 0 or 2 * most == draws:
         return 1.0
-    return float(min(1.0, 2 * special.betainc(most, draws - most + 1, 0.5)))
+    return float(min(1.0, 2 * scipy.special.betainc(most, draws - most + 1, 0.5)))
 
 
 def check_alpha(alpha: ArrayLike) -> np.ndarray:
@@ -108,8 +108,8 @@ def _counts(
 def _lower(k: np.ndarray, n: np.ndarray, a: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(p_lower rounded down, 1 - p_lower rounded up), the second exact even when it is tiny."""
     positive = np.maximum(k, 1)
-    p = special.betaincinv(positive, n - positive + 1, a)
-    q = special.betainccinv(n - positive + 1, positive, a)
+    p = scipy.special.betaincinv(positive, n - positive + 1, a)
+    q = scipy.special.betainccinv(n - positive + 1, positive, a)
     # At k = n the bound is alpha ** (1 / n), whose complement expm1 keeps to full precision.
     q = np.where(k == n, -np.expm1(np.log(a) / n), q)
     q = np.where(k == 0, 1.0, np.minimum(q * (1 + MARGIN), 1.0))

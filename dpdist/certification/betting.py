@@ -17,18 +17,18 @@ capital is concave in each score, so that this makes it smaller, never larger.
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import numpy as np
-from scipy import special
+import scipy
 
 from dpdist.certification.expected_score_bounds import SCORE_UNIT, ScoreBounds
 
 # Bin b holds the scores from ENDS[b] to ENDS[b + 1], in units of 1 / SCORE_UNIT.
-_INNER = np.round(special.expit(np.linspace(-13, 13, 62)) * SCORE_UNIT).astype(np.int64)
+_INNER = np.round(SCORE_UNIT / (1 + np.exp(-np.linspace(-13, 13, 62)))).astype(np.int64)
 ENDS = np.unique(np.concatenate([[0], _INNER, [SCORE_UNIT]]))
 BINS = len(ENDS) - 1
 
-_STAKES = special.expit(np.linspace(-9, 7, 48))
 _ROUNDS = 44
 _SLACK = 1e-9  # of ln capital, relative: sums of many logarithms
 
@@ -36,8 +36,14 @@ _SLACK = 1e-9  # of ln capital, relative: sums of many logarithms
 def log_capital(counts: np.ndarray, scores: np.ndarray, mean: float) -> np.ndarray:
     """ln of the capital against means up to `mean`, > 0: counts (B,) or (B, K) of each score (B,);
     a number or (K,)."""
-    growth = np.log1p(_STAKES[:, None] * (scores / mean - 1))
-    return np.logaddexp.reduce(growth @ counts) - math.log(len(_STAKES))
+    stakes = _stakes()
+    growth = np.log1p(stakes[:, None] * (scores / mean - 1))
+    return np.logaddexp.reduce(growth @ counts) - math.log(len(stakes))
+
+
+@cache
+def _stakes() -> np.ndarray:
+    return scipy.special.expit(np.linspace(-9, 7, 48))
 
 
 def means_above(counts: np.ndarray, scores: np.ndarray, mean: float, alpha: float) -> np.ndarray:

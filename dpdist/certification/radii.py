@@ -9,8 +9,8 @@ import math
 from decimal import ROUND_FLOOR, Decimal
 
 import numpy as np
+import scipy
 from numpy.typing import ArrayLike
-from scipy import special
 
 # ndtri, log and products are good to a few units in the last place; this margin covers them.
 _MARGIN = 1e-14
@@ -30,7 +30,7 @@ def gaussian_l2_radius(p_lower: ArrayLike, sigma: ArrayLike) -> Radius:
     Source: Cohen et al., ICML 2019, Theorem 1 with p_B = 1 - p_A.
     """
     p, s = _probability(p_lower, "p_lower"), _positive(sigma, "sigma")
-    return _down(s * special.ndtri(p))
+    return _down(s * scipy.special.ndtri(p))
 
 
 def gaussian_l2_radius_two_class(
@@ -46,7 +46,7 @@ def gaussian_l2_radius_two_class(
     # The runner-up cannot have more than what the winner leaves.
     other = np.minimum(other, np.nextafter(1 - p, 2))
     with np.errstate(invalid="ignore"):
-        gap = special.ndtri(p) - special.ndtri(other)
+        gap = scipy.special.ndtri(p) - scipy.special.ndtri(other)
     return _down(s / 2 * gap)
 
 
@@ -55,7 +55,7 @@ def gaussian_probability_for_radius(radius: ArrayLike, sigma: ArrayLike) -> Radi
     r = np.asarray(radius, dtype=np.float64)
     if not np.all(r >= 0):
         raise ValueError(f"radius must not be negative, got {radius!r}")
-    return special.ndtr(r / _positive(sigma, "sigma"))
+    return scipy.special.ndtr(r / _positive(sigma, "sigma"))
 
 
 def laplace_l1_radius(p_lower: ArrayLike, scale: ArrayLike) -> Radius:

@@ -25,8 +25,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import numpy as np
+import scipy
 from pydantic import model_validator
-from scipy.special import ndtr
 
 from dpdist.base.errors import UserError
 from dpdist.certification import betting
@@ -106,7 +106,7 @@ class TargetScores(OfHiddenNoise):
     def hypotheses(self, place: ScoredPlace) -> tuple[float, ...]:
         """What the leads must exceed for each radius, a hair above the exact number."""
         scale = getattr(place.norms, self.norm) / place.sigma
-        exact = [float(ndtr(radius * scale)) for radius in self.radii]
+        exact = [float(scipy.special.ndtr(radius * scale)) for radius in self.radii]
         return tuple(p + (1 - p) * 1e-9 for p in exact)
 
     def units(self, batch: int) -> int:

@@ -37,15 +37,17 @@ def command(
 
     Then each later run less the first, on the same inputs: differences with intervals and p values.
     """
-    from dpdist.reports import compare, differences
-    from dpdist.reports.facts import read_facts
     from dpdist.runs.folder import open_run
+
+    folders = [open_run(name, runs) for name in names]
+    from dpdist.reports import compare, differences  # only now: what is refused needs no tables
+    from dpdist.reports.facts import read_facts
 
     sizes = {
         "l2": numbers(l2, "--l2", Positive) or compare.SIZES["l2"],
         "linf": numbers(linf, "--linf", Positive) or compare.SIZES["linf"],
     }
-    facts = [read_facts(open_run(name, runs)) for name in names]
+    facts = [read_facts(folder) for folder in folders]
     if picture is not None:
         compare.write_picture(facts, picture)
     if as_json:

@@ -58,7 +58,6 @@ def command(
     trust_factory: TrustFactory = None,
 ) -> None:
     """Predict with fresh secret noise, on this machine, by a run's model or a released one."""
-    from dpdist.evaluation import load_model
     from dpdist.runs.folder import open_run
 
     release = release_at(run, trust_factory)
@@ -70,6 +69,8 @@ def command(
         folder.require_trained()
         recipe = folder.read_recipe()
         need_numbers(recipe, "predict")
+        from dpdist.evaluation import load_model  # only now: what is refused needs no data
+
         names = tuple(recipe.data.class_names)
         saved = _Saved(folder.model, recipe.certify, names, lambda: load_model(recipe, folder))
     for path in images:

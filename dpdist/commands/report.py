@@ -39,8 +39,8 @@ def command(
         str | None,
         typer.Option(
             metavar="RUN2",
-            help="A run of the same recipe without privacy, shown beside this one; kept for later "
-            "reports of the run. Its figures are not protected by any epsilon.",
+            help="A run of the same recipe without privacy, to show beside it; kept. No epsilon "
+            "covers its figures.",
         ),
     ] = None,
 ) -> None:
@@ -51,19 +51,25 @@ def command(
                 raise UserError(f"--{name}: belongs to the report of one run, not to --all")
         _overview(runs if run is None else Path(run))
         return
-    if run is None:
-        raise UserError("report: name a RUN, or give --all for one page over all runs")
-    from dpdist import pipeline
+    folder = _trained(run, runs)
+    from dpdist import pipeline  # only now: what is refused needs no data
     from dpdist.base import console
-    from dpdist.runs.archive import open_anywhere
 
-    folder = open_anywhere(run, runs)
-    folder.require_trained()
     if baseline is not None:
         _link(folder, baseline, runs)
     pipeline.report_stage(folder, images, dated=True)
     pipeline.archive_stage(folder)
     print(console.table(pipeline.summary(folder), title=f"run {folder.name}"))
+
+
+def _trained(run: str | None, runs: Path) -> RunFolder:
+    if run is None:
+        raise UserError("report: name a RUN, or give --all for one page over all runs")
+    from dpdist.runs.archive import open_anywhere
+
+    folder = open_anywhere(run, runs)
+    folder.require_trained()
+    return folder
 
 
 def _link(folder: RunFolder, name: str, runs: Path) -> None:

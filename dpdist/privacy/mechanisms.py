@@ -11,8 +11,8 @@ import math
 from collections.abc import Callable
 
 import numpy as np
+import scipy
 from numpy.typing import ArrayLike, NDArray
-from scipy.special import erfcx, ndtr
 
 Array = NDArray[np.float64]
 _BISECTIONS = 200
@@ -66,13 +66,13 @@ def gaussian_delta(
     density = np.exp(-(upper**2) / 2) / math.sqrt(2 * math.pi)
     second = _mills(m - upper)
     tail = density * (_mills(np.maximum(-upper, 0.0)) - second)
-    bulk = ndtr(upper) - density * second
+    bulk = scipy.special.ndtr(upper) - density * second
     return np.clip(np.where(upper <= 0, tail, bulk), 0.0, 1.0)
 
 
 def _mills(t: Array) -> Array:
     """(1 - Phi(t)) / phi(t) for t >= 0."""
-    return math.sqrt(math.pi / 2) * erfcx(t / math.sqrt(2))
+    return math.sqrt(math.pi / 2) * scipy.special.erfcx(t / math.sqrt(2))
 
 
 def gaussian_epsilon(

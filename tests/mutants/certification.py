@@ -12,8 +12,8 @@ FAULTS: list[Fault] = [
         ("/ 2\n    return clopper_pearson_lower(hits, draws, half)",
          "\n    return clopper_pearson_lower(hits, draws, half)",
          "a two-sided interval spends its error twice"),
-        ("p = special.betaincinv(positive, n - positive + 1, a)",
-         "p = special.betaincinv(positive, n - positive + 1, 2 * a)", "twice the error"),
+        ("p = scipy.special.betaincinv(positive, n - positive + 1, a)",
+         "p = scipy.special.betaincinv(positive, n - positive + 1, 2 * a)", "twice the error"),
         ("_lower(n - k, n, a)[1]", "_lower(k, n, a)[1]", "the upper bound is the lower one's"),
         ("np.nextafter(1 - q, 0)", "np.nextafter(1 - q, 2)", "bounds near one are rounded up"),
     ),
@@ -25,7 +25,7 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/certification/radii.py", "certification/test_radii certification/test_rebound",
-        ("_down(s * special.ndtri(p))", "_down(2 * s * special.ndtri(p))", "radii are twice as large"),
+        ("_down(s * scipy.special.ndtri(p))", "_down(2 * s * scipy.special.ndtri(p))", "radii are twice as large"),
         ("_down(s / 2 * gap)", "_down(s * gap)", "two-class radii are twice as large"),
         ("_down(-b * np.log(2 * (1 - p)))", "_down(-b * np.log(1 - p))", "Laplace radii are too large"),
         ("_down(2 * w * (p - 0.5))", "_down(2.3 * w * (p - 0.5))", "uniform radii are too large"),
@@ -241,7 +241,7 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/base/binomial.py", "certification/test_paired",
-        ("float(min(1.0, 2 * special.betainc(", "float(min(1.0, special.betainc(",
+        ("float(min(1.0, 2 * scipy.special.betainc(", "float(min(1.0, scipy.special.betainc(",
          "a two-sided p value is one-sided"),
     ),
     *group(
@@ -271,7 +271,7 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/certification/betting.py", "certification/test_tighter_bounds",
-        (" - math.log(len(_STAKES))", "", "the capital is that of all stakes together"),
+        (" - math.log(len(stakes))", "", "the capital is that of all stakes together"),
         ("/ (2 * len(counts))", "/ 1", "each class and side spends the whole error"),
         ("weights[:, :-1] += counts - moved", "weights[:, :-1] += counts", "scores are counted twice"),
         ("(1 - lower[selected], 2)", "(0.5 - lower[selected] / 2, 2)", "the others have less than what is left"),
@@ -298,7 +298,7 @@ FAULTS: list[Fault] = [
          "a radius is certified when one class is far enough behind"),
         ("self._counts = self._counts + betting.at_ends(counts, excess).T",
          "self._counts = self._counts + 2 * betting.at_ends(counts, excess).T", "each draw counts twice"),
-        ("exact = [float(ndtr(radius * scale))", "exact = [float(ndtr(radius * scale / 2))",
+        ("exact = [float(scipy.special.ndtr(radius * scale))", "exact = [float(scipy.special.ndtr(radius * scale / 2))",
          "half the distance is tested"),
         ("found = counter.block(x, index, block, batch", "found = counter.block(x, index, 0, batch",
          "every look sees the same draws"),
