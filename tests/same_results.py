@@ -3,10 +3,13 @@
     python tests/same_results.py make FOLDER     with the old version: a dozen small runs
     python tests/same_results.py check FOLDER    with the new one: the same again, compared
 
-One machine for both, since another processor adds up in another order. Each run has a fixed key,
-and its tables are made again from the settings that the old version pinned, seed included. A
-check also lets the new version report on the old run folders as they are. Uses the `dpdist` beside
-this Python, so that it survives any change of module names.
+One machine for both and one number of threads (OMP_NUM_THREADS): otherwise sums are added up in
+another order. Each run has a fixed key, and its tables are made again from the settings that the
+old version pinned, seed included. A check also lets the new version report on the old run folders
+as they are. Uses the `dpdist` beside this Python, so that it survives any change of module names.
+
+What has changed since the first versions: noise on the input and behind the first layer certify
+together (`secure-faithful`), so `certify` refuses to continue an older table of such a run.
 """
 
 from __future__ import annotations
