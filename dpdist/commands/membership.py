@@ -22,6 +22,7 @@ from dpdist.commands.options import (
     PrivateSeed,
     RecipeArgument,
     Runs,
+    need_label,
     numbers,
     option,
     path_option,
@@ -69,6 +70,7 @@ def command(
     from dpdist.runs.recipe import read_changes, resolve
 
     resolved = resolve(recipe, changes=read_changes(changes), name=name, data_root=data_root)
+    need_label(resolved, "membership")
     folder, chosen = RunFolder(runs / resolved.name), _attacks(attack)
     averaged = tuple(sorted({int(n) for n in numbers(passes, "--passes", _Count) or ()}))
     banks: list[tuple[Membership, list[Inference]]] = []

@@ -229,6 +229,12 @@ def need_numbers(recipe: Recipe, command: str) -> None:
         raise UserError(why)
 
 
+def need_label(recipe: Recipe, command: str) -> None:
+    """Raise UserError where records have no label of their own."""
+    if (why := recipe.data.without_label(f"dpdist {command}")) is not None:
+        raise UserError(why)
+
+
 def recipe_of(folder: RunFolder, data_root: Path | None, command: str) -> Recipe:
     """The recipe of a trained run whose inputs are numbers. Raises UserError."""
     from dpdist.runs.recipe import resolve

@@ -25,6 +25,7 @@ from dpdist.commands.options import (
     Start,
     file_path,
     flag,
+    need_label,
     numbers,
     option,
     path_option,
@@ -87,6 +88,7 @@ def command(
     from dpdist.training.job import check_trainable
 
     resolved = resolve(recipe, changes=read_changes(changed), name=name, data_root=data_root)
+    need_label(resolved, "poison")
     folder = RunFolder(runs / resolved.name)
     at = (0.0, *[r for r in numbers(radii, "--radii") or () if r])
     if partitions:

@@ -181,6 +181,12 @@ class DataRecipe(Section):
             return None
         return f"{what}: is for inputs that are numbers; those of data.text are tokens"
 
+    def without_label(self, what: str) -> str | None:
+        """Why `what`, which asks about a record's one label, is refused; None where it is not."""
+        if not self.following:
+            return None
+        return f"{what}: is for records of one label; with data.text.predict: next there is none"
+
     @property
     def told_apart(self) -> int:
         """How many classes a model of these records has."""

@@ -343,12 +343,12 @@ class Sections(Section):
             "certify": self.certify is not None,
             "training.crop, flip": self.training.augmented,
             f"method {self.method.name}": not self.method.takes_tokens,
-            "tune": self.tune is not None and self.data.following,
-            "audit": self.audit is not None and self.data.following,
         }
-        for what, given in asked.items():
-            if given and (why := self.data.refused(what)) is not None:
-                raise ValueError(f"{why}: leave it out")
+        of_labels = {"tune": self.tune is not None, "audit": self.audit is not None}
+        why = [self.data.refused(what) for what, given in asked.items() if given]
+        why += [self.data.without_label(what) for what, given in of_labels.items() if given]
+        for found in filter(None, why):
+            raise ValueError(f"{found}: leave it out")
         return self
 
     @property

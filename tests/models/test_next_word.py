@@ -244,6 +244,16 @@ def test_complaints(root, tmp_path):
         prepare(label, RunFolder(tmp_path / "run"), "test")
 
 
+@pytest.mark.parametrize("name", ["membership", "poison"])
+def test_what_asks_about_one_label_is_refused_before_any_training(root, tmp_path, name):
+    file = tmp_path / "x.yaml"
+    file.write_text(recipe_of(root).to_yaml())
+    done = CliRunner().invoke(app, [name, str(file), "--runs", str(tmp_path / "runs")])
+    assert isinstance(done.exception, UserError)
+    assert str(done.exception).startswith(f"dpdist {name}: is for records of one label")
+    assert not (tmp_path / "runs").exists()
+
+
 def test_a_base_that_sees_what_follows_does_not_say_it():
     needs_hf()
     config = {"model_type": "bert", "vocab_size": 14, "hidden_size": 8, "num_attention_heads": 2}
