@@ -39,8 +39,8 @@ def command(
         str | None,
         typer.Option(
             metavar="RUN2",
-            help="A run of the same recipe without privacy, to show beside it; kept. No epsilon "
-            "covers its figures.",
+            help="A run of the same recipe without privacy, to show beside it on a page in "
+            "private/; kept. No epsilon covers its figures.",
         ),
     ] = None,
 ) -> None:
@@ -60,6 +60,10 @@ def command(
     pipeline.report_stage(folder, images, dated=True)
     pipeline.archive_stage(folder)
     print(console.table(pipeline.summary(folder), title=f"run {folder.name}"))
+    if folder.beside_baseline.exists():
+        typer.echo(
+            f"with a run that no epsilon covers, not to be published: {folder.beside_baseline}"
+        )
 
 
 def _trained(run: str | None, runs: Path) -> RunFolder:

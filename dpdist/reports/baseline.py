@@ -1,14 +1,14 @@
 """The same training without privacy, beside a run: what privacy costs, on the same test inputs.
 
-The figures of such a run are computed from the training records and nothing protects them. So a
-report shows one only where somebody named it, and says so beside it.
+The figures of such a run are computed from the training records and nothing protects them. So they
+are shown only where somebody named it, on a page of its own in private/, which says so; the report,
+which may leave, is the same with and without.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 
 from dpdist.base.errors import UserError
 from dpdist.base.fields import check_run_name
@@ -44,7 +44,7 @@ def link(folder: RunFolder, other: RunFolder) -> None:
     if other.path.resolve().parent != folder.path.resolve().parent or other.name == folder.name:
         raise UserError(f"--baseline: must be another run beside {folder.name}, got {other.path}")
     _compared(read_facts(folder), read_facts(other))
-    write_json(_kept(folder), {"run": other.name})
+    write_json(folder.baseline, {"run": other.name})
 
 
 def making(folder: RunFolder) -> str:
@@ -59,9 +59,8 @@ def making(folder: RunFolder) -> str:
 def beside(facts: Facts) -> Baseline | None:
     """The baseline that was named for a run, None where none was; one that is gone, or that is no
     baseline any more, with the reason in its notes."""
-    kept = _kept(facts.folder)
     try:
-        name = str(read_json(kept, {"run": str})["run"])
+        name = str(read_json(facts.folder.baseline, {"run": str})["run"])
     except NoSuchFile:
         return None
     try:
@@ -93,7 +92,3 @@ def _sizes(facts: Facts) -> dict[str, tuple[float, ...]]:
         for norm in SIZES
     }
     return {norm: tuple(sorted(radii)) or SIZES[norm] for norm, radii in shown.items()}
-
-
-def _kept(folder: RunFolder) -> Path:
-    return folder.report.parent / "baseline.json"

@@ -50,7 +50,8 @@ def write_report(
     *,
     dated: bool = False,
 ) -> None:
-    """Write report/index.html of a trained run, and its pictures as files of their own.
+    """Write report/index.html of a trained run, and its pictures as files of their own; where a
+    baseline was named, also the page with its figures, which stays in private/.
 
     images: the test data, or why their inputs are not shown. dated: with today's date even where a
     date may tell how long something secret took: whoever asks for the page chose the day.
@@ -59,8 +60,7 @@ def write_report(
     curves = _curves(facts)
     if curves["certified"] is not None:
         _write_alone(folder, "certified_accuracy", curves["certified"], _headline(facts))
-    page = render(
-        "page.html",
+    shown = dict(
         heading=folder.name,
         facts=facts,
         verdict=in_short(facts),
@@ -73,7 +73,6 @@ def write_report(
         attacks=_attacked(facts),
         checks=_checked(facts),
         three=_three(facts),
-        baseline=beside(facts),
         search=described(facts.search, folder, facts.guarantee),
         limits=_limits(facts),
         command=command(facts),
@@ -81,7 +80,11 @@ def write_report(
         summary=[row for row in facts.summary() if row[0] != "report"],
         **_card(facts, None if facts.times_hidden and not dated else _today()),
     )
-    write_atomic(folder.report, page)
+    write_atomic(folder.report, render("page.html", baseline=None, **shown))
+    if (found := beside(facts)) is None:
+        folder.beside_baseline.unlink(missing_ok=True)
+    else:
+        write_atomic(folder.beside_baseline, render("page.html", baseline=found, **shown))
 
 
 def _attacked(facts: Facts) -> list[tuple[AttackTable, str, Grid, Path, str]]:

@@ -168,6 +168,16 @@ class RunFolder:
         return self.private / "ray.log"
 
     @property
+    def baseline(self) -> Path:
+        """Which run without privacy was put beside this one."""
+        return self.private / "baseline.json"
+
+    @property
+    def beside_baseline(self) -> Path:
+        """The report with that run's figures, which no epsilon covers."""
+        return self.private / "baseline.html"
+
+    @property
     def evaluation(self) -> Path:
         return self.path / "evaluation.json"
 

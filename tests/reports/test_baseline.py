@@ -16,6 +16,7 @@ from dpdist import pipeline
 from dpdist.base.errors import UserError
 from dpdist.reports import baseline
 from dpdist.reports.facts import read_facts
+from dpdist.runs.exporting import publishable
 from dpdist.runs.folder import RunFolder
 
 pytestmark = pytest.mark.slow  # two short trainings
@@ -43,16 +44,16 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def private(runs: Path) -> RunFolder:
     folder = RunFolder(runs / "private")
-    (folder.report.parent / "baseline.json").unlink(missing_ok=True)
+    folder.baseline.unlink(missing_ok=True)
     return folder
 
 
 def test_it_is_shown_only_where_it_was_named(runs, private, monkeypatch, capsys):
     pipeline.report_stage(private)
-    assert "What privacy costs" not in private.report.read_text()
+    assert not private.beside_baseline.exists()
     said = ("report", "private", "--runs", runs, "--baseline", "open")
     assert command(monkeypatch, capsys, runs, *said).code == 0
-    page = private.report.read_text()
+    page = private.beside_baseline.read_text()
     section = page[page.index('<h2 id="baseline">') :].split("</section>")[0]
     assert "open was trained without privacy" in section and "no epsilon covers them" in section
     assert "plain accuracy" in section and "also differ in training.learning_rate." in section
@@ -60,8 +61,24 @@ def test_it_is_shown_only_where_it_was_named(runs, private, monkeypatch, capsys)
     accuracies = [json.loads(RunFolder(runs / name).evaluation.read_text())["accuracy"]
                   for name in ("open", "private")]  # fmt: skip
     assert row[4:6] == [f"{100 * share:.2f}" for share in accuracies]
+    private.beside_baseline.unlink()
     pipeline.report_stage(private)  # of a later command: it stays
-    assert "What privacy costs" in private.report.read_text()
+    assert "What privacy costs" in private.beside_baseline.read_text()
+    private.baseline.unlink()
+    pipeline.report_stage(private)
+    assert not private.beside_baseline.exists()
+
+
+def test_nothing_of_it_may_leave(runs, private):
+    def leaving() -> dict[str, bytes]:
+        return {str(path): (private.path / path).read_bytes() for path in publishable(private)}
+
+    pipeline.report_stage(private)
+    before = leaving()
+    baseline.link(private, RunFolder(runs / "open"))
+    pipeline.report_stage(private)
+    assert "What privacy costs" in private.beside_baseline.read_text()
+    assert leaving() == before and "report/index.html" in before
 
 
 def test_what_is_no_baseline_is_refused(runs, private, monkeypatch, capsys, tmp_path):
@@ -73,7 +90,7 @@ def test_what_is_no_baseline_is_refused(runs, private, monkeypatch, capsys, tmp_
     ):
         with pytest.raises(UserError, match=why):
             baseline.link(folder, other)
-        assert not (folder.report.parent / "baseline.json").exists()
+        assert not folder.baseline.exists()
     asked = ("report", "private", "--runs", runs)
     done = command(monkeypatch, capsys, runs, *asked, "--baseline", "nothing")
     assert done.code == 2 and "nothing: no such run" in done.err
@@ -99,8 +116,7 @@ def test_the_command_that_makes_one_makes_one(runs, private, monkeypatch, capsys
 
 @pytest.mark.parametrize("kept", ['{"run": "../private"}', '{"run": "gone"}', '{"run": 3}'])
 def test_one_that_is_gone_is_said_so(private, kept):
-    private.report.parent.mkdir(exist_ok=True)
-    (private.report.parent / "baseline.json").write_text(kept)
+    private.baseline.write_text(kept)
     if kept == '{"run": 3}':
         with pytest.raises(UserError, match=r"baseline\.json"):
             baseline.beside(read_facts(private))
@@ -108,4 +124,6 @@ def test_one_that_is_gone_is_said_so(private, kept):
     found = baseline.beside(read_facts(private))
     assert found is not None and not found.rows and found.notes
     pipeline.report_stage(private)
-    assert found.notes[0] in private.report.read_text().replace("&#39;", "'").replace("&amp;", "&")
+    assert found.notes[0] in private.beside_baseline.read_text().replace("&#39;", "'").replace(
+        "&amp;", "&"
+    )
