@@ -42,12 +42,14 @@ def write(folder: RunFolder, group: Group) -> None:
 
 
 def read(folder: RunFolder) -> list[Group]:
-    """All so far, the first one first; what a crash cut off is left out."""
+    """All so far, the first one first; what a crash or a full disk cut off is left out."""
     try:
         lines = folder.groups.read_text().splitlines(keepends=True)
     except FileNotFoundError:
         return []
-    return [Group(**json.loads(line)) for line in lines if line.endswith("\n")]
+    # The last brace: in its line a whole one may stand behind one that was cut off.
+    whole = [line[line.rindex("{") :] for line in lines if line.endswith("\n")]
+    return [Group(**json.loads(line)) for line in whole]
 
 
 class Teller:

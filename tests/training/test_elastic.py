@@ -8,9 +8,10 @@ from support.training import execute, interrupted, make, train
 
 from dpdist.base.errors import UserError
 from dpdist.privacy.ledger import Ledger
+from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse
 from dpdist.training.estimate import describe
-from dpdist.training.groups import Group, Teller, read
+from dpdist.training.groups import Group, Teller, read, write
 from dpdist.training.job import prepare
 
 RANGE = {"min": 1, "max": 4}
@@ -71,6 +72,18 @@ def test_without_them_every_change_is_charged_and_said(tmp_path):
         "goes on with 1 worker (before", "goes on with 1 worker from step 2",
     ]  # fmt: skip
     assert "up to 4 steps that were released before are charged again" in said[0]
+
+
+def test_a_line_that_was_cut_off_hides_no_later_one(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.private.mkdir()
+    first, later = Group(0, 2, "gloo", 0), Group(3, 1, "gloo", 4)
+    write(folder, first)
+    with open(folder.groups, "a") as file:
+        file.write('{"step": 3, "wor')  # the disk was full
+    assert read(folder) == [first]
+    write(folder, later)
+    assert read(folder) == [first, later]
 
 
 @pytest.mark.parametrize(
