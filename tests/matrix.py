@@ -64,6 +64,8 @@ def judge(python: Path) -> str:
     said = found[1] if found else f"pytest ended with {done.returncode}"
     if failed := re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.M):
         said += f" ({', '.join(failed)})"
+    if done.returncode not in (0, 1):  # interrupted, or not begun
+        said += f", then pytest ended with {done.returncode}"
     with tempfile.TemporaryDirectory() as folder:
         smoke = [python, "-m", "dpdist", "run", "digits", "--runs", folder]
         done = subprocess.run(smoke, cwd=folder, env=environment, capture_output=True, text=True)
