@@ -188,3 +188,30 @@ def test_killed_workers_a_killed_driver_and_an_interrupt_change_nothing(tmp_path
     ours, theirs = (Ledger.read(r / "private" / "ledger.jsonl") for r in (run, undisturbed))
     assert ours.releases == theirs.releases == dict.fromkeys(range(STEPS), 1)
     assert ours.superseded == 0
+
+
+@pytest.mark.long
+def test_stochastic_batch_training_on_two_workers(tmp_path, dpdist):
+    """StoBatch as its paper means it, trained and certified on Ray: each worker attacks its share
+    of the batch with the whole ensemble. Bit by bit what two workers make without Ray, and what one
+    makes but for rounding."""
+    steps = 5
+    changes = {
+        "data": {"max_train": 300}, "model": {"options": {"width": 4, "activation": "tanh"}},
+        "method": {"name": "stobatch", "size": [0.0, 0.1], "steps": 3, "split": 0.36},
+        "privacy": {"run_key": "5b" * 32}, "training": {"batch_size": 60, "steps": steps},
+        "certify": {"sigma": 0.2},
+    }  # fmt: skip
+    asked = recipe(tmp_path / "ray", **changes)
+    out, _ = finish(start("run", asked, cwd=tmp_path / "ray"), timeout=800)
+    assert "NOT PRIVATE: fixed run key" in out and "certified" in out
+    for workers in (1, 2):
+        asked = recipe(tmp_path / str(workers), **changes, resources={"workers": workers})
+        dpdist("train", asked, cwd=tmp_path / str(workers))
+    on_ray, alone, two = (tmp_path / name / "runs" / "small" for name in ("ray", "1", "2"))
+    ledger = Ledger.read(on_ray / "private" / "ledger.jsonl")
+    assert ledger.releases == dict.fromkeys(range(steps), 1)
+    assert torch.equal(parameters(on_ray), parameters(two))
+    assert torch.allclose(parameters(on_ray), parameters(alone), atol=1e-4)
+    (table,) = on_ray.glob("certificates/*/certificates.parquet")
+    assert pq.read_table(table).num_rows == 10
