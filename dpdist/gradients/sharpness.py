@@ -66,13 +66,15 @@ class _Surface:
         return list(zip(self.inputs.split(self.batch), self.targets.split(self.batch), strict=True))
 
     def loss_and_accuracy(self, flat: Tensor) -> tuple[float, float]:
-        loss, right = 0.0, 0
+        loss, right = 0.0, 0.0
         with torch.no_grad():
             for inputs, targets in self.chunks():
                 outputs = torch.func.functional_call(self.model, self.values(flat), (inputs,))
                 loss += float(self.objective(outputs, targets).double().sum())
-                if outputs.dim() == 2:
-                    right += int((outputs.argmax(1) == targets).sum())
+                if outputs.dim() == targets.dim() + 1:  # else nothing is told apart
+                    hits = (outputs.argmax(-1) == targets).double().view(len(targets), -1)
+                    asked = (targets >= 0).view(len(targets), -1)
+                    right += float((hits.sum(1) / asked.sum(1).clamp(min=1)).sum())
         return loss / len(self.inputs), right / len(self.inputs)
 
     def loss_and_gradient(self, flat: Tensor) -> tuple[float, Tensor]:
