@@ -46,11 +46,13 @@ def check(recipe: RecipeArgument, changes: Changes = None, data_root: DataRoot =
     section = resolved.data
     names = section.class_names
     shown = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
-    typer.echo(f"classes: {shown}")
+    following = section.following
+    typer.echo("classes: the next token" if following else f"classes: {shown}")
     if section.root is not None:
         columns = section.columns
-        inputs = ", ".join(columns.features) or columns.image
-        typer.echo(f"columns: inputs {inputs}; label {columns.label}")
+        inputs = ", ".join(source.columns.inputs)
+        label = "" if following else f"; label {columns.label}"
+        typer.echo(f"columns: inputs {inputs}{label}")
     typer.echo(f"no private record is in {test.name}: compared by content")
     delta, batch = resolved.privacy.delta, resolved.training.batch_size
     typer.echo(f"privacy.delta {delta:g}: must be below 1 / {len(train):,}")

@@ -225,6 +225,10 @@ def test_a_run_from_public_weights_is_evaluated_by_perplexity(root, tmp_path):
     release(folder)
     shown = CliRunner().invoke(app, ["verify", str(folder.release)])
     assert shown.exit_code == 0, shown.output
+    recipe_file = tmp_path / "recipe.yaml"
+    recipe_file.write_text(recipe.to_yaml())
+    shown = CliRunner().invoke(app, ["data", "check", str(recipe_file)])
+    assert "classes: the next token\ncolumns: inputs text\n" in shown.output
 
 
 def test_complaints(root, tmp_path):
