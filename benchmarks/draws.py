@@ -33,7 +33,7 @@ from dpdist.randomness.units import UnitSource
 
 HIDDEN = 0.3  # standard deviation behind the first layer
 ARCHITECTURE = {False: ("small-cnn", {"width": 8}), True: ("tf-cnn", {})}
-EPOCHS = {False: 40, True: 2}
+EPOCHS = {False: 40, True: 4}
 
 
 def records(mnist: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -41,7 +41,7 @@ def records(mnist: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if mnist:
         from certification import images
 
-        return *images(20_000, "train"), *images(10_000, "test")
+        return *images(6000, "train"), *images(1000, "test")
     from sklearn.datasets import load_digits
 
     digits = load_digits()
