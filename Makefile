@@ -8,7 +8,7 @@ PYTEST_ARGS ?=
 # Two processes, each of which takes the next file of tests.
 TESTS = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo check quick test test-all lint mutants matrix bench clean install
+.PHONY: demo check quick test test-all lint mutants matrix bench docs notebook clean install
 .DEFAULT_GOAL := help
 
 .PHONY: help
@@ -21,6 +21,8 @@ help:
 	@echo "make mutants plant faults, one at a time: do the tests notice? (under an hour; docs/testing.md)"
 	@echo "make matrix  other Pythons, other versions of torch (some GB and half an hour)"
 	@echo "make bench   speed and memory, side by side with peers"
+	@echo "make docs    the documentation as a static site with an API reference, in site/"
+	@echo "make notebook  execute the notebooks of examples/ again"
 	@echo "make clean   remove the environment and caches (never runs/)"
 
 install: $(STAMP)
@@ -65,6 +67,16 @@ matrix: install
 bench: install
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test,bench,hf]"
 	@for script in benchmarks/[a-z]*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
+.PHONY: docs-tools
+docs-tools: install
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
+
+docs: docs-tools
+	@$(BIN)/python docs/make_site.py
+
+notebook: docs-tools
+	@$(BIN)/python examples/execute.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info

@@ -259,6 +259,12 @@ class Facts:
             rows.append(("report", str(self.folder.report)))
         return rows
 
+    def __repr__(self) -> str:
+        """The summary alone: a notebook is handed around, and the files of a run hold more, such as
+        how long a training took whose time is secret."""
+        rows = "".join(f"\n  {name}: {value}" for name, value in self.summary())
+        return f"run {self.folder.name}{rows}"
+
     def _repr_html_(self) -> str:
         """The summary as a table, in a notebook."""
         rows = "".join(

@@ -12,13 +12,15 @@ import math
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from dpdist.base import console
 from dpdist.base.errors import UserError
 from dpdist.base.extras import library
-from dpdist.reports.facts import Facts, read_facts
-from dpdist.runs.folder import RunFolder
+
+if TYPE_CHECKING:
+    from dpdist.reports.facts import Facts
+    from dpdist.runs.folder import RunFolder
 
 _PUBLISHED = re.compile(
     r"privacy/(epsilon|delta)|test/(accuracy|cross_entropy)|certified/[^/]+/[^/]+"
@@ -139,6 +141,8 @@ def track(folder: RunFolder, addresses: Sequence[str], *, dated: bool = True) ->
     """
     for address in addresses:
         check_address(address)
+    from dpdist.reports.facts import read_facts
+
     facts = read_facts(folder)
     if facts.times_hidden and not dated:
         console.say(

@@ -125,7 +125,7 @@ def test_no_tracker_sees_when_a_search_ended(facts, tmp_path, monkeypatch, capsy
     """It keeps the time at which it was told: of what `run --log` tells, the end of the search."""
     pytest.importorskip("tensorboardX")
     searched = replace(facts, search=SimpleNamespace())
-    monkeypatch.setattr(tracking, "read_facts", lambda folder: searched)
+    monkeypatch.setattr("dpdist.reports.facts.read_facts", lambda folder: searched)
     tracking.track(facts.folder, [f"tensorboard:{tmp_path}"], dated=False)
     assert not list(tmp_path.iterdir()) and "dpdist log" in capsys.readouterr().err
     tracking.track(facts.folder, [f"tensorboard:{tmp_path}"])
