@@ -356,12 +356,13 @@ class GradientEngine:
                 self.micro_batch = self._choose_micro_batch(inputs, targets)
 
     def _choose_micro_batch(self, inputs: Tensor, targets: Tensor) -> int:
-        """From the bytes one example keeps alive, found with a pass over at most two examples."""
+        """From the bytes one example keeps alive, found with a pass over two examples."""
         if self.isolate or self.draws.per_example:
             example = 16 * self.size + 64 * inputs[0].numel()
             return max(1, _MICRO_BATCH_BYTES // example)
-        probe = min(2, len(inputs))
-        saved = 0
+        # Two, of a batch of one that one twice: as many for whichever worker, whatever its batch.
+        probe, pair = 2, [0, min(1, len(inputs) - 1)]
+        saved = kept = 0
 
         def count(tensor: Tensor) -> Tensor:
             nonlocal saved
@@ -371,7 +372,6 @@ class GradientEngine:
 
         gradients = self._empty_gradients()
         collect = _collector(gradients)
-        kept = 0
 
         def watch(layer: Layer, call: LayerCall) -> None:
             nonlocal kept
@@ -382,7 +382,7 @@ class GradientEngine:
 
         with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
             run_pass(
-                self.model, self._layers, self.objective, inputs[:probe], targets[:probe],
+                self.model, self._layers, self.objective, inputs[pair], targets[pair],
                 self._trainable(), watch,
             )  # fmt: skip
         kept += sum(gradient.nbytes() for gradient in gradients)

@@ -115,6 +115,17 @@ def test_micro_batch_is_chosen_from_shapes_only(model):
     assert sizes[0] == sizes[1] > 8
 
 
+def test_micro_batch_does_not_depend_on_the_first_batch():
+    """A weight with two rows looks like two examples: workers must choose alike."""
+    sizes = set()
+    for size in (1, 2, 8):
+        model = nn.Sequential(nn.Flatten(), nn.Linear(144, 2), nn.Tanh(), nn.Linear(2, 3))
+        engine = GradientEngine(model, cross_entropy, clipping=FlatClipping(0.3))
+        engine.clipped_sum(*batch(size))
+        sizes.add(engine.micro_batch)
+    assert len(sizes) == 1
+
+
 # ---- one bad record
 
 
