@@ -245,6 +245,14 @@ class Ledger(OnJournal):
         """The steps that were released in one attempt epoch."""
         return {step for of, step in self._releases if of == epoch}
 
+    def repeats(self, step: int, identity: dict[str, str] | None = None) -> int:
+        """Steps on record, from `step` on, that are charged again when an attempt of that identity
+        (default: the current one) takes them; an exact replay is not."""
+        later = {done for done in self._per_step if done >= step}
+        if self._epoch is None or identity not in (None, self._identity):
+            return len(later)
+        return len(later - self.steps_of(self._epoch))
+
     @property
     def events(self) -> list[dict[str, Any]]:
         """Other releases: name, event (a phase's dict), id."""

@@ -62,6 +62,12 @@ def save_part(folder: Path, step: int, rank: int, count: int, slots: Mapping[str
     write_atomic(target, save_tensors(tensors))
 
 
+def newest_step(folder: Path) -> int:
+    """How many steps the newest complete state was taken after; 0 without one."""
+    complete = complete_checkpoints(folder)
+    return int(read_json(complete[-1] / "done.json", {"step": int})["step"]) if complete else 0
+
+
 def latest(folder: Path, own: slice = slice(0, sys.maxsize)) -> TrainState | None:
     """The newest complete state, or None. own: which entries of slots that lie in parts."""
     complete = complete_checkpoints(folder)

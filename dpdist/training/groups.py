@@ -31,9 +31,7 @@ class Group:
     @classmethod
     def of(cls, reducer: Reducer, ledger: Ledger, step: int) -> Group:
         """That of a ledger's current attempt, which begins with `step`."""
-        later = {done for done in ledger.releases if done >= step}
-        again = 0 if ledger.epoch is None else len(later - ledger.steps_of(ledger.epoch))
-        return cls(step, reducer.world_size, reducer.backend, again)
+        return cls(step, reducer.world_size, reducer.backend, ledger.repeats(step))
 
 
 def write(folder: RunFolder, group: Group) -> None:

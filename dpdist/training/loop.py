@@ -234,12 +234,27 @@ class Loop(Mechanism):
         if self.reducer.rank == 0:
             ledger = stack.enter_context(Ledger.open(job.folder.ledger, job.plan.fingerprint()))
             check_released(job.folder, job.plan, ledger)
+            self._check_ceiling(ledger, identity)
             epoch = ledger.begin_attempt(identity)
             # A fixed key is for tests, which want the same run again: no nonce then.
             attempt = f"{epoch}/{ledger.nonce if job.recipe.privacy.run_key is None else ''}"
             self.ledger = ledger
         # Nobody passes before worker 0 holds the ledger: an older attempt writes no more.
         return self.reducer.gather(attempt)[0]
+
+    def _check_ceiling(self, ledger: Ledger, identity: dict[str, str]) -> None:
+        """Raise UserError, before anything is on record, where a budget's ceiling, which has room
+        for the plan, has none reserved for what this attempt would release again."""
+        again = ledger.repeats(checkpoint.newest_step(self.job.folder.checkpoints), identity)
+        if again and self.job.recipe.privacy.budget_ceiling is not None:
+            before = ledger.attempts[-1]["identity"]
+            other = [name for name in identity if before.get(name) != identity[name]]
+            why = f"with another {', '.join(other)} than before " if other else ""
+            raise UserError(
+                f"{again} steps on record would be released again, {why}and privacy.budget_ceiling "
+                "has no room reserved for it: go on with the workers and machines as they were, or "
+                "begin a new run under another --name"
+            )
 
     @property
     def _slots(self) -> dict[str, Tensor]:

@@ -110,9 +110,19 @@ FAULTS: list[Fault] = [
         ("self.permit.wait(step)", "pass", "the archive is not asked before a release"),
     ),
     *group(
-        "dpdist/training/groups.py", "training/test_elastic",
+        "dpdist/privacy/ledger.py", "training/test_elastic",
         ("if done >= step}", "if done > step}", "a step that is charged again is not said"),
-        (" - ledger.steps_of(ledger.epoch)", "", "an exact replay is said to be charged"),
+        ("len(later - self.steps_of(self._epoch))", "len(later)", "an exact replay is said to be charged"),
+        ("or identity not in (None, self._identity):", "or False:",
+         "a change of workers is taken for an exact replay, under a ceiling"),
+    ),
+    *group(
+        "dpdist/training/loop.py", "training/test_elastic",
+        ("            self._check_ceiling(ledger, identity)\n", "",
+         "steps are charged again beyond a ceiling"),
+    ),
+    *group(
+        "dpdist/training/groups.py", "training/test_elastic",
         ("if group.workers == before.workers and not group.again:", "if group.workers == before.workers:",
          "a charge without another number of workers is not said"),
     ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.training import execute, interrupted, make, train
+from support.training import KEY, execute, interrupted, make, train
 
 from dpdist.base.errors import UserError
 from dpdist.privacy.ledger import Ledger
@@ -72,6 +72,35 @@ def test_without_them_every_change_is_charged_and_said(tmp_path):
         "goes on with 1 worker (before", "goes on with 1 worker from step 2",
     ]  # fmt: skip
     assert "up to 4 steps that were released before are charged again" in said[0]
+
+
+def test_under_a_ceiling_nothing_is_released_again(tmp_path, monkeypatch):
+    """Of two workers' group that died; one worker would charge its steps again, two replay them."""
+    more = {"budget": str(tmp_path / "b"), "budget_ceiling": 30.0}
+    privacy = {"noise_multiplier": 1.0, "delta": 1e-4, "run_key": KEY, **more}
+    steps = {"batch_size": 40, "steps": 6, "learning_rate": 0.5}
+    for place, reproducible in enumerate((False, True)):
+        training = {**steps, "reproducible": reproducible}
+        recipe, folder = make(
+            tmp_path, f"run{place}", model="linear", training=training, privacy=privacy,
+            resources={"checkpoint_seconds": 1e9},
+        )  # fmt: skip
+        job = prepare(recipe, folder, "test")
+        execute(job, 2, until=2)  # a checkpoint
+        interrupted(recipe, folder, monkeypatch, 2, 2)
+        before = Ledger.read(folder.ledger)
+        assert len(before.releases) == 4
+        if reproducible:
+            execute(job, 1)
+        else:
+            with pytest.raises(
+                UserError, match=r"2 steps on record .* with another world_size than"
+            ):
+                execute(job, 1)
+            assert len(Ledger.read(folder.ledger).attempts) == len(before.attempts)
+            execute(job, 2)
+        ledger = Ledger.read(folder.ledger)
+        assert ledger.releases == dict.fromkeys(range(6), 1) and len(ledger.attempts) == 1
 
 
 def test_a_line_that_was_cut_off_hides_no_later_one(tmp_path):
