@@ -6,6 +6,9 @@ Rows share the pre-training. What is done is not done again: the same command co
 
     python benchmarks/flagship.py --data-root data [--out DIR] [--only PATTERN ...] [--quick]
 
+Its figures go into results.jsonl there. With --figure PATH nothing runs: those of
+benchmarks/flagship.jsonl are drawn (of runs before that file: the means in docs/flagship.md).
+
 With --all the first run of every row of the comparison is also certified on all test images, with
 early stopping (mode target: the same alpha for each image, at most the same n).
 
@@ -19,6 +22,7 @@ import argparse
 import contextlib
 import fnmatch
 import io
+import json
 import sys
 import time
 from dataclasses import dataclass, field
@@ -32,6 +36,7 @@ from dpdist.certification.reading import CertificateTable
 from dpdist.cluster.session import connect
 from dpdist.commands.cli import app
 from dpdist.privacy.guarantee import format_epsilon
+from dpdist.reports.charts import Axis, Line, alone, chart
 from dpdist.reports.facts import Facts, read_facts
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import find, load
@@ -40,6 +45,8 @@ PUBLISHED = {
     0.25: {0.0: 98.0, 0.3: 95.6, 0.5: 92.8, 0.7: 87.4},
     0.5: {0.0: 97.0, 0.5: 92.7, 1.0: 81.3},
 }
+PUBLISHED_AT_HALF = ((1.0, 89.3), (2.9, 92.8))  # certified at 0.5, sigma 0.25: by epsilon
+RESULTS = Path(__file__).with_suffix(".jsonl")
 RECIPE = "mnist-flagship"
 SEARCH = "mnist-flagship-search"
 NO_PUBLIC = "mnist-flagship-no-public"
@@ -93,18 +100,28 @@ ROWS = [
     Row("searched", "searched: the tuning is counted", compared=True, recipe=SEARCH),
     Row("strokes", "no public data: drawn strokes", repeats=3, compared=True, recipe=NO_PUBLIC),
     Row(
-        "strokes-2.9",
-        "no public data: drawn strokes, epsilon 2.9",
-        changes=_epsilon(2.9),
+        "strokes-trained",
+        "drawn strokes, then all layers trained as in the recipe with public weights",
+        changes={
+            "method": {"name": "input-noise", "sigma": 0.3, "draws": 2, "consistency": 2.0},
+            "privacy": {"epsilon": 2.0, "delta": 1e-6, "clip_norm": 0.1},
+            "training": {
+                "batch_size": 2048,
+                "steps": 300,
+                "learning_rate": 4.0,
+                "momentum": 0.9,
+                "schedule": "linear",
+                "ema": 0.95,
+            },
+        },
         repeats=3,
         compared=True,
         recipe=NO_PUBLIC,
     ),
     Row(
         "strokes-0.5",
-        "no public data: drawn strokes, noise 0.5, epsilon 2.9",
+        "no public data: drawn strokes, noise 0.5",
         0.5,
-        changes=_epsilon(2.9),
         repeats=3,
         compared=True,
         recipe=NO_PUBLIC,
@@ -245,6 +262,53 @@ def table(bench: Bench) -> str:
     return "\n".join(lines)
 
 
+def results(bench: Bench) -> list[dict[str, Any]]:
+    """A line for each table of each run: shares of the `n` images that are right and certified."""
+    found = []
+    done = [(row, name) for row in ROWS for name in row.runs() if bench.done(name)]
+    for row, name in done:
+        facts = bench.facts(name)
+        for mode in ("fixed", "target"):
+            if (table := certificates(facts, mode)) is None:
+                continue
+            certified = {f"{r:g}": table.certified_accuracy(r) for r in PUBLISHED[row.sigma]}
+            if mode == "target":
+                del certified["0"]
+            found.append({
+                "row": row.name, "runs": 1, "sigma": row.sigma,
+                "epsilon": facts.guarantee.epsilon, "n": len(table.index),
+                "clean": facts.evaluation and facts.evaluation["accuracy"],
+                "certified": certified,
+            })  # fmt: skip
+    return found
+
+
+def figure(lines: list[dict[str, Any]]) -> str:
+    """SVG: what is not certified at radius 0.5 by epsilon, on the evenly spaced images."""
+
+    def points(*names: str) -> list[tuple[float, float]]:
+        """The mean of each row, by epsilon."""
+        found: dict[float, list[float]] = {}
+        for line in lines:
+            if line["row"] in names and line["n"] == 500:
+                share = 100 * (1 - line["certified"]["0.5"])
+                found.setdefault(line["epsilon"], []).extend([share] * line["runs"])
+        return [(epsilon, mean(found[epsilon])) for epsilon in sorted(found)]
+
+    drawn = [
+        ("ours, public weights", points("flagship", "epsilon-1", "epsilon-0.5")),
+        ("ours, no public data: drawn strokes", points("strokes")),
+        ("ours, random initial weights", points("no-public", "no-public-2.9")),
+        ("published (DP-CERT), no public data", [(e, 100 - a) for e, a in PUBLISHED_AT_HALF]),
+    ]
+    drawn = [(label, found) for label, found in drawn if found]
+    title = "MNIST, sigma 0.25: test images not certified at L2 radius 0.5"
+    said = (f"{label}: " + ", ".join(f"{y:.1f} % at {x:g}" for x, y in p) for label, p in drawn)
+    shown = [Line(label, p, quiet="published" in label, dots=True) for label, p in drawn]
+    axes = Axis("epsilon at delta = 1e-6", 3.0), Axis("not certified, %", 20.0)
+    return alone(chart(shown, *axes, about="; ".join(said), name="flagship", title=title), title)
+
+
 def _markdown(head: list[str], rows: list[list[str]]) -> list[str]:
     parts = [head, ["---"] * len(head), *rows]
     return ["", *(f"| {' | '.join(part)} |" for part in parts)]
@@ -257,7 +321,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--only", nargs="*", default=["*"], help="runs by name, in this order")
     parser.add_argument("--all", action="store_true", help="all test images too, early stopping")
     parser.add_argument("--quick", action="store_true", help="digits, three steps: a smoke test")
+    parser.add_argument("--figure", type=Path, help="draw benchmarks/flagship.jsonl as SVG")
     given = parser.parse_args(arguments)
+    if given.figure is not None:
+        lines = [json.loads(line) for line in RESULTS.read_text().splitlines()]
+        given.figure.write_text(figure(lines))
+        return
     bench = Bench(given.out, given.data_root, given.quick)
     wanted = [
         (row, name)
@@ -287,6 +356,8 @@ def main(arguments: list[str] | None = None) -> None:
                     print(failed[-1], file=sys.stderr)
     text = table(bench)
     (bench.out / "table.md").write_text(text + "\n")
+    rows = "".join(json.dumps(line) + "\n" for line in results(bench))
+    (bench.out / "results.jsonl").write_text(rows)
     print(text)
     if failed:
         sys.exit(1)

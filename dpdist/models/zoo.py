@@ -41,11 +41,16 @@ def mlp(
 
 
 def tf_cnn(
-    input_shape: Sequence[int], classes: int, activation: str = "relu", width: int = 16
+    input_shape: Sequence[int],
+    classes: int,
+    activation: str = "relu",
+    width: int = 16,
+    dense: bool = True,
 ) -> nn.Module:
     """The CNN of the TF-Privacy tutorial, as DPlis uses it: 26,010 parameters on 1x28x28.
 
-    width: of the first convolution; the second and the dense layer have twice as many.
+    width: of the first convolution; the second and the dense layer have twice as many. Without a
+    dense layer the last one reads what the convolutions see.
     """
     features = nn.Sequential(
         nn.Conv2d(input_shape[0], width, 8, stride=2, padding=2),
@@ -57,6 +62,8 @@ def tf_cnn(
         nn.Flatten(),
     )
     flat = _flat_size(features, input_shape)
+    if not dense:
+        return nn.Sequential(*features, nn.Linear(flat, classes))
     return nn.Sequential(
         *features,
         nn.Linear(flat, 2 * width),

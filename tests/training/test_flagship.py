@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.util
 import json
 import sys
@@ -43,7 +44,8 @@ def test_every_row_changes_what_it_says(flagship, tmp_path):
         assert recipe.certify.sigma == row.sigma and recipe.privacy.delta == 1e-6
         assert set(flagship.PUBLISHED[row.sigma]) - {0.0} == set(recipe.certify.radii)
         if row.changes:
-            differ = recipe.same_experiment(load(bench.recipe(flagship.ROWS[0], "other")))
+            unchanged = dataclasses.replace(row, changes={})
+            differ = recipe.same_experiment(load(bench.recipe(unchanged, "other")))
             assert {key.split(".")[0] for key in row.changes} <= {k.split(".")[0] for k in differ}
     assert found["no-public"].model.initial is None and found["no-public"].public is None
 
@@ -67,6 +69,10 @@ def test_the_table_shows_the_runs_beside_what_is_published(flagship, tmp_path, m
     published, ours = whole[2:]
     assert published[3:] == ["95.6", "92.8", "87.4 |"] and ours[1:3] == spaced[3][1:3]
     assert ours[3] == f"{100 * certified(folder, 'target', every=1):.1f}"
+    lines = [json.loads(line) for line in (tmp_path / "results.jsonl").open()]
+    assert [line["certified"]["0.3"] for line in lines] == pytest.approx(
+        [certified(folder, "fixed", every=30), certified(folder, "target", every=1)]
+    )
     # What is done is not done again.
     files = [folder / "private" / "ledger.jsonl", *folder.glob("certificates/*/*.parquet")]
     before = [path.stat().st_mtime_ns for path in files]
@@ -98,3 +104,11 @@ def test_a_search_without_a_model_stops_no_other_row(flagship, tmp_path, monkeyp
         flagship.main(["--out", str(tmp_path), "--only", "searched-0", "flagship-0"])
     assert made == ["searched-0", "flagship-0"]
     assert "searched-0: the search ended without a model" in capsys.readouterr().err
+
+
+def test_the_figure_draws_the_committed_results(flagship, tmp_path):
+    flagship.main(["--figure", str(tmp_path / "figure.svg")])
+    drawn = (tmp_path / "figure.svg").read_text()
+    assert drawn == (PATH.parents[1] / "docs" / "flagship.svg").read_text()
+    line = next(x for x in map(json.loads, flagship.RESULTS.open()) if x["row"] == "epsilon-1")
+    assert f"{100 * (1 - line['certified']['0.5']):.1f} % at {line['epsilon']:g}" in drawn
