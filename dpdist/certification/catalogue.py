@@ -45,8 +45,15 @@ def _own(section: Any) -> Any:
         if name in own and name not in kind.model_fields:
             value = own.pop(name)
             if value not in (None, nothing):
-                raise of_key(name, f"must be left out {kind.belongs}, got {shown(value)}")
+                instead = "".join(f" or be {mode}" for mode in _modes(section) if name == "mode")
+                raise of_key(name, f"must be left out{instead} {kind.belongs}, got {shown(value)}")
     return own
+
+
+def _modes(section: Mapping[str, Any]) -> list[str]:
+    """What `mode` may be in the section."""
+    named = (k.mode_name() for k in CERTIFICATES if "mode" in k.model_fields)
+    return [mode for mode in named if BY_MODE[mode].fits({**section, "mode": mode})]
 
 
 def _mode(section: Any) -> str:

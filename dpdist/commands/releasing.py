@@ -68,7 +68,7 @@ def release(
         write_json(aside / CARD, described)
         write_atomic(aside / CARD_TEXT, card_markdown(described))
         write_json(aside / DESCRIPTION, about)
-        page = model_card(description_of(about, DESCRIPTION), described, facts.input_shape)
+        page = model_card(description_of(about, DESCRIPTION), described, models.read_spec(aside))
         write_atomic(aside / PAGE, page)
         sums = sums_of(aside)
         write_atomic(aside / SUMS, sums)

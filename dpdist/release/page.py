@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -16,22 +16,25 @@ from dpdist.privacy.guarantee import format_epsilon
 from dpdist.release.description import Certified, Description
 from dpdist.release.files import ARCHITECTURE, CARD, CARD_TEXT, DESCRIPTION, SUMS, WEIGHTS
 
+if TYPE_CHECKING:
+    from dpdist.models import ModelSpec
+
 _TAGS = ["differential-privacy", "certified-robustness", "safetensors"]
 
 
-def model_card(about: Description, card: Mapping[str, Any], input_shape: tuple[int, ...]) -> str:
+def model_card(about: Description, card: Mapping[str, Any], spec: ModelSpec) -> str:
     """Markdown, behind a block of YAML."""
-    size = " x ".join(map(str, input_shape))
-    kind = "images (channels, height, width)" if len(input_shape) == 3 else "numbers"
+    size = " x ".join(map(str, spec.input_shape))
+    kind = "images (channels, height, width)" if len(spec.input_shape) == 3 else "numbers"
     kind = "tokens" if about.tokens else f"{kind}, in [0, 1]"
     sections = [
-        f"---\n{yaml.safe_dump(_metadata(about, input_shape), sort_keys=False)}---",
+        f"---\n{yaml.safe_dump(_metadata(about, spec), sort_keys=False)}---",
         f"# {about.name}",
-        f"A classifier of {about.data.name}, trained by method {about.method} with dpdist "
+        f"A {_what(spec)} of {about.data.name}, trained by method {about.method} with dpdist "
         f"{about.dpdist}. {_private(card)}",
         _USE,
         f"Inputs: {size} {kind}"
-        + (", or of 8 bits. " if len(input_shape) == 3 else ". ")
+        + (", or of 8 bits. " if len(spec.input_shape) == 3 else ". ")
         + f"Classes: {_listed(about.classes)}.",
         "## Privacy",
         _privacy(card),
@@ -75,10 +78,14 @@ _LIMITS = """\
   tests."""
 
 
-def _metadata(about: Description, input_shape: tuple[int, ...]) -> dict[str, Any]:
-    kind = "image-classification" if len(input_shape) == 3 else "tabular-classification"
+def _what(spec: ModelSpec) -> str:
+    return "predictor of the next token" if spec.following else "classifier"
+
+
+def _metadata(about: Description, spec: ModelSpec) -> dict[str, Any]:
+    kind = "image-classification" if len(spec.input_shape) == 3 else "tabular-classification"
     if about.tokens:
-        kind = "text-classification"
+        kind = "text-generation" if spec.following else "text-classification"
     found: dict[str, Any] = {"library_name": "dpdist", "pipeline_tag": kind, "tags": _TAGS}
     if about.licence is not None:
         found["license"] = about.licence.lower()

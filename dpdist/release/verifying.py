@@ -115,7 +115,7 @@ def _check_pages(release: Release) -> str:
     if not _is_ours(release):
         return f"not compared: dpdist {release.about.dpdist} wrote them, this is {__version__}"
     pages = {
-        PAGE: model_card(release.about, release.card, release.spec.input_shape),
+        PAGE: model_card(release.about, release.card, release.spec),
         CARD_TEXT: card_markdown(release.card),
     }
     for name, text in pages.items():

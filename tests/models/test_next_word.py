@@ -223,6 +223,8 @@ def test_a_run_from_public_weights_is_evaluated_by_perplexity(root, tmp_path):
     notes = [note for note in differences([facts, facts], None)[1] if "perplexities" in note]
     assert notes
     release(folder)
+    page = (folder.release / "README.md").read_text()
+    assert "pipeline_tag: text-generation" in page and "A predictor of the next token of" in page
     shown = CliRunner().invoke(app, ["verify", str(folder.release)])
     assert shown.exit_code == 0, shown.output
     recipe_file = tmp_path / "recipe.yaml"
