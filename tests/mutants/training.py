@@ -122,6 +122,11 @@ FAULTS: list[Fault] = [
          "steps are charged again beyond a ceiling"),
     ),
     *group(
+        "dpdist/training/loop.py", "training/test_finite",
+        ('            self.reducer.gather("")  # nobody says so before worker 0 has the step on its ledger\n', "",
+         "a worker says that a training diverged before the ledger has the step"),
+    ),
+    *group(
         "dpdist/training/groups.py", "training/test_elastic",
         ("if group.workers == before.workers and not group.again:", "if group.workers == before.workers:",
          "a charge without another number of workers is not said"),
