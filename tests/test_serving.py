@@ -198,6 +198,26 @@ def test_health_is_looked_up_now_and_then():
     assert ask(gate, path="/health", method="GET").status == 200
 
 
+def test_many_who_ask_for_health_cost_one_look():
+    replica = Replica()
+    gate = Gate({}, SHAPE, replica, clock=Clock())
+
+    async def crowd() -> None:
+        await asyncio.gather(*(gate.reply("GET", "/health", {}, pieces(b"")) for _ in range(200)))
+
+    asyncio.run(crowd())
+    assert len(replica.asked) == 1
+
+
+def test_a_model_that_only_fails_is_not_healthy():
+    clock, replica = Clock(), Replica(RuntimeError("a fault"))
+    gate = Gate({}, SHAPE, replica, clock=clock)
+    for _ in range(3):
+        assert ask(gate, path="/health", method="GET").status == 503
+    clock.now = 6.0
+    assert ask(gate, path="/health", method="GET").status == 200 and len(replica.asked) == 2
+
+
 def test_other_paths_and_methods():
     gate = Gate({}, SHAPE, Replica())
     assert ask(gate, path="/elsewhere").status == 404

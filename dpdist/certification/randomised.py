@@ -9,7 +9,7 @@ the counts, so that any reader makes the bound again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
@@ -25,6 +25,7 @@ from dpdist.certification.verdict import Verdict
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from dpdist.base.table_files import Column
     from dpdist.certification.places import SmoothedPlace
     from dpdist.certification.sampling import Counter
 
@@ -58,6 +59,10 @@ class Randomised(Cohen):
         import pyarrow as pa
 
         return super().table_schema().append(pa.field("u", pa.float64(), nullable=False))
+
+    @classmethod
+    def columns(cls) -> Mapping[str, Column]:
+        return {**super().columns(), "u": (float, LEAST)}
 
     @classmethod
     def check(cls, table: pa.Table, where: str) -> None:

@@ -88,6 +88,7 @@ class TargetScores(OfHiddenNoise):
 
     @model_validator(mode="after")
     def _targets(self) -> Self:
+        require(self.n >= 2, "n", "at least 2 by expected scores")
         require(bool(self.radii), "radii", f"given when mode is {self.mode}")
         rising = all(a < b for a, b in zip(self.radii[:-1], self.radii[1:], strict=True))
         require(rising, "radii", "ascending")
@@ -156,6 +157,18 @@ class TargetScores(OfHiddenNoise):
         found |= {"index": index, "label": label, "sigma": place.sigma, "cap": self.n}
         named = ("n0", "alpha", "norm", "noise", "mode", "spending")
         return found | {name: getattr(self, name) for name in named}
+
+    @classmethod
+    def check(cls, table: pa.Table, where: str) -> None:
+        """What was certified must be the class that was selected, and the radius its target."""
+        names = ("prediction", "selected", "radius", "target")
+        prediction, selected, radius, target = (table[name].to_numpy() for name in names)
+        passed = prediction != ABSTAIN
+        sound = (prediction == np.where(passed, selected, ABSTAIN)) & (
+            radius == np.where(passed, target, 0.0)
+        )
+        if not sound.all():
+            raise UserError(f"{where}: damaged: its radii are not targets of the selected class")
 
     @classmethod
     def sizes(cls, table: pa.Table) -> tuple[CertifiedSizes, ...]:

@@ -15,7 +15,7 @@ taken where it is smaller, the radius is never below Cohen's at 0.9 alpha.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import numpy as np
@@ -33,6 +33,7 @@ from dpdist.certification.verdict import ABSTAIN, Verdict
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from dpdist.base.table_files import Column
     from dpdist.certification.places import SmoothedPlace
 
 _OF_RUNNER_UP = 0.1  # of the error
@@ -61,16 +62,30 @@ class TwoClass(Cohen):
         return super().table_schema().append(pa.field("p_upper", pa.float64(), nullable=False))
 
     @classmethod
+    def columns(cls) -> Mapping[str, Column]:
+        return {**super().columns(), "p_upper": (float, 0), "histogram": (object, None)}
+
+    @classmethod
     def check(cls, table: pa.Table, where: str) -> None:
-        """Radii, and what is made of them, must follow from the two bounds."""
-        p_lower, p_upper, radii = (table[c].to_numpy() for c in ("p_lower", "p_upper", "radius"))
-        sound = bool(((p_upper >= 0) & (p_upper <= 1) & (p_lower <= 1)).all())
-        if sound:
-            noise = certified_by(table)
-            follow = gaussian_l2_radius_two_class(p_lower, p_upper, noise.sigma)
-            sound = bool((abs(radii - follow) <= _NEAR * (follow + noise.sigma)).all())
-        if not sound or any(h is None for h in table["histogram"].to_pylist()):
-            raise UserError(f"{where}: damaged: its radii do not follow from its two bounds")
+        """Every row must be what its counts give."""
+        noise = certified_by(table)
+        for row in table.to_pylist():
+            counts = np.asarray(row["histogram"] or (), dtype=np.int64)
+            sound = 0 <= row["selected"] < len(counts) and counts.min() >= 0
+            sound = sound and (counts.sum(), counts[row["selected"]]) == (row["n"], row["k"])
+            made = certify(row["selected"], counts, row["alpha"], noise) if sound else None
+            if (
+                made is None
+                or made.prediction != row["prediction"]
+                or any(
+                    abs(getattr(made, name) - row[name]) > _NEAR * (1 + made.radius)
+                    for name in ("p_lower", "p_upper", "radius")
+                )
+            ):
+                raise UserError(
+                    f"{where}: damaged: what it says of input {row['index']} does not follow from "
+                    "its counts"
+                )
 
     @classmethod
     def rebound(cls, table: pa.Table, alpha: float) -> tuple[list[dict[str, Any]], dict[str, Any]]:

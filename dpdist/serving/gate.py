@@ -12,7 +12,6 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +23,7 @@ from dpdist.certification.predict import as_input
 from dpdist.data.images import decode
 
 _LOOK_AGAIN = 5.0  # seconds
+_BODY_SECONDS = 10.0  # for a body, which holds a place meanwhile
 
 Ask = Callable[[np.ndarray], Awaitable[dict[str, Any]]]
 
@@ -151,7 +151,7 @@ class Gate:
             raise too_large
         read = bytearray()
         try:
-            async with asyncio.timeout(self._limits.seconds):
+            async with asyncio.timeout(min(self._limits.seconds, _BODY_SECONDS)):
                 async for chunk in body:
                     read += chunk
                     if len(read) > most:
@@ -200,8 +200,14 @@ class Gate:
         """Whether the last request was answered; when that was long ago, whether a grey image
         is. Looking costs an answer, so it is not done for everybody who asks."""
         if not self._waiting and self._clock() - self._looked >= _LOOK_AGAIN:
-            with suppress(_Refused):
+            self._looked = self._clock()  # who asks meanwhile does not look too
+            try:
                 await self._answer(np.full(self._shape, 0.5))
+            except _Refused:
+                pass  # told below
+            except Exception:
+                logging.getLogger(__name__).exception("a grey image ended in a fault")
+                self._healthy = False
         return Reply(200 if self._healthy else 503, {"healthy": self._healthy})
 
     def metrics(self) -> str:

@@ -186,6 +186,14 @@ def test_a_table_of_targets(here: None, model_folder: Path, tmp_path: Path) -> N
     assert type(other) is BettingScores and other.one_sided and place.sigma == found.sigma
     with pytest.raises(UserError, match="early stopping"):
         rebound(found.table, 0.01)
+    passed = next(place for place, row in enumerate(rows) if row["radius"])
+    for column, forged in (("radius", 0.4), ("prediction", 1 - rows[passed]["prediction"])):
+        broken = [dict(row) for row in rows]
+        broken[passed][column] = forged
+        with pytest.raises(UserError, match="not targets of the selected class"):
+            TargetScores.check(table.from_pylist(broken, schema=table.schema), "x")
+    with pytest.raises(UserError, match=r"certify\.n: must be at least 2 by expected scores"):
+        settings_of({**settings.model_dump(mode="json"), "n": 1})
 
 
 def test_other_norms_need_more(model_folder: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from scipy import stats
@@ -121,11 +122,17 @@ def test_a_table_of_both_bounds(here: None, tmp_path: Path) -> None:
     assert all(0 <= s.low <= (s.certifiable or 1) for s in of_population(found, (0.1, 0.5)))
     other, _ = found.kind.again(found, "l2", 100)
     assert type(other) is TwoClass
-    for column in ("p_upper", "radius"):
+    for column, forged in (
+        ("p_lower", 0.999), ("p_upper", 0.0), ("radius", 0.01), ("prediction", 1), ("selected", 7),
+        ("k", 3), ("n", 7), ("histogram", [1, 2]), ("histogram", None),
+    ):  # fmt: skip
         broken = table.to_pylist()
-        broken[4][column] *= 0.5
-        with pytest.raises(UserError, match="do not follow from its two bounds"):
+        broken[4][column] = forged if broken[4][column] != forged else forged - 1
+        with pytest.raises(UserError, match="does not follow from its counts"):
             TwoClass.check(pa.Table.from_pylist(broken, schema=table.schema), "x")
+    pq.write_table(table.drop_columns("p_upper"), tmp_path / "t" / job.TABLE)
+    with pytest.raises(UserError, match="p_upper"):
+        reading.read(tmp_path / "t" / job.TABLE)
 
 
 def test_only_gaussian_noise_has_this_radius() -> None:
