@@ -115,6 +115,8 @@ def _following(dataset: Dataset, answer: _Answer) -> dict[str, Any]:
         asked += len(targets)
         correct += int((outputs.argmax(1) == targets).sum())
         loss += float(torch.nn.functional.cross_entropy(outputs, targets, reduction="sum"))
+    if not asked:
+        raise UserError(f"{dataset.name}: no document of its test split has a second token to tell")
     return {"asked": asked, "loss": loss, "correct": correct, "next_tokens": asked}
 
 

@@ -19,7 +19,7 @@ from dpdist.base.errors import UserError
 from dpdist.commands.cli import app
 from dpdist.commands.releasing import release
 from dpdist.data.text import following
-from dpdist.evaluation import evaluate_stage
+from dpdist.evaluation import _following, evaluate_stage
 from dpdist.gradients.clipping import FlatClipping
 from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.perturbations import ParameterDraws
@@ -231,6 +231,20 @@ def test_a_run_from_public_weights_is_evaluated_by_perplexity(root, tmp_path):
     recipe_file.write_text(recipe.to_yaml())
     shown = CliRunner().invoke(app, ["data", "check", str(recipe_file)])
     assert "classes: the next token\ncolumns: inputs text\n" in shown.output
+
+
+def test_documents_of_one_token_have_nothing_to_tell():
+    class Single(list):
+        name = "texts"
+
+        def batch(self, rows):
+            return torch.zeros(len(self), 2, dtype=torch.int64)
+
+        def targets(self, rows):
+            return torch.full((len(self), 2), -100)
+
+    with pytest.raises(UserError, match="texts: no document of its test split"):
+        _following(Single("ab"), lambda inputs, start: torch.zeros(*inputs.shape, 3))
 
 
 def test_complaints(root, tmp_path):
