@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -85,10 +86,11 @@ def _file(nodeid: str) -> str:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    began = time.process_time()
+    began, loaded = time.process_time(), len(sys.modules)
     result = yield
     took = time.process_time() - began
-    if item.config.option.check and took > MOST:
+    first = len(sys.modules) - loaded > 20  # who uses a library first, loads it for all others
+    if item.config.option.check and took > MOST and not first:
         pytest.fail(f"{took:.1f} s of processor time: mark it `slow` (pyproject.toml)")
     return result
 
