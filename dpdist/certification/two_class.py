@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import numpy as np
+from numpy.typing import ArrayLike
 from pydantic import model_validator
 
 from dpdist.base.binomial import clopper_pearson_lower, clopper_pearson_upper
@@ -68,33 +69,44 @@ class TwoClass(Cohen):
     @classmethod
     def check(cls, table: pa.Table, where: str) -> None:
         """Every row must be what its counts give."""
-        noise = certified_by(table)
-        for row in table.to_pylist():
-            counts = np.asarray(row["histogram"] or (), dtype=np.int64)
-            sound = 0 <= row["selected"] < len(counts) and counts.min() >= 0
-            sound = sound and (counts.sum(), counts[row["selected"]]) == (row["n"], row["k"])
-            made = certify(row["selected"], counts, row["alpha"], noise) if sound else None
-            if (
-                made is None
-                or made.prediction != row["prediction"]
-                or any(
-                    abs(getattr(made, name) - row[name]) > _NEAR * (1 + made.radius)
-                    for name in ("p_lower", "p_upper", "radius")
-                )
-            ):
-                raise UserError(
-                    f"{where}: damaged: what it says of input {row['index']} does not follow from "
-                    "its counts"
-                )
+        sound = cls._counted(table)
+        if sound.all():
+            for name, made in cls._made(table, table["alpha"].to_numpy()).items():
+                sound &= abs(table[name].to_numpy() - made) <= _NEAR * (1 + abs(made))
+        if not sound.all():
+            raise UserError(
+                f"{where}: damaged: what it says of input {table['index'][int(sound.argmin())]} "
+                "does not follow from its counts"
+            )
+
+    @staticmethod
+    def _counted(table: pa.Table) -> np.ndarray:
+        """Whether each row has the counts of n draws, k of them for its selected class."""
+        rows = table.select(["histogram", "selected", "k", "n"]).to_pylist()
+        classes = len(rows[0]["histogram"] or ())
+        return np.array([
+            len(row["histogram"] or ()) == classes > row["selected"] >= 0 <= min(row["histogram"])
+            and (sum(row["histogram"]), row["histogram"][row["selected"]]) == (row["n"], row["k"])
+            for row in rows
+        ])  # fmt: skip
+
+    @classmethod
+    def _made(cls, table: pa.Table, alpha: ArrayLike) -> dict[str, np.ndarray]:
+        """What the counts give at an error, by column."""
+        counts = np.asarray(table["histogram"].to_pylist(), dtype=np.int64)
+        selected = table["selected"].to_numpy()
+        lower, upper = bounds(counts, selected, alpha)
+        radius = gaussian_l2_radius_two_class(lower, upper, certified_by(table).sigma)
+        prediction = np.where(radius > 0, selected, ABSTAIN)
+        return {"p_lower": lower, "p_upper": upper, "radius": radius, "prediction": prediction}
 
     @classmethod
     def rebound(cls, table: pa.Table, alpha: float) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        rows, noise = [], certified_by(table)
-        for row in table.to_pylist():
-            new = certify(row["selected"], np.asarray(row["histogram"]), alpha, noise)
-            made = {name: getattr(new, name) for name in ("p_lower", "p_upper", "radius")}
-            rows.append(row | made | {"alpha": alpha, "prediction": new.prediction})
-        return rows, {}
+        made = {name: column.tolist() for name, column in cls._made(table, alpha).items()}
+        return [
+            row | {name: column[place] for name, column in made.items()} | {"alpha": alpha}
+            for place, row in enumerate(table.to_pylist())
+        ], {}
 
     @classmethod
     def reach(cls, table: pa.Table, label: np.ndarray) -> np.ndarray:
@@ -105,21 +117,32 @@ class TwoClass(Cohen):
         return np.where(label > rest, radius, -1.0)
 
 
+def bounds(
+    counts: np.ndarray, selected: ArrayLike, alpha: ArrayLike
+) -> tuple[np.ndarray, np.ndarray]:
+    """Below each selected class's probability and above every other's, each pair wrong with
+    probability at most alpha. counts: int (N, classes); selected, alpha: of each row."""
+    draws = counts.sum(1)
+    others = counts.copy()
+    others[np.arange(len(counts)), selected] = 0
+    hits = draws - others.sum(1)
+    lower = clopper_pearson_lower(hits, draws, (1 - _OF_RUNNER_UP) * np.asarray(alpha))
+    upper = clopper_pearson_upper(others.max(1), draws, _OF_RUNNER_UP * np.asarray(alpha))
+    left = np.nextafter(1 - lower, 2)
+    return lower, np.minimum(np.minimum(upper, left), 1.0)
+
+
 def certify(selected: int, counts: np.ndarray, alpha: float, noise: Noise) -> Verdict:
     """As `dpdist.certification.cohen.certify`, by both bounds. counts: int (classes,)."""
-    n, others = int(counts.sum()), np.delete(counts, selected)
-    p_lower = float(clopper_pearson_lower(counts[selected], n, (1 - _OF_RUNNER_UP) * alpha))
-    left = float(np.nextafter(1 - p_lower, 2))
-    p_upper = float(clopper_pearson_upper(others.max(initial=0), n, _OF_RUNNER_UP * alpha))
-    p_upper = min(p_upper, left, 1.0)
+    (p_lower,), (p_upper,) = bounds(counts[None], [selected], alpha)
     radius = float(gaussian_l2_radius_two_class(p_lower, p_upper, noise.sigma))
     return Verdict(
         prediction=selected if radius > 0 else ABSTAIN,
         selected=selected,
         k=int(counts[selected]),
-        n=n,
-        p_lower=p_lower,
+        n=int(counts.sum()),
+        p_lower=float(p_lower),
         radius=radius,
         histogram=tuple(int(count) for count in counts),
-        p_upper=p_upper,
+        p_upper=float(p_upper),
     )

@@ -285,12 +285,12 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/certification/two_class.py", "certification/test_two_class",
-        ("(1 - _OF_RUNNER_UP) * alpha", "alpha", "the runner-up's bound costs nothing"),
-        ("others.max(initial=0), n,", "others.min(initial=n), n,", "the last class is bounded for the runner-up"),
-        ("p_upper = min(p_upper, left, 1.0)", "p_upper = p_upper / 2", "the runner-up has half of its bound"),
+        ("(1 - _OF_RUNNER_UP) * np.asarray(alpha)", "np.asarray(alpha)", "the runner-up's bound costs nothing"),
+        ("others.max(1), draws,", "others[:, -1], draws,", "the last class is bounded for the runner-up"),
+        ("return lower, np.minimum(np.minimum(upper, left), 1.0)", "return lower, upper / 2", "the runner-up has half of its bound"),
         ("rest = (1 - label) / others", "rest = 1 - label",
          "more can be certified than no number of draws could"),
-        ("_OF_RUNNER_UP * alpha))", "0.5))", "the runner-up's bound is the median of its share"),
+        ("_OF_RUNNER_UP * np.asarray(alpha))\n    left", "0.5)\n    left", "the runner-up's bound is the median of its share"),
     ),
     *group(
         "dpdist/certification/stopping_scores.py", "certification/test_stopping_scores",
