@@ -96,7 +96,8 @@ class TwoClass(Cohen):
         counts = np.asarray(table["histogram"].to_pylist(), dtype=np.int64)
         selected = table["selected"].to_numpy()
         lower, upper = bounds(counts, selected, alpha)
-        radius = gaussian_l2_radius_two_class(lower, upper, certified_by(table).sigma)
+        sigma = certified_by(table).sigma
+        radius = np.asarray(gaussian_l2_radius_two_class(lower, upper, sigma))
         prediction = np.where(radius > 0, selected, ABSTAIN)
         return {"p_lower": lower, "p_upper": upper, "radius": radius, "prediction": prediction}
 
@@ -118,7 +119,7 @@ class TwoClass(Cohen):
 
 
 def bounds(
-    counts: np.ndarray, selected: ArrayLike, alpha: ArrayLike
+    counts: np.ndarray, selected: np.ndarray, alpha: ArrayLike
 ) -> tuple[np.ndarray, np.ndarray]:
     """Below each selected class's probability and above every other's, each pair wrong with
     probability at most alpha. counts: int (N, classes); selected, alpha: of each row."""
@@ -126,7 +127,7 @@ def bounds(
     others = counts.copy()
     others[np.arange(len(counts)), selected] = 0
     hits = draws - others.sum(1)
-    lower = clopper_pearson_lower(hits, draws, (1 - _OF_RUNNER_UP) * np.asarray(alpha))
+    lower = np.asarray(clopper_pearson_lower(hits, draws, (1 - _OF_RUNNER_UP) * np.asarray(alpha)))
     upper = clopper_pearson_upper(others.max(1), draws, _OF_RUNNER_UP * np.asarray(alpha))
     left = np.nextafter(1 - lower, 2)
     return lower, np.minimum(np.minimum(upper, left), 1.0)
@@ -134,7 +135,7 @@ def bounds(
 
 def certify(selected: int, counts: np.ndarray, alpha: float, noise: Noise) -> Verdict:
     """As `dpdist.certification.cohen.certify`, by both bounds. counts: int (classes,)."""
-    (p_lower,), (p_upper,) = bounds(counts[None], [selected], alpha)
+    (p_lower,), (p_upper,) = bounds(counts[None], np.array([selected]), alpha)
     radius = float(gaussian_l2_radius_two_class(p_lower, p_upper, noise.sigma))
     return Verdict(
         prediction=selected if radius > 0 else ABSTAIN,
