@@ -8,6 +8,7 @@ which may leave, is the same with and without.
 from __future__ import annotations
 
 import math
+import shlex
 from dataclasses import dataclass
 
 from dpdist.base.errors import UserError
@@ -52,8 +53,9 @@ def making(folder: RunFolder) -> str:
     said = folder.read_recipe().model_dump(mode="json")
     said |= {f"privacy.{key}": value for key, value in said["privacy"].items()}
     needed = (key for key, value in OPEN.items() if value != "null" or said[key] is not None)
-    changes = (f"--set {key}={OPEN[key]}" for key in needed)
-    return f"dpdist run {folder.path / 'recipe.yaml'} --name {folder.name}-open {' '.join(changes)}"
+    changes = (word for key in needed for word in ("--set", f"{key}={OPEN[key]}"))
+    recipe = str(folder.path / "recipe.yaml")
+    return shlex.join(["dpdist", "run", recipe, "--name", f"{folder.name}-open", *changes])
 
 
 def beside(facts: Facts) -> Baseline | None:

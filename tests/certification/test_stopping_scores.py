@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import special, stats
+from support.certificates import Data
 from torch import nn
 
 from dpdist import models
@@ -128,18 +129,6 @@ def test_radii_pass_in_their_order_and_hopeless_ones_end_it() -> None:
 
 
 # ---- in bulk
-
-
-class Data:
-    classes, fingerprint, count = 3, "fake", 6
-
-    @property
-    def labels(self) -> np.ndarray:
-        return np.arange(self.count) % self.classes
-
-    def batch(self, indices: np.ndarray | slice) -> torch.Tensor:
-        rng = np.random.default_rng(0)
-        return torch.from_numpy(rng.random((self.count, 1, 6, 6), dtype=np.float32)[indices])
 
 
 SECTION = {"n": 1130, "n0": 50, "alpha": 0.05, "batch": 100, "seed": "5", "form": "eager"}

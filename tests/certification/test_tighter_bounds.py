@@ -11,6 +11,7 @@ import pyarrow as pa
 import pytest
 import torch
 from scipy import optimize, special, stats
+from support.certificates import Data
 
 from dpdist import models
 from dpdist.base.binomial import clopper_pearson_lower, randomised_lower
@@ -66,21 +67,6 @@ def test_randomised_bounds_solve_their_equation() -> None:
     assert randomised_lower(1000, 1000, 0.01, 0.5) == pytest.approx(0.02 ** (1 / 1000), rel=1e-12)
     with pytest.raises(ValueError, match="u must"):
         randomised_lower(1, 2, 0.1, 0.0)
-
-
-class Data:
-    classes, fingerprint = 3, "fake"
-
-    def __init__(self, count: int = 6) -> None:
-        self.count = count
-
-    @property
-    def labels(self) -> np.ndarray:
-        return np.arange(self.count) % self.classes
-
-    def batch(self, indices: np.ndarray | slice) -> torch.Tensor:
-        rng = np.random.default_rng(0)
-        return torch.from_numpy(rng.random((self.count, 1, 6, 6), dtype=np.float32)[indices])
 
 
 def folder_of(path: Path, noisy: bool) -> Path:

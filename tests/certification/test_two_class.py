@@ -9,8 +9,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
 from scipy import stats
+from support.certificates import Data
 
 from dpdist import models
 from dpdist.base.binomial import clopper_pearson_lower
@@ -80,18 +80,6 @@ def test_it_gains_where_the_rest_is_spread_and_loses_a_hair_elsewhere() -> None:
         assert certify(counts).radius >= floor * (1 - 1e-9) >= cohens * 0.95
     assert certify([500, 500, 0]).prediction == -1 and certify([10, 980, 10]).radius == 0
     assert two_class.certify(0, np.array([1000]), 0.001, NOISE).radius > 0  # of one class
-
-
-class Data:
-    classes, fingerprint, count = 3, "fake", 6
-
-    @property
-    def labels(self) -> np.ndarray:
-        return np.arange(self.count) % self.classes
-
-    def batch(self, indices: np.ndarray | slice) -> torch.Tensor:
-        rng = np.random.default_rng(0)
-        return torch.from_numpy(rng.random((self.count, 1, 6, 6), dtype=np.float32)[indices])
 
 
 def test_a_table_of_both_bounds(here: None, tmp_path: Path) -> None:

@@ -1,8 +1,11 @@
-"""Settings of certificates, as a recipe would say them."""
+"""Settings of certificates, as a recipe would say them, and a few inputs to certify."""
 
 from __future__ import annotations
 
 from typing import Any
+
+import numpy as np
+import torch
 
 from dpdist.certification.catalogue import settings_of
 from dpdist.certification.certificate import Certificate
@@ -11,3 +14,20 @@ from dpdist.certification.certificate import Certificate
 def changed(settings: Certificate, **changes: Any) -> Certificate:
     """The same settings but for these; another mode is another certificate."""
     return settings_of({**settings.model_dump(), **changes})
+
+
+class Data:
+    """Random images of 6 x 6 pixels in three classes."""
+
+    classes, fingerprint = 3, "fake"
+
+    def __init__(self, count: int = 6) -> None:
+        self.count = count
+
+    @property
+    def labels(self) -> np.ndarray:
+        return np.arange(self.count) % self.classes
+
+    def batch(self, indices: np.ndarray | slice) -> torch.Tensor:
+        rng = np.random.default_rng(0)
+        return torch.from_numpy(rng.random((self.count, 1, 6, 6), dtype=np.float32)[indices])
