@@ -16,6 +16,7 @@ from dpdist.commands.cli import main
 
 prepare(Path("."))
 LIGHT = ["run nothing", "predict nothing image.png", "report nothing", "compare nothing other"]
+LIGHT.append("audit nothing")
 for number, arguments in enumerate([*LIGHT, *CASES]):
     sys.argv = ["dpdist", *arguments.split()]
     said, code = io.StringIO(), 0

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import special
+import scipy
 
 from dpdist.base.binomial import clopper_pearson_interval, two_sided_p_value
 
@@ -115,7 +115,7 @@ def anytime_p_value(first: np.ndarray, second: np.ndarray) -> float:
     """
     won = second[first != second]
     draws, hits = np.arange(1, won.size + 1), np.cumsum(won)
-    evidence = special.betaln(hits + 0.5, draws - hits + 0.5) - special.betaln(0.5, 0.5)
+    evidence = scipy.special.betaln(hits + 0.5, draws - hits + 0.5) - scipy.special.betaln(0.5, 0.5)
     return float(np.exp(-np.max(evidence + draws * math.log(2), initial=0.0)))
 
 

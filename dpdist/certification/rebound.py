@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from scipy import stats
+import scipy
 
 from dpdist.base.binomial import clopper_pearson_upper
 from dpdist.base.errors import UserError
@@ -154,7 +154,7 @@ def certified_accuracy_band(
         method = f"Bonferroni: each certificate at alpha = {level:.3g}"
     else:
         level = found.alpha
-        allowance = int(stats.binom.isf(error / 2, count, level))
+        allowance = int(scipy.stats.binom.isf(error / 2, count, level))
         method = f"at most {allowance} of {count} certificates at alpha = {level:g} are false"
     reach = label_reach(table, level)
     bands = []

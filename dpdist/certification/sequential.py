@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
+import scipy
 from numpy.typing import ArrayLike
-from scipy import special, stats
 
 from dpdist.base.binomial import check_alpha, clopper_pearson_upper
 
@@ -82,10 +82,10 @@ def thresholds(p0: float, alpha: float, looks: tuple[int, ...]) -> Thresholds:
 
 def _binomial_window(draws: int, p: float) -> tuple[int, np.ndarray]:
     """First count and probabilities of Binomial(draws, p), without its negligible tails."""
-    low = int(stats.binom.ppf(_NEGLIGIBLE, draws, p))
-    high = int(stats.binom.isf(_NEGLIGIBLE, draws, p))
+    low = int(scipy.stats.binom.ppf(_NEGLIGIBLE, draws, p))
+    high = int(scipy.stats.binom.isf(_NEGLIGIBLE, draws, p))
     low, high = max(low, 0), min(max(high, low), draws)
-    return low, stats.binom.pmf(np.arange(low, high + 1), draws, p)
+    return low, scipy.stats.binom.pmf(np.arange(low, high + 1), draws, p)
 
 
 class TargetTest:
@@ -141,9 +141,9 @@ def beta_mixture_log_evidence(hits: ArrayLike, draws: ArrayLike, p0: ArrayLike) 
     n = np.asarray(draws, dtype=np.float64)
     p = np.asarray(p0, dtype=np.float64)
     with np.errstate(divide="ignore", invalid="ignore"):
-        above = np.log(special.betaincc(k + 1, n - k + 1, p)) - np.log1p(-p)
-        null = special.xlogy(k, p) + special.xlog1py(n - k, -p)
-    return special.betaln(k + 1, n - k + 1) + above - null
+        above = np.log(scipy.special.betaincc(k + 1, n - k + 1, p)) - np.log1p(-p)
+        null = scipy.special.xlogy(k, p) + scipy.special.xlog1py(n - k, -p)
+    return scipy.special.betaln(k + 1, n - k + 1) + above - null
 
 
 def beta_mixture_rejects(

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 import numpy as np
-from scipy import special, stats
+import scipy
 
 from dpdist.certification.noises import Noise
 from dpdist.certification.sequential import beta_mixture_rejects
@@ -55,7 +55,7 @@ def side(inputs: int, truly: int, error: float) -> Side:
     if others <= _FEW:
         return Side(allowed / others, truly)  # union bound
     each = min(_LARGEST_ERROR, _SHOWN_WRONGLY * inputs / others)
-    return Side(each, truly + int(stats.binom.isf(allowed, others, each)))
+    return Side(each, truly + int(scipy.stats.binom.isf(allowed, others, each)))
 
 
 def log_evidence(inputs: int, most: int, seen: int, shown: int) -> float:
@@ -78,7 +78,8 @@ def log_evidence(inputs: int, most: int, seen: int, shown: int) -> float:
 
 
 def _log_choose(of: int, chosen: np.ndarray) -> np.ndarray:
-    return special.gammaln(of + 1) - special.gammaln(chosen + 1) - special.gammaln(of - chosen + 1)
+    log_factorial = lambda n: scipy.special.gammaln(n + 1)  # noqa: E731
+    return log_factorial(of) - log_factorial(chosen) - log_factorial(of - chosen)
 
 
 @dataclass

@@ -51,13 +51,6 @@ def command(
 
     Exit code 1 when it exceeds what is proved, and code or proof is wrong, or what is claimed.
     """
-    from dpdist.audits import catalogue
-    from dpdist.audits.canaries import audited_recipe
-    from dpdist.audits.result import result_of
-    from dpdist.base import console
-    from dpdist.privacy.audited import CONSISTENT
-    from dpdist.runs.folder import RunFolder
-
     if zoo:
         _visit_zoo()
         return
@@ -68,6 +61,14 @@ def command(
     of_audit = [each for each in options or () if "." not in each.partition("=")[0]]
     changed = [each for each in options or () if each not in of_audit]
     recipe, folder = _named(name, runs, data_root, changed)
+
+    from dpdist.audits import catalogue
+    from dpdist.audits.canaries import audited_recipe
+    from dpdist.audits.result import result_of
+    from dpdist.base import console
+    from dpdist.privacy.audited import CONSISTENT
+    from dpdist.runs.folder import RunFolder
+
     asked = catalogue.asked_for(recipe, kind, of_audit)
     result = result_of(asked)
     from dpdist import pipeline

@@ -24,7 +24,6 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import ArrayLike
 from scipy.special import bdtrc, expit, ndtri
-from scipy.stats import binom
 
 from dpdist.base.binomial import check_alpha, clopper_pearson_lower, clopper_pearson_upper
 from dpdist.privacy.group import lemma_delta
@@ -260,6 +259,8 @@ class OneRun:
         right = expit(size * each)
         values = bdtrc(v - 1, self.guesses, right) if v else np.ones(len(each))
         if delta and v:
+            from scipy.stats import binom  # a third of a second to load
+
             i = np.arange(1, v + 1)
             between = np.cumsum(binom.pmf(v - i, self.guesses, right[:, None]), axis=1)
             lost = np.array([lemma_delta(one, delta, size) for one in each])

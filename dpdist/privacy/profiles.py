@@ -13,10 +13,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
-from dp_accounting.pld import pld_pmf
-from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
+
+if TYPE_CHECKING:  # half a second to load; who reads an audit's options needs none of it
+    from dp_accounting.pld import pld_pmf
+    from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 
 _LARGEST = (
     700.0  # epsilon up to which e^epsilon is a float64; profiles made here are constant beyond
@@ -117,6 +120,8 @@ def from_profiles(
     Q) with x = e^epsilon. A true profile is convex in x and lies below these values, so it lies
     below the greatest convex function below them (1 at x = 0, constant beyond the last).
     """
+    from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
+
     mirrored = np.concatenate([-steps[:0:-1], steps])
     x = np.exp(mirrored * grid)
     made = []
@@ -131,6 +136,8 @@ def from_profiles(
 def _connected(grid: float, steps: np.ndarray, values: np.ndarray) -> pld_pmf.PLDPmf:
     """The distribution of which these values at steps * grid, in e^epsilon on their chords between,
     are the profile (Doroshenko et al. 2022, Algorithm 1)."""
+    from dp_accounting.pld import pld_pmf
+
     falls, gaps = -np.diff(values), np.diff(steps) * grid
     arrived = np.append(1 - values[0], falls / -np.expm1(-gaps))
     p = np.maximum(arrived - np.append(falls / np.expm1(gaps), 0.0), 0.0)

@@ -13,13 +13,14 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 from numpy.typing import ArrayLike, NDArray
 from scipy.special import ndtr, ndtri
 
 from dpdist.privacy.profiles import Losses, directions
 
 if TYPE_CHECKING:
+    from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
+
     from dpdist.privacy.plan import PrivacyPlan
 
 Array = NDArray[np.float64]
