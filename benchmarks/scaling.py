@@ -108,26 +108,26 @@ class StepModel:
     """step(W) = sample/W + batch/(W rate) + [W > 1] (2 (W-1) latency + 2 (W-1)/W bytes/bandwidth)
     + release + fixed. Every worker samples its own share of the records. Sharded, the release is
     shared out too, and what is sent is each worker's part of the sum to it, and its parameters to
-    all. Times in seconds; release: for all entries, digest and noise."""
+    all. Times in seconds; release: for all entries, digest and noise; wire: bytes of each number
+    of a sum."""
 
     def __init__(
         self, sample: float, rate: float, fixed: float, size: int, latency: float,
-        bandwidth: float, release: float = 0.0, sharded: bool = False,
+        bandwidth: float, release: float = 0.0, sharded: bool = False, wire: int = 8,
     ) -> None:  # fmt: skip
         self.sample, self.rate, self.fixed = sample, rate, fixed
-        self.bytes, self.latency, self.bandwidth = 8 * size, latency, bandwidth
-        self.release, self.sharded = release, sharded
+        self.size, self.latency, self.bandwidth = size, latency, bandwidth
+        self.release, self.sharded, self.wire = release, sharded, wire
 
     def reduce(self, workers: int) -> float:
-        """A ring all-reduce of the float64 sum; sharded, an all-to-all of it and a broadcast of
-        every worker's float32 parameters."""
+        """A ring all-reduce of the sum; sharded, an all-to-all of it and a broadcast of every
+        worker's float32 parameters."""
         if workers == 1:
             return 0.0
-        hops = 2 * (workers - 1)
-        sent = hops / workers * self.bytes
+        hops, each = 2 * (workers - 1), 2 * self.wire
         if self.sharded:
-            hops = workers - 1 + workers * math.ceil(math.log2(workers))
-            sent *= 3 / 4
+            hops, each = workers - 1 + workers * math.ceil(math.log2(workers)), self.wire + 4
+        sent = (workers - 1) / workers * each * self.size
         return hops * self.latency + sent / self.bandwidth
 
     def step(self, workers: int, batch: float) -> float:
@@ -178,12 +178,15 @@ class Assumed:
     parameters: int
     fixed: float
 
-    def model(self, sample: float, release: float = 0.0, sharded: bool = False) -> StepModel:
+    def model(
+        self, sample: float, release: float = 0.0, sharded: bool = False, wire: int = 8
+    ) -> StepModel:
         """Sampling and release take what they take on this machine's CPU."""
         bandwidth = self.gbit * 1e9 / 8
         return StepModel(
-            sample, self.rate, self.fixed, self.parameters, self.hop, bandwidth, release, sharded
-        )
+            sample, self.rate, self.fixed, self.parameters, self.hop, bandwidth, release, sharded,
+            wire,
+        )  # fmt: skip
 
     def predict(self) -> None:
         """For a data set of 60,000 records; their sampling is measured here, and the release."""
@@ -195,9 +198,12 @@ class Assumed:
             f"measured: {1e3 * sample:.2f} ms to sample 60,000 records on one core, digest "
             f"and noise of {1e-6 / each:,.0f} million parameters a second on one core"
         )
-        for sharded in (False, True):
-            title = f"release: {'sharded' if sharded else 'whole'}"
-            predict(title, self.model(sample, release, sharded), 60_000)
+        for title, sharded, wire in (
+            ("release: whole", False, 8),
+            ("release: sharded", True, 8),
+            ("release: sharded, wire: float32", True, 4),
+        ):
+            predict(title, self.model(sample, release, sharded, wire), 60_000)
 
 
 def leave_one_out(

@@ -27,7 +27,10 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-KINDS = ((1, "whole"), (2, "whole"), (2, "sharded"))
+KINDS = (
+    (1, "whole", "float64"), (2, "whole", "float64"), (2, "sharded", "float64"),
+    (2, "sharded", "float32"),
+)  # fmt: skip
 HEADS = (
     "parameters", "workers", "release", "stated MiB", "measured MiB", "stated / measured",
     "noise M/s", "step ms", "release ms",
@@ -42,7 +45,7 @@ def hidden(millions: float) -> list[int]:
     return [int(width), int(width)]
 
 
-def asked(millions: float, workers: int, release: str, steps: int) -> dict[str, Any]:
+def asked(millions: float, workers: int, release: str, wire: str, steps: int) -> dict[str, Any]:
     return {
         "name": "sharding",
         "data": {"name": "digits"},
@@ -51,8 +54,15 @@ def asked(millions: float, workers: int, release: str, steps: int) -> dict[str, 
         "training": {
             "batch_size": 64, "steps": steps, "learning_rate": 1e-4, "optimizer": "adam"
         },
-        "resources": {"workers": workers, "release": release, "checkpoint_seconds": 1e9},
+        "resources": {
+            "workers": workers, "release": release, "wire": wire, "checkpoint_seconds": 1e9
+        },
     }  # fmt: skip
+
+
+def kind(resources: dict[str, Any]) -> str:
+    release, wire = resources["release"], resources["wire"]
+    return release if wire == "float64" else f"{release}, {wire}"
 
 
 def stated(recipe: Any, plan: Any) -> float:
@@ -138,7 +148,7 @@ def alone(raw: dict[str, Any], folder: str) -> list[str]:
     behind = max(typical("step", took) - typical("sums", took) for took, *_ in found)
     rate = max(entries / typical("noise", took) for took, entries, *_ in found)
     return [
-        f"{size:,}", str(workers), raw["resources"]["release"], f"{said:,.0f}", f"{most:,.0f}",
+        f"{size:,}", str(workers), kind(raw["resources"]), f"{said:,.0f}", f"{most:,.0f}",
         f"{said / most:.2f}", f"{rate / 1e6:.0f}", f"{1e3 * step:,.1f}", f"{1e3 * behind:,.1f}",
     ]  # fmt: skip
 
@@ -172,7 +182,7 @@ def on_ray(raw: dict[str, Any], folder: str) -> list[str]:
     plan = check(recipe, RunFolder(Path(folder) / "other"), "benchmark").plan
     said, largest = stated(recipe, plan), max(most.values())
     return [
-        "", str(raw["resources"]["workers"]), f"{raw['resources']['release']}, on Ray",
+        "", str(raw["resources"]["workers"]), f"{kind(raw['resources'])}, on Ray",
         f"{said:,.0f}", f"{largest:,.0f}", f"{said / largest:.2f}", "", "", "",
     ]  # fmt: skip
 
@@ -190,15 +200,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--millions", type=float, nargs="+", default=[0.03, 1.0, 25.0])
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--only", nargs="+", default=[], help="of 1-whole, 2-whole, 2-sharded")
+    parser.add_argument(
+        "--only", nargs="+", default=[], help="of 1-whole, 2-whole, 2-sharded, 2-sharded-float32"
+    )
     parser.add_argument("--ray", action="store_true", help="memory of workers on Ray")
     options = parser.parse_args()
     rows = []
     for millions in options.millions:
-        for workers, release in KINDS:
-            if not options.only or f"{workers}-{release}" in options.only:
+        for workers, release, wire in KINDS:
+            name = f"{workers}-{release}" + ("" if wire == "float64" else f"-{wire}")
+            if not options.only or name in options.only:
                 with tempfile.TemporaryDirectory() as folder:
-                    raw = asked(millions, workers, release, options.steps)
+                    raw = asked(millions, workers, release, wire, options.steps)
                     rows.append((on_ray if options.ray else alone)(raw, folder))
                     print("  ".join(rows[-1]), flush=True)
     print(columns(HEADS, rows))

@@ -222,6 +222,7 @@ class ResourcesRecipe(Section):
         default="whole",
         description="sharded: every worker noises and updates its part, with less memory",
     )
+    wire: Literal["float64", "float32"] = Field(default="float64", description="clipped sums")
     micro_batch: Count | None = Field(
         default=None, description="physical batch; default: chosen to fit"
     )

@@ -18,6 +18,8 @@ from dpdist.base.fields import (
     Steps,
 )
 
+CANONICAL_SHARDS = 8  # of `reproducible: true`; the most workers such a run can use
+
 
 class TrainingRecipe(Section):
     """The loop. batch_size is the expected batch L; the Poisson batch varies around it.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import torch
 
 from dpdist import data, models
@@ -13,11 +15,12 @@ from dpdist.gradients.task import the_inputs
 from dpdist.models import ModelSpec
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.runs.recipe import Recipe
-from dpdist.sections.training import TrainingRecipe
+from dpdist.sections.training import CANONICAL_SHARDS, TrainingRecipe
 from dpdist.training.canaries import check_places
 from dpdist.training.finite import check_start, probe
 from dpdist.training.provenance import load_frozen, with_frozen
 from dpdist.training.records import source_of
+from dpdist.training.wire import Wire
 
 
 def model_spec(recipe: Recipe, dataset: data.Dataset) -> ModelSpec:
@@ -46,6 +49,8 @@ def check_model(recipe: Recipe, dataset: data.Dataset) -> None:
     if recipe.data.text is not None:
         _check_tokens(recipe, module)
     engine = build_engine(recipe, module)
+    if why := wire_of(recipe).refused:
+        raise UserError(f"{recipe.name}: resources.wire: {why}")
     if recipe.planted is not None:
         check_places(recipe.planted, engine.size)
     models.check_outputs(module, spec)
@@ -114,9 +119,10 @@ def build_engine(
     steps, expected_batch = 1, float(recipe.training.batch_size)
     if plan is not None and plan.steps:
         steps, expected_batch = plan.steps, plan.step(0).expected_batch
+    clip_norm = recipe.privacy.clip_norm / (1 + wire_of(recipe, plan).room)
     engine = recipe.method.engine(
         model,
-        clipping_for(recipe.privacy.clipping, recipe.privacy.clip_norm),
+        clipping_for(recipe.privacy.clipping, clip_norm),
         expected_batch=expected_batch,
         steps=steps,
         micro_batch=recipe.resources.micro_batch,
@@ -124,6 +130,20 @@ def build_engine(
     )
     engine.augmentation = augmentation(recipe.training)
     return engine
+
+
+def wire_of(recipe: Recipe, plan: PrivacyPlan | None = None) -> Wire:
+    """In what a run's sums travel. plan: as for `build_engine`."""
+    expected = float(recipe.training.batch_size)
+    if plan is not None and plan.steps:
+        expected = max(plan.step(t).expected_batch for t in _phases(plan))
+    parts = CANONICAL_SHARDS if recipe.training.reproducible else recipe.resources.least
+    return Wire.of(recipe.resources.wire, expected, parts, recipe.privacy.batch_cap)
+
+
+def _phases(plan: PrivacyPlan) -> set[int]:
+    """The first step of each of its phases."""
+    return {min(start, plan.steps - 1) for start in accumulate(plan.counts(), initial=0)}
 
 
 def augmentation(training: TrainingRecipe) -> CropAndFlip | None:

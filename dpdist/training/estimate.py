@@ -13,8 +13,8 @@ from dpdist.gradients.task import Task
 from dpdist.methods.base import Fixed
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.runs.recipe import Recipe
-from dpdist.training.building import build_engine, initial_model, model_spec
-from dpdist.training.job import CANONICAL_SHARDS
+from dpdist.sections.training import CANONICAL_SHARDS
+from dpdist.training.building import build_engine, initial_model, model_spec, wire_of
 from dpdist.training.optimizer import FlatOptimizer
 from dpdist.training.records import evaluation_data, source_of, training_data
 from dpdist.training.sharding import RELEASES, Whole
@@ -77,24 +77,29 @@ def _memory(
     slots = len(FlatOptimizer(training, plan.steps, torch.zeros(1)).slots)
     rows = CANONICAL_SHARDS if training.reproducible else 1
 
-    def mebibytes(release: type[Whole], count: int) -> float:
+    wire = wire_of(recipe, plan)
+    releases = {name: release(wire) for name, release in RELEASES.items()}
+
+    def mebibytes(release: Whole, count: int) -> float:
         return (activations + release.memory(size, slots, rows, count)) / 2**20 + _BASE
 
-    def stated(release: type[Whole]) -> str:
+    def stated(release: Whole) -> str:
         found = [f"{mebibytes(release, count):,.0f} MiB" for count in _counts(recipe)]
         if len(set(found)) == 1:
             return f"about {found[0]}"
         of = zip(_counts(recipe), found, strict=True)
         return "about " + ", ".join(f"{most} with {count}" for count, most in of)
 
-    words = {name: stated(release) for name, release in RELEASES.items()}
+    words = {name: stated(release) for name, release in releases.items()}
     own = words.pop(resources.release)
     others = ", ".join(f"{name}: {found}" for name, found in words.items())
-    each = ("memory per worker", f"{own} (release: {resources.release}; {others})")
+    each = [("memory per worker", f"{own} (release: {resources.release}; {others})")]
+    if resources.wire != "float64":
+        each.append(("wire", wire.words()))
     if resources.most == 1:
-        return [each]
-    whole = resources.most * mebibytes(RELEASES[resources.release], resources.most)
-    return [each, ("memory of a host", f"about {whole:,.0f} MiB with {resources.most} on it")]
+        return each
+    whole = resources.most * mebibytes(releases[resources.release], resources.most)
+    return [*each, ("memory of a host", f"about {whole:,.0f} MiB with {resources.most} on it")]
 
 
 def _examples_per_second(

@@ -18,6 +18,7 @@ from dpdist.privacy.plan import PrivacyPlan
 from dpdist.randomness.keys import new_run_key
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe, check_against_data, field_error
+from dpdist.sections.training import CANONICAL_SHARDS
 from dpdist.training.planning import make_plan
 from dpdist.training.provenance import AMONG_PUBLIC, check_pretrained
 from dpdist.training.records import (
@@ -30,7 +31,6 @@ from dpdist.training.records import (
 )
 
 PACKAGES = ("dpdist",)
-CANONICAL_SHARDS = 8  # of `reproducible: true`; the most workers such a run can use
 
 
 @dataclass(frozen=True)
@@ -162,6 +162,8 @@ def check_trainable(recipe: Recipe, where: str) -> tuple[data.Dataset, dict[str,
         raise field_error(where, "resources.workers", rule, recipe.resources.span)
     if recipe.resources.release == "sharded":
         _check_shardable(recipe, where)
+    if recipe.resources.wire != "float64":
+        _check_wire(recipe, where)
     check_against_data(recipe, recipe.privacy.nominal_records or len(dataset), where)
     models.check_name(recipe.model.name)
     from dpdist.training.building import check_model  # loads torch: all else is refused before
@@ -179,6 +181,18 @@ def _check_shardable(recipe: Recipe, where: str) -> None:
     else:
         return
     raise field_error(where, "resources.release", rule, "sharded")
+
+
+def _check_wire(recipe: Recipe, where: str) -> None:
+    """Raise UserError where sums are not added up by those who were sent them, or where nobody can
+    say how many records are in one."""
+    if recipe.resources.release != "sharded":
+        rule = "must be float64 with resources.release: whole"
+    elif recipe.privacy.nominal_records is not None:
+        rule = "must be float64 with privacy.nominal_records"
+    else:
+        return
+    raise field_error(where, "resources.wire", rule, recipe.resources.wire)
 
 
 def _check_same_data(folder: RunFolder, dataset: data.Dataset) -> None:

@@ -32,12 +32,13 @@ from dpdist.privacy.ledger import Ledger, LedgerError, ReplayConflict
 from dpdist.privacy.plan import StepPlan
 from dpdist.randomness.keys import derive_key, key_id
 from dpdist.runs.released import check_released
+from dpdist.sections.training import CANONICAL_SHARDS
 from dpdist.training import checkpoint, groups
-from dpdist.training.building import build_engine, initial_model, model_spec
+from dpdist.training.building import build_engine, initial_model, model_spec, wire_of
 from dpdist.training.canaries import Canaries, plant
 from dpdist.training.finite import Diverged, Divergence, probe
 from dpdist.training.fixed import digest, ensure_fixed, read_fixed
-from dpdist.training.job import CANONICAL_SHARDS, PACKAGES, TrainJob, read_run_key
+from dpdist.training.job import PACKAGES, TrainJob, read_run_key
 from dpdist.training.monitor import Monitor, Seen
 from dpdist.training.optimizer import FlatOptimizer
 from dpdist.training.permit import PermitGate
@@ -102,7 +103,7 @@ class Mechanism:
     dataset: Any
     reducer: Reducer
     shards: Shards
-    sharing = Whole()
+    sharing: Whole = Whole()
     key: bytes
     attempt: str
     ledger: Ledger | None = None
@@ -130,6 +131,7 @@ class Mechanism:
         for row, begin, end in self.shards.mine:
             members = self.members(sample_key, begin, end, todo)
             joined.append((row, members))
+            self.sharing.wire.check(len(members))
             members = self.canaries.fed(members)
             inputs = dataset.batch(members).to(device)
             labels = self.canaries.labelled(members, dataset.targets(members)).to(device)
@@ -194,7 +196,8 @@ class Loop(Mechanism):
         self.model = initial_model(recipe, self.spec).to(reducer.device)
         self.frozen = sum(p.numel() for p in self.model.parameters() if not p.requires_grad)
         self.engine, self.task = build_engine(recipe, self.model, plan), self.method.task()
-        if self.engine.clipping.sensitivity > plan.clip_norm * (1 + 1e-9):
+        wire = wire_of(recipe, plan)
+        if self.engine.clipping.sensitivity * (1 + wire.room) > plan.clip_norm * (1 + 1e-9):
             raise UserError("the clipping's sensitivity exceeds the plan's clip norm")
         self.flat = torch.cat([p.detach().reshape(-1) for p in self.engine.parameters])
         _point_into(self.engine, self.flat)
@@ -203,7 +206,7 @@ class Loop(Mechanism):
         self.fixed = Fixed(self.model, tensors, derive_key(self.key, "hidden"))
         self.constrain = self.method.constraint(self.model)
         self.constrain()
-        self.sharing = RELEASES[recipe.resources.release]()
+        self.sharing = RELEASES[recipe.resources.release](wire)
         self.own = self.sharing.own(reducer, len(self.flat))
         self.optimizer = FlatOptimizer(recipe.training, plan.steps, self.flat[self.own])
         self.slots = {n: t.to(reducer.device) for n, t in self.method.slots(self.model).items()}

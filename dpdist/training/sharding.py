@@ -22,6 +22,9 @@ from dpdist.gradients.sampling import share
 from dpdist.training import checkpoint
 from dpdist.training.optimizer import LEAF
 from dpdist.training.reducer import Reducer
+from dpdist.training.wire import Wire
+
+_FLOAT64 = Wire()
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,9 @@ class Shards:
 
 class Whole:
     """Every worker adds up, noises and updates everything."""
+
+    def __init__(self, wire: Wire = _FLOAT64) -> None:
+        self.wire = wire
 
     def own(self, reducer: Reducer, size: int) -> slice:
         """The entries of a vector of `size` that this worker releases and updates."""
@@ -58,8 +64,7 @@ class Whole:
     def complete(self, reducer: Reducer, flat: Tensor) -> None:
         """Bring what every worker updated of a vector to all."""
 
-    @staticmethod
-    def memory(size: int, slots: int, rows: int, workers: int) -> int:
+    def memory(self, size: int, slots: int, rows: int, workers: int) -> int:
         """Bytes on each worker at the peak of a step that grow with the parameters. slots: vectors
         that the optimizer keeps. rows: of the reduced stack."""
         # The stack, what is sent of it, and a sum or what is released of it.
@@ -92,13 +97,13 @@ class Sharded(Whole):
         parts, held = _parts(rows.shape[1], world), shards.held
         length = parts[reducer.rank].stop - parts[reducer.rank].start
         if len(mine) == 1:
-            sent = rows[mine[0]]  # the parts lie in it one behind the other
+            sent = self.wire.sent(rows[mine[0]])  # the parts lie in it one behind the other
         else:
-            sent = torch.cat([rows[mine, part].reshape(-1) for part in parts])
+            sent = torch.cat([self.wire.sent(rows[mine, part]).reshape(-1) for part in parts])
         sizes = [len(mine) * (part.stop - part.start) for part in parts]
         found = reducer.exchange(sent, sizes, [count * length for count in held])
         stack = found.view(sum(held), length)
-        total = stack[0].clone()
+        total = stack[0].to(rows.dtype, copy=True)
         for row in stack[1:]:
             total += row
         # A sum over several workers has no negative zero: they add zeros to each other's rows.
@@ -118,14 +123,16 @@ class Sharded(Whole):
             if part.start < part.stop:
                 reducer.broadcast(flat[part], rank)
 
-    @staticmethod
-    def memory(size: int, slots: int, rows: int, workers: int) -> int:
-        part, copied = size / workers, 0 if rows == 1 else rows * size / workers
-        sums = 8 * (rows * size + copied + max(rows, workers) * part + part)
+    def memory(self, size: int, slots: int, rows: int, workers: int) -> int:
+        part, wide = size / workers, self.wire.dtype.itemsize
+        copied = rows * part if rows > 1 else 0 if wide == 8 else size
+        sums = 8 * (rows * size + part) + wide * (copied + max(rows, workers) * part)
         return int(4 * size + 4 * part * slots + max(_engine(rows) * size, sums))
 
     def identity(self, reducer: Reducer, reproducible: bool) -> dict[str, str]:
-        return {} if reproducible or reducer.world_size < 3 else {"sums": "in order of rank"}
+        ordered = reproducible or reducer.world_size < 3
+        wire = {} if self.wire == _FLOAT64 else {"wire": f"{self.wire.name}, {self.wire.most:g}"}
+        return wire | ({} if ordered else {"sums": "in order of rank"})
 
     def kept(
         self, reducer: Reducer, folder: Path, step: int, slots: Mapping[str, Tensor]

@@ -74,6 +74,8 @@ def test_a_sharded_release_shares_out_the_noise_and_sends_less(scaling):
     assert whole.step(4, 0) == pytest.approx(4 + whole.reduce(4))
     assert shared.step(4, 0) == pytest.approx(1 + 3 / 4 * whole.reduce(4))
     assert shared.step(1, 0) == whole.step(1, 0) == 4
+    narrow = scaling.StepModel(0, 1e9, 0, 1000, 0.0, 8000.0, 4.0, True, 4)
+    assert narrow.reduce(2) == pytest.approx(0.25 + 0.25)
 
 
 def test_a_faster_link_pays_for_more_workers(scaling):

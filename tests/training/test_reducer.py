@@ -13,6 +13,7 @@ import torch.distributed as dist
 from dpdist.training.optimizer import LEAF
 from dpdist.training.reducer import Reducer
 from dpdist.training.sharding import Sharded, Shards, leaf_digests
+from dpdist.training.wire import Wire
 
 
 def _work(rank: int, folder: str, answers) -> None:
@@ -27,6 +28,9 @@ def _work(rank: int, folder: str, answers) -> None:
     row = (torch.arange(LEAF + 3.0, dtype=torch.float64) * (rank + 1))[None]
     own = sharing.own(reducer, LEAF + 3)
     part, _ = sharing.sum(reducer, row, shards, False)
+    narrow, _ = Sharded(Wire("float32", 9.0)).sum(reducer, row / 3, shards, False)
+    rounded = (torch.arange(LEAF + 3.0, dtype=torch.float64) / 3).float().double()
+    twice = (torch.arange(LEAF + 3.0, dtype=torch.float64) * 2 / 3).float().double()
     flat = torch.full((LEAF + 3,), float(rank))
     sharing.complete(reducer, flat)
     digests = sharing.digests(reducer, "label", part.numpy(), LEAF + 3)
@@ -43,6 +47,7 @@ def _work(rank: int, folder: str, answers) -> None:
             flat[LEAF - 1 : LEAF + 1].tolist(),
             digests == leaf_digests("label", 3 * np.arange(LEAF + 3.0)),
             len(sharing.sum(reducer, row[:, :5], shards, False)[0]),
+            torch.equal(narrow, (rounded + twice)[own]),
         )
     )
     dist.destroy_process_group()
@@ -62,4 +67,4 @@ def test_two_processes(tmp_path):
         worker.join(60)
     for rank in range(2):
         whole = (rank, [33.0, 66.0], True, ["zero", ""], 40, True, False)
-        assert got[rank] == (*whole, True, [0.0, 1.0], True, [0, 5][rank])
+        assert got[rank] == (*whole, True, [0.0, 1.0], True, [0, 5][rank], True)

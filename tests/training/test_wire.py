@@ -1,0 +1,203 @@
+"""Sums that travel in float32 move by no more than the clip norm, whoever joins."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import binom
+from support.training import ThreadReducer, execute, make, together, train
+
+from dpdist.base.errors import UserError
+from dpdist.privacy.ledger import Ledger
+from dpdist.runs.folder import RunFolder
+from dpdist.training import building, loop
+from dpdist.training.estimate import describe
+from dpdist.training.job import prepare
+from dpdist.training.sharding import Sharded, Shards
+from dpdist.training.wire import MOST_ROOM, Wire
+
+FLOAT32 = {"release": "sharded", "wire": "float32", "checkpoint_seconds": 1e9}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread_each():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def small(tmp_path, name: str, workers: int = 1, training: dict | None = None, **resources):
+    """Six steps of a linear model; in float32 unless told otherwise."""
+    steps = {"batch_size": 40, "steps": 6, "learning_rate": 0.5, "momentum": 0.5}
+    return make(
+        tmp_path, name, model="linear", training=steps | (training or {}),
+        resources={**FLOAT32, "workers": workers, **resources},
+    )  # fmt: skip
+
+
+def released(folder: RunFolder) -> list[str]:
+    records = [json.loads(line)["record"] for line in folder.ledger.read_text().splitlines()]
+    return [record["id"] for record in records if record["kind"] == "release"]
+
+
+# ---- one record more or less
+
+
+@pytest.mark.parametrize("power", [8, 12, 16])
+def test_neighbours_that_rounding_drives_apart_stay_within_the_room(power):
+    """Every entry of a sum of 2^power aligned records lies just below a midpoint of float32's, and
+    the record that joins lifts each just above one: the worst there is, and the room holds it."""
+    wire, size = Wire("float32", 2.0**power), 512
+    clip = 1 / (1 + wire.room)
+    each = clip / np.sqrt(size)
+    top = np.float32(each * (wire.most - 2))
+    unit = float(np.spacing(top))
+    sums = np.full(size, float(top) + unit * (0.5 - 1e-6))
+    step = unit * (np.floor(each / unit - 1e-5) + 2e-6)  # of the record in each entry, at most each
+    assert np.linalg.norm(sums + step) <= wire.most * clip and step <= each
+    sent = [wire.sent(torch.from_numpy(s)).double() for s in (sums, sums + step)]
+    moved = float((sent[1] - sent[0]).norm())
+    # By one unit in each entry more than the record itself, a fourth of the room at least.
+    assert moved - step * np.sqrt(size) > 0.25 * wire.room * clip
+    assert moved <= 1
+
+
+def test_random_neighbours_stay_within_the_clip():
+    wire = Wire("float32", 1000.0)
+    generator = np.random.default_rng(0)
+    for _ in range(50):
+        records = generator.standard_normal((1000, 40)) * np.exp(generator.normal(0, 3, 40))
+        records *= 3 / (1 + wire.room) / np.linalg.norm(records, axis=1, keepdims=True)
+        one = wire.sent(torch.from_numpy(records.sum(0))).double()
+        other = wire.sent(torch.from_numpy(records[1:].sum(0))).double()
+        assert float((one - other).norm()) <= 3
+
+
+@pytest.mark.parametrize("mean", [0.1, 4, 40, 512, 8192])
+def test_a_share_has_more_records_than_there_is_room_for_with_no_probability(mean):
+    records = 20 * max(1, int(mean))
+    wire = Wire.of("float32", 2 * mean, 2)
+    assert binom.sf(wire.most, records, mean / records) < 4e-31
+    assert wire.most <= mean + 13 * np.sqrt(mean) + 80  # and not much more room than that wants
+    assert Wire.of("float32", 2 * mean, 2, cap=3).most == 3
+
+
+def test_a_sum_of_more_records_is_not_sent(tmp_path, monkeypatch):
+    recipe, folder = small(tmp_path, "run")
+    job = prepare(recipe, folder, "test")
+    monkeypatch.setattr(building.Wire, "of", lambda *arguments: Wire("float32", 3.0))
+    with pytest.raises(ValueError, match="a sum of more than 3 records; nothing is released"):
+        execute(job)
+    assert Ledger.read(folder.ledger).releases == {}
+
+
+# ---- in a run
+
+
+def test_the_clip_makes_room_and_float32_is_what_is_sent(tmp_path, monkeypatch):
+    engines, sent = [], []
+    real = loop.build_engine
+
+    def build(*arguments):
+        engines.append(real(*arguments))
+        return engines[-1]
+
+    class Looking(ThreadReducer):
+        def exchange(self, numbers, sizes, awaited):
+            sent.append(numbers.dtype)
+            return super().exchange(numbers, sizes, awaited)
+
+    monkeypatch.setattr(loop, "build_engine", build)
+    recipe, folder = small(tmp_path, "run", 2)
+    job = prepare(recipe, folder, "test")
+    together(2, lambda reducer: loop.run(job, reducer), Looking)
+    room = Wire.of("float32", 40, 2).room
+    assert room == pytest.approx(2**-23 * (1 + np.ceil(21 + np.sqrt(140 * 21) + 140 / 3)))
+    assert {e.clipping.sensitivity for e in engines} == {1 / (1 + room)}
+    assert set(sent) == {torch.float32} and len(sent) == 12
+
+
+def test_without_the_room_nothing_is_trained(tmp_path, monkeypatch):
+    recipe, folder = small(tmp_path, "run")
+    job = prepare(recipe, folder, "test")
+    monkeypatch.setattr(building, "wire_of", lambda *arguments: Wire())
+    with pytest.raises(UserError, match="sensitivity exceeds the plan's clip norm"):
+        execute(job)
+
+
+def test_any_number_of_workers_gives_the_same_bits_and_nearly_those_of_float64(tmp_path):
+    same = {"reproducible": True}
+    found = {}
+    for name, workers, resources in (
+        ("one", 1, {}), ("two", 2, {}), ("three", 3, {}), ("wide", 2, {"wire": "float64"}),
+    ):  # fmt: skip
+        recipe, folder = small(tmp_path, name, workers, same, **resources)
+        found[name] = train(recipe, folder, workers), released(folder)
+    for name in ("two", "three"):
+        assert torch.equal(found[name][0], found["one"][0]) and found[name][1] == found["one"][1]
+    assert set(found["one"][1]).isdisjoint(found["wide"][1])
+    torch.testing.assert_close(found["one"][0], found["wide"][0], rtol=1e-4, atol=1e-4)
+
+
+def test_what_arrived_is_added_up_in_float64(tmp_path):
+    """1 + 2^-30 from another worker: float32 would lose it."""
+    found = []
+
+    def add(reducer):
+        row = torch.tensor([[1.0, 2.0**-30][reducer.rank]], dtype=torch.float64)[None]
+        shards = Shards(1, 1, [(0, 0, 1)], [1, 1])
+        found.append(Sharded(Wire("float32", 9.0)).sum(reducer, row, shards, False)[0])
+
+    together(2, add)
+    assert sorted(map(torch.Tensor.tolist, found)) == [[], [1 + 2.0**-30]]
+    assert all(total.dtype == torch.float64 for total in found)
+
+
+def test_another_wire_is_another_attempt(tmp_path):
+    """Its sums differ, so that sampling and noise are drawn afresh."""
+    recipe, folder = small(tmp_path, "run", wire="float64", checkpoint_seconds=1e-6)
+    execute(prepare(recipe, folder, "test"), until=3)
+    recipe, _ = small(tmp_path, "run")
+    execute(prepare(recipe, folder, "test"))
+    attempts = Ledger.read(folder.ledger).attempts
+    assert [a["identity"].get("wire") for a in attempts] == [None, "float32, 164"]
+
+
+def test_a_dry_run_says_what_it_costs(tmp_path):
+    recipe, folder = small(tmp_path, "run", 2)
+    rows = dict(describe(recipe, prepare(recipe, folder, "test").plan))
+    assert rows["wire"].startswith("float32, 4 bytes a parameter; the clip is 0.00")
+    assert "wire" not in dict(describe(*(lambda r, f: (r, prepare(r, f, "t").plan))(
+        *small(tmp_path, "other", 2, wire="float64"))))  # fmt: skip
+
+
+def test_less_is_held_while_it_travels():
+    wide, narrow = Sharded(), Sharded(Wire("float32", 9.0))
+    for rows in (1, 8):
+        assert narrow.memory(10**6, 2, rows, 8) <= wide.memory(10**6, 2, rows, 8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"resources": {**FLOAT32, "release": "whole"}},
+         r"resources\.wire: must be float64 with resources\.release: whole, got float32"),
+        ({"resources": FLOAT32, "privacy__nominal_records": 400, "data": {"name": "digits"}},
+         r"resources\.wire: must be float64 with privacy\.nominal_records"),
+        ({"resources": {**FLOAT32, "wire": "float16"}}, r"resources\.wire: must be one of"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(tmp_path, changes, message):
+    with pytest.raises(UserError, match=message):
+        prepare(*make(tmp_path, **({"model": "linear"} | changes)), "test")
+
+
+def test_where_the_room_would_be_large_float64_stays():
+    wire = Wire.of("float32", 70_000, 1)
+    assert wire.room > MOST_ROOM
+    assert "room for sums of 65,536 records, here a worker may have 73" in wire.refused
+    assert Wire.of("float32", 70_000, 2).refused == ""
