@@ -6,7 +6,6 @@ import importlib.util
 import json
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
@@ -61,8 +60,6 @@ def test_it_becomes_a_site(site, pages, tmp_path):
 
 @pytest.mark.long
 def test_the_reference_has_what_users_import(site, tmp_path):
-    if find_spec("pdoc") is None:
-        pytest.skip("no pdoc: pip install 'dpdist[docs]'")
     out = tmp_path / "api"
     done = subprocess.run(
         [sys.executable, "-c", f"import make_site, pathlib\n"
