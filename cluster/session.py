@@ -20,6 +20,12 @@ _LOOPBACK_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 _LOCAL_ENVIRONMENT = {
     _LOOPBACK_VARIABLE: "0",
     "RAY_AUTH_MODE": "token",
+    # Nobody reads a local session's metrics, or takes its one host away: less for Ray's idle
+    # processes, which share the workers' cores (docs/gradients.md, the row of two workers).
+    "RAY_event_stats": "0",
+    "RAY_enable_metrics_collection": "0",
+    "RAY_TRAIN_METRICS_ENABLED": "0",
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
 }
 _ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_TRAIN_V2_ENABLED": "1"}
 _CONNECT_SECONDS = 5.0

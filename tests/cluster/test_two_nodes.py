@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import yaml
+from support import processes
 from support.here import command, without_ray
 from support.processes import (
     finish,
@@ -175,6 +176,12 @@ def test_lost_workers_and_a_lost_node_change_nothing(nodes, tmp_path, monkeypatc
     assert Ledger.read(run / "private" / "ledger.jsonl").releases == dict.fromkeys(range(300), 1)
 
     path.write_text(yaml.safe_dump(ELASTIC | ALONE))
+    alone(path, tmp_path, monkeypatch, capsys)
+    assert torch.equal(parameters(run), parameters(tmp_path / "alone" / "runs" / "small"))
+
+
+def alone(path, tmp_path, monkeypatch, capsys) -> None:
+    """Train in this process, by one worker."""
     (tmp_path / "alone").mkdir()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -183,4 +190,53 @@ def test_lost_workers_and_a_lost_node_change_nothing(nodes, tmp_path, monkeypatc
         done = command(patch, capsys, tmp_path / "alone", "train", path)
     torch.set_num_threads(threads)
     assert done.code == 0, done.err
+
+
+# Ray looks once a minute whether more workers fit; here every two seconds.
+SOON = """
+import functools, ray.train
+ray.train.ScalingConfig = functools.partial(
+    ray.train.ScalingConfig, elastic_resize_monitor_interval_s=2.0
+)
+from dpdist.commands.cli import main
+main()
+"""
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_a_group_shrinks_and_grows_again(nodes, tmp_path, monkeypatch, capsys):
+    """Two workers, one when a node is lost, two when another comes, in float32 on the wire: the
+    bits of one undisturbed worker, each step on the ledger once."""
+    path = tmp_path / "r.yaml"
+    raw = ELASTIC | {"certify": None}
+    raw["training"] = raw["training"] | {"steps": 1500}
+    raw["resources"] = raw["resources"] | {"wire": "float32"}
+    path.write_text(yaml.safe_dump(raw))
+    address = wait_for(nodes.stdout.readline).strip()
+    tell(nodes, "add")
+    monkeypatch.setattr(processes, "COMMAND", [sys.executable, "-c", SOON])
+    process = start("train", path, cwd=tmp_path, RAY_ADDRESS=address, **ENVIRONMENT)
+    run = tmp_path / "runs" / "small"
+
+    def changed(groups: int) -> None:
+        """That so many groups were begun, and the last one trains."""
+        wait_for(lambda: len(read(RunFolder(run))) == groups)
+        reached = steps_done(run)
+        wait_for(lambda: steps_done(run) >= reached + 40)
+
+    changed(1)
+    tell(nodes, "kill")
+    changed(2)
+    tell(nodes, "add")
+    changed(3)
+    _, err = finish(process, 600)
+    groups = read(RunFolder(run))
+    assert [(g.workers, g.backend, g.again) for g in groups] == [(n, "gloo", 0) for n in (2, 1, 2)]
+    assert 0 < groups[1].step < groups[2].step < 1500
+    assert "goes on with 2 workers (before: 1)" in err and "charged again" in err
+    assert Ledger.read(run / "private" / "ledger.jsonl").releases == dict.fromkeys(range(1500), 1)
+    raw["resources"] = raw["resources"] | {"workers": 1}
+    path.write_text(yaml.safe_dump(raw))
+    alone(path, tmp_path, monkeypatch, capsys)
     assert torch.equal(parameters(run), parameters(tmp_path / "alone" / "runs" / "small"))
