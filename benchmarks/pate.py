@@ -5,7 +5,9 @@
 Takes the votes of a finished run of method pate and trains students on them again and again, at
 each noise with as many keys as `--seeds`, without smoothing and with each deviation: on private
 records each would be a release of its own, so this is for public data only. The students of one
-seed have the same labels. Each student is a line of --results; what is there is not made again.
+seed have the same labels. With --spreading, of a run of `pate-mnist-spread`, each is made by the
+answers alone, and after they spread over all public inputs as the recipe says. Each student is a
+line of --results; what is there is not made again.
 """
 
 from __future__ import annotations
@@ -48,14 +50,21 @@ def student(raw: dict[str, Any], votes: Path, key: bytes, home: Path) -> dict[st
     evaluate_stage(recipe, folder)
     labels = np.array(Ledger.read(folder.ledger).answers[0])
     answered = np.flatnonzero(labels != UNANSWERED)
-    true = job.public().targets(slice(0, len(labels))).numpy()
+    public = job.public()
+    true = public.targets(slice(0, len(public))).numpy()
     right = labels[answered] == true[answered]
-    return {
+    found = {
         "epsilon": job.plan.guarantee().epsilon,
         "labels": len(answered),
         "labels right": float(right.mean()),
         "accuracy": json.loads(folder.evaluation.read_text())["accuracy"],
     }
+    spreading = recipe.method.spreading
+    if spreading is not None:
+        told, graph = labels[answered].astype(int), spreading.graph(public)
+        every = spreading.labels(graph, answered, told, public.classes)
+        found["spread labels right"] = float((every == true).mean())
+    return found
 
 
 def main() -> None:
@@ -63,7 +72,8 @@ def main() -> None:
     parser.add_argument("run", type=Path)
     parser.add_argument("--data-root", type=Path)
     parser.add_argument("--noises", type=float, nargs="+", default=[40, 80, 120], help="in votes")
-    parser.add_argument("--smoothing", type=float, nargs="+", default=[0.03])
+    parser.add_argument("--smoothing", type=float, nargs="*", default=[0.03])
+    parser.add_argument("--spreading", action="store_true", help="with and without, too")
     parser.add_argument("--draws", type=int, default=10)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--all", action="store_true", help="label all inputs, without a threshold")
@@ -81,8 +91,12 @@ def main() -> None:
         raw["training"] |= {"steps": given.steps, "epochs": None}
     of = {"queries": method["queries"], "answers": method["answers"]}
     of |= {"steps": raw["training"]["steps"], "draws": given.draws}
-    for seed, noise, std in product(range(given.seeds), given.noises, (0.0, *given.smoothing)):
+    spreading, deviations = method["spreading"], (0.0, *given.smoothing)
+    ways = (True, False) if given.spreading else (None,)
+    for seed, noise, std, spread in product(range(given.seeds), given.noises, deviations, ways):
         setting = of | {"noise": noise, "seed": seed, "smoothing": std}
+        setting |= {} if spread is None else {"spreading": spread}
+        method["spreading"] = spreading if spread else None
         lines = given.results.read_text().splitlines() if given.results.exists() else []
         if any(setting.items() <= one.items() for one in map(json.loads, lines)):
             continue

@@ -102,6 +102,8 @@ def test_recipe_trains(path, tmp_path, monkeypatch):
     if hasattr(recipe.method, "answers"):
         small |= {"method.queries": 3, "method.answers": 3, "method.teaching": {}}
         small |= {"method.threshold": 0.0, "method.screening": 0.0}
+        if recipe.method.spreading is not None:
+            small["method.spreading.neighbours"] = 2
     if hasattr(recipe.method, "attacks"):
         small["method.steps"] = 1
     public = getattr(recipe.method, "redistribution", None)

@@ -31,6 +31,7 @@ from dpdist.base.fields import (
     Text,
 )
 from dpdist.methods.base import DrawCount, Fixed, Method, PublicRecords
+from dpdist.methods.pate_spreading import Spreading
 from dpdist.privacy.plan import PrivacyPlan, StepPlan
 from dpdist.privacy.releases import GaussianSteps
 from dpdist.privacy.votes import NoisyVotes
@@ -101,7 +102,8 @@ class PATE(Method):
     `screening` is the part of mu^2 that the thresholds have.
 
     The student sees those inputs and labels, and nothing else: its training is post-processing, and
-    free. smoothing: of its loss (DPlis).
+    free. spreading: the labels first spread over all public inputs, and it sees these. smoothing:
+    of its loss (DPlis).
     """
 
     name: Literal["pate"] = "pate"
@@ -113,6 +115,7 @@ class PATE(Method):
     threshold: PositiveOrZero = 0.0
     screening: Part = 0.0
     teaching: Teaching = Teaching()
+    spreading: Spreading | None = None
     smoothing: SmoothedLoss | None = None
 
     @model_validator(mode="after")
@@ -229,7 +232,8 @@ class PATE(Method):
             )
         return (
             f"{self.teachers:,} teachers on disjoint shards vote on {votes.queries:,} public "
-            f"inputs; {screened}with noise {votes.vote_noise:.4g} on each count of votes; then "
+            f"inputs; {screened}with noise {votes.vote_noise:.4g} on each count of votes; "
+            f"{'' if self.spreading is None else 'labels spread over all public inputs; '}then "
             f"{plan.steps:,} steps on these labels, expected batch {plan.step(0).expected_batch:g}"
         )
 
@@ -244,6 +248,7 @@ class PATE(Method):
                 f"{job.recipe.name}: method.queries: needs {self.queries:,} public inputs of shape "
                 f"{shape}, {public.name} has {len(public):,} of {public.input_shape}"
             )
+        graph = None if self.spreading is None else self.spreading.graph(public)
         inputs = public.batch(slice(0, self.queries))
         votes = self._votes(run, inputs, own.classes)
         told = run.release(votes.tobytes(), lambda key: self.told(votes, job.plan, key))
@@ -254,6 +259,10 @@ class PATE(Method):
                 f"{job.recipe.name}: none of {self.queries:,} inputs passed method.threshold, and "
                 "the budget is spent; begin again with a lower one"
             )
+        if self.spreading is not None and graph is not None:
+            asked = np.flatnonzero(answered)
+            labels = self.spreading.labels(graph, asked, labels[answered], own.classes)
+            inputs, answered = public.batch(slice(0, len(public))), labels != UNANSWERED
         run.workers(
             Answered(
                 public.name, own.classes, inputs.numpy()[answered], labels[answered],

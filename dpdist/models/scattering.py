@@ -95,7 +95,7 @@ def scattering(
     widths: Sequence[float] = (1.0, 2.0),
     cosines: int = 5,
     stride: int = 2,
-) -> nn.Module:
+) -> nn.Sequential:
     """A linear classifier of public features: 425 of a 28 x 28 image."""
     features = Scattering(input_shape, angles, widths, cosines, stride)
     return nn.Sequential(features, nn.Linear(features.size, classes))

@@ -8,6 +8,7 @@ from mutants.fault import Fault, group
 ANSWERS = "methods/test_private_prediction"
 NOISY = "methods/test_noisy_records"
 VOTES = "methods/test_pate"
+SPREAD = "methods/test_pate_spreading"
 
 FAULTS: list[Fault] = [
     *group(
@@ -187,6 +188,40 @@ FAULTS: list[Fault] = [
             "job.plan.records,\n            )",
             "len(job.own_records()),\n            )",
             "the student tells how many records there are",
+        ),
+    ),
+    *group(
+        "dpdist/methods/pate.py",
+        SPREAD,
+        (
+            "self.spreading.labels(graph, asked, labels[answered], own.classes)",
+            "public.targets(slice(0, len(public))).numpy()",
+            "a student learns from labels that nobody released",
+        ),
+        (
+            "self.spreading.labels(graph, asked, labels[answered], own.classes)",
+            "self.spreading.labels(graph, asked, votes[asked].argmax(axis=1), own.classes)",
+            "votes without noise spread",
+        ),
+        (
+            "asked = np.flatnonzero(answered)",
+            "asked = np.arange(answered.sum())",
+            "answers are taken for those of other inputs",
+        ),
+    ),
+    *group(
+        "dpdist/methods/pate_spreading.py",
+        SPREAD,
+        ("- alpha * graph", "- graph", "how far labels spread is not what the recipe says"),
+        (
+            "(one_way + one_way.T) / 2",
+            "one_way",
+            "ties go one way only",
+        ),
+        (
+            "np.where(scores.max(axis=1) > 0, scores.argmax(axis=1), -1)",
+            "scores.argmax(axis=1)",
+            "what no label reaches gets the first class",
         ),
     ),
     *group(

@@ -1,0 +1,252 @@
+"""Labels that spread over public inputs: Zhou's closed form, and nothing private but what was
+released."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from methods.test_pate import METHOD, RAW, job_of, plan_of, votes_of
+from scipy import sparse
+from sklearn.semi_supervised import LabelSpreading
+from support.here import without_ray
+from support.training import execute, parameters
+
+from dpdist.base.errors import UserError
+from dpdist.methods.pate import PATE, UNANSWERED
+from dpdist.methods.pate_spreading import Spreading, spread, ties
+from dpdist.models.scattering import scattering
+from dpdist.privacy.ledger import Ledger
+from dpdist.runs.folder import RunFolder
+from dpdist.runs.recipe import parse
+from dpdist.training.job import TrainJob, prepare
+from dpdist.training.trainer import fit
+
+SPREADING = {"spreading": {"neighbours": 5}}
+
+
+@pytest.fixture(autouse=True)
+def _here(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_ray(monkeypatch)
+
+
+def blobs(each: int = 40, seed: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    """Three clouds in the plane, far apart, in random order."""
+    rng = np.random.default_rng(seed)
+    classes = rng.permutation(np.repeat(np.arange(3), each))
+    centres = np.array([[0.0, 0.0], [8.0, 0.0], [0.0, 8.0]])
+    return centres[classes] + rng.normal(0, 1, (3 * each, 2)), classes
+
+
+# ---- the arithmetic
+
+
+def test_the_ties_are_those_of_the_definition() -> None:
+    points, _ = blobs(8)
+    distances = np.linalg.norm(points[:, None] - points[None], axis=2)
+    np.fill_diagonal(distances, np.inf)
+    near = np.argsort(distances, axis=1)[:, :4]
+    farthest = np.sort(distances, axis=1)[:, 3]
+    width, weights = farthest.mean() / 2, np.zeros((24, 24))
+    for row, found in enumerate(near):
+        weights[row, found] = np.exp(-(distances[row, found] ** 2) / (2 * width**2))
+    weights = (weights + weights.T) / 2
+    degrees = weights.sum(axis=1)
+    expected = weights / np.sqrt(degrees[:, None] * degrees[None])
+    assert np.allclose(ties(points, 4).toarray(), expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("alpha", [0.5, 0.99])
+def test_scores_are_zhou_s_closed_form_and_scikit_learn_s_limit(alpha: float) -> None:
+    points, _ = blobs(20)
+    graph, asked, told = ties(points, 6), np.arange(12), np.arange(12) % 3
+    given = np.zeros((60, 3))
+    given[asked, told] = 1
+    found = spread(graph, asked, told, 3, alpha)
+    exact = np.linalg.solve(np.eye(60) - alpha * graph.toarray(), given)
+    assert np.allclose(found, exact, atol=1e-6)
+    # scikit-learn normalises the weights that it is given; those of a graph of row sums 1 stay.
+    labels = np.full(60, -1)
+    labels[asked] = told
+    distances = np.linalg.norm(points[:, None] - points[None], axis=2)
+    weights = np.exp(-(distances**2) / 2) * ~np.eye(60, dtype=bool)
+    theirs = LabelSpreading(
+        kernel=lambda a, b: weights + np.eye(60), alpha=alpha, max_iter=20_000, tol=1e-12
+    ).fit(points, labels)
+    degrees = np.sqrt(weights.sum(axis=1))
+    own = sparse.csr_matrix(weights / degrees[:, None] / degrees[None])
+    mine = spread(own, asked, told, 3, alpha)
+    rows = mine / mine.sum(axis=1, keepdims=True)
+    assert np.allclose(rows, theirs.label_distributions_, atol=1e-5)
+
+
+def test_wrong_answers_are_overruled_and_every_input_gets_a_label() -> None:
+    points, classes = blobs()
+    asked = np.arange(30)
+    told = classes[asked].copy()
+    told[:4] = (told[:4] + 1) % 3
+    found = Spreading(neighbours=8).labels(ties(points, 8), asked, told, 3)
+    assert (found == classes).all()
+
+
+def test_what_no_label_reaches_has_none() -> None:
+    two = sparse.block_diag([ties(blobs(4, seed)[0], 3) for seed in (1, 2)]).tocsr()
+    found = Spreading().labels(two, np.array([0, 1]), np.array([2, 2]), 5)
+    reached = spread(two, np.array([0]), np.array([0]), 1, 0.9)[:, 0] > 0
+    assert (found[12:] == UNANSWERED).all() and (found[:12][reached[:12]] == 2).all()
+
+
+def test_equal_classes_lifts_a_class_that_was_seldom_named() -> None:
+    """Nine answers of one class and one of another, all tied to one input in the middle: the one
+    that was named otherwise, and the input behind it, keep their class."""
+    weights = np.zeros((12, 12))
+    for place in range(10):
+        weights[place, 10] = weights[10, place] = 1.0
+    weights[9, 11] = weights[11, 9] = 1.0
+    roots = np.sqrt(weights.sum(axis=1))
+    graph = sparse.csr_matrix(weights / roots[:, None] / roots[None])
+    asked, told = np.arange(10), np.array([0] * 9 + [1])
+    plain = Spreading(equal_classes=False).labels(graph, asked, told, 3)
+    equal = Spreading(equal_classes=True).labels(graph, asked, told, 3)
+    assert plain.tolist()[:10] == [0] * 10 and equal[9] == equal[11] == 1
+
+
+# ---- what flows into it
+
+
+def given_to(job: TrainJob) -> Any:
+    found: list[TrainJob] = []
+    fit(job, workers=found.append, here=True)
+    return found[0].records()
+
+
+def test_the_student_sees_public_inputs_and_what_follows_from_released_labels(
+    tmp_path: Path,
+) -> None:
+    job = job_of(tmp_path, **SPREADING)
+    student, public = given_to(job), job.public()
+    assert public is not None
+    (told,) = Ledger.read(job.folder.ledger).answers
+    asked = np.flatnonzero(np.array(told) != UNANSWERED)
+    released = np.array(told, dtype=int)[asked]
+    graph = ties(public.batch(slice(0, len(public))).double().numpy(), 5)
+    expected = Spreading(neighbours=5).labels(graph, asked, released, 3)
+    kept = np.flatnonzero(expected != -1)
+    assert len(kept) > 20 and len(student) == job.plan.records
+    assert len(student.labels) == len(kept)
+    assert torch.equal(
+        torch.from_numpy(student.inputs), public.batch(slice(0, len(public)))[torch.tensor(kept)]
+    )
+    assert student.labels.tolist() == expected[kept].tolist()
+    execute(replace(job, given=student))
+    assert torch.isfinite(parameters(job.folder)).all()
+
+
+def test_nothing_private_flows_into_it_but_released_labels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other private records and other labels of public ones, the same released labels: what the
+    student is given is the same to the bit. Other released labels: it is not."""
+    released = [float(each % 3) for each in range(12)] + [UNANSWERED] * 8
+    monkeypatch.setattr(PATE, "told", lambda *_: released)
+    every = job_of(tmp_path / "every", **SPREADING)
+    first = given_to(every)
+    own = {tuple(row) for row in every.own_records().batch(slice(0, 99)).tolist()}
+    path = tmp_path / "every/data/made/train.parquet"
+    rows = pq.read_table(path)["x"].to_pylist()
+    private = [n for n, row in enumerate(rows) if tuple(np.float32(row).tolist()) in own]
+    fewer = job_of(tmp_path / "fewer", np.setdiff1d(np.arange(90), private[:7]), **SPREADING)
+    assert len(fewer.own_records()) == len(every.own_records()) - 7
+    assert given_to(fewer).fingerprint == first.fingerprint
+
+    other = job_of(tmp_path / "other", **SPREADING)
+    path = tmp_path / "other/data/made/train.parquet"
+    table = pq.read_table(path)
+    labels = table["label"].to_numpy().copy()
+    public = np.setdiff1d(np.arange(90), private)
+    labels[public] = (labels[public] + 1) % 3
+    table = table.set_column(table.column_names.index("label"), "label", pa.array(labels))
+    pq.write_table(table, path)
+    other = prepare(other.recipe, RunFolder(tmp_path / "other/again"), "test")
+    assert given_to(other).fingerprint == first.fingerprint
+
+    turned = [each if each == UNANSWERED else (each + 1) % 3 for each in released]
+    monkeypatch.setattr(PATE, "told", lambda *_: turned)
+    assert given_to(job_of(tmp_path / "turned", **SPREADING)).fingerprint != first.fingerprint
+
+
+def test_it_changes_neither_votes_nor_price(tmp_path: Path) -> None:
+    plain, one = job_of(tmp_path / "plain"), job_of(tmp_path / "one", **SPREADING)
+    assert np.array_equal(votes_of(plain), votes_of(one))
+    assert plain.plan.guarantee() == one.plan.guarantee()
+    assert "labels spread over all public inputs" in one.recipe.method.words(one.plan)
+    assert "spread" not in PATE(**METHOD).words(plan_of(2.0))
+
+
+def test_of_images_features_may_be_the_scattering_ones() -> None:
+    images = torch.rand(30, 1, 28, 28)
+
+    class Images:
+        name, input_shape = "images", (1, 28, 28)
+
+        def __len__(self) -> int:
+            return len(images)
+
+        def batch(self, rows: slice) -> torch.Tensor:
+            return images[rows]
+
+    public: Any = Images()
+    found = Spreading(features="scattering", neighbours=4).graph(public)
+    features = scattering((1, 28, 28), 10)[0](images).double().numpy()
+    assert np.allclose(found.toarray(), ties(features, 4).toarray(), atol=1e-6)
+    inputs = Spreading(neighbours=4).graph(public)
+    assert np.allclose(inputs.toarray(), ties(images.flatten(1).double().numpy(), 4).toarray())
+
+
+# ---- bad input
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"alpha": 1.0}, "method.spreading.alpha: must be"),
+        ({"alpha": 0}, "method.spreading.alpha: must be"),
+        ({"neighbours": 0}, "method.spreading.neighbours: must be"),
+        ({"features": "pixels"}, "method.spreading.features: must be"),
+        ({"neighbors": 3}, "method.spreading.neighbors"),
+    ],
+)
+def test_bad_options_are_one_line(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said.replace(".", r"\.")) as error:
+        parse(RAW | {"method": METHOD | {"spreading": given}}, "test")
+    assert len(str(error.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"neighbours": 40}, r"method\.spreading\.neighbours: must be < \d+, the public inputs of"),
+        ({"features": "scattering"}, r"method\.spreading\.features: scattering is of images, made"),
+    ],
+)
+def test_what_the_public_inputs_cannot_do_is_said_before_any_teacher(
+    tmp_path: Path, given: dict[str, Any], said: str
+) -> None:
+    job = job_of(tmp_path, spreading=given)
+    with pytest.raises(UserError, match=said) as error:
+        votes_of(job)
+    assert len(str(error.value).splitlines()) == 1
+    assert not (job.folder.private / "teachers").exists() and not job.folder.ledger.exists()
+
+
+def test_images_too_small_for_scattering_are_said(tmp_path: Path) -> None:
+    raw = RAW | {"method": METHOD | {"spreading": {"features": "scattering"}}}
+    job = prepare(parse(raw, "test"), RunFolder(tmp_path / "run"), "test")
+    with pytest.raises(UserError, match=r"features: scattering of \(1, 8, 8\): .*; take inputs"):
+        votes_of(job)
