@@ -100,22 +100,27 @@ ROWS = [
     Row("searched", "searched: the tuning is counted", compared=True, recipe=SEARCH),
     Row("strokes", "no public data: drawn strokes", repeats=3, compared=True, recipe=NO_PUBLIC),
     Row(
-        "strokes-trained",
-        "drawn strokes, then all layers trained as in the recipe with public weights",
-        changes={
-            "method": {"name": "input-noise", "sigma": 0.3, "draws": 2, "consistency": 2.0},
-            "privacy": {"epsilon": 2.0, "delta": 1e-6, "clip_norm": 0.1},
-            "training": {
-                "batch_size": 2048,
-                "steps": 300,
-                "learning_rate": 4.0,
-                "momentum": 0.9,
-                "schedule": "linear",
-                "ema": 0.95,
-            },
-        },
-        repeats=3,
+        "strokes-2",
+        "no public data: drawn strokes, epsilon 2",
+        changes=_epsilon(2.0),
         compared=True,
+        recipe=NO_PUBLIC,
+    ),
+    Row(
+        "strokes-head",
+        "drawn strokes, only a head fitted by the functional mechanism",
+        changes={
+            "method": {
+                "name": "functional",
+                "clip": 58.2,
+                "radius": 35.5,
+                "rounds": 16,
+                "sigma": 0.3,
+                "noise": "own",
+            },
+            "privacy": {"epsilon": 2.9, "delta": 1e-6},
+            "training": {"batch_size": 1, "steps": 1, "learning_rate": 1.0},
+        },
         recipe=NO_PUBLIC,
     ),
     Row(
