@@ -302,7 +302,7 @@ def figure(lines: list[dict[str, Any]]) -> str:
 
     drawn = [
         ("ours, public weights", points("flagship", "epsilon-1", "epsilon-0.5")),
-        ("ours, no public data: drawn strokes", points("strokes")),
+        ("ours, no public data: drawn strokes", points("strokes", "strokes-2")),
         ("ours, random initial weights", points("no-public", "no-public-2.9")),
         ("published (DP-CERT), no public data", [(e, 100 - a) for e, a in PUBLISHED_AT_HALF]),
     ]
