@@ -15,22 +15,28 @@ from typing import Any
 from dpdist.base.names import place
 
 
-def write_atomic(path: Path, data: bytes | str) -> None:
-    """Replace `path` by `data`, durably: after a crash it holds the old content or the new one."""
-    with written_aside(path) as aside:
+def write_atomic(path: Path, data: bytes | str, *, durable: bool = True) -> None:
+    """Replace `path` by `data`, durably: after a crash it holds the old content or the new one.
+
+    durable: False does not wait for the disk; who reads it sees the old or the new content, but for
+    a power cut. For what shows how far something is, and nothing rests on.
+    """
+    with written_aside(path, durable=durable) as aside:
         aside.write_bytes(data.encode() if isinstance(data, str) else data)
 
 
 @contextmanager
-def written_aside(path: Path) -> Iterator[Path]:
+def written_aside(path: Path, *, durable: bool = True) -> Iterator[Path]:
     """A path beside `path` to write a file at, which then takes its place as in `write_atomic`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = _aside(path)
     try:
         yield aside
-        sync(aside)
+        if durable:
+            sync(aside)
         os.replace(aside, path)
-        sync(path.parent)
+        if durable:
+            sync(path.parent)
     finally:
         aside.unlink(missing_ok=True)
 
@@ -49,10 +55,11 @@ def _aside(path: Path) -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: Any, *, durable: bool = True) -> None:
     """`write_atomic` of JSON, sorted and indented. Raises ValueError for a number that is not
     finite, which JSON cannot hold."""
-    write_atomic(path, json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n")
+    text = json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n"
+    write_atomic(path, text, durable=durable)
 
 
 def json_number(value: float) -> float | None:

@@ -51,10 +51,10 @@ class Monitor:
     def _progress(self, done: int) -> None:
         self.shown = time.monotonic()
         seconds = self.shown - self.began
-        write_json(
-            self.folder.progress,
-            {"done": done, "steps": self.steps, "rate": (done - self.start) / max(seconds, 1e-9)},
-        )
+        rate = (done - self.start) / max(seconds, 1e-9)
+        state = {"done": done, "steps": self.steps, "rate": rate}
+        # Twice a second: all workers would wait for the disk, and the terminal alone reads it.
+        write_json(self.folder.progress, state, durable=False)
 
     def pause(self, done: int) -> None:
         self.metrics.close()

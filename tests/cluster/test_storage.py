@@ -42,6 +42,15 @@ def test_bytes_are_on_the_disk_before_the_name_and_the_name_before_the_return(tm
     assert [p.name for p in (tmp_path / "a").iterdir()] == ["file"]
 
 
+def test_what_nothing_rests_on_does_not_wait_for_the_disk(tmp_path, disk):
+    """Whole all the same. Of a training that is its progress and nothing else."""
+    write_json(tmp_path / "file", {"done": 1}, durable=False)
+    assert disk == [("renamed", "file")]
+    assert (tmp_path / "file").read_text() == '{\n  "done": 1\n}\n'
+    texts = {path: path.read_text() for path in (ROOT / "dpdist").rglob("*.py")}
+    assert [p.name for p, text in texts.items() if "durable=False" in text] == ["monitor.py"]
+
+
 def test_a_crash_before_the_rename_leaves_the_old_content(tmp_path, monkeypatch):
     path = tmp_path / "file"
     write_atomic(path, "old")

@@ -285,8 +285,10 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/base/storage.py", "cluster/test_storage",
-        ("        sync(aside)\n", "", "no fsync of the bytes"),
-        ("        sync(path.parent)\n", "", "no fsync of the name"),
+        ("            sync(aside)\n", "            pass\n", "no fsync of the bytes"),
+        ("            sync(path.parent)\n", "            pass\n", "no fsync of the name"),
+        ("data: bytes | str, *, durable: bool = True", "data: bytes | str, *, durable: bool = False",
+         "files do not wait for the disk"),
         ("    path.chmod(0o700)\n", "", "private folders are open to all"),
     ),
 ]  # fmt: skip
