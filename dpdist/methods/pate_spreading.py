@@ -3,7 +3,7 @@
 Zhou et al., "Learning with Local and Global Consistency" (NIPS 2003), in closed form, with the
 class mass normalisation of Zhu et al. (ICML 2003). Not scikit-learn's LabelSpreading, whose graph
 of neighbours is directed and unweighted, and which normalises no class: on MNIST's public inputs
-two to six points worse.
+three to eight points fewer labels right.
 """
 
 from __future__ import annotations
