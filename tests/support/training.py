@@ -66,6 +66,7 @@ def together(
     meeting = {"box": {}, "barrier": threading.Barrier(world_size)}
 
     def one(rank: int) -> None:
+        threading.current_thread().name = f"worker {rank}"
         try:
             work(reducer(rank, world_size, meeting))
         except BaseException:
@@ -131,15 +132,17 @@ class Interrupt(Exception):
 def interrupted(
     recipe: Recipe, folder: RunFolder, patch: pytest.MonkeyPatch, at: int, workers: int = 1
 ) -> None:
-    """Train and die right after the ledger entry of step `at`: the worst moment."""
+    """Train and let worker 0 die right after its ledger entry of step `at`, counted from where the
+    run goes on: the worst moment."""
     with patch.context() as inner:
         real = loop.add_noise
         state = {"calls": 0}
 
         def dies(*args: Any) -> Any:
-            state["calls"] += 1
-            if state["calls"] == at + 1:
-                raise Interrupt
+            if threading.current_thread().name == "worker 0":  # others may be here before its entry
+                state["calls"] += 1
+                if state["calls"] == at + 1:
+                    raise Interrupt
             return real(*args)
 
         inner.setattr(loop, "add_noise", dies)

@@ -18,14 +18,6 @@ RANGE = {"min": 1, "max": 4}
 BETWEEN = {"workers": RANGE, "checkpoint_seconds": 1e9}
 
 
-@pytest.fixture(autouse=True)
-def _one_thread_each():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def elastic(tmp_path, name: str, reproducible: bool, **resources):
     steps = {"batch_size": 40, "steps": 6, "learning_rate": 0.5, "reproducible": reproducible}
     return make(tmp_path, name, model="linear", training=steps, resources=BETWEEN | resources)
@@ -38,7 +30,7 @@ def test_canonical_shards_change_no_bit_and_charge_nothing(tmp_path, monkeypatch
     recipe, folder = elastic(tmp_path, "b", True, release="sharded")
     said: list[str] = []
     teller = Teller(folder, said.append)
-    interrupted(recipe, folder, monkeypatch, 4, 2)
+    interrupted(recipe, folder, monkeypatch, 2, 2)
     interrupted(recipe, folder, monkeypatch, 4, 1)
     teller.look()
     assert torch.equal(train(recipe, folder, 4), undisturbed)
@@ -87,7 +79,7 @@ def test_under_a_ceiling_nothing_is_released_again(tmp_path, monkeypatch):
         )  # fmt: skip
         job = prepare(recipe, folder, "test")
         execute(job, 2, until=2)  # a checkpoint
-        interrupted(recipe, folder, monkeypatch, 2, 2)
+        interrupted(recipe, folder, monkeypatch, 1, 2)
         before = Ledger.read(folder.ledger)
         assert len(before.releases) == 4
         if reproducible:

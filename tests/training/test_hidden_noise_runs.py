@@ -53,14 +53,6 @@ METHODS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def make(tmp: Path, name: str, run: str = "run", **changes) -> tuple[Recipe, RunFolder]:
     method, privacy = METHODS[name]
     # Public r of the same data set comes from the half that is declared public.

@@ -29,15 +29,6 @@ from dpdist.training.job import prepare
 from dpdist.training.reducer import MissingRank
 
 
-@pytest.fixture(autouse=True)
-def _one_thread_each():
-    """The workers are threads already; torch's own would fight them for the cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).norm() / a.norm())
 

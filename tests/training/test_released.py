@@ -48,7 +48,7 @@ def finished(tmp_path_factory) -> tuple[Recipe, RunFolder]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with _charged(prepare(recipe, folder, "test")), pytest.MonkeyPatch.context() as patch:
-        interrupted(recipe, folder, patch, 7, workers=2)
+        interrupted(recipe, folder, patch, 3, workers=2)
         train(recipe, folder, 1)
     torch.set_num_threads(threads)
     return recipe, folder

@@ -22,13 +22,9 @@ ADAM = {"optimizer": "adam", "momentum": 0.0, "ema": 0.9, "weight_decay": 0.01}
 
 @pytest.fixture(autouse=True)
 def _small_leaves(monkeypatch):
-    """650 parameters are eleven leaves, the last one shorter; one thread each."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    """650 parameters are eleven leaves, the last one shorter."""
     for module in (optimizer, sharding):
         monkeypatch.setattr(module, "LEAF", 64)
-    yield
-    torch.set_num_threads(before)
 
 
 def small(tmp_path, name: str, training: dict | None = None, **more):
@@ -76,7 +72,7 @@ def test_another_number_of_workers_takes_over(tmp_path, monkeypatch, first, then
     training = ADAM | {"reproducible": True}
     undisturbed = train(*small(tmp_path, "a", training))
     recipe, folder = small(tmp_path, "b", training, **first[1])
-    interrupted(recipe, folder, monkeypatch, 3 * first[0], first[0])
+    interrupted(recipe, folder, monkeypatch, 3, first[0])
     assert checkpoint.latest(folder.checkpoints).step > 0
     recipe, _ = small(tmp_path, "b", training, **then[1])
     assert torch.equal(train(recipe, folder, then[0]), undisturbed)

@@ -22,14 +22,6 @@ from dpdist.training.wire import MOST_ROOM, Wire
 FLOAT32 = {"release": "sharded", "wire": "float32", "checkpoint_seconds": 1e9}
 
 
-@pytest.fixture(autouse=True)
-def _one_thread_each():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def small(tmp_path, name: str, workers: int = 1, training: dict | None = None, **resources):
     """Six steps of a linear model; in float32 unless told otherwise."""
     steps = {"batch_size": 40, "steps": 6, "learning_rate": 0.5, "momentum": 0.5}

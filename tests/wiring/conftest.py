@@ -1,14 +1,5 @@
 """Shared by the tests of wiring."""
 
-from __future__ import annotations
+from support.threads import one_thread_each
 
-import pytest
-import torch
-
-
-@pytest.fixture(autouse=True)
-def _one_thread_each():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+__all__ = ["one_thread_each"]

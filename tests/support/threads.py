@@ -1,0 +1,17 @@
+"""One thread of torch's, for tests whose workers are threads already."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def one_thread_each() -> Iterator[None]:
+    """More of torch's own would fight the workers for the cores. Whoever imports it has it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
