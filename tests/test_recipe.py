@@ -97,3 +97,12 @@ def test_classes_have_names_and_numbers():
             data(names=names, classes=classes)
     named = parse({**RECIPE, "data": {"name": "mine", "root": "data", "names": ["a", "b"]}}, "test")
     assert "data.names" not in named.of_model  # a model does not depend on what classes are called
+
+
+def test_a_thousand_wrong_keys_are_no_thousand_lines():
+    raw = RECIPE | {"model": {"name": "mlp"} | {f"key{n}": n for n in range(1000)}}
+    with pytest.raises(UserError) as refused:
+        parse(raw, "x.yaml")
+    said = str(refused.value).splitlines()
+    assert len(said) == 21 and said[0] == "x.yaml: model.key0: unknown key"
+    assert said[-1] == "x.yaml: and 980 more"

@@ -23,6 +23,7 @@ from dpdist.methods.catalogue import DEFAULT, AnyMethod
 from dpdist.sections.recipe import Sections
 
 RECIPES = Path(str(files("dpdist"))) / "recipes"
+_MOST_COMPLAINTS = 20
 
 _NOT_IN_A_MODEL: Any = {
     **dict.fromkeys(("name", "resources", "certify", "tune", "audit"), True),
@@ -149,7 +150,10 @@ def parse(raw: dict[str, Any], where: str) -> Recipe:
     try:
         return Recipe.model_validate(raw)
     except ValidationError as error:
-        raise UserError("\n".join(_complaint(where, item) for item in each(error))) from None
+        said = [_complaint(where, item) for item in each(error)]
+        if len(said) > _MOST_COMPLAINTS:
+            said[_MOST_COMPLAINTS:] = [f"{where}: and {len(said) - _MOST_COMPLAINTS:,} more"]
+        raise UserError("\n".join(said)) from None
 
 
 def field_error(where: str, key: str, rule: str, got: object) -> UserError:
