@@ -31,6 +31,7 @@ from support.processes import (
     training_workers,
     wait_for,
 )
+from support.threads import one_thread
 
 from dpdist.privacy.ledger import Ledger
 
@@ -58,8 +59,6 @@ def recipe(folder: Path, **sections) -> Path:
 @pytest.fixture
 def dpdist(monkeypatch, capsys):
     """`dpdist ARGUMENTS` in this process, without Ray, as a training worker of one CPU would."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
 
     def run(*arguments: object, cwd: Path) -> str:
         with monkeypatch.context() as patch:
@@ -68,8 +67,8 @@ def dpdist(monkeypatch, capsys):
         assert done.code == 0, done.out + done.err
         return done.out
 
-    yield run
-    torch.set_num_threads(threads)
+    with one_thread():
+        yield run
 
 
 def open_ports(root: int) -> list[str]:

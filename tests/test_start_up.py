@@ -15,9 +15,12 @@ from start_up import CASES, prepare
 from dpdist.commands.cli import main
 
 prepare(Path("."))
-LIGHT = ["run nothing", "predict nothing image.png", "report nothing", "compare nothing other"]
-LIGHT.append("audit nothing")
-for number, arguments in enumerate([*LIGHT, *CASES]):
+LIGHT = [
+    "run nothing", "audit nothing", "predict nothing image.png", "report nothing",
+    "compare nothing other",
+]
+NO_LAW = "audit small.yaml --set nothing=1"  # before others, which may load what it must not
+for number, arguments in enumerate([*LIGHT, NO_LAW, *CASES]):
     sys.argv = ["dpdist", *arguments.split()]
     said, code = io.StringIO(), 0
     with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
@@ -26,6 +29,7 @@ for number, arguments in enumerate([*LIGHT, *CASES]):
         except SystemExit as stop:
             code = stop.code
     heavy = ["torch", "ray"] + ["scipy.special", "pyarrow"] * (number < len(LIGHT))
+    heavy += ["scipy.stats._stats_py", "dp_accounting.pld"] * (number <= len(LIGHT))
     loaded = set(heavy) & set(sys.modules)
     assert not loaded, (arguments, loaded)
     assert code == (0 if arguments == "--version" else 2), (arguments, code, said.getvalue())

@@ -78,8 +78,8 @@ def log_evidence(inputs: int, most: int, seen: int, shown: int) -> float:
 
 
 def _log_choose(of: int, chosen: np.ndarray) -> np.ndarray:
-    log_factorial = lambda n: scipy.special.gammaln(n + 1)  # noqa: E731
-    return log_factorial(of) - log_factorial(chosen) - log_factorial(of - chosen)
+    gammaln = scipy.special.gammaln
+    return gammaln(of + 1) - gammaln(chosen + 1) - gammaln(of - chosen + 1)
 
 
 @dataclass

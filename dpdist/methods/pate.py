@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import io
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -248,7 +248,8 @@ class PATE(Method):
                 f"{job.recipe.name}: method.queries: needs {self.queries:,} public inputs of shape "
                 f"{shape}, {public.name} has {len(public):,} of {public.input_shape}"
             )
-        graph = None if self.spreading is None else self.spreading.graph(public)
+        given = self.spreading
+        spread = None if given is None else partial(given.labels, given.graph(public))
         inputs = public.batch(slice(0, self.queries))
         votes = self._votes(run, inputs, own.classes)
         told = run.release(votes.tobytes(), lambda key: self.told(votes, job.plan, key))
@@ -259,9 +260,9 @@ class PATE(Method):
                 f"{job.recipe.name}: none of {self.queries:,} inputs passed method.threshold, and "
                 "the budget is spent; begin again with a lower one"
             )
-        if self.spreading is not None and graph is not None:
+        if spread is not None:
             asked = np.flatnonzero(answered)
-            labels = self.spreading.labels(graph, asked, labels[answered], own.classes)
+            labels = spread(asked, labels[answered], own.classes)
             inputs, answered = public.batch(slice(0, len(public))), labels != UNANSWERED
         run.workers(
             Answered(

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+import scipy
 from numpy.typing import ArrayLike
 from scipy.special import bdtrc, expit, ndtri
 
@@ -259,10 +260,8 @@ class OneRun:
         right = expit(size * each)
         values = bdtrc(v - 1, self.guesses, right) if v else np.ones(len(each))
         if delta and v:
-            from scipy.stats import binom  # a third of a second to load
-
             i = np.arange(1, v + 1)
-            between = np.cumsum(binom.pmf(v - i, self.guesses, right[:, None]), axis=1)
+            between = np.cumsum(scipy.stats.binom.pmf(v - i, self.guesses, right[:, None]), axis=1)
             lost = np.array([lemma_delta(one, delta, size) for one in each])
             values = values + 2 * self.canaries * lost * np.max(between / i, axis=1)
         return np.minimum(1.0, values)

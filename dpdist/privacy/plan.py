@@ -129,16 +129,23 @@ class PrivacyPlan:
     def step(self, t: int) -> StepPlan:
         """What step t executes, 0 <= t < steps. Raises ValueError outside that range."""
         phase = self._loops[self.phase_of(t)]
-        expected = phase.sample_rate * self.records
-        if abs(expected - round(expected)) < 1e-9 * self.records:
-            expected = float(round(expected))
         return StepPlan(
             noise_multiplier=phase.noise_multiplier,
             sample_rate=phase.sample_rate,
-            expected_batch=expected,
+            expected_batch=self._expected_batch(phase),
             clip_norm=self.clip_norm,
             batch_cap=phase.batch_cap,
         )
+
+    @property
+    def largest_batch(self) -> float:
+        """The largest expected batch of any step; 0 without steps."""
+        return max(map(self._expected_batch, self._loops), default=0.0)
+
+    def _expected_batch(self, phase: GaussianSteps) -> float:
+        expected = phase.sample_rate * self.records
+        whole = abs(expected - round(expected)) < 1e-9 * self.records
+        return float(round(expected)) if whole else expected
 
     # --- accounting
 

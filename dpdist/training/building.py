@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
-
 import torch
 
 from dpdist import data, models
@@ -136,14 +134,9 @@ def wire_of(recipe: Recipe, plan: PrivacyPlan | None = None) -> Wire:
     """In what a run's sums travel. plan: as for `build_engine`."""
     expected = float(recipe.training.batch_size)
     if plan is not None and plan.steps:
-        expected = max(plan.step(t).expected_batch for t in _phases(plan))
+        expected = plan.largest_batch
     parts = CANONICAL_SHARDS if recipe.training.reproducible else recipe.resources.least
     return Wire.of(recipe.resources.wire, expected, parts, recipe.privacy.batch_cap)
-
-
-def _phases(plan: PrivacyPlan) -> set[int]:
-    """The first step of each of its phases."""
-    return {min(start, plan.steps - 1) for start in accumulate(plan.counts(), initial=0)}
 
 
 def augmentation(training: TrainingRecipe) -> CropAndFlip | None:

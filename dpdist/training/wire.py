@@ -74,9 +74,7 @@ class Wire:
         )
 
     def words(self) -> str:
-        """What a dry run says of it."""
-        if self.name == "float64":
-            return "float64, 8 bytes a parameter"
+        """What a dry run says of float32."""
         return (
             f"{self.name}, 4 bytes a parameter; the clip is {100 * self.room:.2g} % lower, for "
             f"sums of up to {self.most:,.0f} records"

@@ -10,6 +10,7 @@ import pytest
 import torch
 import typer
 from PIL import Image
+from support.threads import one_thread
 from typer.testing import CliRunner, Result
 
 from dpdist import pipeline
@@ -60,14 +61,12 @@ METHODS = {
 def runs(here: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two trained runs."""
     folder = tmp_path_factory.mktemp("runs")
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
     for name, (method, privacy) in METHODS.items():
         recipe = parse({**RECIPE, "name": name, "method": method, "privacy": privacy}, "recipe")
         at = RunFolder(folder / name)
-        run(prepare(recipe, at, "recipe"), Reducer(0, 1, torch.device("cpu")))
-        pipeline.evaluate_stage(recipe, at)
-    torch.set_num_threads(before)
+        with one_thread():
+            run(prepare(recipe, at, "recipe"), Reducer(0, 1, torch.device("cpu")))
+            pipeline.evaluate_stage(recipe, at)
     return folder
 
 

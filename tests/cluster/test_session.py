@@ -57,7 +57,10 @@ def test_a_full_disk_is_not_a_traceback_for_each_line(capsys):
 def test_a_local_session_measures_nothing_for_nobody(no_ray, monkeypatch):
     """Unless the user says so; and what was set for it is gone with it."""
     monkeypatch.setenv("RAY_TRAIN_METRICS_ENABLED", "1")
-    names = ("RAY_event_stats", "RAY_enable_metrics_collection", "RAY_TRAIN_METRICS_ENABLED")
+    names = (
+        "RAY_event_stats", "RAY_enable_metrics_collection", "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER",
+        "RAY_TRAIN_METRICS_ENABLED",
+    )  # fmt: skip
     with connect(cpus=1):
-        assert [os.environ[name] for name in names] == ["0", "0", "1"]
-    assert [os.environ.get(name) for name in names] == [None, None, "1"]
+        assert [os.environ[name] for name in names] == ["0", "0", "0", "1"]
+    assert [os.environ.get(name) for name in names] == [None, None, None, "1"]

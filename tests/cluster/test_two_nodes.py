@@ -22,6 +22,7 @@ from support.processes import (
     training_workers,
     wait_for,
 )
+from support.threads import one_thread
 
 from dpdist.privacy.ledger import Ledger
 from dpdist.runs.folder import RunFolder
@@ -183,12 +184,9 @@ def test_lost_workers_and_a_lost_node_change_nothing(nodes, tmp_path, monkeypatc
 def alone(path, tmp_path, monkeypatch, capsys) -> None:
     """Train in this process, by one worker."""
     (tmp_path / "alone").mkdir()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with monkeypatch.context() as patch:
+    with one_thread(), monkeypatch.context() as patch:
         without_ray(patch)
         done = command(patch, capsys, tmp_path / "alone", "train", path)
-    torch.set_num_threads(threads)
     assert done.code == 0, done.err
 
 

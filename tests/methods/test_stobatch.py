@@ -14,6 +14,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 from scipy import stats
+from support.threads import one_thread_each  # noqa: F401
 from support.training import execute, make
 from torch import Tensor, nn
 
@@ -37,14 +38,6 @@ from dpdist.training.job import prepare
 
 SPEC = ModelSpec("small-cnn", (1, 8, 8), 3, {"width": 4})
 C, ROWS = 0.2, 12
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def network() -> nn.Module:

@@ -194,13 +194,13 @@ FAULTS: list[Fault] = [
         "dpdist/methods/pate.py",
         SPREAD,
         (
-            "self.spreading.labels(graph, asked, labels[answered], own.classes)",
+            "spread(asked, labels[answered], own.classes)",
             "public.targets(slice(0, len(public))).numpy()",
             "a student learns from labels that nobody released",
         ),
         (
-            "self.spreading.labels(graph, asked, labels[answered], own.classes)",
-            "self.spreading.labels(graph, asked, votes[asked].argmax(axis=1), own.classes)",
+            "spread(asked, labels[answered], own.classes)",
+            "spread(asked, votes[asked].argmax(axis=1), own.classes)",
             "votes without noise spread",
         ),
         (

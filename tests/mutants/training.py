@@ -184,6 +184,8 @@ FAULTS: list[Fault] = [
         ("recipe.privacy.clip_norm / (1 + wire_of(recipe, plan).room)", "recipe.privacy.clip_norm",
          "the clip makes no room"),
         ("else recipe.resources.least", "else recipe.resources.most + 1", "room for the share of more workers than there are"),
+        ("expected = plan.largest_batch", "expected = plan.step(0).expected_batch",
+         "room for the batches of the first phase alone"),
     ),
     *group(
         "dpdist/training/sharding.py", "training/test_wire",

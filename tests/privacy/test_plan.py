@@ -96,7 +96,7 @@ def test_steps_follow_their_phases():
     assert plan.steps == 5
     assert [plan.step(t).noise_multiplier for t in range(5)] == [2, 2, 2, 1, 1]
     assert plan.step(0).expected_batch == 10
-    assert plan.step(4).expected_batch == 100
+    assert plan.step(4).expected_batch == plan.largest_batch == 100
     assert plan.step(4).batch_cap == 200
     assert plan.step(0).clip_norm == 0.5
     for outside in (-1, 5):

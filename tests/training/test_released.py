@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
+from support.threads import one_thread
 from support.training import Interrupt, interrupted, make, train
 
 from dpdist.base.errors import UserError
@@ -45,12 +45,10 @@ def finished(tmp_path_factory) -> tuple[Recipe, RunFolder]:
         tmp, data__max_train=100, training__batch_size=20, training__steps=STEPS,
         privacy__budget=str(tmp / "budgets"), resources__checkpoint_seconds=1e9, model="linear",
     )  # fmt: skip
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with _charged(prepare(recipe, folder, "test")), pytest.MonkeyPatch.context() as patch:
+    charged = _charged(prepare(recipe, folder, "test"))
+    with one_thread(), charged, pytest.MonkeyPatch.context() as patch:
         interrupted(recipe, folder, patch, 3, workers=2)
         train(recipe, folder, 1)
-    torch.set_num_threads(threads)
     return recipe, folder
 
 

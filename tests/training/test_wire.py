@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -76,6 +77,15 @@ def test_a_share_has_more_records_than_there_is_room_for_with_no_probability(mea
     assert binom.sf(wire.most, records, mean / records) < 4e-31
     assert wire.most <= mean + 13 * np.sqrt(mean) + 80  # and not much more room than that wants
     assert Wire.of("float32", 2 * mean, 2, cap=3).most == 3
+
+
+def test_the_room_is_for_the_largest_batch_of_any_phase(tmp_path):
+    recipe, folder = small(tmp_path, "run", 2)
+    plan = prepare(recipe, folder, "test").plan
+    (phase,) = plan.phases
+    larger = replace(phase, sample_rate=4 * phase.sample_rate)
+    wire = building.wire_of(recipe, replace(plan, phases=(phase, larger)))
+    assert wire == Wire.of("float32", 160, 2) != building.wire_of(recipe, plan)
 
 
 def test_a_sum_of_more_records_is_not_sent(tmp_path, monkeypatch):
