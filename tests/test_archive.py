@@ -11,7 +11,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from dpdist.privacy.journal import Anchor
 from dpdist.privacy.ledger import Ledger
 from dpdist.runs import archive as archives
 from dpdist.runs.archive import Archive, Permit, layout, writing
-from dpdist.runs.folder import RunFolder, open_run, read_json
+from dpdist.runs.folder import RunFolder, complete_checkpoints, open_run, read_json
 from dpdist.runs.recipe import Recipe, parse
 from dpdist.training import loop, permit
 from dpdist.training.job import prepare
@@ -88,8 +88,12 @@ class Stop(Exception):
 
 
 @contextmanager
-def training(recipe: Recipe, folder: RunFolder) -> Iterator[threading.Thread]:
-    """The loop in a thread; ended with an error at the next step when the block is left."""
+def training(
+    recipe: Recipe, folder: RunFolder, hold: Callable[[int], None] = lambda step: None
+) -> Iterator[threading.Thread]:
+    """The loop in a thread; ended with an error at the next step when the block is left.
+
+    `hold` is called with every step that has leave, before its release."""
     job = prepare(recipe, folder, "test")
     Archive.begin(folder, recipe.resources.archive, recipe.resources.archive_private)
     ended = threading.Event()
@@ -99,6 +103,7 @@ def training(recipe: Recipe, folder: RunFolder) -> Iterator[threading.Thread]:
         if ended.is_set():
             raise Stop
         gate(self, step)
+        hold(step)
 
     def read(path: Path) -> Permit | None:  # what a waiting gate does again and again
         if ended.is_set():
@@ -140,8 +145,15 @@ def lose(recipe: Recipe, folder: RunFolder, steps: int) -> RunFolder:
     """Train for at least so many steps with the archive, go on without it, and lose the folder.
 
     Returns the lost folder: what it had released in the end."""
-    with training(recipe, folder):
+    alone = threading.Event()
+
+    def hold(step: int) -> None:  # a step has leave that the archive sees no release of
+        if step >= steps:
+            alone.wait(60 if complete_checkpoints(folder.checkpoints) else 0.05)
+
+    with training(recipe, folder, hold):
         follow_until(folder, lambda a: len(released(folder)) >= steps and a._checkpoint)
+        alone.set()
         time.sleep(0.5)  # the archive hears nothing more
     lost = folder.path.with_name("lost")
     shutil.rmtree(lost, ignore_errors=True)
@@ -157,7 +169,7 @@ def test_nothing_is_released_before_the_archive_knows(tmp_path, url) -> None:
         assert Archive.begin(folder, url, True).store.names("00000001") == []
         follow_until(folder, lambda _: len(released(folder)) > 20)
         granted = archives.read_permit(folder.permit)
-        assert granted.epoch == 0 and granted.step <= 20
+        assert granted.epoch == 0 and granted.step <= max(released(folder)) + 1
         time.sleep(0.5)
         assert max(released(folder)) < archives.read_permit(folder.permit).steps < STEPS
 
