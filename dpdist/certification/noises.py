@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 _HALF_STEP = np.float32(2.0**-32)
 _STEP = np.float32(2.0**-31)
+# Numbers made at a time: what they go through stays in a core's cache, in blocks of memory that
+# are used again. Of 784,000 at once every step went to main memory and back: half the speed.
+_PIECE = 1 << 14
 
 
 class Noise(Protocol):
@@ -55,17 +58,20 @@ class Gaussian:
     def draw(self, words: np.ndarray, out: np.ndarray) -> None:
         """Box-Muller on 31 bits for the length (tails to 6.6 sigma) and 32 for the angle."""
         half = (out.size + 1) // 2
-        rest = out.size - half
-        length = _unit_interval(words[:half])
-        np.log(length, out=length)
-        length *= np.float32(-2 * self.sigma**2)
-        np.sqrt(length, out=length)
         turn = np.float32(math.pi) * _STEP
-        angle = np.multiply(words[half : 2 * half], turn, dtype=np.float32, casting="unsafe")
-        np.cos(angle, out=out[:half])
-        out[:half] *= length
-        np.sin(angle[:rest], out=out[half:])
-        out[half:] *= length[:rest]
+        for start in range(0, half, _PIECE):
+            end = min(start + _PIECE, half)
+            length = _unit_interval(words[start:end])
+            np.log(length, out=length)
+            length *= np.float32(-2 * self.sigma**2)
+            np.sqrt(length, out=length)
+            angle = words[half + start : half + end].astype(np.float32)
+            angle *= turn
+            np.cos(angle, out=out[start:end])
+            out[start:end] *= length
+            second = out[half + start : half + end]  # an odd `out` ends one short
+            np.sin(angle[: second.size], out=second)
+            second *= length[: second.size]
 
     def numbers(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
         """Box-Muller on 40 bits for the length (tails to 7.5 sigma) and 24 for the angle."""
@@ -94,11 +100,13 @@ class Laplace:
         return self.sigma / math.sqrt(2)
 
     def draw(self, words: np.ndarray, out: np.ndarray) -> None:
-        sign = np.where(words[: out.size] < 0, np.float32(1), np.float32(-1))
-        magnitude = _unit_interval(words[: out.size])
-        np.log(magnitude, out=out)
-        out *= sign
-        out *= np.float32(self.scale)
+        for start in range(0, out.size, _PIECE):
+            part = out[start : start + _PIECE]
+            own = words[start : start + part.size]
+            sign = np.where(own < 0, np.float32(1), np.float32(-1))
+            np.log(_unit_interval(own), out=part)
+            part *= sign
+            part *= np.float32(self.scale)
 
     def numbers(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
         return self._number(first), self._number(second)
@@ -151,6 +159,7 @@ NOISES: dict[str, type[Gaussian] | type[Laplace] | type[Uniform]] = {
 def _unit_interval(words: np.ndarray) -> np.ndarray:
     """Uniform float32 in (0, 1], from the low 31 bits of each word; small values keep all bits."""
     np.bitwise_and(words, np.int32(0x7FFFFFFF), out=words)
-    values = np.multiply(words, _STEP, dtype=np.float32, casting="unsafe")
+    values = words.astype(np.float32)
+    values *= _STEP
     values += _HALF_STEP
     return values

@@ -58,7 +58,7 @@ class Sampler:
         self._classes = classes
         self._shape = input_shape
         self._bank = bank
-        self._buffers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._buffers: dict[int, Tensor] = {}
 
     def histogram(
         self, x: Tensor, index: int, stage: str, block: int, rows: int, draws: int
@@ -76,11 +76,8 @@ class Sampler:
 
     def _noisy(self, x: Tensor, key: bytes, rows: int) -> Tensor:
         if rows not in self._buffers:
-            noise = torch.empty(rows, *self._shape, device=self._stream.device)
-            self._buffers[rows] = (noise, torch.empty_like(noise))
-        noise, noisy = self._buffers[rows]
-        self._stream.fill(self._noise, key, noise)
-        return torch.add(noise, x, out=noisy)
+            self._buffers[rows] = torch.empty(rows, *self._shape, device=self._stream.device)
+        return self._stream.fill(self._noise, key, self._buffers[rows]).add_(x)
 
 
 @dataclass(frozen=True)
@@ -213,7 +210,7 @@ class Randomness:
 
     def __init__(self, source: UnitSource) -> None:
         self._source = source
-        self._words: dict[int, RandomWords] = {}
+        self._words = RandomWords()
 
     def normals(
         self, indices: Sequence[int], stage: str, block: int, draws: int, shape: tuple[int, ...]
@@ -232,5 +229,4 @@ class Randomness:
 
     def _fill(self, index: int, stage: str, block: int, count: int) -> np.ndarray:
         size = count + count % 2  # Box-Muller takes words in pairs
-        words = self._words.setdefault(size, RandomWords(size))
-        return words.fill(self._source.key(index, stage, block))
+        return self._words.fill(self._source.key(index, stage, block), size)

@@ -41,13 +41,12 @@ class Aes:
 
     def __init__(self, device: torch.device = CPU) -> None:
         self.device = device
-        self._words: dict[int, RandomWords] = {}
+        self._words = RandomWords()
 
     def fill(self, noise: Noise, key: bytes, out: Tensor) -> Tensor:
         made = out if out.device.type == "cpu" else torch.empty(out.shape)
         size = out.numel() + out.numel() % 2  # Box-Muller takes words in pairs
-        words = self._words.setdefault(size, RandomWords(size))
-        noise.draw(words.fill(key), made.numpy().reshape(-1))
+        noise.draw(self._words.fill(key, size), made.numpy().reshape(-1))
         return out if made is out else out.copy_(made)
 
 

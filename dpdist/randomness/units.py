@@ -18,6 +18,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 SELECT, ESTIMATE, CHECK = "select", "estimate", "check"
 Generator = Literal["aes", "philox"]  # of the numbers of a unit: `dpdist.certification.streams`
 _PAD = 16  # the cipher writes whole blocks
+_ZEROS = memoryview(bytes(1 << 16))  # what is enciphered at a time; it stays in the cache
 
 
 @dataclass(frozen=True)
@@ -56,16 +57,18 @@ class UnitSource:
 
 
 class RandomWords:
-    """A reusable buffer of int32 words, filled with the stream of a 32-byte key."""
+    """Streams of 32-byte keys as int32 words, in a buffer that is used again."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self) -> None:
+        self._raw = bytearray(_PAD)
+
+    def fill(self, key: bytes, count: int) -> np.ndarray:
+        """That many words, uniform on [-2^31, 2^31); the next call overwrites them."""
         size = 4 * count
-        self._zeros = bytes(size)
-        self._raw = bytearray(size + _PAD)
-        self._words = np.frombuffer(self._raw, dtype="<i4", count=count)
-
-    def fill(self, key: bytes) -> np.ndarray:
-        """All words of the buffer, uniform on [-2^31, 2^31); overwritten by the next call."""
+        if len(self._raw) < size + _PAD:
+            self._raw = bytearray(size + _PAD)
         cipher = Cipher(algorithms.AES(key[:16]), modes.CTR(key[16:32])).encryptor()
-        cipher.update_into(self._zeros, self._raw)
-        return self._words
+        with memoryview(self._raw) as raw:
+            for start in range(0, size, len(_ZEROS)):
+                cipher.update_into(_ZEROS[: size - start], raw[start:])
+        return np.frombuffer(self._raw, dtype="<i4", count=count)

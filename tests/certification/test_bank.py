@@ -56,7 +56,7 @@ def test_counts_are_those_of_the_same_noise_on_every_input(evict: bool) -> None:
         for block in (0, 1, 0):
             noise = torch.empty(200, 1, 6, 6)
             key = SOURCE.key(None, units.ESTIMATE, block)
-            Gaussian(0.5).draw(RandomWords(noise.numel()).fill(key), noise.numpy().reshape(-1))
+            Gaussian(0.5).draw(RandomWords().fill(key, noise.numel()), noise.numpy().reshape(-1))
             with torch.no_grad():
                 expected = torch.bincount(network(noise + x).argmax(1), minlength=3)
             got = it.histogram(x, index, units.ESTIMATE, block, 200, 200)

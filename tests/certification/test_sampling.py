@@ -3,6 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from scipy import stats
 from torch import nn
 
@@ -22,7 +23,7 @@ DISTRIBUTIONS = {
 
 def draw(noise: Noise, count: int, key: bytes = b"k" * 32) -> np.ndarray:
     out = np.empty(count, np.float32)
-    noise.draw(RandomWords(count + count % 2).fill(key), out)
+    noise.draw(RandomWords().fill(key, count + count % 2), out)
     return out
 
 
@@ -57,6 +58,28 @@ def test_odd_sizes_use_words_once(count: int) -> None:
         assert worst < 5 / np.sqrt(200)
 
 
+@pytest.mark.parametrize("name", NOISES)
+@pytest.mark.parametrize("count", [1, 2, 33, 16384, 32767, 32769, 100_001])
+def test_pieces_are_those_of_the_whole(name: str, count: int) -> None:
+    """Words of one stream from its beginning, and every number from its own words."""
+    key, even = b"k" * 32, count + count % 2
+    cipher = Cipher(algorithms.AES(key[:16]), modes.CTR(key[16:])).encryptor()
+    words = np.frombuffer(cipher.update(bytes(4 * even)), dtype="<i4")
+    filled = RandomWords()
+    filled.fill(b"x" * 32, 3 * even)  # a longer one before leaves nothing behind
+    assert np.array_equal(filled.fill(key, even), words)
+    u = ((words & 0x7FFFFFFF).astype(np.float64) + 0.5) * 2.0**-31
+    if name == "gaussian":
+        length, angle = np.split(u, 2)[0], np.pi * np.split(words, 2)[1] * 2.0**-31
+        length = np.sqrt(-2 * np.log(length)) * 0.5
+        exact = np.concatenate([length * np.cos(angle), length * np.sin(angle)])[:count]
+    elif name == "laplace":
+        exact = np.where(words < 0, 1, -1) * np.log(u) * 0.5 / np.sqrt(2)
+    else:
+        exact = words * (0.5 * np.sqrt(3) * 2.0**-31)
+    np.testing.assert_allclose(draw(NOISES[name](0.5), count), exact[:count], rtol=0, atol=3e-6)
+
+
 def test_every_part_of_the_name_counts() -> None:
     base = SOURCE.key(0, units.ESTIMATE, 0)
     changed = [
@@ -72,7 +95,7 @@ def test_every_part_of_the_name_counts() -> None:
         SOURCE.key(0, units.ESTIMATE, 1),
     ]
     assert len({base, *changed}) == len(changed) + 1
-    streams = {RandomWords(8).fill(key).tobytes() for key in [base, *changed]}
+    streams = {RandomWords().fill(key, 8).tobytes() for key in [base, *changed]}
     assert len(streams) == len(changed) + 1
 
 
@@ -81,7 +104,7 @@ def test_seeds_equal_modulo_32_bits_differ() -> None:
         UnitSource("test", str(seed), "m", "d", "gaussian", 0.5).key(0, units.ESTIMATE, 0)
         for seed in (5, 5 + 2**32, 5 + 2**64)
     ]
-    assert len({RandomWords(4).fill(key).tobytes() for key in keys}) == 3
+    assert len({RandomWords().fill(key, 4).tobytes() for key in keys}) == 3
 
 
 class Threshold(nn.Module):

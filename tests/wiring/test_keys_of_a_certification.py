@@ -181,9 +181,9 @@ def test_the_table_is_what_the_draws_say(certify, tmp_path):
     source = UnitSource("certify", "5", model_hash, "these", "gaussian", 0.5)
 
     def votes(index: int, stage: str, block: int, rows: int, draws: int) -> np.ndarray:
-        words = RandomWords(rows * 36)
+        words = RandomWords().fill(source.key(index, stage, block), rows * 36)
         noise = torch.empty(rows, 1, 6, 6)
-        SETTINGS.smoothing.draw(words.fill(source.key(index, stage, block)), noise.numpy().ravel())
+        SETTINGS.smoothing.draw(words, noise.numpy().ravel())
         with torch.inference_mode():
             answers = model(Images().batch(slice(index, index + 1)) + noise).argmax(1)[:draws]
         return np.bincount(answers.numpy(), minlength=3)
