@@ -118,6 +118,13 @@ def test_the_tails_of_the_gaussian_end_beyond_seven_and_a_half() -> None:
     first, second = Gaussian(1.0).numbers(zero, most)
     assert float(first[0]) == pytest.approx(np.sqrt(2 * 41 * np.log(2)), rel=1e-6)
     assert float(first[0]) > 7.5 and bool(first.isfinite().all() and second.isfinite().all())
+    words = (
+        torch.tensor([0, 1]),
+        torch.tensor([1 << 24, 0]),
+    )  # the next to smallest, and 256 further
+    lengths = torch.stack(Gaussian(1.0).numbers(*words)).norm(dim=0).double()
+    exact = torch.tensor([3.0, 513.0], dtype=torch.float64).mul(2.0**-41).log().mul(-2).sqrt()
+    assert torch.allclose(lengths, exact, rtol=1e-6)
     ends = torch.tensor([(1 << 32) - 1])  # the smallest: no square root of a negative number
     assert all(abs(float(v)) < 1e-3 for v in Gaussian(1.0).numbers(ends, ends))
     tail = Philox().fill(Gaussian(1.0), KEY, torch.empty(1_000_000)).abs()
