@@ -41,15 +41,18 @@ from dpdist.reports.facts import Facts, read_facts
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import find, load
 
-PUBLISHED = {
-    0.25: {0.0: 98.0, 0.3: 95.6, 0.5: 92.8, 0.7: 87.4},
-    0.5: {0.0: 97.0, 0.5: 92.7, 1.0: 81.3},
+PUBLISHED = {  # by data set and sigma: certified at radii, in %
+    ("MNIST", 0.25): {0.0: 98.0, 0.3: 95.6, 0.5: 92.8, 0.7: 87.4},
+    ("MNIST", 0.5): {0.0: 97.0, 0.5: 92.7, 1.0: 81.3},
+    ("MNIST", 1.0): {0.0: 90.3, 0.5: 80.1, 1.0: 64.6, 1.5: 45.6},
+    ("CIFAR-10", 0.25): {0.0: 64.4, 0.3: 37.5, 0.5: 21.2, 0.7: 8.5},
 }
 PUBLISHED_AT_HALF = ((1.0, 89.3), (2.9, 92.8))  # certified at 0.5, sigma 0.25: by epsilon
 RESULTS = Path(__file__).with_suffix(".jsonl")
 RECIPE = "mnist-flagship"
 SEARCH = "mnist-flagship-search"
 NO_PUBLIC = "mnist-flagship-no-public"
+CIFAR = "cifar10-flagship-no-public"
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,11 @@ class Row:
     repeats: int = 1
     compared: bool = False
     recipe: str = RECIPE
+
+    @property
+    def task(self) -> tuple[str, float]:
+        """Data set and sigma."""
+        return ("CIFAR-10" if self.recipe == CIFAR else "MNIST", self.sigma)
 
     def runs(self) -> list[str]:
         """Names of its run folders."""
@@ -98,6 +106,7 @@ ROWS = [
         ),
     ),
     Row("searched", "searched: the tuning is counted", compared=True, recipe=SEARCH),
+    Row("strokes-searched", "no public data, searched", compared=True, recipe=f"{NO_PUBLIC}-search"),
     Row("strokes", "no public data: drawn strokes", repeats=3, compared=True, recipe=NO_PUBLIC),
     Row(
         "strokes-2",
@@ -128,6 +137,13 @@ ROWS = [
         "no public data: drawn strokes, noise 0.5",
         0.5,
         repeats=3,
+        compared=True,
+        recipe=NO_PUBLIC,
+    ),
+    Row(
+        "strokes-1.0",
+        "no public data: drawn strokes, noise 1.0",
+        1.0,
         compared=True,
         recipe=NO_PUBLIC,
     ),
@@ -180,11 +196,11 @@ class Bench:
         changes: dict[str, Any] = dict(QUICK) if self.quick else {}
         if self.quick:  # the private half and the public half of the digits
             changes |= {"data.public": 0.5, "public.data": None}
-        begun = "strokes-sigma" if row.recipe == NO_PUBLIC else "sigma"
+        begun = "strokes-sigma" if row.recipe.startswith(NO_PUBLIC) else "sigma"
         changes["model.initial"] = str(self.out / "public" / f"{begun}-{row.sigma:g}")
         changes |= dict.fromkeys(("public.sigma", "certify.sigma"), row.sigma)
         changes["method.sigma"] = 1.2 * row.sigma
-        changes["certify.radii"] = [radius for radius in PUBLISHED[row.sigma] if radius]
+        changes["certify.radii"] = [radius for radius in PUBLISHED[row.task] if radius]
         if "method" in row.changes:
             del changes["method.sigma"]
         changes |= row.changes
@@ -241,11 +257,11 @@ def table(bench: Bench) -> str:
     """Markdown: for each sigma the evenly spaced images, then all of them, the published figures
     first."""
     lines: list[str] = []
-    for sigma, published in PUBLISHED.items():
-        cells = ["published (DP-CERT)", "2.9", "1e-6", ""]
+    for task, published in PUBLISHED.items():
+        cells = ["published (DP-CERT)", "3.0" if task[0] == "CIFAR-10" else "2.9", "1e-6", ""]
         cells += [f"{value:.1f}" for value in published.values()]
         spaced, whole = [cells], [[*cells[:3], *cells[5:]]]
-        for row in (row for row in ROWS if row.sigma == sigma):
+        for row in (row for row in ROWS if row.task == task):
             facts = [bench.facts(name) for name in row.runs() if bench.done(name)]
             if not facts:
                 continue
@@ -258,7 +274,7 @@ def table(bench: Bench) -> str:
             every = certificates(facts[0], "target")
             if every is not None:
                 whole.append(begin + [percent([every.certified_accuracy(r)]) for r in every.radii])
-        head = [f"sigma {sigma:g}", "epsilon", "delta"]
+        head = [f"{task[0]}, sigma {task[1]:g}", "epsilon", "delta"]
         radii = [f"certified at {radius:g}" for radius in published]
         lines += _markdown([*head, "clean", *radii], spaced)
         if len(whole) > 1:
@@ -276,7 +292,7 @@ def results(bench: Bench) -> list[dict[str, Any]]:
         for mode in ("fixed", "target"):
             if (table := certificates(facts, mode)) is None:
                 continue
-            certified = {f"{r:g}": table.certified_accuracy(r) for r in PUBLISHED[row.sigma]}
+            certified = {f"{r:g}": table.certified_accuracy(r) for r in PUBLISHED[row.task]}
             if mode == "target":
                 del certified["0"]
             found.append({

@@ -42,7 +42,7 @@ def test_every_row_changes_what_it_says(flagship, tmp_path):
     for row in flagship.ROWS:
         recipe = found[row.name]
         assert recipe.certify.sigma == row.sigma and recipe.privacy.delta == 1e-6
-        assert set(flagship.PUBLISHED[row.sigma]) - {0.0} == set(recipe.certify.radii)
+        assert set(flagship.PUBLISHED[row.task]) - {0.0} == set(recipe.certify.radii)
         if row.changes:
             unchanged = dataclasses.replace(row, changes={})
             differ = recipe.same_experiment(load(bench.recipe(unchanged, "other")))
@@ -56,7 +56,7 @@ def test_the_table_shows_the_runs_beside_what_is_published(flagship, tmp_path, m
     arguments = ["--quick", "--out", str(tmp_path), "--only", "flagship-0", "--all"]
     flagship.main(arguments)
     text = (tmp_path / "table.md").read_text()
-    spaced, whole, _ = (
+    spaced, whole, *_ = (
         [line.split(" | ") for line in part.splitlines()] for part in text.strip().split("\n\n")
     )
     folder = tmp_path / "runs" / "flagship-0"
@@ -65,7 +65,7 @@ def test_the_table_shows_the_runs_beside_what_is_published(flagship, tmp_path, m
     assert published[1:4] == ["2.9", "1e-6", ""] and ours[0] == "| the recipe"
     assert ours[3] == f"{100 * evaluation['accuracy']:.1f}"
     assert ours[5] == f"{100 * certified(folder, 'fixed', every=30):.1f}"
-    assert whole[0][0] == "| sigma 0.25, all images"
+    assert whole[0][0] == "| MNIST, sigma 0.25, all images"
     published, ours = whole[2:]
     assert published[3:] == ["95.6", "92.8", "87.4 |"] and ours[1:3] == spaced[3][1:3]
     assert ours[3] == f"{100 * certified(folder, 'target', every=1):.1f}"
