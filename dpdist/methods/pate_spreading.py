@@ -35,7 +35,8 @@ class Spreading(Section):
     to its `neighbours` nearest ones by `features`: of `inputs` as they are, or the fixed
     `scattering` of images (the model of that name). alpha: how far a label goes; an answer counts
     1 - alpha against its neighbours' word, so that a wrong one is overruled. equal_classes: each
-    class's scores are divided by their sum, as is right where no class is much rarer than others.
+    class's scores are divided by their sum, which takes classes for equally common: a class that is
+    ten times rarer than others is then given to many of them (docs/pate.md has figures).
     """
 
     features: Literal["inputs", "scattering"] = "inputs"

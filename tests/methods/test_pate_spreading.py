@@ -3,6 +3,7 @@ released."""
 
 from __future__ import annotations
 
+import runpy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,21 @@ def test_equal_classes_lifts_a_class_that_was_seldom_named() -> None:
     plain = Spreading(equal_classes=False).labels(graph, asked, told, 3)
     equal = Spreading(equal_classes=True).labels(graph, asked, told, 3)
     assert plain.tolist()[:10] == [0] * 10 and equal[9] == equal[11] == 1
+
+
+def test_equal_classes_helps_where_classes_are_somewhat_unequal_and_not_where_they_are_very() -> (
+    None
+):
+    bench = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "spreading.py"))
+    found = {
+        share: np.mean([bench["right"](share, 100, seed) for seed in range(4)], axis=0)
+        for share in (0.3, 0.1)
+    }
+    gain = {share: with_it - without for share, (without, with_it) in found.items()}
+    assert gain[0.3][0] > 0 and gain[0.1][0] < 0  # of all inputs
+    assert min(gain[0.3][1], gain[0.1][1]) > 0.15  # of the rare classes
+    head, *rows = bench["lines"](20, 2)
+    assert len(rows) == len(bench["SHARES"]) and {len(row) for row in rows} == {len(head)}
 
 
 # ---- what flows into it
