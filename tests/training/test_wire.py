@@ -88,6 +88,31 @@ def test_the_room_is_for_the_largest_batch_of_any_phase(tmp_path):
     assert wire == Wire.of("float32", 160, 2) != building.wire_of(recipe, plan)
 
 
+def test_the_room_is_for_the_fewest_workers_there_may_be(tmp_path):
+    recipe, folder = small(tmp_path, "run", {"min": 1, "max": 4})
+    plan = prepare(recipe, folder, "test").plan
+    assert building.wire_of(recipe, plan) == Wire.of("float32", 40, 1)
+
+
+@pytest.mark.parametrize("shard", [0, 7])
+def test_every_sum_of_a_worker_is_counted(tmp_path, monkeypatch, shard):
+    """Of its canonical shards one alone has more records than there is room for."""
+    recipe, folder = small(tmp_path, "run", training={"reproducible": True})
+    job = prepare(recipe, folder, "test")
+    real, calls = loop.Mechanism.members, []
+
+    def members(self, key, begin, end, todo):
+        calls.append(begin)
+        many = len(calls) == shard + 1
+        return np.arange(begin, end) if many else real(self, key, begin, end, todo)[:2]
+
+    monkeypatch.setattr(loop.Mechanism, "members", members)
+    monkeypatch.setattr(building.Wire, "of", lambda *arguments: Wire("float32", 3.0))
+    with pytest.raises(ValueError, match="a sum of more than 3 records; nothing is released"):
+        execute(job)
+    assert len(calls) == shard + 1 and Ledger.read(folder.ledger).releases == {}
+
+
 def test_a_sum_of_more_records_is_not_sent(tmp_path, monkeypatch):
     recipe, folder = small(tmp_path, "run")
     job = prepare(recipe, folder, "test")
@@ -167,6 +192,18 @@ def test_another_wire_is_another_attempt(tmp_path):
     execute(prepare(recipe, folder, "test"))
     attempts = Ledger.read(folder.ledger).attempts
     assert [a["identity"].get("wire") for a in attempts] == [None, "float32, 164"]
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 8])
+@pytest.mark.parametrize("reproducible", [True, False])
+def test_the_wire_belongs_to_an_attempt_on_any_number_of_workers(workers, reproducible):
+    class Group:
+        world_size = workers
+
+    wide, narrow = (
+        Sharded(wire).identity(Group(), reproducible) for wire in (Wire(), Wire("float32", 9.0))
+    )
+    assert narrow == wide | {"wire": "float32, 9"}
 
 
 def test_a_dry_run_says_what_it_costs(tmp_path):
