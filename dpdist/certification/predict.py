@@ -78,11 +78,12 @@ def as_input(values: np.ndarray, input_shape: tuple[int, ...]) -> Tensor:
         raise ValueError(f"shape {values.shape}, the model takes {input_shape}")
     if values.dtype.kind not in "uif":
         raise ValueError(f"holds {values.dtype}, the model takes real numbers")
-    array = np.ascontiguousarray(values).astype(np.float32)
+    with np.errstate(over="ignore"):  # refused below
+        array = np.ascontiguousarray(values).astype(np.float32)
     if values.dtype == np.uint8:
         array /= np.float32(255)
     if not np.isfinite(array).all():
-        raise ValueError("contains numbers that are not finite")
+        raise ValueError("contains numbers that are not finite as float32")
     if array.ndim == 3 and not 0 <= float(array.min()) <= float(array.max()) <= 1:
         raise ValueError("pixels must lie in [0, 1] (or be uint8)")
     import torch  # only now: what cannot be used is refused at once

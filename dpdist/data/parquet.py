@@ -292,15 +292,19 @@ def _inputs(table: pa.Table, file: Path, first_row: int, columns: Columns) -> np
             raise UserError(
                 f"{file} from row {first_row}: feature lists of lengths {sorted(widths)}"
             )
-        features = np.asarray(rows, dtype=np.float32)
+        with np.errstate(over="ignore"):  # refused below
+            features = np.asarray(rows, dtype=np.float32)
     else:
         for column in columns.features:
             _require_numbers(table[column].type, file, column)
-        arrays = [table[column].to_numpy().astype(np.float32) for column in columns.features]
+        with np.errstate(over="ignore"):
+            arrays = [table[column].to_numpy().astype(np.float32) for column in columns.features]
         features = np.stack(arrays, axis=1)
     bad = np.flatnonzero(~np.isfinite(features).all(axis=1))
     if len(bad):
-        raise UserError(f"{file} row {first_row + bad[0]}: a feature is missing or not finite")
+        raise UserError(
+            f"{file} row {first_row + bad[0]}: a feature is missing or not finite as float32"
+        )
     return features
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 
 import numpy as np
 import pytest
@@ -102,3 +103,6 @@ def test_inputs_are_checked() -> None:
         as_input(np.full((1, 2, 2), 7.0), (1, 2, 2))
     with pytest.raises(ValueError, match="finite"):
         as_input(np.array([np.nan]), (1,))
+    with pytest.raises(ValueError, match="not finite as float32"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        as_input(np.array([1e300]), (1,))

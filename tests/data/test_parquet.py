@@ -162,6 +162,15 @@ def test_features_that_are_not_numbers(tmp_path):
     assert "must be numeric" in complaint(tmp_path, features=("f",))
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("values", [[1.0, 1e300], [[1.0], [-1e300]]])
+def test_features_beyond_float32_are_one_line(tmp_path, values):
+    (tmp_path / "shapes").mkdir()
+    pq.write_table(pa.table({"f": values, "label": [0, 1]}), tmp_path / "shapes" / "train.parquet")
+    said = complaint(tmp_path, features=("f",))
+    assert "row 1: a feature is missing or not finite as float32" in said
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [([["a"], ["b"]], "must be numeric"), ([[[1.0]], [[2.0]]], "must hold numbers, not lists")],
