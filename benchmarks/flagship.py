@@ -111,7 +111,9 @@ ROWS = [
         ),
     ),
     Row("searched", "searched: the tuning is counted", compared=True, recipe=SEARCH),
-    Row("strokes-searched", "no public data, searched", compared=True, recipe=f"{NO_PUBLIC}-search"),
+    Row(
+        "strokes-searched", "no public data, searched", compared=True, recipe=f"{NO_PUBLIC}-search"
+    ),
     Row("strokes", "no public data: drawn strokes", repeats=3, compared=True, recipe=NO_PUBLIC),
     Row(
         "strokes-2",
