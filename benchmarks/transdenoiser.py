@@ -5,8 +5,8 @@ Every row is made by the commands that a user has: `dpdist pretrain` once, then 
 denoiser before a private classifier `dpdist denoise` and `dpdist certify`. The classifier alone,
 which is no run, goes through the jobs that those commands start. All share one Ray session (or the
 cluster at RAY_ADDRESS). What is done is not done again: the same command continues, --only makes a
-part, --minutes begins no further run after so many. --eigenvalues: S_min itself, of denoisers
-small enough for all eigenvalues.
+part, --minutes begins no further run after so many. --attacks: other ones beside PGD, also on runs
+that are done. --eigenvalues: S_min itself, of denoisers small enough for all eigenvalues.
 
     python benchmarks/transdenoiser.py --data-root data [--out DIR] [--only PATTERN ...] [--quick]
 """
@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 
+from dpdist.adversary.names import ATTACKS
 from dpdist.attacks.reading import AttackTable, read_attack
 from dpdist.base import vision
 from dpdist.certification import reading
@@ -42,6 +43,8 @@ from dpdist.runs.recipe import Recipe, find, load, parse, resolve
 RADII = {0.25: (0.0, 0.1, 0.25, 0.5), 0.1: (0.0, 0.1, 0.2)}
 SIZES = (0.5, 1.0, 2.0)
 ALONE, PRIVATE, DENOISED = "classifier", "dp-sgd", "dp-sgd-denoised"
+PGD = "pgd"
+CURVE = (0.5, 2.0, 4.0)  # epsilons of one row beside 1 and 3: the paper's Figure 4a
 SECURE, REVERSED = "transdenoiser-mnist-secure-sgd", "denoised-smoothing-public-mnist"
 
 FULL = {
@@ -105,6 +108,10 @@ def rows(repeats: int) -> list[Row]:
         ]
     private = {"method": "dp-sgd"}
     found += [
+        Row(f"separate-dp-{e:g}", "separate-dp", 0.25, changes={"privacy.epsilon": e})
+        for e in CURVE
+    ]
+    found += [
         Row(PRIVATE, "private classifier (DP-SGD)", 0.25, REVERSED, private),
         Row(DENOISED, "the same behind a public denoiser", 0.25, REVERSED, private),
     ]
@@ -114,8 +121,11 @@ def rows(repeats: int) -> list[Row]:
 class Bench:
     """Where it all lies: `out`/recipes, public (the frozen parts), runs, alone, the results."""
 
-    def __init__(self, out: Path, data_root: Path | None, quick: bool) -> None:
+    def __init__(
+        self, out: Path, data_root: Path | None, quick: bool, attacks: tuple[str, ...] = (PGD,)
+    ) -> None:
         self.out, self.data_root, self.quick = out.resolve(), data_root, quick
+        self.attacks = attacks
         self.runs, self.public = self.out / "runs", self.out / "public"
 
     def recipe(self, row: Row, repeat: int) -> Path:
@@ -167,7 +177,8 @@ class Bench:
         for row in chosen:
             for repeat, name in enumerate(row.runs()):
                 places = [k for k, pattern in enumerate(only) if fnmatch.fnmatch(name, pattern)]
-                done = measured(self, row) if row.name == ALONE else attacked(self.runs / name)
+                place = self.place(row) if row.name == ALONE else self.runs / name
+                done = attacked(place, self.attacks)
                 if places and not done:
                     runs.append((places[0], repeat, row))
         return [(row, repeat) for _, repeat, row in sorted(runs, key=lambda run: run[:2])]
@@ -205,19 +216,21 @@ class Bench:
                 self.command("certify", name, *runs)
         elif not (self.runs / name / "report" / "index.html").exists():
             self.command("run", str(path), *runs)
-        if not attacked(self.runs / name):
+        if not attacked(self.runs / name, self.attacks):
             every = str(load(path).certify.every)  # type: ignore[union-attr]
             sizes = ",".join(f"{size:g}" for size in SIZES)
             self.command(
-                "attack", name, *runs, "--norm", "l2", "--attacks", "pgd",
+                "attack", name, *runs, "--norm", "l2", "--attacks", ",".join(self.attacks),
                 "--sizes", sizes, "--every", every, "--n", "200",
             )  # fmt: skip
 
+    def place(self, row: Row) -> Path:
+        """Of what is measured of the classifier alone."""
+        return self.out / "alone" / f"noise-{row.noise:g}"
+
     def alone(self, row: Row) -> None:
         """The frozen classifier without a denoiser: the jobs behind certify and attack."""
-        folder = self.out / "alone" / f"noise-{row.noise:g}"
-        if (folder / "accuracy.json").exists():
-            return
+        folder = self.place(row)
         from dpdist import models
         from dpdist.attacks.job import attack_model
         from dpdist.attacks.settings import AttackSettings
@@ -232,8 +245,8 @@ class Bench:
         print(f"{row.title}, noise {row.noise:g}", flush=True)
         settings = Cohen(sigma=row.noise, n=section.n, every=section.every)
         certify(self.public / ALONE, test, settings, folder / "certificates")
-        attack = AttackSettings(norm="l2", sizes=SIZES, attacks=("pgd",), every=section.every)
-        attack_model(self.public / ALONE, test, attack, folder / "attacks")
+        attack = AttackSettings(norm="l2", sizes=SIZES, attacks=self.attacks, every=section.every)
+        attack_model(self.public / ALONE, test, attack, folder / "attacks" / attack.folder_name)
         found = accuracy(models.load(self.public / ALONE), test)
         (folder / "accuracy.json").write_text(json.dumps(found))
 
@@ -251,8 +264,8 @@ class Measured:
     def certified(self, radius: float) -> float:
         return self.certificates.certified_accuracy(radius)
 
-    def attacked(self, size: float) -> float:
-        return self.attacks.shares("pgd", size).right
+    def attacked(self, size: float, attack: str = PGD) -> float:
+        return self.attacks.shares(attack, size).right
 
 
 def eigenvalues(activation: str, data_root: Path | None, sigma: float = 0.25) -> list[np.ndarray]:
@@ -295,23 +308,25 @@ def eigenvalues(activation: str, data_root: Path | None, sigma: float = 0.25) ->
     return [before, spectrum()]
 
 
-def attacked(folder: Path) -> bool:
-    """Whether the last stage of a run is done."""
-    return bool(list(folder.glob("attacks/*/attacks.parquet")))
+def attacked(folder: Path, attacks: tuple[str, ...] = (PGD,)) -> bool:
+    """Whether the last stage of a run is done, with these attacks."""
+    tables = map(read_attack, folder.glob("attacks/*/attacks.parquet"))
+    return any(all(t.has(name, size) for name in attacks for size in SIZES) for t in tables)
 
 
 def measured(bench: Bench, row: Row) -> list[Measured]:
     """What the row's finished runs say; those that are missing are left out."""
     if row.name == ALONE:
-        folder = bench.out / "alone" / f"noise-{row.noise:g}"
+        folder = bench.place(row)
         if not (folder / "accuracy.json").exists():
             return []
+        (attacks,) = folder.glob("attacks/*/attacks.parquet")
         return [
             Measured(
                 "sees none of them",
                 json.loads((folder / "accuracy.json").read_text()),
                 reading.read(folder / "certificates" / "certificates.parquet"),
-                read_attack(folder / "attacks" / "attacks.parquet"),
+                read_attack(attacks),
             )
         ]
     found = []
@@ -379,7 +394,31 @@ def table(bench: Bench, chosen: list[Row]) -> str:
             lines.append(f"| {' | '.join(cells)} |")
             notes += [f"{row.title}, noise {noise:g}: {m.split}" for m in found if m.split]
         lines += ["", *notes]
-    return "\n".join([*lines, "", *comparisons(bench, chosen)])
+    return "\n".join([*lines, "", *under_attacks(bench, chosen), *comparisons(bench, chosen)])
+
+
+def under_attacks(bench: Bench, chosen: list[Row]) -> list[str]:
+    """Markdown: what is right under each attack, and under all of them; none for PGD alone."""
+    if bench.attacks == (PGD,):
+        return []
+    head = ["input noise", "row", "epsilon, proved"]
+    head += [f"{name} {size:g}" for name in (*bench.attacks, "all") for size in SIZES]
+    lines = [head, ["---"] * len(head)]
+    for row in chosen:
+        found = [
+            one
+            for one in measured(bench, row)
+            if all(one.attacks.has(name, size) for name in bench.attacks for size in SIZES)
+        ]
+        if found:
+            cells = [
+                cell([m.attacked(size, name) for m in found])
+                for name in bench.attacks
+                for size in SIZES
+            ]
+            cells += [cell([m.attacks.worst(size).right for m in found]) for size in SIZES]
+            lines.append([f"{row.noise:g}", row.title, found[0].epsilon, *cells])
+    return [*(f"| {' | '.join(line)} |" for line in lines), ""]
 
 
 def comparisons(bench: Bench, chosen: list[Row]) -> list[str]:
@@ -468,6 +507,7 @@ def main(arguments: list[str] | None = None) -> None:
         "--only", nargs="*", default=["*"], help="in this order: NAME-noise-SIGMA-REPEAT"
     )
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--attacks", default=PGD, help=f"out of {','.join(ATTACKS)}")
     parser.add_argument("--minutes", type=float, default=float("inf"))
     parser.add_argument("--quick", action="store_true", help="digits, three steps: a smoke test")
     parser.add_argument("--eigenvalues", action="store_true")
@@ -484,7 +524,8 @@ def main(arguments: list[str] | None = None) -> None:
                     f"{(200 * max(0.0, found[0])) ** 0.5 * 0.25:.3g}"
                 )
         return
-    bench = Bench(given.out, given.data_root, given.quick)
+    attacks = tuple(dict.fromkeys((*given.attacks.split(","), PGD)))  # the tables show PGD
+    bench = Bench(given.out, given.data_root, given.quick, attacks)
     everything = rows(1 if given.quick else given.repeats)
     bench.make_all(bench.missing(everything, given.only), given.minutes)
     text = table(bench, everything)

@@ -117,6 +117,22 @@ def test_the_benchmark_makes_its_table_and_its_picture(here, benchmark, tmp_path
     # What is done is not done again.
     benchmark.main(arguments)
     assert asked == steps and (tmp_path / "table.md").read_text() == text
+    # Other attacks are made on the runs that are there.
+    benchmark.main([*arguments, "--attacks", "fgsm"])
+    assert asked == [*steps, "attack", "attack"]
+    more = (tmp_path / "table.md").read_text()
+    head, _, *rows = [
+        line
+        for line in more.splitlines()
+        if line.startswith("| input noise |")
+        or line.startswith("| 0.25 |")
+        or line.startswith("| --- ")
+    ][-5:]
+    assert "fgsm 0.5 | fgsm 1 | fgsm 2 | pgd 0.5" in head and len(rows) == 3
+    for line in rows:
+        cells = [float(cell) for cell in line.strip("| ").split(" | ")[3:]]
+        fgsm, pgd, every = cells[:3], cells[3:6], cells[6:]
+        assert all(e <= min(f, p) for f, p, e in zip(fgsm, pgd, every, strict=True))
 
 
 def test_the_benchmark_shows_what_algorithm_1_measured(benchmark, tmp_path):
