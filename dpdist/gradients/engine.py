@@ -20,7 +20,8 @@ from dpdist.gradients.augmentation import CropAndFlip
 from dpdist.gradients.blocks import Blocks, padded
 from dpdist.gradients.capture import Layer, Objective, OnCall, find_layers, run_pass
 from dpdist.gradients.clipping import Clipping, rounding_slack, short_run, sum_slack
-from dpdist.gradients.contributions import Dense, PerExampleGradient
+from dpdist.gradients.contributions import PerExampleGradient
+from dpdist.gradients.forms import Dense
 from dpdist.gradients.perturbations import Draws, ParameterDraws
 from dpdist.gradients.rules import LayerCall
 from dpdist.gradients.screening import refuse_mixing_layers, self_check
@@ -165,7 +166,7 @@ class GradientEngine:
         ]
         blocked = self._blocked(draw_key, record_ids)
         run = short_run(blocked.capacity + 1 if blocked else batch)
-        nonfinite, loss_sum, sums = 0, 0.0, []
+        nonfinite, sums = 0, []
         perturbed: dict[int, dict[str, Tensor]] = {}
         for rows, real in self.passes(batch, draw_key, record_ids, self.micro_batch):
             ids = None if record_ids is None else record_ids[rows]
@@ -178,8 +179,7 @@ class GradientEngine:
             nonfinite += self._add_clipped(gradients, real, views, run)
             losses = losses[:real]
             sums.append(losses.where(losses.isfinite(), 0.0).sum())
-        for value in torch.stack(sums).tolist() if sums else ():  # from a device, once
-            loss_sum += value
+        loss_sum = sum(torch.stack(sums).tolist(), 0.0) if sums else 0.0  # from a device, once
         return ClippedSum(flat, batch, nonfinite, loss_sum)
 
     def passes(

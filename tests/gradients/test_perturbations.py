@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from copy import deepcopy
 
 import numpy as np
 import pytest
@@ -14,7 +15,9 @@ from torch import Tensor, nn
 from dpdist.base.errors import UserError
 from dpdist.gradients.augmentation import CropAndFlip
 from dpdist.gradients.clipping import FlatClipping
+from dpdist.gradients.contributions import PerExampleGradient
 from dpdist.gradients.engine import GradientEngine
+from dpdist.gradients.forms import Outer
 from dpdist.gradients.perturbations import (
     BlockDraws,
     Draws,
@@ -39,6 +42,23 @@ def network() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(1, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(48, 6), nn.Tanh(), nn.Linear(6, 3)
     )
+
+
+class TwoPaths(nn.Sequential):
+    """Two layers that look at one input."""
+
+    def __init__(self) -> None:
+        super().__init__(Two())
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(100, 4), nn.Linear(100, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.flatten(1)
+        return torch.cat([self.one(x).tanh(), self.other(x)], 1)
 
 
 def batch() -> tuple[Tensor, Tensor]:
@@ -114,6 +134,66 @@ def test_the_average_over_draws_is_what_is_clipped(draws, clip_norm, micro_batch
     torch.testing.assert_close(
         result.flat.float(), expected, rtol=1e-4, atol=2e-5 * float(expected.abs().max())
     )
+
+
+FIRST_LAYERS = {
+    "few positions": nn.Sequential(nn.Conv2d(1, 3, 4, stride=2), nn.Tanh(), nn.Flatten()),
+    "many positions": nn.Sequential(nn.Conv2d(1, 3, 3, padding=1), nn.Tanh(), nn.Flatten()),
+    "one position": nn.Sequential(nn.Flatten(), nn.Linear(100, 9), nn.Tanh()),
+    "large": nn.Sequential(nn.Flatten(), nn.Linear(100, 2700), nn.Tanh()),
+    "two layers that see it": TwoPaths(),
+}
+
+
+@pytest.mark.parametrize("name", FIRST_LAYERS)
+@pytest.mark.parametrize("draws", [ParameterDraws(5, 0.1), InputDraws(3, 0.5)], ids=["same", "own"])
+def test_the_first_layer_makes_one_product_of_all_draws_that_see_one_input(
+    name, draws, monkeypatch
+):
+    inputs = torch.rand(5, 1, 10, 10, generator=torch.Generator().manual_seed(6))
+    torch.manual_seed(5)
+    first = deepcopy(FIRST_LAYERS[name])
+    model = nn.Sequential(*first, nn.LazyLinear(3))
+    model(inputs)
+    monkeypatch.setitem(globals(), "batch", lambda: (inputs, torch.tensor([0, 1, 2, 1, 0])))
+    counted: list[int] = []
+    made = PerExampleGradient._add
+
+    def count(self, contribution):
+        if isinstance(contribution, Outer) and contribution.source is not None:
+            counted.append(int(contribution.source.numel() == inputs.numel()))
+        made(self, contribution)
+
+    monkeypatch.setattr(PerExampleGradient, "_add", count)
+    engine = GradientEngine(
+        model, cross_entropy, clipping=FlatClipping(0.1), draws=draws, micro_batch=5
+    )
+    engine.clipped_sum(*batch(), draw_key=KEY, record_ids=IDS)  # with a self-check of its own
+    counted.clear()
+    result = engine.clipped_sum(*batch(), draw_key=KEY, record_ids=IDS)
+    expected = expected_sum(model, draws, 0.1)
+    torch.testing.assert_close(result.flat.float(), expected, rtol=1e-4, atol=2e-6)
+    paths = 2 if name.startswith("two") else 1
+    assert sum(counted) == paths * (1 if isinstance(draws, ParameterDraws) else draws.count)
+
+
+def test_an_input_that_is_changed_in_place_is_refused():
+    """The product of all draws would be of another input than the first draw saw."""
+
+    class Brighter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(36, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x.detach().add_(0.1).flatten(1))
+
+    engine = GradientEngine(
+        Brighter(), cross_entropy, clipping=FlatClipping(0.1), draws=ParameterDraws(3, 0.1),
+        micro_batch=5,
+    )  # fmt: skip
+    with pytest.raises(UserError, match="changes its input in place"):
+        engine.clipped_sum(*batch(), draw_key=KEY, record_ids=IDS)
 
 
 def test_clipping_each_draw_would_be_noticed():

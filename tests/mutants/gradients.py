@@ -73,6 +73,17 @@ FAULTS: list[Fault] = [
          "every worker draws the same places"),
     ),
     *group(
+        "dpdist/gradients/forms.py", "gradients/test_perturbations",
+        ("own.data_ptr(), own.shape,", "own.shape,", "draws with inputs of their own have the first one's"),
+    ),
+    *group(
+        "dpdist/gradients/contributions.py", "gradients/test_perturbations",
+        ("left=self._held.left + contribution.left", "left=contribution.left",
+         "only the last draw's gradient of the first layer is kept"),
+        ("held.source._version != self._version", "held.source._version < self._version",
+         "an input that changes under the product is used"),
+    ),
+    *group(
         "dpdist/gradients/noise.py", "gradients/test_keys",
         ("len(summed), std):", "len(summed), std**2):", "the variance for the standard deviation"),
         ("len(summed), std):", "len(summed), 0.99 * std):", "one hundredth less noise"),

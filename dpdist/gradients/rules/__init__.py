@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 
 from torch import nn
 
-from dpdist.gradients.contributions import Contribution
+from dpdist.gradients.forms import Contribution
 from dpdist.gradients.rules import convolution, dense, normalisation, recurrent
 from dpdist.gradients.rules.call import LayerCall
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpdist.gradients.contributions import Contribution, Dense, Outer
+from dpdist.gradients.forms import Contribution, Dense, Outer
 from dpdist.gradients.rules.call import LayerCall
 
 # Gradients are formed as (out, kh, kw, in): channels-last patches copy whole pixels, which is ten
@@ -55,13 +55,19 @@ def _weight(
     one_dimensional = isinstance(module, nn.Conv1d)
     order = _FROM_CHANNELS_LAST_1D if one_dimensional else _FROM_CHANNELS_LAST
     windows = _windows(module, _padded(module, inputs), size)
-    return _product(left, windows, module.groups, order)
+    return _product(left, windows, module.groups, order, inputs)
 
 
-def _product(left: Tensor, windows: Tensor, groups: int, order: tuple[int, ...]) -> Contribution:
+def _product(
+    left: Tensor,
+    windows: Tensor,
+    groups: int,
+    order: tuple[int, ...],
+    source: Tensor | None = None,
+) -> Contribution:
     """Sum over positions of left (B, positions, channels) ⊗ windows, within each group."""
     if groups == 1:
-        return Outer(left, windows[:, 0], order)
+        return Outer(left, windows[:, 0], order, source)
     batch, positions, channels = left.shape
     left = left.reshape(batch, positions, groups, -1).permute(0, 2, 3, 1).flatten(0, 1)
     patches = windows.reshape(batch * groups, positions, -1)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from dpdist.gradients.contributions import Contribution, Dense, Outer, Rows
+from dpdist.gradients.forms import Contribution, Dense, Outer, Rows
 from dpdist.gradients.rules.call import LayerCall
 
 
@@ -16,7 +16,8 @@ def linear(call: LayerCall) -> Iterator[tuple[str, Contribution]]:
     batch = signal.shape[0]
     signal = signal.reshape(batch, -1, signal.shape[-1])
     if "weight" in call.trainable:
-        yield "weight", Outer(signal, call.input.reshape(batch, -1, call.input.shape[-1]))
+        right = call.input.reshape(batch, -1, call.input.shape[-1])
+        yield "weight", Outer(signal, right, source=call.input)
     if "bias" in call.trainable:
         yield "bias", Dense(signal[:, 0] if signal.shape[1] == 1 else signal.sum(1))
 

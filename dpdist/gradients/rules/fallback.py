@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from dpdist.gradients.contributions import Contribution, Dense
+from dpdist.gradients.forms import Contribution, Dense
 from dpdist.gradients.rules.call import LayerCall
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpdist.gradients.contributions import Contribution, Dense
+from dpdist.gradients.forms import Contribution, Dense
 from dpdist.gradients.rules.call import LayerCall
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from dpdist.gradients.contributions import Contribution, Dense, Outer
+from dpdist.gradients.forms import Contribution, Dense, Outer
 from dpdist.gradients.rules.call import LayerCall
 
 _Gates = list[tuple[Tensor, Tensor]]  # per time step: pre-activations from the input, from h
