@@ -89,7 +89,7 @@ class Driven(Mechanism):
         self.dataset, self.now = Records(coordinates), step
         self.shards = self.shard(0)
         noisy, *_ = self.gradient(step, self.todo)
-        return noisy.reshape(2, WIDTH) * (self.todo.expected_batch / self.todo.clip_norm)
+        return noisy.numpy().reshape(2, WIDTH) * (self.todo.expected_batch / self.todo.clip_norm)
 
     def shard(self, rank: int) -> Shards:
         planned = round(self.todo.expected_batch / self.todo.sample_rate)

@@ -233,7 +233,9 @@ def audit_mechanism(options: MechanismAudit, target: Target, output: Path, show:
 
     def pieces(todo: StepPlan) -> Driven:
         clipping = clipping_for(privacy.clipping, todo.clip_norm)
-        return Driven(todo, clipping, options.workers, derive_key(key, repr(todo)))
+        driven = Driven(todo, clipping, options.workers, derive_key(key, repr(todo)))
+        driven.noise_there = target.recipe.resources.noise == "device"
+        return driven
 
     seed = int.from_bytes(derive_key(key, "coins")[:8], "big")
     findings = play(pieces, noise, options.releases, alpha, seed, plan.clip_norm, show)

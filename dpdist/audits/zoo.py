@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from dpdist.audits.driving import Driven
@@ -61,7 +62,7 @@ class Fault:
 class LessNoise(Driven):
     def release(
         self, step: int, rows: Tensor, noise_std: float, flag: bool = False
-    ) -> tuple[np.ndarray, bool]:
+    ) -> tuple[Tensor, bool]:
         return super().release(step, rows, 0.9 * noise_std, flag)
 
 
@@ -70,7 +71,7 @@ class MissingShare(Driven):
 
     def release(
         self, step: int, rows: Tensor, noise_std: float, flag: bool = False
-    ) -> tuple[np.ndarray, bool]:
+    ) -> tuple[Tensor, bool]:
         left = (self.workers - 1) / self.workers
         return super().release(step, rows, noise_std * math.sqrt(left), flag)
 
@@ -154,9 +155,10 @@ class KeyTwice(Driven):
 
     def release(
         self, step: int, rows: Tensor, noise_std: float, flag: bool = False
-    ) -> tuple[np.ndarray, bool]:
+    ) -> tuple[Tensor, bool]:
         total, flagged = self.reducer.sum(rows, flag)
-        return add_noise(total.numpy(), derive_key(self.key, "noise"), noise_std), flagged
+        noisy = add_noise(total.numpy(), derive_key(self.key, "noise"), noise_std)
+        return torch.from_numpy(noisy), flagged
 
 
 class Forgetful(Ledger):

@@ -52,23 +52,34 @@ def add_noise(total: np.ndarray, key: bytes, std: float, start: int = 0) -> np.n
     """
     summed = np.ascontiguousarray(total, dtype=np.float64).reshape(-1)
     if std == 0:
-        _require_finite(summed)
+        require_finite(bool(np.isfinite(summed).all()))
         return total.astype(np.float64)
-    exponent = math.floor(math.log2(std)) - _GRID_BITS
+    exponent = grid_exponent(std)
     noisy = np.empty_like(summed)
     for place, normals in _pieces(key, start, len(summed), std):
         part = slice(place, place + len(normals))
         normals += summed[part]
-        _require_finite(normals)
+        require_finite(bool(np.isfinite(normals).all()))
         normals *= 2.0**-exponent  # a power of two: exact
         np.rint(normals, out=normals)
         np.multiply(normals, 2.0**exponent, out=noisy[part])
     return noisy.reshape(total.shape)
 
 
-def _require_finite(numbers: np.ndarray) -> None:
-    if not np.isfinite(numbers).all():
+def grid_exponent(std: float) -> int:
+    """Of the grid that noise of this standard deviation is rounded to, a power of two."""
+    return math.floor(math.log2(std)) - _GRID_BITS
+
+
+def require_finite(finite: bool) -> None:
+    if not finite:
         raise ValueError("the clipped sum is not finite; nothing is released")
+
+
+def rare_word(word: int, key: bytes, pair: int) -> float:
+    """The uniform in (0, 1] of a pair's first word, continued by the pair's own 64 bits more."""
+    (more,) = words(derive_key(key, "tail"), pair, 1).tolist()
+    return (float(word) + (float(more) + 1.0) * 2.0**-64) * 2.0**-64
 
 
 def _pieces(key: bytes, start: int, count: int, scale: float) -> Iterator[tuple[int, np.ndarray]]:
@@ -129,6 +140,4 @@ class _Pairs:
         torch.add(_LEAST, high, alpha=2.0**-64, out=high)
         if rare:  # one pair in 2^32
             for place in np.flatnonzero(bits[:, 0] < _RARE).tolist():
-                (more,) = words(derive_key(key, "tail"), first + place, 1).tolist()
-                whole = float(bits[place, 0]) + (float(more) + 1.0) * 2.0**-64
-                uniform[place] = whole * 2.0**-64
+                uniform[place] = rare_word(int(bits[place, 0]), key, first + place)

@@ -165,7 +165,7 @@ class Steps:
                 )
                 rows[row] += self._gradient(step, adversarial, labels, self._method.xi)
         total, _ = worker.release(step, rows, 0.0)
-        gradient = torch.from_numpy(total / self._batch).to(worker.flat)
+        gradient = (total / self._batch).to(worker.flat)
         worker.optimizer.update(worker.flat, gradient, step)
         worker.constrain()
         worker.divergence.check(worker.flat, step, step + 1 == worker.last)

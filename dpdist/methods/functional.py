@@ -235,7 +235,6 @@ class Functional(Method):
 
     def learn(self, worker: Any) -> None:
         """A checkpoint after each release; worker 0 makes what follows from it."""
-        import torch
 
         from dpdist.models import last_linear
 
@@ -248,7 +247,7 @@ class Functional(Method):
                 sums = self._sums(worker)
             rows = self._rows(worker, sums, step)
             noisy, _ = worker.release(step, rows, todo.noise_std)
-            released = torch.from_numpy(noisy).to(centre)
+            released = noisy.to(centre)
             if stage == 0:
                 assert sums is not None
                 centre.copy_(sums.centre(released))

@@ -223,6 +223,7 @@ class ResourcesRecipe(Section):
         description="sharded: every worker noises and updates its part, with less memory",
     )
     wire: Literal["float64", "float32"] = Field(default="float64", description="clipped sums")
+    noise: Literal["host", "device"] = Field(default="host", description="where a step's is drawn")
     micro_batch: Count | None = Field(
         default=None, description="physical batch; default: chosen to fit"
     )

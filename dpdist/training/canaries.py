@@ -175,7 +175,7 @@ class Canaries:
         """Add to this worker's clipped sums (rows, size) what the canaries contribute. members: of
         each of its rows."""
 
-    def watch(self, noisy: np.ndarray, todo: StepPlan, reducer: Reducer) -> None:
+    def watch(self, noisy: Tensor, todo: StepPlan, reducer: Reducer) -> None:
         """What the adversary makes of a released sum (size,); every worker is there."""
 
 
@@ -231,11 +231,12 @@ class GradientCanaries(Canaries):
             own = torch.from_numpy(joined[joined >= self._first] - self._first)
             rows[row, where[own]] += (self._clip * self._signs[own]).to(rows.device)
 
-    def watch(self, noisy: np.ndarray, todo: StepPlan, reducer: Reducer) -> None:
+    def watch(self, noisy: Tensor, todo: StepPlan, reducer: Reducer) -> None:
         from dpdist.privacy.audit_bounds import log_likelihood_ratio
 
         others, _ = reducer.sum(self._others, False)
-        left = (noisy[self._places.numpy()] - others.cpu().numpy()) / todo.clip_norm
+        own = noisy[self._places.to(noisy.device)].cpu()
+        left = (own - others.cpu()).numpy() / todo.clip_norm
         noise, rate = todo.noise_multiplier, todo.sample_rate
         ratio = log_likelihood_ratio(left, noise, rate)
         if self._both:

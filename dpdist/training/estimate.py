@@ -96,6 +96,8 @@ def _memory(
     each = [("memory per worker", f"{own} (release: {resources.release}; {others})")]
     if resources.wire != "float64":
         each.append(("wire", wire.words()))
+    if resources.noise == "device":
+        each.append(("noise", "of each release drawn on the workers' devices"))
     if resources.most == 1:
         return each
     whole = resources.most * mebibytes(releases[resources.release], resources.most)

@@ -164,6 +164,8 @@ def check_trainable(recipe: Recipe, where: str) -> tuple[data.Dataset, dict[str,
         _check_shardable(recipe, where)
     if recipe.resources.wire != "float64":
         _check_wire(recipe, where)
+    if recipe.resources.noise != "host":
+        _check_noise_there(recipe, where)
     check_against_data(recipe, recipe.privacy.nominal_records or len(dataset), where)
     models.check_name(recipe.model.name)
     from dpdist.training.building import check_model  # loads torch: all else is refused before
@@ -193,6 +195,17 @@ def _check_wire(recipe: Recipe, where: str) -> None:
     else:
         return
     raise field_error(where, "resources.wire", rule, recipe.resources.wire)
+
+
+def _check_noise_there(recipe: Recipe, where: str) -> None:
+    """Raise UserError where no step draws noise."""
+    if not recipe.method.stepwise:
+        rule = "must be host for a method without gradient steps"
+    elif recipe.privacy.noise_multiplier == 0:
+        rule = "must be host in a run without noise"
+    else:
+        return
+    raise field_error(where, "resources.noise", rule, "device")
 
 
 def _check_same_data(folder: RunFolder, dataset: data.Dataset) -> None:

@@ -20,7 +20,8 @@ from torch import Tensor
 from dpdist import data, models
 from dpdist.base.errors import ClusterError, UserError, no_room
 from dpdist.base.storage import write_json
-from dpdist.cluster.packages import check_same, code_digest
+from dpdist.cluster.packages import check_same
+from dpdist.gradients import device_noise
 from dpdist.gradients.blocks import Blocks
 from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.noise import add_noise
@@ -38,6 +39,7 @@ from dpdist.training.building import build_engine, initial_model, model_spec, wi
 from dpdist.training.canaries import Canaries, plant
 from dpdist.training.finite import Diverged, Divergence, probe
 from dpdist.training.fixed import digest, ensure_fixed, read_fixed
+from dpdist.training.identity import identity_of
 from dpdist.training.job import PACKAGES, TrainJob, read_run_key
 from dpdist.training.monitor import Monitor, Seen
 from dpdist.training.optimizer import FlatOptimizer
@@ -104,21 +106,21 @@ class Mechanism:
     reducer: Reducer
     shards: Shards
     sharing: Whole = Whole()
+    noise_there = False  # drawn where the sums lie, in place of on the CPU
     key: bytes
     attempt: str
     ledger: Ledger | None = None
     permit: PermitGate | None = None
     canaries = Canaries()
 
-    def gradient(
-        self, step: int, todo: StepPlan, flag: bool = False
-    ) -> tuple[np.ndarray, Seen, bool]:
+    def gradient(self, step: int, todo: StepPlan, flag: bool = False) -> tuple[Tensor, Seen, bool]:
         """This worker's part of the step's noisy gradient, float64; what it is made of, PRIVATE;
         and whether any worker's flag was up."""
         rows, seen = self._clipped_sums(step, todo)
         noisy, flagged = self.release(step, rows, todo.noise_std, flag)
         self.canaries.watch(noisy, todo, self.reducer)
-        return noisy / todo.expected_batch, seen, flagged
+        # Not by a number, whose reciprocal a GPU multiplies by: the same bits wherever it lies.
+        return noisy / noisy.new_full((1,), todo.expected_batch), seen, flagged
 
     def _clipped_sums(self, step: int, todo: StepPlan) -> tuple[Tensor, Seen]:
         """This worker's part of the step: float64 (rows, size), PRIVATE, and what it is made of."""
@@ -155,10 +157,10 @@ class Mechanism:
 
     def release(
         self, step: int, rows: Tensor, noise_std: float, flag: bool = False
-    ) -> tuple[np.ndarray, bool]:
+    ) -> tuple[Tensor, bool]:
         """This worker's part of the sum of all workers' rows with Gaussian noise, the ledger's
-        entry durable before worker 0's; and whether any worker's flag was up. rows: float64 (rows,
-        size), bounded as the plan says.
+        entry durable before worker 0's, float64, where the noise was drawn; and whether any
+        worker's flag was up. rows: float64 (rows, size), bounded as the plan says.
         """
         total, flagged = self.sharing.sum(self.reducer, rows, self.shards, flag)
         summed, size = total.cpu().numpy(), rows.shape[1]
@@ -169,7 +171,9 @@ class Mechanism:
             _announce(self.ledger, step, release_id(label, leaves))
         noise_key = derive_key(self.key, "noise", self.attempt, step)
         start = self.sharing.own(self.reducer, size).start
-        return add_noise(summed, noise_key, noise_std, start), flagged
+        if self.noise_there:
+            return device_noise.add_noise_on(total, noise_key, noise_std, start), flagged
+        return torch.from_numpy(add_noise(summed, noise_key, noise_std, start)), flagged
 
 
 class Loop(Mechanism):
@@ -207,6 +211,9 @@ class Loop(Mechanism):
         self.constrain = self.method.constraint(self.model)
         self.constrain()
         self.sharing = RELEASES[recipe.resources.release](wire)
+        self.noise_there = recipe.resources.noise == "device"
+        if self.noise_there:
+            device_noise.check(reducer.device)
         self.own = self.sharing.own(reducer, len(self.flat))
         self.optimizer = FlatOptimizer(recipe.training, plan.steps, self.flat[self.own])
         self.slots = {n: t.to(reducer.device) for n, t in self.method.slots(self.model).items()}
@@ -229,29 +236,29 @@ class Loop(Mechanism):
     def _begin_attempt(self, stack: ExitStack) -> str:
         """The label of this attempt, in all its keys; worker 0 holds the ledger from here on."""
         job, attempt = self.job, ""
-        identity = {
-            **_identity(job, self.reducer),
+        mine = {
+            **identity_of(job, self.reducer),
             **self.sharing.identity(self.reducer, job.recipe.training.reproducible),
             "hidden noise": digest(self.fixed),
         }
         if self.reducer.rank == 0:
             ledger = stack.enter_context(Ledger.open(job.folder.ledger, job.plan.fingerprint()))
             check_released(job.folder, job.plan, ledger)
-            self._check_ceiling(ledger, identity)
-            epoch = ledger.begin_attempt(identity)
+            self._check_ceiling(ledger, mine)
+            epoch = ledger.begin_attempt(mine)
             # A fixed key is for tests, which want the same run again: no nonce then.
             attempt = f"{epoch}/{ledger.nonce if job.recipe.privacy.run_key is None else ''}"
             self.ledger = ledger
         # Nobody passes before worker 0 holds the ledger: an older attempt writes no more.
         return self.reducer.gather(attempt)[0]
 
-    def _check_ceiling(self, ledger: Ledger, identity: dict[str, str]) -> None:
+    def _check_ceiling(self, ledger: Ledger, mine: dict[str, str]) -> None:
         """Raise UserError, before anything is on record, where a budget's ceiling, which has room
         for the plan, has none reserved for what this attempt would release again."""
-        again = ledger.repeats(checkpoint.newest_step(self.job.folder.checkpoints), identity)
+        again = ledger.repeats(checkpoint.newest_step(self.job.folder.checkpoints), mine)
         if again and self.job.recipe.privacy.budget_ceiling is not None:
             before = ledger.attempts[-1]["identity"]
-            other = [name for name in identity if before.get(name) != identity[name]]
+            other = [name for name in mine if before.get(name) != mine[name]]
             why = f"with another {', '.join(other)} than before " if other else ""
             raise UserError(
                 f"{again} steps on record would be released again, {why}and privacy.budget_ceiling "
@@ -295,8 +302,7 @@ class Loop(Mechanism):
     def _step(self, step: int, todo: StepPlan) -> None:
         due = time.monotonic() - self.saved > self.job.recipe.resources.checkpoint_seconds
         noisy, seen, save_now = self.gradient(step, todo, self.reducer.rank == 0 and due)
-        gradient = torch.from_numpy(noisy).to(self.flat)
-        self.optimizer.update(self.flat[self.own], gradient, step)
+        self.optimizer.update(self.flat[self.own], noisy.to(self.flat), step)
         self.sharing.complete(self.reducer, self.flat)
         self.constrain()
         try:
@@ -356,25 +362,6 @@ def shards_of(records: int, planned: int, reducer: Reducer, reproducible: bool) 
     cuts = [share(count, rank, reducer.world_size) for rank in range(reducer.world_size)]
     mine = [(row, *bounds(row)) for row in range(*cuts[reducer.rank])]
     return Shards(count, largest, mine, [last - first for first, last in cuts])
-
-
-def _identity(job: TrainJob, reducer: Reducer) -> dict[str, str]:
-    """All that can change the floating-point sum; a change starts a new attempt epoch."""
-    resources = job.recipe.resources
-    machine = (
-        f"{platform.machine()}/{torch.backends.cpu.get_cpu_capability()}/{reducer.device.type}"
-    )
-    if reducer.device.type == "cuda":
-        machine += f"/{torch.cuda.get_device_name(reducer.device)}"
-    machines = reducer.gather(machine)
-    return {
-        # With canonical shards the sum does not depend on the number of workers.
-        "world_size": "any" if job.recipe.training.reproducible else str(reducer.world_size),
-        "micro_batch": str(resources.micro_batch),
-        "threads": str(torch.get_num_threads()),
-        "machines": ",".join(sorted(set(machines))),
-        "code": code_digest(PACKAGES),
-    }
 
 
 def _announce(ledger: Ledger, step: int, release: str) -> None:

@@ -13,11 +13,13 @@ from support.device import counted, simulated
 from support.training import make, parameters
 from torch import Tensor, nn
 
+from dpdist.gradients import device_noise
 from dpdist.gradients import engine as engines
 from dpdist.gradients.augmentation import CropAndFlip
 from dpdist.gradients.blocks import Blocks
 from dpdist.gradients.clipping import AutomaticClipping, FlatClipping, PerLayerClipping
 from dpdist.gradients.engine import GradientEngine
+from dpdist.gradients.noise import add_noise
 from dpdist.gradients.perturbations import (
     BlockDraws,
     Draws,
@@ -289,3 +291,47 @@ def test_of_a_step_one_vector_comes_back(tmp_path, monkeypatch, unchecked) -> No
         assert all(len(shape) <= 1 or shape[1:] == (1, 8, 8) for shape in seen.up)
         waits.append(seen.waits)
     assert waits[0] == waits[1] <= 4
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_noise_drawn_there_is_the_cpu_s(tmp_path, monkeypatch, unchecked, optimizer) -> None:
+    """The sum goes down, for its name in the ledger, and no vector comes up: the same parameters,
+    to the bit, as with the CPU's noise."""
+    device, found = simulated(), []
+    training = {"batch_size": 10, "steps": 3, "learning_rate": 0.1, "optimizer": optimizer}
+    for where in ("host", "device"):
+        recipe, folder = make(
+            tmp_path, where, data={"name": "digits", "max_train": 100}, training=training,
+            resources={"noise": where},
+        )  # fmt: skip
+        steps, original = [], loop.Loop._step
+
+        def step(self, *arguments, steps=steps, original=original):
+            with counted() as seen:
+                original(self, *arguments)
+            steps.append((seen, self.engine.size))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(loop.Loop, "_step", step)
+            loop.run(prepare(recipe, folder, "test"), Reducer(0, 1, device))
+        seen, size = steps[1]
+        found.append(parameters(folder))
+        assert seen.down.count((size,)) == 1
+        assert seen.up.count((size,)) == (where == "host")
+    assert torch.equal(*found)
+
+
+def test_the_device_s_generator_makes_the_cpu_s_numbers() -> None:
+    """In shards, and over its own pieces of them; the key alone comes up, once for each."""
+    device = simulated()
+    device_noise.check(device)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device_noise, "_PIECE", 48)
+        total = torch.linspace(-2, 2, 1000, dtype=torch.float64)
+        whole = add_noise(total.numpy(), KEY, 0.7)
+        for low, high in ((0, 1000), (0, 385), (385, 386), (386, 1000)):
+            mine = total[low:high].to(device)
+            with counted() as seen:
+                found = device_noise.add_noise_on(mine, KEY, 0.7, low)
+            assert set(seen.up) == {(16,)} and not seen.down
+            assert torch.equal(found.cpu(), torch.from_numpy(whole[low:high]))

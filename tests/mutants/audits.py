@@ -130,7 +130,7 @@ FAULTS: list[Fault] = [
         ("rows[row, where[own]] += (self._clip", "rows[row, where[own]] += (2 * self._clip",
          "a canary adds twice the clip"),
         ("        return {SLOT: self._scores}\n", "        return {}\n", "scores are lost with a restart"),
-        ("noisy[self._places.numpy()] - others.cpu().numpy()", "noisy[self._places.numpy()]",
+        ("(own - others.cpu()).numpy()", "own.numpy()",
          "the adversary forgets the records that it knows"),
         ("digest.update(named.encode())", "return own.fingerprint",
          "the data's fingerprint does not name the canaries"),

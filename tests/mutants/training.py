@@ -7,14 +7,15 @@ from mutants.fault import Fault, group
 STEP = "wiring/test_one_step"
 KEYS = "wiring/test_keys_of_a_run"
 LOOP = "training/test_loop"
+WHERE = "training/test_where_noise_is_drawn"
 
 FAULTS: list[Fault] = [
     *group(
         "dpdist/training/loop.py", f"{STEP}::test_every_optimizer",
-        ("return add_noise(summed, noise_key, noise_std, start), flagged",
-         "return (add_noise(summed, noise_key, noise_std, start), summed)[1], flagged",
+        ("return torch.from_numpy(add_noise(summed, noise_key, noise_std, start)), flagged",
+         "return (add_noise(summed, noise_key, noise_std, start), torch.from_numpy(summed))[1], flagged",
          "the unnoised sum updates the model while noise is drawn"),
-        ("noisy / todo.expected_batch", "noisy / max(1, seen.examples)",
+        ("todo.expected_batch), seen", "max(1, seen.examples)), seen",
          "the sum is divided by the realised batch"),
         ("self.release(step, rows, todo.noise_std, ", "self.release(step, rows, todo.noise_std / 2, ",
          "half the noise"),
@@ -42,8 +43,8 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/training/loop.py", f"{STEP}::test_an_empty_batch_is_a_step_like_any_other",
-        ("        self.optimizer.update(self.flat[self.own], gradient, step)\n",
-         "        if seen.examples == 0:\n            return\n        self.optimizer.update(self.flat[self.own], gradient, step)\n",
+        ("        self.optimizer.update(self.flat[self.own], noisy.to(self.flat), step)\n",
+         "        if seen.examples == 0:\n            return\n        self.optimizer.update(self.flat[self.own], noisy.to(self.flat), step)\n",
          "an empty batch is skipped"),
     ),
     *group(
@@ -95,8 +96,6 @@ FAULTS: list[Fault] = [
         f"{LOOP}::test_another_number_of_workers_is_a_new_attempt_and_is_charged "
         f"{LOOP}::test_same_noise_is_never_added_to_another_sum "
         f"{LOOP}::test_workers_that_drift_apart_are_noticed",
-        ('"world_size": "any" if job.recipe.training.reproducible else str(reducer.world_size)',
-         '"world_size": "any"', "another number of workers replays with the same keys"),
         ("ledger.new_epoch(", "str(", "a replay that differs takes no new epoch"),
         ('raise MissingRank(f"the workers\' parameters differ', 'str(f"the workers\' parameters differ',
          "workers that drift apart go on"),
@@ -110,6 +109,29 @@ FAULTS: list[Fault] = [
         ("self.permit.wait(step)", "pass", "the archive is not asked before a release"),
     ),
     *group(
+        "dpdist/training/identity.py",
+        f"{LOOP}::test_another_number_of_workers_is_a_new_attempt_and_is_charged {WHERE}",
+        ('"world_size": "any" if job.recipe.training.reproducible else str(reducer.world_size)',
+         '"world_size": "any"', "another number of workers replays with the same keys"),
+        ('**({"noise": "device"} if resources.noise == "device" else {}),', "",
+         "noise of another place replays with the same keys"),
+        ('resources.noise == "device" and len(kinds) > 1', "False",
+         "devices of two kinds share a release"),
+    ),
+    *group(
+        "dpdist/training/loop.py", WHERE,
+        ("device_noise.add_noise_on(total, noise_key, noise_std, start)",
+         "device_noise.add_noise_on(total, noise_key, noise_std)", "all shards share a device's noise"),
+        ("device_noise.add_noise_on(total, noise_key, noise_std, start)",
+         'device_noise.add_noise_on(total, derive_key(self.key, "noise"), noise_std, start)',
+         "all steps share a device's noise"),
+        ("device_noise.add_noise_on(total, noise_key, noise_std, start), flagged", "total, flagged",
+         "a device releases the sum"),
+        ("            device_noise.check(reducer.device)\n", "            pass\n",
+         "a device that computes otherwise makes noise"),
+        ('recipe.resources.noise == "device"', "False", "the recipe's place of the noise is not taken"),
+    ),
+    *group(
         "dpdist/privacy/ledger.py", "training/test_elastic",
         ("if done >= step}", "if done > step}", "a step that is charged again is not said"),
         ("len(later - self.steps_of(self._epoch))", "len(later)", "an exact replay is said to be charged"),
@@ -118,7 +140,7 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/training/loop.py", "training/test_elastic",
-        ("            self._check_ceiling(ledger, identity)\n", "",
+        ("            self._check_ceiling(ledger, mine)\n", "",
          "steps are charged again beyond a ceiling"),
     ),
     *group(
@@ -204,9 +226,9 @@ FAULTS: list[Fault] = [
     *group(
         "dpdist/training/loop.py", "training/test_sharding",
         ("self.sharing.own(self.reducer, size).start", "0", "every shard gets the noise of the first"),
-        ("        self.optimizer.update(self.flat[self.own], gradient, step)\n",
+        ("        self.optimizer.update(self.flat[self.own], noisy.to(self.flat), step)\n",
          "        for _ in range(1 + (self.own.start > 0)):\n"
-         "            self.optimizer.update(self.flat[self.own], gradient, step)\n",
+         "            self.optimizer.update(self.flat[self.own], noisy.to(self.flat), step)\n",
          "a shard is updated twice"),
         ("else found[self.own])", "else found[: len(slot)])", "a shard goes on with another's momentum"),
     ),

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from dpdist.gradients import perturbations
-from dpdist.randomness import keys
+from dpdist.randomness import chacha, keys
 from dpdist.randomness.units import UnitSource
 from dpdist.training import answering, canaries, loop, public_training, teachers
 from dpdist.tuning import scoring
@@ -102,7 +102,7 @@ def record(patch: pytest.MonkeyPatch) -> Recorder:
     """Begin to record; ends with the monkeypatch. Modules must be imported before."""
     seen = Recorder()
     derive, words, philox = keys.derive_key, keys.words, perturbations._philox_key
-    reader, unit = keys.WordReader, UnitSource.key
+    reader, unit, fill = keys.WordReader, UnitSource.key, chacha.KeyBlocks.fill
 
     def derive_key(key: bytes, purpose: str, *labels: str | int) -> bytes:
         found = derive(key, purpose, *labels)
@@ -119,6 +119,10 @@ def record(patch: pytest.MonkeyPatch) -> Recorder:
         seen.streams.append(Stream(key, "words", caller, start, count))
         return reader(key, start, count, most)
 
+    def filled(self: chacha.KeyBlocks, key: bytes, first: int) -> Any:
+        seen.streams.append(Stream(key, "words", NOISE, 8 * first, 8 * self.count))
+        return fill(self, key, first)
+
     def philox_key(draw_key: bytes, purpose: str, draw: int) -> int:
         found = philox(draw_key, purpose, draw)
         seen.streams.append(Stream(found.to_bytes(16, "little"), "draws", DRAWS, draw))
@@ -134,4 +138,5 @@ def record(patch: pytest.MonkeyPatch) -> Recorder:
     replace_everywhere(patch, reader, opened)
     replace_everywhere(patch, philox, philox_key)
     patch.setattr(UnitSource, "key", unit_key)
+    patch.setattr(chacha.KeyBlocks, "fill", filled)
     return seen

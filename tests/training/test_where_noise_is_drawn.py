@@ -1,0 +1,151 @@
+"""Noise drawn where the sums lie is the same noise, under the same rules."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from support.keys import NOISE, record
+from support.training import Interrupt, execute, make, train
+
+from dpdist.base.errors import UserError
+from dpdist.gradients import device_noise
+from dpdist.privacy.ledger import Ledger
+from dpdist.training import identity, loop, optimizer, sharding
+from dpdist.training.estimate import describe
+from dpdist.training.job import prepare
+
+STEPS = 6
+THERE = {"resources__noise": "device"}
+
+
+def small(tmp_path, name: str, **more: Any):
+    base = {
+        "model": "linear", "training__steps": STEPS, "resources__checkpoint_seconds": 1e9
+    }  # fmt: skip
+    return make(tmp_path, name, **(base | more))
+
+
+def kept_from(patch: pytest.MonkeyPatch, name: str) -> None:
+    """One of the two ways raises."""
+
+    def never(*_: Any) -> Any:
+        raise AssertionError(f"{name} was asked for noise")
+
+    patch.setattr(*((loop, name) if name == "add_noise" else (device_noise, name)), never)
+
+
+@pytest.mark.parametrize(
+    ("workers", "more"),
+    [(1, {}), (2, {}), (3, {"resources__release": "sharded", "training__reproducible": True})],
+)
+def test_parameters_and_ledger_are_those_of_the_cpu_s_noise(tmp_path, monkeypatch, workers, more):
+    """And only the way that was asked for is taken."""
+    for module in (optimizer, sharding):
+        monkeypatch.setattr(module, "LEAF", 64)
+    found = []
+    for name, other, where in (
+        ("host", "add_noise_on", {}), ("device", "add_noise", THERE)
+    ):  # fmt: skip
+        recipe, folder = small(tmp_path, name, **more, **where)
+        with monkeypatch.context() as patch:
+            kept_from(patch, other)
+            found.append((train(recipe, folder, workers), Ledger.read(folder.ledger)))
+    assert torch.equal(found[0][0], found[1][0])
+    assert found[0][1].releases == found[1][1].releases == dict.fromkeys(range(STEPS), 1)
+
+
+def test_every_step_s_noise_has_the_key_of_the_cpu_s(tmp_path, monkeypatch):
+    keys = []
+    for name, where in (("host", {}), ("device", THERE)):
+        job = prepare(*small(tmp_path, name, **where), "test")
+        with monkeypatch.context() as patch:
+            seen = record(patch)
+            execute(job)
+        opened = [s.key for s in seen.streams if s.caller == NOISE and seen.origin(s.key)]
+        keys.append([key for key in opened if seen.origin(key).purpose == "noise"])
+    assert keys[0] == keys[1] and len(set(keys[0])) == len(keys[0]) == STEPS
+
+
+def dying(recipe, folder, patch: pytest.MonkeyPatch, at: int) -> list[int]:
+    """Let the run die after the ledger's entry of step `at`: how many entries the disk had
+    whenever noise was asked for."""
+    known: list[int] = []
+    real = device_noise.add_noise_on
+
+    def dies(*arguments: Any) -> Any:
+        known.append(len(Ledger.read(folder.ledger).releases))
+        if len(known) == at + 1:
+            raise Interrupt
+        return real(*arguments)
+
+    with patch.context() as inner:
+        inner.setattr(device_noise, "add_noise_on", dies)
+        with pytest.raises(Interrupt):
+            train(recipe, folder)
+    return known
+
+
+def test_a_crash_is_replayed_exactly_and_the_ledger_knows_first(tmp_path, monkeypatch):
+    undisturbed = train(*small(tmp_path, "a", **THERE))
+    recipe, folder = small(tmp_path, "b", **THERE)
+    assert dying(recipe, folder, monkeypatch, 3) == [1, 2, 3, 4]
+    assert torch.equal(train(recipe, folder), undisturbed)
+    assert Ledger.read(folder.ledger).superseded == 0
+
+
+def test_another_place_of_the_noise_is_a_new_attempt_and_is_charged(tmp_path, monkeypatch):
+    recipe, folder = small(tmp_path, "b", **THERE)
+    dying(recipe, folder, monkeypatch, 3)
+    train(*small(tmp_path, "b"))
+    ledger = Ledger.read(folder.ledger)
+    assert ledger.superseded == 4
+    assert [attempt["identity"].get("noise") for attempt in ledger.attempts] == ["device", None]
+
+
+@pytest.mark.parametrize("release", ["whole", "sharded"])
+def test_devices_of_two_kinds_make_no_noise_together(tmp_path, monkeypatch, release):
+    def kind(device: torch.device) -> str:
+        last = threading.current_thread().name.endswith("1")
+        return "cuda/A/100" if last else "cuda/H/100"
+
+    monkeypatch.setattr(identity, "_device", kind)
+    where = {"resources__release": release}
+    recipe, folder = small(tmp_path, "there", **THERE, **where)
+    with pytest.raises(
+        UserError, match="noise: must be host with workers on cuda/A/100 and cuda/H"
+    ):
+        train(recipe, folder, 2)
+    assert not folder.ledger.exists()
+    train(*small(tmp_path, "here", **where), 2)
+
+
+def test_a_device_that_makes_other_noise_releases_nothing(tmp_path, monkeypatch):
+    real = device_noise.standard_normal_on
+    monkeypatch.setattr(device_noise, "standard_normal_on", lambda *a: 1.001 * real(*a))
+    device_noise.check.cache_clear()
+    recipe, folder = small(tmp_path, "run", **THERE)
+    with pytest.raises(UserError, match=r"resources\.noise: must be host"):
+        train(recipe, folder)
+    assert not folder.ledger.exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"privacy__noise_multiplier": 0, "privacy__clipping": "none"}, "without noise"),
+        ({"method": "functional"}, "without gradient steps"),
+    ],
+)
+def test_where_no_step_draws_noise_there_is_no_choice(tmp_path, changes, message):
+    recipe, folder = small(tmp_path, "run", **THERE, **changes)
+    with pytest.raises(UserError, match=rf"resources\.noise: must be host .*{message}"):
+        prepare(recipe, folder, "test")
+
+
+def test_a_dry_run_says_where(tmp_path):
+    for where, said in ((THERE, True), ({}, False)):
+        recipe, folder = small(tmp_path, "run", **where)
+        assert ("noise" in dict(describe(recipe, prepare(recipe, folder, "test").plan))) == said
