@@ -4,8 +4,9 @@ Processor seconds of one thread. The ways are interleaved in one process, round 
 medians of the rounds compared, so that a machine that is busy treats all alike. Peers draw N(0, 1)
 and nothing else: numpy's Philox and SFC64 in float64, torch's generator in float64 and float32 (its
 seeds have 32 bits; docs/sharp-edges.md). Ours draws from a 256-bit key, and `add_noise` also
-scales, adds to a sum and rounds to the grid. Memory is the peak of a process of its own, the sum
-and the result included.
+scales, adds to a sum and rounds to the grid. `add_noise_on` is what `resources.noise: device` does,
+here on the CPU: hundreds of calls of torch a piece, whose speed says nothing about a GPU's. Memory
+is the peak of a process of its own, the sum and the result included.
 
     python benchmarks/noise.py [--entries 4000000] [--rounds 9]
 """
@@ -25,10 +26,12 @@ import numpy as np
 import torch
 
 from dpdist.gradients.allocator import keep_freed_memory
+from dpdist.gradients.device_noise import add_noise_on
 from dpdist.gradients.noise import add_noise, standard_normal
 
 KEY, STD = bytes(range(32)), 1.3
 OURS, RELEASE = "standard_normal (ours)", "add_noise (ours: scale, add, round)"
+THERE = "add_noise_on (ours, for GPUs, here on the CPU)"
 AIM = 80e6  # entries per second and core
 
 
@@ -39,6 +42,7 @@ def ways(entries: int) -> dict[str, Callable[[], object]]:
     return {
         RELEASE: lambda: add_noise(total, KEY, STD),
         OURS: lambda: standard_normal(KEY, 0, entries),
+        THERE: lambda: add_noise_on(torch.from_numpy(total.copy()), KEY, STD),
         "numpy Philox": lambda: philox.standard_normal(entries),
         "numpy SFC64": lambda: sfc.standard_normal(entries),
         "torch.randn float64": lambda: torch.randn(

@@ -22,7 +22,7 @@ from dpdist.randomness.keys import KEY_BYTES
 
 _PAIRS = 4  # of entries, in a block of words
 _LANES = 16  # blocks are made in multiples of it: no entry depends on where a piece ends
-# Blocks at a time: those of a CPU stay in its cache, on a GPU they take 90 MB whatever the sum.
+# Blocks at a time: those of a CPU stay in its cache, on a GPU they take 110 MB, whatever the sum.
 _PIECE, _PIECE_ON_CPU = 1 << 18, 1 << 12
 _TOP = -(1 << 31)
 _CHECKED, _CLOSE = 5000, 2.0**-45

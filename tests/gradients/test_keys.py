@@ -236,9 +236,18 @@ def test_the_tail_reaches_beyond_what_any_delta_would_notice(monkeypatch):
 
 
 def test_a_rare_word_does_not_depend_on_where_the_stream_is_entered(monkeypatch):
-    """Every word counts as rare here: the continuation belongs to the pair, not to the call."""
-    monkeypatch.setattr("dpdist.gradients.noise._RARE", np.uint64(2**64 - 1))
+    """Every first word is rare and small here, so that the continuation shows: it belongs to the
+    pair, not to the call."""
+
+    class Rare(WordReader):
+        def read(self) -> np.ndarray:
+            made = super().read().copy()
+            made[::2] &= np.uint64(3)
+            return made
+
+    monkeypatch.setattr("dpdist.gradients.noise.WordReader", Rare)
     whole = standard_normal(KEY, 0, 101)
+    assert len(np.unique(np.abs(whole))) == 101
     for start, count in [(0, 101), (1, 1), (33, 68), (100, 1)]:
         assert np.array_equal(standard_normal(KEY, start, count), whole[start : start + count])
 
