@@ -119,6 +119,10 @@ FAULTS: list[Fault] = [
          "devices of two kinds share a release"),
     ),
     *group(
+        "dpdist/audits/mechanism.py", WHERE,
+        ('target.recipe.resources.noise == "device"', "False", "a device's noise is not what is audited"),
+    ),
+    *group(
         "dpdist/training/loop.py", WHERE,
         ("device_noise.add_noise_on(total, noise_key, noise_std, start)",
          "device_noise.add_noise_on(total, noise_key, noise_std)", "all shards share a device's noise"),

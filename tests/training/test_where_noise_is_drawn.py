@@ -5,14 +5,19 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.keys import NOISE, record
 from support.training import Interrupt, execute, make, train
 
+from dpdist.audits import mechanism
+from dpdist.audits.target import Target
 from dpdist.base.errors import UserError
 from dpdist.gradients import device_noise
 from dpdist.privacy.ledger import Ledger
+from dpdist.privacy.plan import StepPlan
+from dpdist.sections.audit import MechanismAudit
 from dpdist.training import identity, loop, optimizer, sharding
 from dpdist.training.estimate import describe
 from dpdist.training.job import prepare
@@ -149,3 +154,27 @@ def test_a_dry_run_says_where(tmp_path):
     for where, said in ((THERE, True), ({}, False)):
         recipe, folder = small(tmp_path, "run", **where)
         assert ("noise" in dict(describe(recipe, prepare(recipe, folder, "test").plan))) == said
+
+
+def test_the_mechanism_s_audit_drives_the_generator_that_the_recipe_asks_for(tmp_path, monkeypatch):
+    class Seen(Exception):
+        pass
+
+    def plays(pieces: Any, *_: Any) -> Any:
+        raise Seen(pieces)
+
+    monkeypatch.setattr(mechanism, "play", plays)
+    released = []
+    for other, where in (("add_noise_on", {}), ("add_noise", THERE)):
+        recipe, folder = small(tmp_path, other, **where)
+        plan = prepare(recipe, folder, "test").plan
+        target = Target(recipe, plan, plan.guarantee())
+        with pytest.raises(Seen) as seen:
+            mechanism.audit_mechanism(
+                MechanismAudit(), target, tmp_path / "audit", lambda done, total: None
+            )
+        driven = seen.value.args[0](StepPlan(1.0, 0.5, 32.0, 1.0, None))
+        with monkeypatch.context() as patch:
+            kept_from(patch, other)
+            released.append(driven.seen(np.arange(64), 3))
+    assert np.array_equal(*released)
