@@ -309,6 +309,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--records", type=int, default=RECORDS, help="eight times a step's")
     parser.add_argument("--ways", nargs="+", default=["alone", "gloo", "ray"])
     parser.add_argument("--asleep", action="store_true", help="what Ray takes while workers sleep")
     options = parser.parse_args()
@@ -321,10 +322,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         top = Path(name)
         os.environ["DPDIST_CACHE"] = str(top / "cache")
-        make_images(top / "data", "whole", RECORDS)
-        make_images(top / "data", "half", RECORDS // 2)
-        two = recipe(top, "whole", 1024, 2, options.steps)
-        one = recipe(top, "half", 512, 1, options.steps)
+        make_images(top / "data", "whole", options.records)
+        make_images(top / "data", "half", options.records // 2)
+        two = recipe(top, "whole", options.records // 8, 2, options.steps)
+        one = recipe(top, "half", options.records // 16, 1, options.steps)
         for number in range(options.rounds):
             for way in options.ways:
                 kept, others = round_of(

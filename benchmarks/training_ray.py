@@ -6,7 +6,9 @@ thirds of each run: during the first Ray's own processes are still starting up o
 Rounds are interleaved and the median ratio is printed. `--start` says instead where the seconds
 before the first step of such a training go, as seen from outside.
 
-    python benchmarks/training_ray.py [--quick] [--start]
+    python benchmarks/training_ray.py [--quick] [--start] [--records 8192]
+
+An eighth of the records is the expected batch: fewer make another work, for a test.
 """
 
 from __future__ import annotations
@@ -147,16 +149,18 @@ def main() -> None:
     parser.add_argument("--start", action="store_true", help="the seconds before the first step")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--records", type=int, default=RECORDS)
     options = parser.parse_args()
+    records = options.records
     rounds, steps = (1, 30) if options.quick or options.start else (options.rounds, options.steps)
     cli = "from dpdist.commands.cli import main; main()"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         os.environ["DPDIST_CACHE"] = str(folder / "cache")
-        make_images(folder / "data", "whole", RECORDS)
-        make_images(folder / "data", "half", RECORDS // 2)
-        together = recipe(folder, "whole", 1024, 2, steps)
-        alone = recipe(folder, "half", 512, 1, steps)
+        make_images(folder / "data", "whole", records)
+        make_images(folder / "data", "half", records // 2)
+        together = recipe(folder, "whole", records // 8, 2, steps)
+        alone = recipe(folder, "half", records // 16, 1, steps)
         if options.start:
             process = start(cli, "train", together, "--runs", folder / "runs")
             for stage, seconds in starting(process, folder / "runs" / "whole-2" / "private"):
