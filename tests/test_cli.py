@@ -119,6 +119,15 @@ def test_calculators_import_neither_torch_nor_ray():
     assert done.stdout.strip().endswith("set()"), done.stdout + done.stderr
 
 
+def test_a_folder_that_is_gone_is_one_line(dpdist, tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    done = dpdist("recipes")
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr == "dpdist: the folder it was called in: No such file or directory\n"
+
+
 def test_recipes_are_listed_and_shown_complete(dpdist):
     listed = dpdist("recipes").stdout
     assert "digits" in listed and "mnist-dpsgd" in listed

@@ -85,9 +85,14 @@ def _root(
 
 def main() -> None:
     """Entry point of the console script."""
+    try:
+        here = os.getcwd()
+    except OSError as error:
+        print(f"dpdist: the folder it was called in: {error.strerror}", file=sys.stderr)
+        sys.exit(2)
     # For `model: package.module:factory`; last, so that nothing there shadows a package.
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
+    if here not in sys.path:
+        sys.path.append(here)
     for stream in (sys.stdout, sys.stderr):  # a file's name may hold bytes that are no text
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

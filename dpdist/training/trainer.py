@@ -20,6 +20,7 @@ from dpdist.cluster.packages import check_nodes
 from dpdist.cluster.session import Session
 from dpdist.cluster.waiting import Room
 from dpdist.privacy.budget import Charge
+from dpdist.privacy.journal import JournalBusy
 from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.phases import Phase
 from dpdist.randomness.keys import key_id
@@ -188,14 +189,24 @@ def _fit(job: TrainJob, restarts: int, until: int | None, callbacks: Sequence[An
     try:
         trainer.fit()
     except TrainingFailedError as error:
-        write_atomic(job.folder.errors, str(error))
-        raise ClusterError(
-            f"training failed {restarts + 1} times; the same command continues it "
-            f"from its last checkpoint. Details, which may be private: {job.folder.errors}"
-        ) from error
+        raise _failed(job.folder, str(error), restarts) from error
     finally:
         if job.folder.failure.exists():
             raise _word_of(job.folder)
+
+
+def _failed(folder: RunFolder, said: str, restarts: int) -> ClusterError:
+    """What to tell of workers that failed for good."""
+    if JournalBusy.__name__ in said:  # no worker of this training ever took a step
+        return ClusterError(
+            f"{folder.path}: another process is training this run; wait for it, or end it, and "
+            "the same command continues"
+        )
+    write_atomic(folder.errors, said)
+    return ClusterError(
+        f"training failed {restarts + 1} times; the same command continues it from its last "
+        f"checkpoint. Details, which may be private: {folder.errors}"
+    )
 
 
 def _word_of(folder: RunFolder) -> UserError:

@@ -1,0 +1,42 @@
+"""What is said of a training whose workers failed for good."""
+
+from __future__ import annotations
+
+import pytest
+import ray.train.torch
+from ray.train import WorkerGroupError
+from support.training import make
+
+from dpdist.base.errors import ClusterError
+from dpdist.privacy.journal import JournalBusy
+from dpdist.privacy.ledger import Ledger
+from dpdist.training.job import prepare
+from dpdist.training.trainer import fit
+
+
+def test_a_run_that_another_process_trains_is_said_to_be_one(tmp_path, monkeypatch):
+    """Not that it failed so many times, and nothing is left in the other's folder."""
+    recipe, folder = make(tmp_path)
+    job = prepare(recipe, folder, "test")
+    monkeypatch.setattr("dpdist.privacy.journal._LOCK_SECONDS", 0.01)
+
+    class Trainer:
+        def __init__(self, *arguments, **options):
+            pass
+
+        def fit(self):
+            try:
+                Ledger.open(folder.ledger, job.plan.fingerprint())
+            except JournalBusy as error:
+                said = f"...\ndpdist.privacy.journal.{type(error).__name__}: {error}"
+                raise WorkerGroupError(said, {0: error}) from error
+            raise WorkerGroupError("RuntimeError: a secret", {})
+
+    monkeypatch.setattr(ray.train.torch, "TorchTrainer", Trainer)
+    held = Ledger.open(folder.ledger, job.plan.fingerprint())
+    with held, pytest.raises(ClusterError, match="another process is training this run; wait"):
+        fit(job)
+    assert not folder.errors.exists()
+    with pytest.raises(ClusterError, match="training failed 4 times") as error:
+        fit(job)
+    assert "secret" not in str(error.value) and "secret" in folder.errors.read_text()
