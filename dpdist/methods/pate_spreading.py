@@ -29,7 +29,7 @@ _BATCH, _TOLERANCE = 500, 1e-8
 
 
 class Spreading(Section):
-    """How released labels spread over all public inputs, of which each gets one.
+    """How released labels spread over all public inputs: each gets one that the ties lead to.
 
     Only public inputs and released labels are read: post-processing, and free. Each input is tied
     to its `neighbours` nearest ones by `features`: of `inputs` as they are, or the fixed
@@ -62,8 +62,9 @@ class Spreading(Section):
     def labels(
         self, graph: csr_matrix, asked: np.ndarray, told: np.ndarray, classes: int
     ) -> np.ndarray:
-        """The label of every public input, int64 (N,), -1 where none reaches it. asked (A,): places
-        of the inputs that were answered; told (A,): their released labels."""
+        """The label of every public input, int64 (N,), -1 where none reaches it, or so faintly that
+        it is lost in the solution's tolerance (far along thin ties, and where alpha is small).
+        asked (A,): places of the inputs that were answered; told (A,): their released labels."""
         scores = spread(graph, asked, told, classes, self.alpha)
         if self.equal_classes:
             masses = scores.sum(axis=0)
@@ -117,7 +118,8 @@ def spread(
     graph: csr_matrix, asked: np.ndarray, told: np.ndarray, classes: int, alpha: float
 ) -> np.ndarray:
     """Scores F = (I - alpha S)^(-1) Y, float64 (N, classes): Y is 1 where an input was told a
-    class. The matrix is positive definite, so conjugate gradients solve it."""
+    class. The matrix is positive definite, so conjugate gradients solve it, to a residual of 1e-8
+    of Y's norm."""
     from scipy import sparse
     from scipy.sparse.linalg import cg
 
