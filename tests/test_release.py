@@ -427,6 +427,13 @@ def image(work: Path) -> Path:
     return path
 
 
+def test_a_run_in_place_of_its_release_is_told_where_that_lies(copied, call):
+    inside = copied.rename(copied.with_name("release"))
+    done = call("verify", inside.parent)
+    assert done.code == 2
+    assert done.err == f"dpdist: {inside.parent}: no release there (take {inside})\n"
+
+
 def test_a_release_answers_without_its_run(copied, call, work):
     path = image(work)
     done = call("predict", copied, path, "--n", "300", "--json")

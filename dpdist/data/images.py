@@ -6,7 +6,7 @@ import io
 import re
 
 import numpy as np
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 from PIL.TiffImagePlugin import PHOTOMETRIC_INTERPRETATION, TiffImageFile
 
 FORMATS = ("PNG", "JPEG", "BMP", "GIF", "TIFF", "WEBP")
@@ -27,7 +27,11 @@ def decode(raw: bytes, size: tuple[int, int] | None = None) -> np.ndarray:
     colour spaces, floats outside [0, 1]); OSError, SyntaxError, ValueError or
     Image.DecompressionBombError for bytes that are no picture of these formats.
     """
-    with Image.open(io.BytesIO(raw), formats=FORMATS) as picture:
+    try:
+        opened = Image.open(io.BytesIO(raw), formats=FORMATS)
+    except UnidentifiedImageError:  # whose words are an address in this process's memory
+        raise OSError(f"no picture in {', '.join(FORMATS)}") from None
+    with opened as picture:
         found = (picture.height, picture.width)
         if size not in (None, found):
             raise ValueError(f"{found[0]} x {found[1]} pixels, not those of the model")

@@ -133,7 +133,9 @@ def load(folder: str | Path, *, trusted_factory: str | None = None) -> Release:
     if not path.is_dir():
         raise UserError(f"{path}: no such folder")
     if not is_release(path):
-        raise UserError(f"{path}: no release there (`dpdist release RUN` makes one)")
+        inside = path / "release"
+        other = f"take {inside}" if is_release(inside) else "`dpdist release RUN` makes one"
+        raise UserError(f"{path}: no release there ({other})")
     sums = check_sums(path)
     with of_release():
         about = description_of(read_json(path / DESCRIPTION), str(path / DESCRIPTION))

@@ -176,3 +176,11 @@ def test_a_column_is_there_once(tmp_path):
 def test_inputs_to_predict_are_real_numbers(kind):
     with pytest.raises(ValueError, match="the model takes real numbers"):
         as_input(np.ones((1, 2, 2)).astype(kind), (1, 2, 2))
+
+
+@pytest.mark.parametrize("raw", [b"", b"PAR1", b"\x89PNG\r\n"])
+def test_what_is_no_picture_is_said_without_an_address_in_memory(raw):
+    """The words go into messages and into a server's answers."""
+    with pytest.raises((OSError, SyntaxError)) as error:
+        decode(raw)
+    assert "0x" not in str(error.value) and "object" not in str(error.value)
