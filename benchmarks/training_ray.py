@@ -4,7 +4,8 @@ Both run the TF-Privacy CNN with one thread each and the same work per step (an 
 examples per process; the Ray run's expected batch is 1,024). Steps per second over the last two
 thirds of each run: during the first Ray's own processes are still starting up on the same cores.
 Rounds are interleaved and the median ratio is printed. `--start` says instead where the seconds
-before the first step of such a training go, as seen from outside.
+before the first step of such a training go, as seen from outside: on the clock, and of processor
+time of all its processes.
 
     python benchmarks/training_ray.py [--quick] [--start] [--records 8192]
 
@@ -113,8 +114,11 @@ def worker_seen() -> bool:
     return False
 
 
-def starting(process: subprocess.Popen, private: Path) -> list[tuple[str, float]]:
-    """Seconds of each stage until a training's first step, and waits for its end."""
+def starting(process: subprocess.Popen, private: Path) -> list[tuple[str, float, float]]:
+    """Of each stage until a training's first step, seconds and processor seconds; waits for its
+    end."""
+    from training_phases import used
+
     stages: list[tuple[str, Callable[[], bool]]] = [
         ("the command: imports, checks, plan", (private / "run.key").exists),
         ("Ray: session, first task on each host", (private / "ray").exists),
@@ -123,12 +127,15 @@ def starting(process: subprocess.Popen, private: Path) -> list[tuple[str, float]
         ("the first step, with the self-check", lambda: lines(private / "metrics.jsonl") > 0),
     ]
     found, began = [], time.monotonic()
+    spent: dict[str, float] = {}  # by process; what one took that is gone counts as last seen
     for name, reached in stages:
+        before = sum(spent.values())
         while not reached():
             if process.poll() is not None:
                 sys.exit("the training failed")
             time.sleep(0.02)
-        found.append((name, time.monotonic() - began))
+        spent.update({number: seconds for (number, _), seconds in used(process.pid).items()})
+        found.append((name, time.monotonic() - began, sum(spent.values()) - before))
         began = time.monotonic()
     process.wait()
     return found
@@ -163,8 +170,8 @@ def main() -> None:
         alone = recipe(folder, "half", records // 16, 1, steps)
         if options.start:
             process = start(cli, "train", together, "--runs", folder / "runs")
-            for stage, seconds in starting(process, folder / "runs" / "whole-2" / "private"):
-                print(f"{seconds:6.1f} s  {stage}")
+            for stage, *seconds in starting(process, folder / "runs" / "whole-2" / "private"):
+                print("  ".join(f"{each:6.1f} s" for each in seconds) + f"  {stage}")
             return
         ratios = []
         for number in range(rounds):

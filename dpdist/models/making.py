@@ -7,12 +7,14 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from dpdist.base.errors import UserError
 from dpdist.base.reading import read_bytes
@@ -88,6 +90,19 @@ _MOST_TOKENS = 2**20  # of a vocabulary, a number in it, and positions
 _OF_TOKENS = ("vocab", "token_id", "position")
 
 
+class _Unset(TorchFunctionMode):
+    """Initial weights are not drawn: without memory some of it loads torch's compiler, a second of
+    processor time in every process."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        named = kwargs or {}
+        if getattr(func, "__module__", "") == "torch.nn.init":
+            return named.get("tensor", *args[:1])
+        return func(*args, **named)
+
+
 def _check_size(spec: ModelSpec, factory: Callable[..., nn.Module]) -> None:
     """Raise UserError for a network of the zoo that no memory would hold, before making it."""
     values = list(spec.options.items())
@@ -98,7 +113,8 @@ def _check_size(spec: ModelSpec, factory: Callable[..., nn.Module]) -> None:
         most = _MOST_TOKENS if any(word in str(name) for word in _OF_TOKENS) else _MOST_SIZE
         if isinstance(value, int) and abs(value) > most:
             raise UserError(f"model.options: sizes must be <= {most:,}, got {value}")
-    with torch.device("meta"), torch.random.fork_rng(devices=[]):  # shapes alone, no memory
+    # Shapes alone, no memory.
+    with torch.device("meta"), _Unset(), torch.random.fork_rng(devices=[]):
         sketch = factory(tuple(spec.input_shape), spec.classes, **spec.options)
     numbers = sum(parameter.numel() for parameter in sketch.parameters())
     if numbers > _MOST_PARAMETERS:

@@ -9,16 +9,33 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from dpdist.models.activations import activation_layer
 
 
-def _flat_size(features: nn.Module, input_shape: Sequence[int]) -> int:
-    with torch.no_grad():
-        return features(torch.zeros(1, *input_shape)).numel()
+def _flat_size(features: nn.Sequential, input_shape: Sequence[int]) -> int:
+    """How many numbers leave convolutions and pools, by their settings: to run them where they have
+    no memory loads torch's compiler, a second of processor time in every process. Raises ValueError
+    for inputs that are too small for them."""
+    width, sides = input_shape[0], list(input_shape[1:])
+    for layer in features:
+        if isinstance(layer, nn.Conv2d):
+            width = layer.out_channels
+        elif not isinstance(layer, nn.MaxPool2d):
+            continue  # activations keep the shape
+        settings = (_both(getattr(layer, n)) for n in ("kernel_size", "stride", "padding"))
+        sides = [(x + 2 * p - k) // s + 1 for x, k, s, p in zip(sides, *settings, strict=True)]
+        if min(sides) < 1:
+            raise ValueError(f"inputs of shape {tuple(input_shape)} are too small for its layers")
+    return width * math.prod(sides)
+
+
+def _both(setting: Any) -> tuple[int, int]:
+    """Of height and width."""
+    return setting if isinstance(setting, tuple) else (setting, setting)
 
 
 def linear(input_shape: Sequence[int], classes: int) -> nn.Module:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -175,3 +177,38 @@ def test_modules_that_cannot_be_trained(module, message):
     with pytest.raises(UserError, match=message):
         models.check_outputs(module, ModelSpec("mine:net", (6,), 4))
     models.check_outputs(nn.Sequential(nn.Linear(6, 4), nn.Dropout(0.0)), ModelSpec("x", (6,), 4))
+
+
+@pytest.mark.slow
+def test_a_network_is_made_without_torch_s_compiler():
+    """Which takes a second of processor time to load, in every process that makes one."""
+    code = (
+        "import sys; from dpdist import models; from dpdist.models import ModelSpec as S\n"
+        "for name in ('linear', 'mlp', 'tf-cnn', 'hgm-cnn', 'small-cnn', 'resnet-gn'):\n"
+        "    models.initialise(S(name, (3, 32, 32), 10), 0)\n"
+        "for name in ('next-word-mlp', 'next-word-lstm'):\n"
+        "    models.initialise(S(name, (8,), 50), 0)\n"
+        "print([name for name in ('torch._dynamo', 'sympy') if name in sys.modules])"
+    )
+    command = [sys.executable, "-c", code]
+    assert subprocess.run(command, capture_output=True, text=True).stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("sides", [(28, 28), (32, 32), (17, 40), (16, 16)])
+def test_dense_layers_fit_behind_convolutions(sides):
+    for options in (
+        {}, {"filters": [3], "kernels": [4], "strides": [3]},
+        {"filters": [2, 3, 4], "kernels": [3, 5, 5], "strides": [1, 2, 2]},
+    ):  # fmt: skip
+        network = models.build(ModelSpec("hgm-cnn", (2, *sides), 5, options=options))
+        assert network(torch.zeros(3, 2, *sides)).shape == (3, 5)
+    for dense in (True, False):
+        options = {"width": 3, "dense": dense}
+        network = models.build(ModelSpec("tf-cnn", (2, *sides), 5, options=options))
+        assert network(torch.zeros(3, 2, *sides)).shape == (3, 5)
+
+
+@pytest.mark.parametrize("side", [1, 6, 10])
+def test_images_that_are_too_small_for_convolutions_are_refused(side):
+    with pytest.raises(UserError, match=rf"\(1, {side}, {side}\) are too small for its layers"):
+        models.build(ModelSpec("tf-cnn", (1, side, side), 5))

@@ -35,7 +35,7 @@ def loaded(name: str, patch: pytest.MonkeyPatch) -> ModuleType:
 
 def beside(bench: ModuleType, code: str, *arguments: object) -> SimpleNamespace:
     """What `start` gives, of a thread that trains alone; of the command, with what Ray leaves."""
-    process = SimpleNamespace(returncode=1)
+    process = SimpleNamespace(returncode=1, pid=os.getpid())
     if code == bench._ALONE:
         recipe, folder = arguments
     else:
@@ -69,7 +69,7 @@ def test_rates_and_seconds_are_printed(monkeypatch, capsys, options):
         assert printed[0].startswith("round 0: Ray ")
         assert float(printed[1].rpartition(": ")[2]) > 0
     else:
-        assert [line.partition(" s  ")[2].partition(":")[0] for line in printed] == [
+        assert [line.rpartition(" s  ")[2].partition(":")[0] for line in printed] == [
             "the command", "Ray", "Ray Train", "workers", "the first step, with the self-check",
         ]  # fmt: skip
 
