@@ -128,6 +128,7 @@ def test_an_answer_needs_its_share() -> None:
     for _ in range(more):
         assert judge.answer == OPEN
         judge.later(PASSES)
+    assert judge.answer == OPEN  # as many as a set that lacks its share could show
     judge.later(PASSES)
     assert judge.answer == PASSES
 
@@ -197,6 +198,9 @@ def test_the_answer_is_right_and_cheap(here: None, half: Path, tmp_path: Path) -
     assert yes.line[0] == "of all 100 inputs chosen, accuracy >= 0.7 at L2 0.25"
     assert yes.line[1].startswith("yes (probability 95 %; ") and "at least 70 %" in yes.stated
     assert no.line[1].startswith("no (") and "fewer than 95 %" in no.stated
+    # An input that every draw gives the other class counts against the label.
+    wrong = decide(asked(**more), half, Line([1.2] * 60 + [-0.2] * 40), tmp_path / "wrong")
+    assert wrong.answer == FAILS
     # Where inputs lie on the boundary itself nothing can be said of them, whatever the draws.
     unclear = decide(asked(), half, Line([1.2] * 70 + [0.75] * 30), tmp_path / "open", actors=2)
     assert unclear.answer == OPEN and unclear.seen == 100 and "undecided" in unclear.line[1]

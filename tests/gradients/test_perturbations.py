@@ -23,6 +23,7 @@ from dpdist.gradients.perturbations import (
     Draws,
     HiddenDraws,
     InputDraws,
+    OneHiddenDraw,
     ParameterDraws,
     standard_normal_per_record,
     standard_normal_shared,
@@ -314,6 +315,15 @@ def test_parameter_noise_has_the_asked_scale():
 
 
 # ---- crop and flip
+
+
+def test_one_hidden_noise_is_the_run_s_and_of_its_scale():
+    std = torch.linspace(0.1, 5, 400).view(4, 100)
+    draws = OneHiddenDraw("0", std, KEY)
+    once = draws.hidden(torch.zeros(3, 4, 100), IDS[:3], OTHER_KEY, 0)
+    normals = standard_normal_shared(KEY, "draws/one-hidden", 0, 400).view(4, 100)
+    torch.testing.assert_close(once, (std * normals).float().expand(3, -1, -1))
+    assert torch.equal(once, draws.hidden(torch.zeros(3, 4, 100), IDS[2:], KEY, 1))
 
 
 @pytest.mark.parametrize("shape", [(1, 6, 6), (3, 5, 7)])

@@ -155,8 +155,8 @@ def test_other_adapters(kind, base):
 @pytest.mark.parametrize("adapter", [LORA, {"kind": "ia3"}])
 def test_a_base_in_bfloat16_with_adapters_in_float32(adapter):
     model = make("bert", dtype="bfloat16", adapter=adapter)
-    kinds = {p.requires_grad: p.dtype for p in model.parameters()}
-    assert kinds == {False: torch.bfloat16, True: torch.float32}
+    kinds = {(p.requires_grad, p.dtype) for p in model.parameters()}
+    assert kinds == {(False, torch.bfloat16), (True, torch.float32)}
     found = clipped(stirred(model), documents(), torch.arange(6) % 3, 0.5)
     expected = one_at_a_time(model, documents(), torch.arange(6) % 3, 0.5)
     assert float((found - expected).norm() / expected.norm()) < 0.03

@@ -175,7 +175,7 @@ FAULTS: list[Fault] = [
          "early-stopped counts are re-bounded"),
     ),
     *group(
-        "dpdist/certification/scores.py", f"certification/test_expected_score_bounds {UNITS}",
+        "dpdist/certification/scores.py", f"certification/test_scores {UNITS}",
         ('bounds.label if radius > 0 else ABSTAIN', 'bounds.label', "nothing is certified, and said"),
         ("eta = settings.n, 1 - settings.alpha", "eta = settings.n, 1 - 2 * settings.alpha",
          "twice the error of the scores"),

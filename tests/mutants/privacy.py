@@ -18,7 +18,7 @@ FAULTS: list[Fault] = [
          "every step executes the last phase"),
     ),
     *group(
-        "dpdist/privacy/releases.py", "privacy/test_plan wiring/test_one_step",
+        "dpdist/privacy/releases.py", "privacy/test_plan privacy/test_phases",
         ("_sampled(dpa.GaussianDpEvent(self.noise_multiplier), self.sample_rate)",
          "_sampled(dpa.GaussianDpEvent(2 * self.noise_multiplier), self.sample_rate)",
          "twice the noise is accounted"),

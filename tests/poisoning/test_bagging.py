@@ -29,7 +29,7 @@ def kept(p: float, common: int, removed: int, inserted: int, size: int) -> float
     return total
 
 
-@pytest.mark.parametrize("target", [0.5, 0.7])
+@pytest.mark.parametrize("target", [0.2, 0.5, 0.7])  # at 0.2 removals cost most
 def test_what_is_needed_is_the_worst_over_all_changes(target: float) -> None:
     records, size = 7, 2
     found = Bagged(records, size)

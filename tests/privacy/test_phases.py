@@ -124,6 +124,16 @@ def test_a_damaged_phase_is_refused(record):
         catalogue.phase_from_dict(record)
 
 
+def test_every_step_is_accounted():
+    """Full batches, T steps: one Gaussian of sigma / sqrt(T). What no theorem covers: infinity."""
+    for steps in (1, 2, 3, 8):
+        plan = PrivacyPlan(100, (GaussianSteps(steps, 2.0, 1.0),), 1e-4)
+        one = PrivacyPlan(100, (GaussianSteps(1, 2.0 / math.sqrt(steps), 1.0),), 1e-4)
+        assert plan.guarantee().epsilon == pytest.approx(one.guarantee().epsilon, rel=1e-3)
+    nothing = PrivacyPlan(100, (NonPrivate("looked at"), GaussianSteps(1, 2.0, 1.0)), 1e-4)
+    assert math.isinf(nothing.guarantee().epsilon)
+
+
 def test_phases_say_what_they_are_and_what_must_hold():
     plan = FINGERPRINTS["ee6452375b64d5faa333e2814eaf3f02072ab86d58b1f156bc823c9937f28623"]
     assert [phase.words for phase in plan.phases] == [

@@ -129,6 +129,20 @@ def test_nothing_is_certified_where_the_radius_is_smaller(two: list[Any]) -> Non
     assert row.found.first == row.found.second == 0 and row.found.p_value == 1
 
 
+def test_what_does_not_hold_is_not_compared(two: list[Any], monkeypatch) -> None:
+    """A certificate as printed, which attacks refute, is beside the others in a table of scores."""
+    kind = two[0].tables[0].kind
+    real = kind.sizes_in
+
+    def and_as_printed(table: Any, norm: str, numbers: int) -> list[Any]:
+        found = real(table, norm, numbers)
+        printed = [replace(each, name="as_printed", holds=False) for each in found]
+        return [*found, *printed]
+
+    monkeypatch.setattr(kind, "sizes_in", and_as_printed)
+    assert len(differences(two, SIZES)[0]) == len(whole_curves(two, SIZES)) == 1
+
+
 def test_pairs_are_made_by_input_and_not_by_row(tmp_path: Path, two: list[Any]) -> None:
     # The later run's share begins elsewhere, and its rows lie in another order.
     share = certificates(tmp_path / "t3", right(ONLY_LATER), indices=range(4, 40, 2))

@@ -30,6 +30,7 @@ def state(step: int) -> TrainState:
 
 
 def test_the_newest_whole_one_comes_back_as_it_was(tmp_path):
+    tmp_path = tmp_path / "checkpoints"  # which it makes, for its owner alone
     for step in (1, 9, 10, 100):
         checkpoint.save(tmp_path, state(step), ANCHOR)
     found = checkpoint.latest(tmp_path)

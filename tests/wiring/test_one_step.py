@@ -125,9 +125,13 @@ def test_every_optimizer(tmp_path, monkeypatch, name):
 PRIVACIES: dict[str, dict[str, Any]] = {
     "clip-and-noise": {"privacy__clip_norm": 0.3, "privacy__noise_multiplier": 1.7},
     "large-clip": {"privacy__clip_norm": 50.0, "privacy__noise_multiplier": 0.01},
-    "automatic": {"privacy__clipping": "automatic", "privacy__clip_norm": 0.5},
+    "automatic": {  # gradients about as large as what keeps the smallest ones small
+        "privacy__clipping": "automatic",
+        "privacy__clip_norm": 0.5,
+        "method": {"name": "dp-sgd", "gradient_scale": 0.003},
+    },
     "per-layer": {"privacy__clipping": "per-layer", "privacy__clip_norm": 0.5, "model": NET},
-    "capped": {"privacy__batch_cap": 12},
+    "capped": {"privacy__batch_cap": 12, "training__steps": 8},
     "gradient-scale": {"method": {"name": "dp-sgd", "gradient_scale": 0.1}},
     "without-noise": {"privacy": NO_PRIVACY},
     "full-batches": {"data": {"name": "digits", "max_train": 20}, "training__batch_size": 20},
@@ -138,12 +142,14 @@ PRIVACIES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", PRIVACIES)
 def test_every_clip_and_noise(tmp_path, monkeypatch, name):
-    follow(job_of(tmp_path, **PRIVACIES[name]), monkeypatch)
+    sizes = follow(job_of(tmp_path, **PRIVACIES[name]), monkeypatch)
+    if name == "capped":
+        assert max(sizes) == 12 and sizes.count(12) > 2, "the cap cuts batches"
 
 
 QUICK = {"data": "digits", "steps": 2, "max_records": 20}
 METHODS: dict[str, dict[str, Any]] = {
-    "dplis": {"method": {"name": "dplis", "draws": 2}},
+    "dplis": {"method": {"name": "dplis", "draws": 2}, "privacy__clip_norm": 0.4},
     "dplis-sum": {"method": {"name": "dplis", "draws": 3, "aggregate": "sum"}},
     "dplis-per-example": {"method": {"name": "dplis", "draws": 2, "per_example": True}},
     "dplis-inputs": {
@@ -235,8 +241,15 @@ def test_several_workers(tmp_path, monkeypatch, workers):
     follow(job, monkeypatch, workers)
 
 
-def test_one_run_equals_the_same_run_in_pieces(tmp_path, monkeypatch):
-    changes = {"training__optimizer": "adam", "training__ema": 0.5, "privacy__clip_norm": 0.5}
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"training__optimizer": "adam", "training__ema": 0.5, "privacy__clip_norm": 0.5},
+        {"method": {"name": "dplis", "draws": 2, "sigma": 0.2}, "training__schedule": "linear"},
+    ],
+    ids=["adam", "smoothing that follows a schedule"],
+)
+def test_one_run_equals_the_same_run_in_pieces(tmp_path, monkeypatch, changes):
     (tmp_path / "whole").mkdir()
     whole, pieces = job_of(tmp_path / "whole", **changes), job_of(tmp_path, **changes)
     execute(whole)

@@ -28,6 +28,8 @@ from dpdist.release.verifying import verify
 from dpdist.reports.facts import read_facts
 from dpdist.reports.page import write_report
 from dpdist.runs.folder import RunFolder
+from dpdist.runs.released import read_released
+from dpdist.training import trainer
 from dpdist.training.job import TrainJob, prepare
 from dpdist.training.records import evaluation_data
 
@@ -153,10 +155,8 @@ def interrupted_at(job: TrainJob, patch: pytest.MonkeyPatch, at: int) -> None:
 
 
 def test_the_budget_of_a_data_set_counts_them_too(tmp_path, monkeypatch):
-    from dpdist.training.trainer import _charged
-
     job = job_of(tmp_path, privacy__budget=str(tmp_path / "budget"))
-    with _charged(job):
+    with trainer._charged(job):
         interrupted(job.recipe, job.folder, monkeypatch, 5)
         execute(job, 2)
     (budget,) = budgets_in(tmp_path / "budget")
@@ -164,6 +164,27 @@ def test_the_budget_of_a_data_set_counts_them_too(tmp_path, monkeypatch):
     facts = read_facts(job.folder)
     assert facts.data_set is not None
     assert facts.data_set.epsilon >= exact((STEPS + 6, RATE, NOISE)) * (1 - 1e-6)
+
+
+def test_a_continued_run_reserves_what_it_released_twice(tmp_path, monkeypatch):
+    """Before it goes on: a ceiling below plan and repeated steps must refuse it then."""
+    job = job_of(tmp_path, privacy__budget=str(tmp_path / "budget"))
+    for _ in range(2):
+        with trainer._charged(job):
+            interrupted(job.recipe, job.folder, monkeypatch, 5)
+    twice = sum(count - 1 for count in read_released(job.folder).ledger.releases.values())
+    assert twice == 6
+    asked: list[int] = []
+    reserve = trainer.charging.reserve
+
+    def look(recipe: Any, records: Any, charge: Any, *rest: Any, **more: Any) -> None:
+        asked.append(sum(phase.steps for phase in charge.phases))
+        reserve(recipe, records, charge, *rest, **more)
+
+    monkeypatch.setattr(trainer.charging, "reserve", look)
+    with trainer._charged(job):
+        execute(job, 2)
+    assert asked[0] == STEPS + twice
 
 
 def test_a_fixed_key_is_not_forgotten_when_the_recipe_is_edited(tmp_path):
