@@ -48,6 +48,7 @@ def test_words_are_chacha20_s():
     )
 
 
+@pytest.mark.slow
 def test_every_bit_of_the_key_and_every_block_counts():
     keys = {KEY} | {
         bytes(b ^ (1 << (bit % 8)) * (place == bit // 8) for place, b in enumerate(KEY))
@@ -86,6 +87,7 @@ def test_a_device_that_computes_otherwise_is_refused(monkeypatch, name, value):
 # ---- noise
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("piece", "size"), [(16, 2_501), (1 << 12, 40_101)])
 def test_noise_is_the_cpu_s_to_the_bit_for_any_start_and_count(monkeypatch, piece, size):
     """Also across the pieces in which it is made, 128 entries each or 32,768."""
