@@ -29,6 +29,7 @@ from dpdist.runs.exporting import export, unpack
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse
 from dpdist.runs.released import read_released
+from dpdist.training.answering import released_once
 from dpdist.training.job import TrainJob, prepare
 from dpdist.training.planning import ordinary
 from dpdist.training.trainer import fit
@@ -104,6 +105,20 @@ def test_one_teacher_moves_the_votes_by_what_is_paid(monkeypatch: pytest.MonkeyP
         most = max(most, math.sqrt(moved))
         assert moved <= (1 / 2.0) ** 2 * (1 + 1e-12)
     assert most == pytest.approx(1 / 2.0)
+
+
+def test_thresholds_and_answers_share_no_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two releases under one key would be one noise, which their difference does not have."""
+    keys: list[bytes] = []
+
+    def keyed(total: np.ndarray, key: bytes, std: float) -> np.ndarray:
+        keys.append(key)
+        return total
+
+    monkeypatch.setattr("dpdist.gradients.noise.add_noise", keyed)
+    for given in (b"k" * 32, b"l" * 32):
+        method().told(np.full((20, 10), 9), plan_of(2.0), given)
+    assert len(keys) == 4 and len({*keys, b"k" * 32, b"l" * 32}) == 6
 
 
 def write(root: Path, keep: np.ndarray | slice) -> None:
@@ -263,6 +278,21 @@ def test_a_crash_replays_the_votes_and_others_are_refused(
     with pytest.raises(UserError, match="released a second time"):
         votes_of(job)
     assert Ledger.read(path).asked == 1
+
+
+def test_what_is_released_once_has_a_key_of_its_own(tmp_path: Path) -> None:
+    """For the plan and for everything that it is drawn from, under one run key."""
+
+    def key_of(name: str, about: bytes = b"votes", delta: float = 1e-3) -> bytes:
+        found: list[bytes] = []
+        job = job_of(tmp_path / name)
+        job = replace(job, plan=replace(job.plan, delta=delta))
+        released_once(job, about, lambda key: found.append(key) or [1.0])
+        return found[0]
+
+    first = key_of("first")
+    assert key_of("again") == first
+    assert len({first, key_of("other", about=b"other"), key_of("plan", delta=1e-4)}) == 3
 
 
 def test_the_student_sees_answers_and_nothing_else(tmp_path: Path) -> None:

@@ -155,6 +155,11 @@ FAULTS: list[Fault] = [
         ),
         (
             'derive_key(key, "answer"), paid.vote_noise)',
+            'derive_key(key, "threshold"), paid.vote_noise)',
+            "thresholds and answers have one noise",
+        ),
+        (
+            'derive_key(key, "answer"), paid.vote_noise)',
             'derive_key(key, "answer"), paid.vote_noise / 2)',
             "votes have half the noise",
         ),
@@ -269,6 +274,16 @@ FAULTS: list[Fault] = [
             "        if not ledger.began(question):\n",
             "        if True:\n",
             "a crash spends the votes",
+        ),
+        (
+            '"released", plan.fingerprint(), question)',
+            '"released", plan.fingerprint())',
+            "other votes have the noise of the first",
+        ),
+        (
+            '"released", plan.fingerprint(), question)',
+            '"released", question)',
+            "votes under another plan have the noise of the first",
         ),
     ),
     *group(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import stat
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -47,6 +48,18 @@ def only(folder) -> DataBudget:
 
 def size(folder) -> int:
     return sum(path.stat().st_size for path in folder.iterdir())
+
+
+# --- the relation
+
+
+@pytest.mark.parametrize("terms", [FOUR, Terms()], ids=["ceiling", "composed"])
+def test_one_run_that_was_told_the_number_of_records_makes_it_public(folder, terms):
+    nominal = replace(PLAN, nominal=True)
+    reserve(folder, "nominal", plan=nominal, terms=terms)
+    assert not only(folder).guarantee(1e-4).size_public
+    reserve(folder, "told", terms=terms)
+    assert only(folder).guarantee(1e-4).size_public
 
 
 # --- the filter

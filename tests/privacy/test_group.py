@@ -80,6 +80,20 @@ def test_other_plans_use_the_lemma(phase, setting):
     assert 2 * one.guarantee().epsilon < found.epsilon < math.inf
 
 
+@pytest.mark.parametrize("nominal", [False, True])
+def test_a_group_is_of_the_relation_that_its_records_are(nominal):
+    found = group_guarantee(plan(GaussianSteps(4, 8.0, 1.0), nominal=nominal), 2)
+    assert found.size_public is not nominal
+    assert ("zero-out" in found.relation) is not nominal
+
+
+def test_the_lemma_s_epsilon_is_rounded_up():
+    """Down to the last bit it is one at which delta holds."""
+    for delta, size in ((1e-5, 2), (1e-7, 3), (1e-4, 7)):
+        found = lemma_epsilon(lambda at: float(gaussian_delta(at, 3.0)), delta, size) / size
+        assert lemma_delta(found, float(gaussian_delta(found, 3.0)), size) <= delta
+
+
 def test_bad_sizes():
     with pytest.raises(ValueError):
         group_guarantee(plan(GaussianSteps(1, 1.0, 0.1)), 0)

@@ -200,11 +200,14 @@ def test_an_old_run_without_anchors_is_held_against_its_counts(run, tmp_path):
         kept = rewritten(kept, tmp_path / "old.jsonl")
         second = next(n for n, line in enumerate(kept) if n > 1 and b'"attempt"' in line)
         without_first = rewritten([kept[0], *kept[second:]], tmp_path / "cut.jsonl")
+        third = json.dumps({"record": json.loads(kept[second])["record"] | {"epoch": 2}})
+        one_more = rewritten([*kept, third.encode()], tmp_path / "more.jsonl")
     folder.anchor.unlink()
     put(folder, kept)
     assert read_facts(folder).ledger.superseded == 4
     for left, why in (
         (without_first, "holds 0 superseded releases, trained.json says 4"),
+        (one_more, "holds 3 attempt epochs, trained.json says 2"),
         (kept[:-1], "lacks releases that"),
         (kept[:1], "lacks releases that"),
     ):
@@ -231,7 +234,7 @@ def test_a_paused_or_crashed_run_keeps_its_releases(tmp_path, monkeypatch):
     folder.ledger.write_bytes(b"".join(kept) + kept[-1][:9])
     assert read_released(folder).ledger.releases == dict.fromkeys(range(5), 1)
     for anchored in (False, True):
-        for end in range(len(kept) - 2):  # behind the newest checkpoint
+        for end in range(len(kept) - 1):  # behind the newest checkpoint
             folder.anchor.write_text(anchor)
             put(folder, kept[:end], anchored=anchored)
             for reader in (lambda: settle(recipe, folder), lambda: train(recipe, folder)):
@@ -248,6 +251,14 @@ def test_a_paused_or_crashed_run_keeps_its_releases(tmp_path, monkeypatch):
     put(folder, kept)
     train(recipe, folder)
     assert read_facts(folder).ledger.superseded == 0
+
+
+def test_a_step_that_the_plan_has_not(run):
+    """The first one behind its end."""
+    recipe, folder = run
+    with Ledger.open(folder.ledger, read_released(folder).plan.fingerprint()) as ledger:
+        ledger.record(STEPS, "ab" * 32)
+    refused(recipe, folder, "holds steps that")
 
 
 def test_another_plan_beside_the_ledger(run):
