@@ -30,6 +30,8 @@ FAULTS: list[Fault] = [
         ("_down(-b * np.log(2 * (1 - p)))", "_down(-b * np.log(1 - p))", "Laplace radii are too large"),
         ("_down(2 * w * (p - 0.5))", "_down(2.3 * w * (p - 0.5))", "uniform radii are too large"),
         ("r * (1 - _MARGIN)", "r * (1 + _MARGIN)", "radii are rounded up"),
+        ("_down(_distance(l2_radius) / np.sqrt(_dimension(dimension)))", "_distance(l2_radius) / np.sqrt(_dimension(dimension))",
+         "an inner box is as often rounded out as in"),
         ("rounding=ROUND_FLOOR", "rounding=ROUND_CEILING", "radii are printed rounded up"),
         ("/ np.sqrt(_dimension(dimension))", "/ np.cbrt(_dimension(dimension))",
          "balls of the other norm are too large"),

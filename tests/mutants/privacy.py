@@ -118,11 +118,16 @@ FAULTS: list[Fault] = [
     *group(
         "dpdist/privacy/group.py", "privacy/test_group",
         ("return size * high", "return high", "the lemma forgets its factor"),
+        ("return size * high", "return size * low", "the lemma's epsilon is rounded down"),
+        ("assumptions, not plan.nominal)", "assumptions, False)", "a group's relation forgets that the number of records is public"),
     ),
     *group(
         "dpdist/privacy/budget.py", "privacy/test_budget",
         ("if spent + cost > ceiling.share:", "if cost > ceiling.share:",
          "a ceiling looks at the new run alone"),
+        ("    public = not all(charge.nominal for charge in charges)\n    return Guarantee",
+         "    public = not any(charge.nominal for charge in charges)\n    return Guarantee",
+         "one nominal run hides that others were told the number of records"),
     ),
     *group(
         "dpdist/privacy/budgets.py", "privacy/test_budget",
