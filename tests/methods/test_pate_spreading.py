@@ -198,6 +198,31 @@ def test_nothing_private_flows_into_it_but_released_labels(
     assert given_to(job_of(tmp_path / "turned", **SPREADING)).fingerprint != first.fingerprint
 
 
+def test_a_crash_before_they_spread_asks_nothing_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, undisturbed = (job_of(tmp_path / name, **SPREADING) for name in ("a", "b"))
+
+    def dies(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as inner, pytest.raises(KeyboardInterrupt):
+        inner.setattr(Spreading, "labels", dies)
+        given_to(job)
+    kept = job.folder.ledger.read_bytes()
+    assert Ledger.read(job.folder.ledger).asked == 1
+    assert given_to(job).fingerprint == given_to(undisturbed).fingerprint
+    assert job.folder.ledger.read_bytes() == kept
+
+
+def test_points_that_are_all_one_and_a_class_that_is_the_only_one() -> None:
+    """Ties of equal length between duplicates, and no division by an empty class."""
+    graph = ties(np.zeros((12, 3)), 4)
+    assert np.isfinite(graph.toarray()).all()
+    found = Spreading(neighbours=4).labels(graph, np.arange(3), np.array([2, 2, 2]), 5)
+    assert set(found.tolist()) <= {2, UNANSWERED} and (found[:3] == 2).all()
+
+
 def test_it_changes_neither_votes_nor_price(tmp_path: Path) -> None:
     plain, one = job_of(tmp_path / "plain"), job_of(tmp_path / "one", **SPREADING)
     assert np.array_equal(votes_of(plain), votes_of(one))
