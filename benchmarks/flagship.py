@@ -155,7 +155,6 @@ ROWS = [
         recipe=NO_PUBLIC,
     ),
     Row("cifar10", "no public data: a head on scattering", repeats=3, recipe=CIFAR),
-    Row("cifar10-1000", "the same, epsilon 1,000", changes=_epsilon(1000.0), recipe=CIFAR),
     Row(
         "no-public",
         "random initial weights",
