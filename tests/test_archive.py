@@ -465,6 +465,28 @@ def test_two_runs_in_one_prefix_are_refused(tmp_path, url, monkeypatch) -> None:
     assert not second.archive.exists()
 
 
+@pytest.mark.parametrize(("step", "steps"), [(3, 2), (-1, 2), (True, 2)])
+def test_a_permit_ends_after_it_begins(step, steps) -> None:
+    with pytest.raises(ValueError, match="not a permit"):
+        Permit(0, step, steps)
+
+
+def test_two_that_restore_at_once_both_give_way(archived, monkeypatch) -> None:
+    """Somebody's claim comes between the look at the claims and the own one."""
+    folder, store = archived
+    put = ObjectStore.put
+
+    def claimed_too(self, name, source):
+        found = put(self, name, source)
+        if name.startswith("claims/"):
+            put(self, "claims/00000002-somebody", b"{}")
+        return found
+
+    monkeypatch.setattr(ObjectStore, "put", claimed_too)
+    refused(folder, "is being restored by somebody else")
+    assert "00000002-somebody" in store.names("claims") and len(store.names("claims")) == 2
+
+
 def test_a_new_attempt_needs_its_own_permit(tmp_path) -> None:
     folder = make(tmp_path)[1]
     folder.private.mkdir(parents=True)

@@ -84,6 +84,10 @@ def test_bounds_pay_for_all_classes_and_both_sides() -> None:
     assert printed.p_a > sound.p_a
     bernstein = by_scores.score_bounds_bernstein(sums, sums, draws, 0.95)
     assert bernstein.p_b < sound.p_b
+    each = np.repeat([1.0, 0.0], [60, 940])  # the scores that these sums are of
+    log_two = np.log(2 * 2 * k / 0.05)
+    half = np.sqrt(2 * each.var(ddof=1) * log_two / draws) + 7 * log_two / (3 * (draws - 1))
+    assert bernstein.p_b == pytest.approx(0.06 + half)
     counts = by_scores.score_bounds_counts(np.array([900, 60, 40]), 0.95)
     assert counts.p_a == pytest.approx(stats.beta.ppf(0.05 / 6, 900, 101))
     assert counts.p_b == pytest.approx(stats.beta.ppf(1 - 0.05 / 6, 61, 940))

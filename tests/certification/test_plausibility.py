@@ -51,6 +51,8 @@ def test_ceiling_of_a_small_set() -> None:
     labels = np.array([0, 1, 0, 1])
     assert certified_accuracy_ceiling(inputs, labels, 0.01, "l2") == 1.0
     assert certified_accuracy_ceiling(inputs, labels, 0.2, "l2") == 0.75
+    assert certified_accuracy_ceiling(inputs, labels, 0.06, "l2") == 0.75  # 0.1 < 2 * 0.06
+    assert certified_accuracy_ceiling(inputs, labels, 0.049, "l2") == 1.0
     assert certified_accuracy_ceiling(inputs, labels, 10.0, "l2") == 0.5
 
 

@@ -18,6 +18,7 @@ from dpdist import pipeline
 from dpdist.base.errors import UserError
 from dpdist.commands.releasing import release
 from dpdist.data import Dataset, Source, load
+from dpdist.data.hashes import hashes_of
 from dpdist.data.overlap import common
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
@@ -283,3 +284,22 @@ def test_max_train_takes_about_so_many(tmp_path):
     for wanted, low, high in ((500, 400, 600), (2000, 2000, 2000), (5000, 2000, 2000)):
         described = recipe(tmp_path, data={"max_train": wanted})
         assert low <= len(training_data(described, source_of(described))) <= high
+
+
+def test_hold_out_and_fraction_are_parts_beside_each_other(tmp_path):
+    """Of 2,000, 0.2 are held out and half of the others used; 6 deviations either way."""
+    write(tmp_path, "mine", "train", pixels(3, 2000))
+
+    def used(**own: Any) -> set[bytes]:
+        described = recipe(tmp_path, data=own)
+        return set(training_data(described, source_of(described)).hashes)
+
+    kept, half = used(hold_out=0.2), used(hold_out=0.2, fraction=0.5)
+    assert 1490 < len(kept) < 1710 and 670 < len(half) < 930 and half < kept
+    assert len(used(fraction=0.5)) < 1140 and not half <= used(fraction=0.5)
+
+
+def test_a_record_is_the_same_with_minus_zero():
+    rows = np.array([[[0.0, 0.5]], [[-0.0, 0.5]], [[0.5, 0.0]]], dtype=np.float32)
+    first, same, other = hashes_of(rows)
+    assert first == same != other

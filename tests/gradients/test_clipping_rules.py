@@ -158,9 +158,9 @@ def test_normalisation(batch, groups, per_group, size, kind, seed):
     torch.manual_seed(seed)
     channels = groups * per_group
     norm = {
-        "group": nn.GroupNorm(groups, channels),
-        "layer": nn.LayerNorm([size, size]),
-        "instance": nn.InstanceNorm2d(channels, affine=True),
+        "group": nn.GroupNorm(groups, channels, eps=0.1),
+        "layer": nn.LayerNorm([size, size], eps=0.1),
+        "instance": nn.InstanceNorm2d(channels, eps=0.1, affine=True),
     }[kind]
     for parameter in norm.parameters():
         nn.init.normal_(parameter)

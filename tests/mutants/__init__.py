@@ -4,6 +4,7 @@ tests that must notice each. `make mutants` plants them one at a time; docs/test
 from __future__ import annotations
 
 from mutants import (
+    aside,
     audits,
     certification,
     gradients,
@@ -26,6 +27,7 @@ FAULTS: list[Fault] = [
         tuning,
         certification,
         audits,
+        aside,
         teachers,
         poisoning,
         releases,

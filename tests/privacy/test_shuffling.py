@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from dpdist.privacy.accounting import delta_profile
+from dpdist.privacy.mechanisms import gaussian_delta
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.privacy.releases import GaussianSteps
 from dpdist.privacy.shuffling import shuffled_delta_lower_bound, shuffled_epsilon_lower_bound
@@ -20,6 +21,12 @@ def test_the_published_gap():
     poisson = delta_profile(plan.alternatives(plan.phases), "add-or-remove-one")(4.0)
     assert poisson == pytest.approx(1.17e-5, rel=0.01)
     assert shuffled_delta_lower_bound(4.0, 0.4, 10_000) == pytest.approx(0.226, abs=1e-3)
+
+
+def test_one_batch_is_the_gaussian_mechanism():
+    for sigma in (0.5, 1.0, 3.0):
+        exact = float(gaussian_delta(1.0, sigma))
+        assert shuffled_delta_lower_bound(1.0, sigma, 1) == pytest.approx(exact, rel=1e-4)
 
 
 @pytest.mark.slow
