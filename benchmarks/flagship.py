@@ -123,6 +123,12 @@ ROWS = [
         recipe=NO_PUBLIC,
     ),
     Row(
+        "strokes-inf",
+        "drawn strokes, the same steps without noise on the gradient: not private",
+        changes={"privacy.epsilon": None, "privacy.noise_multiplier": 0.0},
+        recipe=NO_PUBLIC,
+    ),
+    Row(
         "strokes-head",
         "drawn strokes, only a head fitted by the functional mechanism",
         changes={

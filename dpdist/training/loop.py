@@ -258,7 +258,7 @@ class Loop(Mechanism):
         again = ledger.repeats(checkpoint.newest_step(self.job.folder.checkpoints), mine)
         if again and self.job.recipe.privacy.budget_ceiling is not None:
             before = ledger.attempts[-1]["identity"]
-            other = [name for name in mine if before.get(name) != mine[name]]
+            other = sorted(name for name in mine | before if before.get(name) != mine.get(name))
             why = f"with another {', '.join(other)} than before " if other else ""
             raise UserError(
                 f"{again} steps on record would be released again, {why}and privacy.budget_ceiling "

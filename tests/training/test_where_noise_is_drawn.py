@@ -110,6 +110,14 @@ def test_another_place_of_the_noise_is_a_new_attempt_and_is_charged(tmp_path, mo
     assert [attempt["identity"].get("noise") for attempt in ledger.attempts] == ["device", None]
 
 
+def test_a_place_that_is_gone_is_named_where_it_may_not_be_charged(tmp_path, monkeypatch):
+    ceiling = {"privacy__budget": str(tmp_path / "b"), "privacy__budget_ceiling": 30.0}
+    recipe, folder = small(tmp_path, "b", **THERE, **ceiling)
+    dying(recipe, folder, monkeypatch, 3)
+    with pytest.raises(UserError, match=r"4 steps on record .* with another noise than before"):
+        train(*small(tmp_path, "b", **ceiling))
+
+
 @pytest.mark.parametrize("release", ["whole", "sharded"])
 def test_devices_of_two_kinds_make_no_noise_together(tmp_path, monkeypatch, release):
     def kind(device: torch.device) -> str:
