@@ -169,9 +169,9 @@ def test_the_budget_of_a_data_set_counts_them_too(tmp_path, monkeypatch):
 def test_a_continued_run_reserves_what_it_released_twice(tmp_path, monkeypatch):
     """Before it goes on: a ceiling below plan and repeated steps must refuse it then."""
     job = job_of(tmp_path, privacy__budget=str(tmp_path / "budget"))
-    for _ in range(2):
+    for workers in (1, 2):  # another number of them repeats the steps
         with trainer._charged(job):
-            interrupted(job.recipe, job.folder, monkeypatch, 5)
+            interrupted(job.recipe, job.folder, monkeypatch, 5, workers)
     twice = sum(count - 1 for count in read_released(job.folder).ledger.releases.values())
     assert twice == 6
     asked: list[int] = []
