@@ -92,7 +92,7 @@ class PerExampleGradient:
             self._add_dense(contribution.values, contribution.order, fresh=False)
         elif not self._dense_only and self._wait(contribution):
             self._order = contribution.order
-            self._waiting.append(contribution)
+            self._waiting.append(replace(contribution, source=None))  # its memory is not needed
         elif self._dense_only or self._materialise(contribution):
             if self._dense is not None and self._owned and not self._dense_only:
                 contribution.add_to(self._dense.view(-1, *contribution.widths))

@@ -235,7 +235,6 @@ class Functional(Method):
 
     def learn(self, worker: Any) -> None:
         """A checkpoint after each release; worker 0 makes what follows from it."""
-
         from dpdist.models import last_linear
 
         plan, reducer = worker.job.plan, worker.reducer

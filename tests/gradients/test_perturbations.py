@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from copy import deepcopy
 
 import numpy as np
 import pytest
@@ -45,14 +44,9 @@ def network() -> nn.Module:
     )
 
 
-class TwoPaths(nn.Sequential):
+class TwoPaths(nn.Module):
     """Two layers that look at one input."""
 
-    def __init__(self) -> None:
-        super().__init__(Two())
-
-
-class Two(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.one, self.other = nn.Linear(100, 4), nn.Linear(100, 5)
@@ -138,11 +132,11 @@ def test_the_average_over_draws_is_what_is_clipped(draws, clip_norm, micro_batch
 
 
 FIRST_LAYERS = {
-    "few positions": nn.Sequential(nn.Conv2d(1, 3, 4, stride=2), nn.Tanh(), nn.Flatten()),
-    "many positions": nn.Sequential(nn.Conv2d(1, 3, 3, padding=1), nn.Tanh(), nn.Flatten()),
-    "one position": nn.Sequential(nn.Flatten(), nn.Linear(100, 9), nn.Tanh()),
-    "large": nn.Sequential(nn.Flatten(), nn.Linear(100, 2700), nn.Tanh()),
-    "two layers that see it": TwoPaths(),
+    "few positions": lambda: nn.Sequential(nn.Conv2d(1, 3, 4, stride=2), nn.Tanh(), nn.Flatten()),
+    "many positions": lambda: nn.Sequential(nn.Conv2d(1, 3, 3, padding=1), nn.Tanh(), nn.Flatten()),
+    "one position": lambda: nn.Sequential(nn.Flatten(), nn.Linear(100, 9), nn.Tanh()),
+    "large": lambda: nn.Sequential(nn.Flatten(), nn.Linear(100, 2700), nn.Tanh()),
+    "two layers that see it": TwoPaths,
 }
 
 
@@ -153,8 +147,7 @@ def test_the_first_layer_makes_one_product_of_all_draws_that_see_one_input(
 ):
     inputs = torch.rand(5, 1, 10, 10, generator=torch.Generator().manual_seed(6))
     torch.manual_seed(5)
-    first = deepcopy(FIRST_LAYERS[name])
-    model = nn.Sequential(*first, nn.LazyLinear(3))
+    model = nn.Sequential(FIRST_LAYERS[name](), nn.LazyLinear(3))
     model(inputs)
     monkeypatch.setitem(globals(), "batch", lambda: (inputs, torch.tensor([0, 1, 2, 1, 0])))
     counted: list[int] = []
