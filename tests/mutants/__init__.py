@@ -4,9 +4,9 @@ tests that must notice each. `make mutants` plants them one at a time; docs/test
 from __future__ import annotations
 
 from mutants import (
-    aside,
     audits,
     certification,
+    files,
     gradients,
     poisoning,
     privacy,
@@ -27,10 +27,10 @@ FAULTS: list[Fault] = [
         tuning,
         certification,
         audits,
-        aside,
         teachers,
         poisoning,
         releases,
+        files,
         text,
     )
     for fault in area.FAULTS

@@ -438,4 +438,72 @@ FAULTS: list[Fault] = [
         ("return BehindLayer(split.name, std) if bool((std > 0).all()) else None", "return BehindLayer(split.name, std)",
          "components without noise are taken for noisy"),
     ),
+    *group(
+        "dpdist/certification/expected_score_bounds.py",
+        "certification/test_expected_score_bounds certification/test_scores",
+        (
+            "alpha = _error(confidence) / len(counts)",
+            "alpha = _error(confidence)",
+            "counts of all classes share no error",
+        ),
+        (
+            "alpha = _error(confidence) * (2 if paper_faithful else 1)",
+            "alpha = _error(confidence) * 2",
+            "bounds have twice their error",
+        ),
+        (
+            "float(np.max(np.delete(self.upper, self.label), initial=0.0))",
+            "float(np.max(np.delete(self.lower, self.label), initial=0.0))",
+            "the runner-up is bounded from below",
+        ),
+        (
+            "variances = spread / (draws - 1)",
+            "variances = spread / (2 * draws)",
+            "half the variance",
+        ),
+        (
+            "left = bounds.p_a - np.exp(2 * epsilons) * bounds.p_b",
+            "left = bounds.p_a - np.exp(epsilons) * bounds.p_b",
+            "the condition has one factor too few",
+        ),
+        ("deltas = left / (1 + np.exp(epsilons))", "deltas = left", "delta is paid once"),
+    ),
+    *group(
+        "dpdist/certification/betting_scores.py",
+        "certification/test_scores certification/test_tighter_bounds certification/test_rebound",
+        (
+            "selected, 1 - self.alpha)",
+            "selected, 1 - 2 * self.alpha)",
+            "one-sided bounds have twice their error",
+        ),
+        (
+            'sound = bool((counts.sum(1) == each["n"]).all() and (sums == each["sums"]).all())',
+            "sound = True",
+            "histograms of other draws are believed",
+        ),
+    ),
+    *group(
+        "dpdist/certification/bank.py",
+        "certification/test_bank",
+        (
+            "self._first(x[None]) - self._zero",
+            "self._first(x[None])",
+            "the bias of the first layer counts twice",
+        ),
+        (
+            "self._units.key(None, stage, block), rows",
+            "self._units.key(None, ESTIMATE, block), rows",
+            "selection has the estimate's noise",
+        ),
+    ),
+    *group(
+        "dpdist/certification/plausibility.py",
+        "certification/test_plausibility",
+        (
+            "reach[block][:, None] + reach[rows][None, :]",
+            "reach[block][:, None]",
+            "a contradiction counts one radius",
+        ),
+        ("distances < 2 * radius", "distances < radius", "the ceiling counts one radius"),
+    ),
 ]  # fmt: skip

@@ -315,4 +315,58 @@ FAULTS: list[Fault] = [
         "dpdist/gradients/engine.py", "methods/test_stobatch",
         ("_collector(gradients), weights=share,", "_collector(gradients),", "draws have no shares of their own"),
     ),
+    *group(
+        "dpdist/gradients/blocks.py",
+        "gradients/test_blocks",
+        (
+            'order = np.argsort(hashes, kind="stable")',
+            "order = np.arange(len(hashes))",
+            "blocks are cut by position",
+        ),
+        (
+            "if last - first <= self.capacity or high - low == 1:",
+            "if True:",
+            "an overfull block is not halved",
+        ),
+        (
+            "yield np.concatenate([members, filler]), len(members)",
+            "yield np.concatenate([members, filler]), rows",
+            "filled-up rows count as records",
+        ),
+    ),
+    *group(
+        "dpdist/gradients/rules/normalisation.py",
+        "gradients/test_clipping_rules",
+        (
+            "F.group_norm(call.input, module.num_groups, eps=module.eps)",
+            "F.group_norm(call.input, module.num_groups)",
+            "another epsilon of the group norm",
+        ),
+        (
+            'yield "bias", Dense(signal.reshape(batch, -1, *shape).sum(1))',
+            'yield "bias", Dense(signal.reshape(batch, -1, *shape).mean(1))',
+            "a mean over positions",
+        ),
+    ),
+    *group(
+        "dpdist/gradients/rules/convolution.py",
+        "gradients/test_clipping_rules",
+        ("step_row * dilation[0],", "step_row,", "dilation of rows is forgotten"),
+        (
+            'yield "bias", Dense(left.sum(1))',
+            'yield "bias", Dense(left.mean(1))',
+            "the bias has a mean",
+        ),
+    ),
+    *group(
+        "dpdist/gradients/rules/dense.py",
+        "gradients/test_clipping_rules",
+        ("if module.padding_idx is not None:", "if False:", "the padding's row is trained"),
+    ),
+    *group(
+        "dpdist/gradients/consistency.py",
+        "methods/test_consistency wiring/test_one_step::test_every_method",
+        ("mean = mean[order.argsort()]", "pass", "targets are another record's"),
+        ("to(mean) + weight * mean", "to(mean) + mean", "the weight of agreement is one"),
+    ),
 ]  # fmt: skip

@@ -223,4 +223,113 @@ FAULTS: list[Fault] = [
         ("planned[plan.phase_of(step)] += releases - 1", "planned[plan.phase_of(step)] += 0",
          "a continued run reserves its plan only"),
     ),
+    *group(
+        "dpdist/privacy/filter.py",
+        "privacy/test_budget",
+        ("max(_ORDERS, key=lambda a:", "min(_ORDERS, key=lambda a:", "the worst order is taken"),
+        (
+            "self.epsilon if spent <= self.share else self.epsilon_of(spent)",
+            "self.epsilon",
+            "more than the share is stated as the ceiling",
+        ),
+        (
+            "return max((float(curve[at]) for curve in curves), default=0.0)",
+            "return min((float(curve[at]) for curve in curves), default=0.0)",
+            "the best path of a record is charged",
+        ),
+        (
+            "(math.log(delta) + math.log(order)) / (order - 1)",
+            "math.log(delta) / order",
+            "the conversion promises too little",
+        ),
+    ),
+    *group(
+        "dpdist/privacy/shuffling.py",
+        "privacy/test_shuffling",
+        (
+            "blanked = -np.expm1(norm.logcdf((threshold - 1)",
+            "blanked = -np.expm1(norm.logcdf((threshold)",
+            "a blanked record pulls nothing",
+        ),
+        ("others = (steps - 1)", "others = steps", "one batch too many"),
+    ),
+    *group(
+        "dpdist/privacy/subsampled.py",
+        "privacy/test_accounting",
+        (
+            "_pmf(\n        noise_multiplier / 2, min",
+            "_pmf(\n        noise_multiplier, min",
+            "a displaced record counts as one",
+        ),
+        (
+            "stats.binom.sf(batch_cap - 1, records - 1, sample_rate)",
+            "stats.binom.sf(batch_cap + 1, records - 1, sample_rate)",
+            "the cap is met more seldom",
+        ),
+        (
+            "p[0] = 1 - deltas[0] + falls[0]",
+            "p[0] = 1 - deltas[0] - falls[0]",
+            "mass of the lowest loss is lost",
+        ),
+        (
+            "return PrivacyLossDistribution(displaced).compute_mixture(plain, others_fill)",
+            "return plain",
+            "capped batches cost as the uncapped",
+        ),
+    ),
+    *group(
+        "dpdist/privacy/mechanisms.py",
+        "privacy/test_mechanisms",
+        (
+            "m = math.sqrt(queries / threshold_std**2 + 2 * answers / vote_std**2)",
+            "m = math.sqrt(queries / threshold_std**2 + answers / vote_std**2)",
+            "a moved vote moves one count",
+        ),
+        (
+            "return float(laplace_scale(epsilon, 2 * coefficient_l1_bound))",
+            "return float(laplace_scale(epsilon, coefficient_l1_bound))",
+            "replace-one counts as remove-one",
+        ),
+        ("+ 2 * np.log1p(-delta)", "+ 3 * np.log1p(-delta)", "Laplace's delta is worth too much"),
+        (
+            "return (1 - floor) * shares + floor / weights.size",
+            "return shares",
+            "no share has a floor",
+        ),
+        (
+            "np.sum(bounds**2 / (r.size * r))",
+            "np.sum(bounds**2 / r) / r.size**2",
+            "the weighted sensitivity is too small",
+        ),
+        (
+            "if transformed < xi_low:\n        return xi_up",
+            "if transformed < xi_low:\n        return xi_low",
+            "too little transformed noise is completed to the lower mark",
+        ),
+    ),
+    *group(
+        "dpdist/training/planning.py",
+        "training/test_loop privacy/test_plan wiring/test_nominal_records wiring/test_reported_epsilon",
+        (
+            "records = privacy.nominal_records or records\n    if batch_size",
+            "if batch_size",
+            "the true number makes the rate",
+        ),
+        ("recipe.method.cost(steps),", "(steps,),", "what a method pays besides is forgotten"),
+        ("noise_multiplier, rate, cap)", "noise_multiplier, rate, None)", "the plan knows no cap"),
+    ),
+    *group(
+        "dpdist/training/charging.py",
+        "privacy/test_budget wiring/test_reported_epsilon",
+        (
+            "limit = (privacy.budget_ceiling, privacy.budget_delta or privacy.delta)",
+            "limit = None",
+            "no ceiling is enforced",
+        ),
+        (
+            "if not budgets.settle(recipe.privacy.budget, charge.run, charge.phases):",
+            "if False:",
+            "a finished run stays as it was reserved",
+        ),
+    ),
 ]  # fmt: skip

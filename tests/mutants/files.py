@@ -1,0 +1,111 @@
+"""Faults in what is read, archived and served."""
+
+from __future__ import annotations
+
+from mutants.fault import Fault, group
+
+FAULTS: list[Fault] = [
+    *group(
+        "dpdist/data/hashes.py",
+        "data/test_overlap",
+        ("seen + np.float32(0)", "seen", "minus zero makes another record"),
+        (
+            "(words >> np.uint64(11)) * 2.0**-53",
+            "(words >> np.uint64(12)) * 2.0**-53",
+            "records lie in the first half",
+        ),
+    ),
+    *group(
+        "dpdist/data/overlap.py",
+        "data/test_overlap training/test_initial_weights",
+        (
+            "    if found:\n        some",
+            "    if found and found > 1:\n        some",
+            "one shared record is nothing",
+        ),
+        ("both = common(public, test)", "both = None", "public records may be the test's"),
+    ),
+    *group(
+        "dpdist/training/records.py",
+        "data/test_overlap training/test_initial_weights wiring/test_nominal_records tuning/test_scoring",
+        (
+            "return _split(recipe.data, source).part(recipe.data.public, 1.0)",
+            "return _split(recipe.data, source).part(recipe.data.public, 0.5)",
+            "half of the private records are compared",
+        ),
+        (
+            'check_test(private_data(recipe, source), test, "data.test")',
+            "pass",
+            "private records may be tested on",
+        ),
+        (
+            "math.ceil(share * 10**digits - 1e-9) / 10**digits",
+            "share",
+            "the share that is used is exact",
+        ),
+        (
+            "end = section.hold_out + section.fraction * (1 - section.hold_out)",
+            "end = 1.0",
+            "data.fraction is not executed",
+        ),
+    ),
+    *group(
+        "dpdist/runs/archive/layout.py",
+        "test_archive test_archive_names",
+        (
+            "if not hmac.compare_digest(check.encode(), digest_of(manifest).encode()):",
+            "if False:",
+            "a changed manifest is believed",
+        ),
+        ("self.step > self.steps", "False", "a permit may end before it begins"),
+        ("if keyed != bool(archive_key()):", "if False:", "a manifest without the key is taken"),
+    ),
+    *group(
+        "dpdist/runs/archive/reading.py",
+        "test_archive",
+        ('if found != (entry["digest"], entry["size"]):', "if False:", "a torn file is taken"),
+        (
+            "if step not in known:\n                        ledger.record(step, secrets.token_hex(32))\n                        charged += 1",
+            "pass",
+            "what the lost folder may have released is free",
+        ),
+        ("target.chmod(0o600)", "pass", "private files of a restored run can be read"),
+        (
+            'ledger.new_epoch("restored from an archive")',
+            "pass",
+            "a restored run goes on in the old attempt",
+        ),
+        ('if rivals != [about["claim"]]:', "if False:", "two may restore at once"),
+    ),
+    *group(
+        "dpdist/runs/archive/writing.py",
+        "test_archive",
+        (
+            "        self._check_claim()\n        kept",
+            "        kept",
+            "an owner that was replaced goes on",
+        ),
+        (
+            "if self.private and self.store.readable_by_all",
+            "if False and self.store.readable_by_all",
+            "an open bucket gets the run key",
+        ),
+        (
+            "            if permit is not None:\n                write_json(self.folder.permit, asdict(permit))",
+            "            if asked is not None:\n                write_json(self.folder.permit, asdict(asked))",
+            "a permit is granted that the archive may not hold",
+        ),
+    ),
+    *group(
+        "dpdist/serving/gate.py",
+        "test_serving",
+        ("if self._waiting >= limits.waiting:", "if False:", "any number of requests may wait"),
+        ("if self._tokens < 1:", "if False:", "no rate is kept"),
+        (
+            "                    if len(read) > most:\n                        raise too_large",
+            "                    pass",
+            "a body has no end",
+        ),
+        ("self._waiting -= 1", "pass", "a place is never given back"),
+    ),
+]  # fmt: skip
