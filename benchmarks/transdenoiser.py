@@ -6,7 +6,9 @@ denoiser before a private classifier `dpdist denoise` and `dpdist certify`. The 
 which is no run, goes through the jobs that those commands start. All share one Ray session (or the
 cluster at RAY_ADDRESS). What is done is not done again: the same command continues, --only makes a
 part, --minutes begins no further run after so many. --attacks: other ones beside PGD, also on runs
-that are done. --eigenvalues: S_min itself, of denoisers small enough for all eigenvalues.
+that are done. --results FILE: of each run a line that says of every image whether it was certified
+and right under attack (hexadecimal bits, in the order of the test images). --eigenvalues: S_min
+itself, of denoisers small enough for all eigenvalues.
 
     python benchmarks/transdenoiser.py --data-root data [--out DIR] [--only PATTERN ...] [--quick]
 """
@@ -21,6 +23,7 @@ import io
 import json
 import statistics
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,9 +35,11 @@ from dpdist.attacks.reading import AttackTable, read_attack
 from dpdist.base import vision
 from dpdist.certification import reading
 from dpdist.certification.cohen import Cohen
+from dpdist.certification.paired import compare
 from dpdist.certification.reading import CertificateTable
 from dpdist.cluster.session import connect
 from dpdist.commands.cli import app
+from dpdist.methods.stobatch import StoBatch
 from dpdist.privacy.guarantee import format_epsilon
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
@@ -46,6 +51,8 @@ ALONE, PRIVATE, DENOISED = "classifier", "dp-sgd", "dp-sgd-denoised"
 PGD = "pgd"
 CURVE = (0.5, 2.0, 4.0)  # epsilons of one row beside 1 and 3: the paper's Figure 4a
 SECURE, REVERSED = "transdenoiser-mnist-secure-sgd", "denoised-smoothing-public-mnist"
+STOBATCH = "transdenoiser-mnist-stobatch"
+AGAINST = ("no-dp", "separate-dp-3")  # rows that others are compared with
 
 FULL = {
     "training.batch_size": 256,
@@ -108,10 +115,17 @@ def rows(repeats: int) -> list[Row]:
         ]
     private = {"method": "dp-sgd"}
     found += [
-        Row(f"separate-dp-{e:g}", "separate-dp", 0.25, changes={"privacy.epsilon": e})
+        Row(
+            f"separate-dp-{e:g}",
+            "separate-dp",
+            0.25,
+            changes={"privacy.epsilon": e},
+            repeats=repeats,
+        )
         for e in CURVE
     ]
     found += [
+        Row("stobatch", "StoBatch, sound", 0.25, STOBATCH, repeats=repeats),
         Row(PRIVATE, "private classifier (DP-SGD)", 0.25, REVERSED, private),
         Row(DENOISED, "the same behind a public denoiser", 0.25, REVERSED, private),
     ]
@@ -146,6 +160,10 @@ class Bench:
             changes["public.sigma"] = row.noise
         elif row.recipe != SECURE:
             changes["method.sigma"] = row.noise
+        if row.recipe == STOBATCH:  # certified by noise of the same worth, of which a part is here
+            method = load(find(STOBATCH), {"method.sigma": row.noise}).method
+            assert isinstance(method, StoBatch)
+            changes["certify.sigma"] = method.input_noise
         name = row.runs()[repeat]
         recipe = load(find(row.recipe), copy.deepcopy({**changes, "name": name}))
         path = self.out / "recipes" / f"{name}.yaml"
@@ -260,12 +278,36 @@ class Measured:
     certificates: CertificateTable
     attacks: AttackTable
     split: str = ""
+    repeat: int = 0
 
     def certified(self, radius: float) -> float:
         return self.certificates.certified_accuracy(radius)
 
     def attacked(self, size: float, attack: str = PGD) -> float:
         return self.attacks.shares(attack, size).right
+
+    def withstood(self, size: float, attacks: tuple[str, ...]) -> np.ndarray:
+        """bool (N,): whether each image, by its index, is right under each of these attacks."""
+        t = self.attacks
+        failed = (t.size == size) & np.isin(t.attack, attacks) & (t.prediction != t.label)
+        return ~np.isin(np.unique(t.index), t.index[failed])
+
+    def line(self, row: Row) -> dict[str, Any]:
+        """For --results: of every image whether it succeeded, as hexadecimal bits."""
+        held, labels = self.certificates.certified(), len(self.certificates.index)
+        return {
+            "row": row.name, "noise": row.noise, "repeat": self.repeat, "proved": self.epsilon,
+            "clean": self.clean, "inputs": labels,
+            "certified": {f"{r:g}": bits(held >= r) for r in RADII[row.noise]},
+            "attacked": {
+                name: {f"{size:g}": bits(self.withstood(size, (name,))) for size in SIZES}
+                for name in self.attacks.attacks
+            },
+        }  # fmt: skip
+
+
+def bits(right: np.ndarray) -> str:
+    return np.packbits(right).tobytes().hex()
 
 
 def eigenvalues(activation: str, data_root: Path | None, sigma: float = 0.25) -> list[np.ndarray]:
@@ -330,7 +372,7 @@ def measured(bench: Bench, row: Row) -> list[Measured]:
             )
         ]
     found = []
-    for name in row.runs():
+    for repeat, name in enumerate(row.runs()):
         folder = RunFolder(bench.runs / name)
         if not attacked(folder.path):
             continue
@@ -345,7 +387,7 @@ def measured(bench: Bench, row: Row) -> list[Measured]:
             epsilon = f"none (claimed {claimed}, {facts.claim.verdict})"
         accuracy = facts.evaluation["accuracy"]
         split = split_line(folder, facts.recipe)
-        found.append(Measured(epsilon, accuracy, table, facts.attacks[0], split))
+        found.append(Measured(epsilon, accuracy, table, facts.attacks[0], split, repeat))
     return found
 
 
@@ -422,26 +464,35 @@ def under_attacks(bench: Bench, chosen: list[Row]) -> list[str]:
 
 
 def comparisons(bench: Bench, chosen: list[Row]) -> list[str]:
-    """Pairs of rows on the same images: images certified by one run only, in each direction."""
+    """Rows on the same images, each with the repetition of its number: images on which one run only
+    succeeds, in each direction, and McNemar's exact p."""
     lines = []
-    for row in chosen:
-        for other in chosen:
-            if row.noise != other.noise or other.name != "no-dp" or row is other:
+    for other in chosen:
+        for row in chosen if other.name in AGAINST else ():
+            if row.noise != other.noise or row is other:
                 continue
-            for radius in RADII[row.noise][1:]:
-                won = lost = 0
-                for ours in measured(bench, row):
-                    for theirs in measured(bench, other):
-                        a, b = (t.certificates.certified() >= radius for t in (ours, theirs))
-                        won, lost = won + int((a & ~b).sum()), lost + int((b & ~a).sum())
-                pairs = len(measured(bench, row)) * len(measured(bench, other))
-                if pairs:
-                    lines.append(
-                        f"{row.name} against no-dp, noise {row.noise:g}, radius {radius:g}: "
-                        f"{won / pairs:.1f} images certified only here, {lost / pairs:.1f} only "
-                        f"there (mean over {pairs} pairs of runs)"
-                    )
+            theirs = {m.repeat: m for m in measured(bench, other)}
+            both = [(m, theirs[m.repeat]) for m in measured(bench, row) if m.repeat in theirs]
+            for what, (ours, those) in _successes(bench, row.noise, both):
+                found = [compare(b, a) for a, b in zip(ours, those, strict=True)]
+                told = [f"{c.only_second} : {c.only_first} (p {c.p_value:.2g})" for c in found]
+                lines.append(f"{row.name} against {other.name}, {what}: {', '.join(told)}")
     return lines
+
+
+def _successes(
+    bench: Bench, noise: float, both: list[tuple[Measured, Measured]]
+) -> Iterator[tuple[str, tuple[list[np.ndarray], list[np.ndarray]]]]:
+    """By radius and by size under all attacks: successes of the first runs and of the second."""
+    names = bench.attacks
+    made = [p for p in both if all(m.attacks.has(a, s) for m in p for a in names for s in SIZES)]
+    for radius in RADII[noise] if both else ():
+        held = [[m.certificates.certified() >= radius for m in pair] for pair in both]
+        yield f"noise {noise:g}, radius {radius:g}", ([a for a, _ in held], [b for _, b in held])
+    for size in SIZES if made else ():
+        kept = [[m.withstood(size, names) for m in pair] for pair in made]
+        told = f"noise {noise:g}, {'+'.join(names)} of size {size:g}"
+        yield told, ([a for a, _ in kept], [b for _, b in kept])
 
 
 def picture(bench: Bench, chosen: list[Row], path: Path) -> None:
@@ -511,6 +562,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--minutes", type=float, default=float("inf"))
     parser.add_argument("--quick", action="store_true", help="digits, three steps: a smoke test")
     parser.add_argument("--eigenvalues", action="store_true")
+    parser.add_argument("--results", type=Path, help="write a line of each run's images")
     given = parser.parse_args(arguments)
     if given.eigenvalues:
         for activation in ("relu", "tanh"):
@@ -531,6 +583,10 @@ def main(arguments: list[str] | None = None) -> None:
     text = table(bench, everything)
     (bench.out / "table.md").write_text(text + "\n")
     picture(bench, everything, bench.out / "denoisers.png")
+    if given.results is not None:
+        found = [(row, m) for row in everything for m in measured(bench, row)]
+        lines = [json.dumps(m.line(row)) + "\n" for row, m in found]
+        given.results.write_text("".join(lines))
     print(text)
     print(f"\n{bench.out / 'table.md'}, {bench.out / 'denoisers.png'}")
 

@@ -7,7 +7,7 @@ import io
 import json
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -173,3 +173,47 @@ def test_exact_eigenvalues_relu_has_zeros_and_tanh_has_none(benchmark):
 def test_cells_show_the_mean_and_the_range(benchmark):
     assert benchmark.cell([0.5]) == "50.0"
     assert benchmark.cell([0.5, 0.6, 0.55]) == "55.0 (50.0 to 60.0)"
+
+
+def test_stobatch_s_row_is_certified_by_noise_of_the_row_s_worth(benchmark, tmp_path):
+    (row,) = [r for r in benchmark.rows(2) if r.name == "stobatch"]
+    bench = benchmark.Bench(tmp_path, None, quick=False)
+    recipe = load(bench.recipe(row, 1))
+    assert recipe.method.name == "stobatch" and recipe.method.sigma == row.noise
+    assert recipe.certify.sigma == pytest.approx(0.2) and recipe.training.init_seed == 1
+    assert str(recipe.model.classifier.folder) == str(bench.public / "classifier")
+
+
+def measured(benchmark, repeat: int, radii: list[float], wrong: dict[tuple[str, float], list[int]]):
+    """Three images with labels 0 to 2, answered rightly but for `wrong`: attack and size, index."""
+    pairs = [(name, size) for name in ("pgd", "mim") for size in benchmark.SIZES]
+    cells = [
+        (name, size, i, -1 if i in wrong.get((name, size), []) else i)
+        for name, size in pairs
+        for i in (2, 0, 1)
+    ]
+    attack, size, index, prediction = map(np.array, zip(*cells, strict=True))
+    attacks = SimpleNamespace(
+        attack=attack, size=size, index=index, label=index, prediction=prediction,
+        attacks=["pgd", "mim"], has=lambda name, size: (name, size) in pairs,
+    )  # fmt: skip
+    certificates = SimpleNamespace(index=[0, 1, 2], certified=lambda: np.array(radii))
+    return benchmark.Measured("1", 0.9, certificates, attacks, repeat=repeat)
+
+
+def test_rows_are_compared_image_by_image_and_key_by_key(benchmark, tmp_path, monkeypatch):
+    chosen = [r for r in benchmark.rows(2) if r.noise == 0.25 and r.name in ("no-dp", "stobatch")]
+    runs = {
+        "no-dp": [measured(benchmark, 0, [0.3, 0.3, 0.0], {}), measured(benchmark, 1, [0] * 3, {})],
+        "stobatch": [measured(benchmark, 1, [0.3, 0.0, 0.0], {("mim", 2.0): [1, 2]})],
+    }
+    monkeypatch.setattr(benchmark, "measured", lambda bench, row: runs[row.name])
+    bench = benchmark.Bench(tmp_path, None, quick=True, attacks=("mim", "pgd"))
+    lines = benchmark.comparisons(bench, chosen)
+    assert "stobatch against no-dp, noise 0.25, radius 0.25: 1 : 0 (p 1)" in lines
+    assert "stobatch against no-dp, noise 0.25, mim+pgd of size 2: 0 : 2 (p 0.5)" in lines
+    line = runs["stobatch"][0].line(chosen[1])
+    assert (line["row"], line["repeat"], line["inputs"]) == ("stobatch", 1, 3)
+    assert line["attacked"]["mim"]["2"] == benchmark.bits(np.array([True, False, False]))
+    assert line["attacked"]["pgd"]["2"] == line["attacked"]["mim"]["1"] == "e0"
+    assert line["certified"]["0.25"] == "80"
