@@ -111,7 +111,7 @@ def rows(repeats: int) -> list[Row]:
                 changes={"privacy.epsilon": 1.0},
                 repeats=many,
             ),
-            Row("secure-sgd", "Secure-SGD, pre-trained", noise, SECURE),
+            Row("secure-sgd", "Secure-SGD, pre-trained", noise, SECURE, repeats=many),
         ]
     private = {"method": "dp-sgd"}
     found += [
