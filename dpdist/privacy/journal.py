@@ -305,9 +305,20 @@ def _check_kind(header: dict[str, Any], kind: str, path: Path) -> None:
         raise JournalError(f"{path} is not a {kind} file of version {_VERSION}")
 
 
-def _lock(file: IO[bytes], path: Path) -> None:
+def check_free(path: Path, seconds: float) -> None:
+    """Wait until no other process is writing the journal at `path`, if there is one; writes
+    nothing. Raises JournalBusy when one still is after so many seconds, OSError."""
+    try:
+        file = path.open("r+b", buffering=0)
+    except FileNotFoundError:
+        return
+    with file:
+        _lock(file, path, seconds)
+
+
+def _lock(file: IO[bytes], path: Path, seconds: float | None = None) -> None:
     """One writer at a time; a process that dies loses its lock."""
-    deadline = time.monotonic() + _LOCK_SECONDS
+    deadline = time.monotonic() + (_LOCK_SECONDS if seconds is None else seconds)
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

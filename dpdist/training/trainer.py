@@ -20,7 +20,7 @@ from dpdist.cluster.packages import check_nodes
 from dpdist.cluster.session import Session
 from dpdist.cluster.waiting import Room
 from dpdist.privacy.budget import Charge
-from dpdist.privacy.journal import JournalBusy
+from dpdist.privacy.journal import JournalBusy, check_free
 from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.phases import Phase
 from dpdist.randomness.keys import key_id
@@ -34,6 +34,11 @@ from dpdist.training.job import PACKAGES, TrainJob, read_run_key
 from dpdist.training.records import training_records
 
 Progress = Callable[[int, int, float], None]  # done, total, per second
+_DYING_SECONDS = 5.0  # that workers of a command which was killed may live on
+
+
+class RunBusy(ClusterError):
+    """Another process is training the run."""
 
 
 def train(
@@ -48,9 +53,12 @@ def train(
     a cluster that has become too small.
 
     Worker failures are retried by Ray Train up to resources.max_failures times, each from the
-    newest checkpoint as an exact replay. Raises UserError, ClusterError.
+    newest checkpoint as an exact replay. Raises UserError, ClusterError, and RunBusy before anything
+    is started or charged where another process trains the run.
     """
     folder = job.folder
+    if not folder.trained.exists():
+        _check_alone(folder)
     with _charged(job):
         if not folder.trained.exists():
             _check_room(job.recipe, session)
@@ -195,13 +203,23 @@ def _fit(job: TrainJob, restarts: int, until: int | None, callbacks: Sequence[An
             raise _word_of(job.folder)
 
 
-def _failed(folder: RunFolder, said: str, restarts: int) -> ClusterError:
-    """What to tell of workers that failed for good."""
-    if JournalBusy.__name__ in said:  # no worker of this training ever took a step
-        return ClusterError(
+def _check_alone(folder: RunFolder) -> None:
+    """Raise RunBusy where another process holds the run's ledger."""
+    try:
+        check_free(folder.ledger, _DYING_SECONDS)
+    except JournalBusy:
+        raise RunBusy(
             f"{folder.path}: another process is training this run; wait for it, or end it, and "
             "the same command continues"
-        )
+        ) from None
+
+
+def _failed(folder: RunFolder, said: str, restarts: int) -> ClusterError:
+    """What to tell of workers that failed for good."""
+    try:
+        _check_alone(folder)  # it may have come first since `train` looked
+    except RunBusy as busy:
+        return busy  # and nothing is left in the other's folder
     write_atomic(folder.errors, said)
     return ClusterError(
         f"training failed {restarts + 1} times; the same command continues it from its last "

@@ -11,13 +11,14 @@ from dpdist.base.errors import ClusterError
 from dpdist.privacy.journal import JournalBusy
 from dpdist.privacy.ledger import Ledger
 from dpdist.training.job import prepare
-from dpdist.training.trainer import fit
+from dpdist.training.trainer import RunBusy, fit, train
 
 
 def test_a_run_that_another_process_trains_is_said_to_be_one(tmp_path, monkeypatch):
     """Not that it failed so many times, and nothing is left in the other's folder."""
     recipe, folder = make(tmp_path)
     job = prepare(recipe, folder, "test")
+    monkeypatch.setattr("dpdist.training.trainer._DYING_SECONDS", 0.01)
     monkeypatch.setattr("dpdist.privacy.journal._LOCK_SECONDS", 0.01)
 
     class Trainer:
@@ -30,13 +31,27 @@ def test_a_run_that_another_process_trains_is_said_to_be_one(tmp_path, monkeypat
             except JournalBusy as error:
                 said = f"...\ndpdist.privacy.journal.{type(error).__name__}: {error}"
                 raise WorkerGroupError(said, {0: error}) from error
-            raise WorkerGroupError("RuntimeError: a secret", {})
+            raise WorkerGroupError("RuntimeError: a secret, no JournalBusy", {})
 
     monkeypatch.setattr(ray.train.torch, "TorchTrainer", Trainer)
     held = Ledger.open(folder.ledger, job.plan.fingerprint())
-    with held, pytest.raises(ClusterError, match="another process is training this run; wait"):
+    with held, pytest.raises(RunBusy, match="another process is training this run; wait"):
         fit(job)
     assert not folder.errors.exists()
     with pytest.raises(ClusterError, match="training failed 4 times") as error:
         fit(job)
     assert "secret" not in str(error.value) and "secret" in folder.errors.read_text()
+
+
+def test_that_another_process_trains_a_run_is_seen_before_anything_starts(tmp_path, monkeypatch):
+    recipe, folder = make(tmp_path)
+    job = prepare(recipe, folder, "test")
+    monkeypatch.setattr("dpdist.training.trainer._DYING_SECONDS", 0.01)
+    started: list[str] = []
+    monkeypatch.setattr("dpdist.training.trainer._charged", lambda job: started.append("charged"))
+    with Ledger.open(folder.ledger, job.plan.fingerprint()):
+        before = sorted(folder.path.rglob("*"))
+        with pytest.raises(RunBusy, match="another process is training this run; wait"):
+            train(job, session=None)
+        assert sorted(folder.path.rglob("*")) == before
+    assert not started
