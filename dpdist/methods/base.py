@@ -177,6 +177,9 @@ class Method(Section):
                 "another method, or a model from the zoo without it"
             )
 
+    def check_public(self, public: Any, own: Any, where: str) -> None:
+        """Raise UserError for public records that it cannot learn from beside the `own`."""
+
     @property
     def carries_noise(self) -> bool:
         """Whether the trained model has noise of its own, in training and at every prediction."""

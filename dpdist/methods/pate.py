@@ -159,6 +159,16 @@ class PATE(Method):
                 "records must be public"
             )
 
+    def check_public(self, public: Any, own: Any, where: str) -> None:
+        shape = own.input_shape
+        if public.input_shape != shape or len(public) < self.queries:
+            raise UserError(
+                f"{where}: method.queries: needs {self.queries:,} public inputs of shape "
+                f"{shape}, {public.name} has {len(public):,} of {public.input_shape}"
+            )
+        if self.spreading is not None:
+            self.spreading.check(public, where)
+
     def _begins_with_others(self, student: ModelRecipe) -> bool:
         """Whether teachers begin with weights of which the student has none: what those saw, every
         teacher knows, and only the student's are checked."""
@@ -242,12 +252,6 @@ class PATE(Method):
     def train(self, run: Run) -> None:
         job = run.job
         public, own = job.public(), job.own_records()
-        shape = own.input_shape
-        if public.input_shape != shape or len(public) < self.queries:
-            raise UserError(
-                f"{job.recipe.name}: method.queries: needs {self.queries:,} public inputs of shape "
-                f"{shape}, {public.name} has {len(public):,} of {public.input_shape}"
-            )
         given = self.spreading
         spread = None if given is None else partial(given.labels, given.graph(public))
         inputs = public.batch(slice(0, self.queries))

@@ -44,14 +44,21 @@ class Spreading(Section):
     alpha: Annotated[float, Number, Field(ge=SMALLEST, le=0.9999)] = 0.99
     equal_classes: bool = True
 
-    def graph(self, public: Dataset) -> csr_matrix:
-        """The ties of all public inputs. Raises UserError where there are too few of them, or no
-        such features."""
+    def check(self, public: Dataset, where: str) -> None:
+        """Raise UserError where there are too few public inputs, or no such features of them."""
         if len(public) <= self.neighbours:
             raise UserError(
-                f"method.spreading.neighbours: must be < {len(public):,}, the public inputs of "
-                f"{public.name}, got {self.neighbours:,}"
+                f"{where}: method.spreading.neighbours: must be < {len(public):,}, the public "
+                f"inputs of {public.name}, got {self.neighbours:,}"
             )
+        if self.features != "inputs":
+            try:
+                _features(self.features, public)
+            except UserError as error:
+                raise UserError(f"{where}: {error}") from error
+
+    def graph(self, public: Dataset) -> csr_matrix:
+        """The ties of all public inputs, which passed `check`."""
         transform = _features(self.features, public)
         found = [
             transform(public.batch(slice(start, start + _BATCH)))

@@ -71,7 +71,8 @@ class TrainJob:
 
 
 def check_records(recipe: Recipe, source: data.Source, where: str) -> dict[str, Any] | None:
-    """Raise UserError when a private record is among the test records or any public ones.
+    """Raise UserError when a private record is among the test records or any public ones, or when
+    the method cannot learn from these.
 
     Returns what the model's public part is and saw (`check_pretrained`).
     """
@@ -80,6 +81,7 @@ def check_records(recipe: Recipe, source: data.Source, where: str) -> dict[str, 
     pretrained = check_pretrained(recipe, private, where)
     named, public = recipe.method.public_records, public_data(recipe)
     if named is not None and public is not None:
+        recipe.method.check_public(public, private, where)
         begin = f"{where}: {named.field}"
         if named.learned:
             check_unseen(public, test, begin, public.folder == private.folder)

@@ -53,8 +53,8 @@ def train(
     a cluster that has become too small.
 
     Worker failures are retried by Ray Train up to resources.max_failures times, each from the
-    newest checkpoint as an exact replay. Raises UserError, ClusterError, and RunBusy before anything
-    is started or charged where another process trains the run.
+    newest checkpoint as an exact replay. Raises UserError, ClusterError; RunBusy where another
+    process trains the run, before anything is started or charged.
     """
     folder = job.folder
     if not folder.trained.exists():

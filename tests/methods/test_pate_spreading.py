@@ -280,15 +280,19 @@ def test_bad_options_are_one_line(given: dict[str, Any], said: str) -> None:
 def test_what_the_public_inputs_cannot_do_is_said_before_any_teacher(
     tmp_path: Path, given: dict[str, Any], said: str
 ) -> None:
-    job = job_of(tmp_path, spreading=given)
-    with pytest.raises(UserError, match=said) as error:
-        votes_of(job)
+    with pytest.raises(UserError, match=said) as error:  # a dry run checks no less
+        job_of(tmp_path, spreading=given)
     assert len(str(error.value).splitlines()) == 1
-    assert not (job.folder.private / "teachers").exists() and not job.folder.ledger.exists()
+    assert not (tmp_path / "run").exists()
+
+
+def test_too_few_public_inputs_are_said_before_any_teacher(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"test: method\.queries: needs 90 public inputs of shape"):
+        job_of(tmp_path, queries=90, answers=3)
+    assert not (tmp_path / "run").exists()
 
 
 def test_images_too_small_for_scattering_are_said(tmp_path: Path) -> None:
     raw = RAW | {"method": METHOD | {"spreading": {"features": "scattering"}}}
-    job = prepare(parse(raw, "test"), RunFolder(tmp_path / "run"), "test")
     with pytest.raises(UserError, match=r"features: scattering of \(1, 8, 8\): .*; take inputs"):
-        votes_of(job)
+        prepare(parse(raw, "test"), RunFolder(tmp_path / "run"), "test")
