@@ -162,12 +162,7 @@ def check_trainable(recipe: Recipe, where: str) -> tuple[data.Dataset, dict[str,
     if recipe.training.reproducible and recipe.resources.most > CANONICAL_SHARDS:
         rule = f"must be <= {CANONICAL_SHARDS} when training.reproducible is set"
         raise field_error(where, "resources.workers", rule, recipe.resources.span)
-    if recipe.resources.release == "sharded":
-        _check_shardable(recipe, where)
-    if recipe.resources.wire != "float64":
-        _check_wire(recipe, where)
-    if recipe.resources.noise != "host":
-        _check_noise_there(recipe, where)
+    _check_resources(recipe, where)
     check_against_data(recipe, recipe.privacy.nominal_records or len(dataset), where)
     models.check_name(recipe.model.name)
     from dpdist.training.building import check_model  # loads torch: all else is refused before
@@ -176,38 +171,30 @@ def check_trainable(recipe: Recipe, where: str) -> tuple[data.Dataset, dict[str,
     return dataset, pretrained
 
 
-def _check_shardable(recipe: Recipe, where: str) -> None:
-    """Raise UserError where somebody looks at a whole release."""
-    if recipe.planted is not None or not recipe.method.stepwise:
-        rule = "must be whole for a method without gradient steps, and in an audited run"
-    elif recipe.privacy.noise_multiplier == 0:
-        rule = "must be whole in a run without noise"
-    else:
-        return
-    raise field_error(where, "resources.release", rule, "sharded")
-
-
-def _check_wire(recipe: Recipe, where: str) -> None:
-    """Raise UserError where sums are not added up by those who were sent them, or where nobody can
-    say how many records are in one."""
-    if recipe.resources.release != "sharded":
-        rule = "must be float64 with resources.release: whole"
-    elif recipe.privacy.nominal_records is not None:
-        rule = "must be float64 with privacy.nominal_records"
-    else:
-        return
-    raise field_error(where, "resources.wire", rule, recipe.resources.wire)
-
-
-def _check_noise_there(recipe: Recipe, where: str) -> None:
-    """Raise UserError where no step draws noise."""
-    if not recipe.method.stepwise:
-        rule = "must be host for a method without gradient steps"
-    elif recipe.privacy.noise_multiplier == 0:
-        rule = "must be host in a run without noise"
-    else:
-        return
-    raise field_error(where, "resources.noise", rule, "device")
+def _check_resources(recipe: Recipe, where: str) -> None:
+    """Raise UserError for another way than the usual one of making or sending a release, where it
+    cannot be gone: where somebody looks at a whole release; where sums are not added up by those
+    who were sent them, or nobody can say how many records are in one; where no step draws noise.
+    """
+    stepwise, noisy = recipe.method.stepwise, recipe.privacy.noise_multiplier != 0
+    audited, whole = recipe.planted is not None, recipe.resources.release == "whole"
+    no_steps, no_noise = "for a method without gradient steps", "in a run without noise"
+    forbidden = {
+        ("release", "whole"): {
+            f"{no_steps}, and in an audited run": audited or not stepwise,
+            no_noise: not noisy,
+        },
+        ("wire", "float64"): {
+            "with resources.release: whole": whole,
+            "with privacy.nominal_records": recipe.privacy.nominal_records is not None,
+        },
+        ("noise", "host"): {no_steps: not stepwise, no_noise: not noisy},
+    }
+    for (field, usual), reasons in forbidden.items():
+        given = getattr(recipe.resources, field)
+        for reason, holds in reasons.items():
+            if holds and given != usual:
+                raise field_error(where, f"resources.{field}", f"must be {usual} {reason}", given)
 
 
 def _check_same_data(folder: RunFolder, dataset: data.Dataset) -> None:
