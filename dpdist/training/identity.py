@@ -24,8 +24,7 @@ def identity_of(job: TrainJob, reducer: Reducer) -> dict[str, str]:
     resources, kind = job.recipe.resources, _device(reducer.device)
     machine = f"{platform.machine()}/{torch.backends.cpu.get_cpu_capability()}/{kind}"
     machines = reducer.gather(machine)
-    kinds = {found.split("/", 2)[2] for found in machines}
-    if resources.noise == "device" and len(kinds) > 1:
+    if resources.noise == "device" and len(kinds := set(reducer.gather(kind))) > 1:
         raise UserError(
             f"resources.noise: must be host with workers on {' and '.join(sorted(kinds))}: two "
             "kinds of device may make noise that differs in its last bits"

@@ -118,6 +118,14 @@ def test_a_place_that_is_gone_is_named_where_it_may_not_be_charged(tmp_path, mon
         train(*small(tmp_path, "b", **ceiling))
 
 
+def test_a_slash_in_the_name_of_an_instruction_set_is_no_device(tmp_path, monkeypatch):
+    def capability() -> str:
+        return f"a/{threading.current_thread().name}"
+
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", capability)
+    train(*small(tmp_path, "run", **THERE), 2)
+
+
 @pytest.mark.parametrize("release", ["whole", "sharded"])
 def test_devices_of_two_kinds_make_no_noise_together(tmp_path, monkeypatch, release):
     def kind(device: torch.device) -> str:
