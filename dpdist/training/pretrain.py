@@ -17,7 +17,7 @@ from dpdist.data.overlap import check_unseen, refuse_common
 from dpdist.models import ModelSpec
 from dpdist.runs.recipe import Recipe
 from dpdist.sections.recipe import PublicRecipe
-from dpdist.training.provenance import AMONG_PUBLIC, write_provenance
+from dpdist.training.provenance import AMONG_PUBLIC, made_by, write_provenance
 from dpdist.training.records import declared_public, named_public, private_data, source_of
 
 Progress = Callable[[int, int, float], None]  # steps done, steps, per second
@@ -64,6 +64,7 @@ def pretrain(
         began["began_with"] = training.begin_with(model, section, network)
     steps = training.train_public(model, public, test.input_shape, section, part, progress)
     facts = {"steps": steps, "batch_size": section.training.batch_size, "public": True, **began}
+    facts["made_by"] = made_by(section)
     spec = replace(learned, classes=test.classes)
     if spec != learned:
         model = training.with_new_head(model, spec, section.training.init_seed)

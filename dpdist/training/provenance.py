@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ import numpy as np
 
 from dpdist import data, models
 from dpdist.base.errors import UserError
-from dpdist.base.reading import read_bytes, read_json
+from dpdist.base.reading import read_bytes, read_json, shown
 from dpdist.base.storage import write_atomic, write_json
 from dpdist.data.overlap import Inputs, refuse_common
 from dpdist.models import ModelSpec
@@ -24,7 +25,7 @@ from dpdist.release.files import is_release
 from dpdist.release.reading import load as load_release
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe
-from dpdist.sections.recipe import PretrainedRecipe
+from dpdist.sections.recipe import PretrainedRecipe, PublicRecipe
 from dpdist.training.records import private_data, source_of, training_data
 
 if TYPE_CHECKING:
@@ -58,6 +59,38 @@ def write_provenance(folder: Path, dataset: data.Dataset, facts: dict[str, Any])
         **facts,
     }
     write_json(folder / PROVENANCE, about)
+
+
+def made_by(section: PublicRecipe) -> dict[str, Any]:
+    """What of section public decides the trained weights; not where its files lie."""
+    settings = section.model_dump(mode="json")
+    if section.data is not None:
+        del settings["data"]["root"]
+    if section.weights is not None:
+        settings["weights"] = Path(section.weights).name
+    return settings
+
+
+def _check_made(folder: Path, section: PublicRecipe, begin: str) -> None:
+    """Raise UserError where `pretrain` made the folder by other settings than the recipe's. Older
+    folders do not say by which."""
+    made = read_json(folder / PROVENANCE).get("made_by")
+    if made is None:
+        return
+    for name, before, now in _differences(made, made_by(section), "public"):
+        raise UserError(
+            f"{begin}: made with {name}: {shown(before)}, the recipe says {shown(now)}; name "
+            "another folder, or remove this one, and it is made anew"
+        )
+
+
+def _differences(one: Any, other: Any, name: str) -> Iterator[tuple[str, Any, Any]]:
+    """Names and both values of what differs."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        for key in sorted(one.keys() | other.keys()):
+            yield from _differences(one.get(key), other.get(key), f"{name}.{key}")
+    elif one != other:
+        yield name, one, other
 
 
 def with_frozen(spec: ModelSpec, recipe: Recipe, dataset: data.Dataset) -> ModelSpec:
@@ -154,7 +187,7 @@ def check_pretrained(recipe: Recipe, private: data.Dataset, where: str) -> dict[
     private: all records of the data set that are not declared public. "assumed": what the privacy
     card must add to what the guarantee rests on, because no record could be compared. Raises
     UserError when a private record is among those that the part was trained on, or nobody says what
-    it saw.
+    it saw, or it was made by another section public than the recipe's.
     """
     if recipe.model.pretrained is None:
         return None
@@ -168,6 +201,8 @@ def check_pretrained(recipe: Recipe, private: data.Dataset, where: str) -> dict[
     about = {"part": part, "model": models.model_hash(folder)}
     compared = _compared(folder, private, begin)
     if (folder / PROVENANCE).exists():
+        if recipe.public is not None:
+            _check_made(folder, recipe.public, begin)
         return {**about, **_pretrained(folder, about["model"], begin, compared)}
     if (folder / _CARD).exists():
         card = _card(folder, begin)

@@ -118,7 +118,7 @@ FAULTS: list[Fault] = [
          '"world_size": "any"', "another number of workers replays with the same keys"),
         ('**({"noise": "device"} if resources.noise == "device" else {}),', "",
          "noise of another place replays with the same keys"),
-        ('resources.noise == "device" and len(kinds) > 1', "False",
+        ('resources.noise == "device" and len(kinds := set(reducer.gather(kind))) > 1', "False",
          "devices of two kinds share a release"),
     ),
     *group(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -14,13 +15,14 @@ from dpdist.base.errors import UserError
 from dpdist.data import catalog
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
-from dpdist.runs.recipe import parse
+from dpdist.runs.recipe import parse, resolve
 from dpdist.sections.training import AugmentRecipe
 from dpdist.training import loop
 from dpdist.training.augment import deformed
 from dpdist.training.building import initial_model, model_spec
 from dpdist.training.job import prepare
 from dpdist.training.pretrain import pretrain
+from dpdist.training.provenance import PROVENANCE, made_by
 from dpdist.training.public_training import accuracy
 from dpdist.training.records import source_of, training_data
 from dpdist.training.reducer import Reducer
@@ -190,6 +192,31 @@ def test_weights_that_saw_private_records_are_refused(weights, tmp_path):
         prepare(recipe, RunFolder(tmp_path / "run"), "test")
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"sigma": 0.5}, r"public\.sigma: 0\.25, the recipe says 0\.5; name another folder"),
+        ({"augment": STILL}, r"public\.augment: None, the recipe says"),
+    ],
+)
+def test_weights_made_by_other_settings_are_refused(weights, tmp_path, change, said):
+    recipe = parse(raw(weights, public=raw(weights)["public"] | change), "test")
+    with pytest.raises(UserError, match=f"weights: made with {said}"):
+        prepare(recipe, RunFolder(tmp_path / "run"), "test")
+    assert not (tmp_path / "run").exists()
+    prepare(parse(raw(weights, public=None), "test"), RunFolder(tmp_path / "run"), "test")
+
+
+def test_built_in_recipes_of_one_public_folder_make_it_alike():
+    made: dict[Path, dict] = {}
+    for path in sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml")):
+        recipe = resolve(str(path))
+        if recipe.public is not None:
+            folder = recipe.model.pretrained[1].folder
+            assert made.setdefault(folder, made_by(recipe.public)) == made_by(recipe.public), path
+    assert len(made) > 1
+
+
 def test_weights_that_nobody_vouches_for_are_refused(weights, tmp_path):
     bare = tmp_path / "bare"
     models.save(models.load(weights), models.read_spec(weights), bare)
@@ -227,6 +254,9 @@ def test_weights_replaced_in_the_middle_of_a_run_stop_it(weights, tmp_path):
     described = raw(own)
     described["public"]["training"]["steps"] = 1
     pretrain(parse(described, "test"), "test")
+    about = json.loads((own / PROVENANCE).read_text())
+    del about["made_by"]  # as an older dpdist wrote it
+    (own / PROVENANCE).write_text(json.dumps(about))
     with pytest.raises(UserError, match="initial has changed"):
         prepare(recipe, folder, "test")
 
