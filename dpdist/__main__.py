@@ -1,5 +1,17 @@
-"""`python -m dpdist`: the command line."""
+"""The entry point, of `dpdist` and of `python -m dpdist`; it loads nothing before it is called."""
 
-from dpdist.commands.cli import main
+import sys
 
-main()
+
+def start() -> None:
+    """The command line; Ctrl-C while Python still imports ends it quietly too."""
+    try:
+        from dpdist.commands import cli
+
+        cli.main()
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    start()
