@@ -304,6 +304,27 @@ def test_a_release_of_another_version_is_held_by_its_numbers(copied, monkeypatch
         verify(copied)
 
 
+def test_whoever_reads_a_release_can_name_its_signer(copied, call, work, tmp_path):
+    """predict, certify, serve and dpdist.load, as verify: before anything is answered."""
+    pem = Ed25519PrivateKey.generate().public_key().public_bytes(
+        Encoding.PEM, PublicFormat.SubjectPublicKeyInfo
+    )  # fmt: skip
+    other = tmp_path / "other.pem"
+    other.write_bytes(pem)
+    image = tmp_path / "x.npy"
+    np.save(image, np.zeros((1, 8, 8), np.float32))
+    said = "is not signed by the key"
+    for arguments in (["predict", copied, image], ["certify", copied], ["serve", copied]):
+        done = call(*arguments, "--signer", other)
+        assert done.code == 2 and said in done.err and not done.out, arguments
+    assert call("predict", copied, image, "--n", 100, "--signer", PUBLIC).code == 0
+    done = call("predict", "small", image, "--signer", PUBLIC)
+    assert done.code == 2 and "--signer: of a release, and small is none" in done.err
+    with pytest.raises(ReleaseError, match=said):
+        dpdist.load(copied, signer=other)
+    assert dpdist.load(copied, signer=work / PUBLIC).name == dpdist.load(copied).name
+
+
 def test_no_key_and_another_key(copied, call, work, tmp_path):
     other = Ed25519PrivateKey.generate().public_key()
     pem = other.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)

@@ -20,6 +20,7 @@ from dpdist.commands.options import (
     MaxInputs,
     Output,
     Runs,
+    Signer,
     Start,
     TrustFactory,
     file_path,
@@ -105,6 +106,7 @@ def command(
     tsv: _Tsv = None,
     csv: _Csv = None,
     trust_factory: TrustFactory = None,
+    signer: Signer = None,
     as_json: AsJson = False,
 ) -> None:
     """Certify the test split on all CPUs; continues what was interrupted.
@@ -125,7 +127,7 @@ def command(
     """
     from dpdist.runs.archive import open_anywhere
 
-    release = release_at(run, trust_factory)
+    release = release_at(run, trust_factory, signer)
     given = {
         "sigma": sigma, "n": n, "n0": n0, "alpha": alpha, "mode": mode, "noise": noise,
         "bound": bound, "one_sided": one_sided, "norm": norm, "radii": numbers(radii, "--radii"),

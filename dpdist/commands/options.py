@@ -178,6 +178,12 @@ ArchivedModelArgument = Annotated[
         help="A run folder, its name under --runs, its archive's address, or a release.",
     ),
 ]
+Signer = Annotated[
+    Path | None,
+    path_option(
+        "Of a release: the public key (PEM) that must have signed it.", "--signer", metavar="KEY"
+    ),
+]
 TrustFactory = Annotated[
     str | None,
     option(
@@ -245,14 +251,19 @@ def recipe_of(folder: RunFolder, data_root: Path | None, command: str) -> Recipe
     return recipe
 
 
-def release_at(name: str, trusted_factory: str | None) -> Release | None:
-    """The release that lies at a path; None where the name of a run is meant."""
+def release_at(
+    name: str, trusted_factory: str | None, signer: Path | None = None
+) -> Release | None:
+    """The release that lies at a path; None where the name of a run is meant, which nobody signs.
+    Raises UserError, ReleaseError where `signer` is given and did not sign it."""
     from dpdist.release.files import is_release
     from dpdist.release.reading import load
 
     path = usable_path(name)
     if not is_release(path):
+        if signer is not None:
+            raise UserError(f"--signer: of a release, and {name} is none")
         return None
-    found = load(path, trusted_factory=trusted_factory)
+    found = load(path, trusted_factory=trusted_factory, signer=signer)
     found.need_numbers()
     return found

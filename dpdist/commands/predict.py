@@ -19,6 +19,7 @@ from dpdist.commands.options import (
     AnswerError,
     ModelArgument,
     Runs,
+    Signer,
     TrustFactory,
     file_path,
     flag,
@@ -56,11 +57,12 @@ def command(
     label_only: _LabelOnly = False,
     as_json: _AsJson = False,
     trust_factory: TrustFactory = None,
+    signer: Signer = None,
 ) -> None:
     """Predict with fresh secret noise, on this machine, by a run's model or a released one."""
     from dpdist.runs.folder import open_run
 
-    release = release_at(run, trust_factory)
+    release = release_at(run, trust_factory, signer)
     if release is not None:
         about = release.about
         saved = _Saved(release.path, about.certificate, about.classes, lambda: release.model)

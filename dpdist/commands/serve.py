@@ -12,7 +12,7 @@ from pydantic import Field
 
 from dpdist.base.errors import Interrupted, UserError
 from dpdist.base.fields import Number, Positive, Processes
-from dpdist.commands.options import AnswerError, ReleaseArgument, TrustFactory, kind, option
+from dpdist.commands.options import AnswerError, ReleaseArgument, Signer, TrustFactory, kind, option
 from dpdist.commands.predict import Draws
 
 _Host = Annotated[str, option("Address to listen on.")]
@@ -38,6 +38,7 @@ def command(
     rate: _Rate = 20.0,
     max_bytes: _MaxBytes = 2**20,
     trust_factory: TrustFactory = None,
+    signer: Signer = None,
 ) -> None:
     """Answer POST /predict with class and certified radius, or ABSTAIN, until Ctrl-C.
 
@@ -54,7 +55,7 @@ def command(
     require_serve()
     if not _is_loopback(host):
         console.say(f"serve: {host} is not this machine's own: whoever reaches it can ask")
-    found = load(release, trusted_factory=trust_factory)
+    found = load(release, trusted_factory=trust_factory, signer=signer)
     found.settings(sigma, n, alpha)  # complaints come before Ray starts
     limits = Limits(body=max_bytes, rate=rate, burst=max(1, round(2 * rate)))
     serving = Serving(release.resolve(), trust_factory, sigma, n, alpha, replicas, limits)

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
-from typing import Annotated
 
 import typer
 
-from dpdist.commands.options import ReleaseArgument, TrustFactory, path_option
+from dpdist.commands.options import ReleaseArgument, Signer, TrustFactory
 
 
 def command(
     release: ReleaseArgument,
-    signer: Annotated[
-        Path | None, path_option("The public key (PEM) that must have signed.", metavar="KEY")
-    ] = None,
+    signer: Signer = None,
     trust_factory: TrustFactory = None,
 ) -> None:
     """Check sums, model and noise of a release, and compute its epsilon again.

@@ -21,7 +21,14 @@ from dpdist.base.reading import read_json, usable_path
 from dpdist.privacy.card import accounted
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.release.description import Description, description_of
-from dpdist.release.files import CARD, DESCRIPTION, ReleaseError, check_sums, is_release
+from dpdist.release.files import (
+    CARD,
+    DESCRIPTION,
+    ReleaseError,
+    check_signature,
+    check_sums,
+    is_release,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -122,12 +129,15 @@ class Release:
         return Answerer(self, self.settings(sigma, n, alpha))
 
 
-def load(folder: str | Path, *, trusted_factory: str | None = None) -> Release:
+def load(
+    folder: str | Path, *, trusted_factory: str | None = None, signer: str | Path | None = None
+) -> Release:
     """The release in `folder`, every file and field of it checked; nothing is unpickled.
 
     trusted_factory: "package.module:factory" that may be imported to build the model; by default
-    only this project's own networks are built. Raises ReleaseError (a UserError) for a release that
-    does not hold, UserError where there is none.
+    only this project's own networks are built. signer: the public key (PEM, Ed25519) that must have
+    signed it; by default a signature is not looked at. Raises ReleaseError (a UserError) for a
+    release that does not hold, UserError where there is none, or no such key.
     """
     path = usable_path(folder)
     if not path.is_dir():
@@ -137,6 +147,8 @@ def load(folder: str | Path, *, trusted_factory: str | None = None) -> Release:
         other = f"take {inside}" if is_release(inside) else "`dpdist release RUN` makes one"
         raise UserError(f"{path}: no release there ({other})")
     sums = check_sums(path)
+    if signer is not None:
+        check_signature(path, usable_path(signer))
     with of_release():
         about = description_of(read_json(path / DESCRIPTION), str(path / DESCRIPTION))
         card = read_json(path / CARD)

@@ -24,7 +24,6 @@ from dpdist.release.files import (
     SIGNATURE,
     SUMMED,
     ReleaseError,
-    check_signature,
 )
 from dpdist.release.page import model_card
 from dpdist.release.reading import Release, load, same_json
@@ -38,10 +37,9 @@ def verify(
     Raises ReleaseError, in one line, for the first thing that does not hold; UserError where there
     is no release, no such key, or a factory that nobody trusted.
     """
-    release = load(folder, trusted_factory=trusted_factory)
+    release = load(folder, trusted_factory=trusted_factory, signer=signer)
     rows = [("files", f"{len(SUMMED)}, each with its SHA-256 sum")]
     if signer is not None:
-        check_signature(release.path, signer)
         rows.append(("signature", f"of the key of {signer}"))
     elif (release.path / SIGNATURE).exists():
         rows.append(("signature", "there, not checked: --signer names the public key"))
