@@ -191,6 +191,9 @@ def test_recipes_with_a_denoiser_that_do_not_hold_together(changes, message):
 def test_denoisers_that_do_not_fit_are_refused(public, tmp_path):
     described = with_denoiser(public / "classifier")
     described["model"]["denoiser"] = {"folder": str(public / "classifier")}
+    with pytest.raises(UserError, match=r"classifier: made with public\.model"):
+        prepare(parse(described, "test"), RunFolder(tmp_path / "run"), "test")
+    del described["public"]  # which says that it is another's
     with pytest.raises(UserError, match="before a classifier it must keep the shape"):
         prepare(parse(described, "test"), RunFolder(tmp_path / "run"), "test")
     spec = models.ModelSpec("conv-autoencoder", (1, 28, 28), 10, {"channels": [2]})
