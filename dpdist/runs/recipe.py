@@ -53,10 +53,8 @@ class Recipe(Sections):
     def same_experiment(self, other: Recipe) -> list[str]:
         """Dotted keys in which two recipes differ, resources left out (they may change on
         resume)."""
-        return _differences(
-            self.model_dump(mode="json", exclude={"resources"}),
-            other.model_dump(mode="json", exclude={"resources"}),
-        )
+        mine, others = (r.model_dump(mode="json", exclude={"resources"}) for r in (self, other))
+        return [name for name, _, _ in differing(mine, others)]
 
     @property
     def of_model(self) -> dict[str, Any]:
@@ -240,15 +238,14 @@ def _complaint(where: str, item: Any) -> str:
     return f"{prefix}{rule}, got {shown(item['input'])}"
 
 
-def _differences(mine: Any, other: Any, prefix: str = "") -> list[str]:
+def differing(mine: Any, other: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """The dotted key of each setting that differs, and both values; a missing one is None."""
     if isinstance(mine, dict) and isinstance(other, dict):
-        keys = sorted(set(mine) | set(other))
-        return [
-            difference
-            for key in keys
-            for difference in _differences(mine.get(key), other.get(key), f"{prefix}{key}.")
-        ]
-    return [] if mine == other else [prefix.rstrip(".")]
+        for key in sorted(mine.keys() | other.keys()):
+            inner = f"{name}.{key}" if name else key
+            yield from differing(mine.get(key), other.get(key), inner)
+    elif mine != other:
+        yield name, mine, other
 
 
 def _dotted(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,7 @@ from dpdist.models import ModelSpec
 from dpdist.release.files import is_release
 from dpdist.release.reading import load as load_release
 from dpdist.runs.folder import RunFolder
-from dpdist.runs.recipe import Recipe
+from dpdist.runs.recipe import Recipe, differing
 from dpdist.sections.recipe import PretrainedRecipe, PublicRecipe
 from dpdist.training.records import private_data, source_of, training_data
 
@@ -77,20 +76,11 @@ def _check_made(folder: Path, section: PublicRecipe, begin: str) -> None:
     made = read_json(folder / PROVENANCE).get("made_by")
     if made is None:
         return
-    for name, before, now in _differences(made, made_by(section), "public"):
+    for name, before, now in differing(made, made_by(section), "public"):
         raise UserError(
             f"{begin}: made with {name}: {shown(before)}, the recipe says {shown(now)}; name "
             "another folder, or remove this one, and it is made anew"
         )
-
-
-def _differences(one: Any, other: Any, name: str) -> Iterator[tuple[str, Any, Any]]:
-    """Names and both values of what differs."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        for key in sorted(one.keys() | other.keys()):
-            yield from _differences(one.get(key), other.get(key), f"{name}.{key}")
-    elif one != other:
-        yield name, one, other
 
 
 def with_frozen(spec: ModelSpec, recipe: Recipe, dataset: data.Dataset) -> ModelSpec:
