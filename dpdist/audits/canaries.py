@@ -140,7 +140,7 @@ def _final(options: CanaryAudit, recipe: Recipe, folder: RunFolder) -> np.ndarra
 
     dataset = training_data(recipe, source_of(recipe))
     before = initial_model(recipe, model_spec(recipe, dataset))
-    after = models.load(folder.model, trusted_factory=recipe.model.name)
+    after = models.load_network(folder.model, trusted_factory=recipe.model.name)
     if options.in_sums:
         moved = (_flat(recipe, before) - _flat(recipe, after)).numpy()
         return moved[places(options.canaries, len(moved))]

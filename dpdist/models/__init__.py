@@ -28,12 +28,14 @@ if TYPE_CHECKING:
         check_outputs,
         initialise,
         load,
+        load_network,
         load_weights,
         save,
     )
     from dpdist.models.patches import Patches, patches_of
     from dpdist.models.place import device_of
     from dpdist.models.residual import residual_blocks
+    from dpdist.models.shifts import check_shifts
     from dpdist.models.split import SplitModel, require_split, split_first
 
 __all__ = [
@@ -51,12 +53,14 @@ __all__ = [
     "check_denoiser",
     "check_name",
     "check_outputs",
+    "check_shifts",
     "check_trusted",
     "device_of",
     "initialise",
     "is_base",
     "last_linear",
     "load",
+    "load_network",
     "load_weights",
     "mixing",
     "model_hash",
@@ -74,11 +78,13 @@ _WITH_TORCH = {
     "head": ("last_linear",),
     "hidden": ("attach_block_noise", "attach_noise"),
     "making": (
-        "build", "check_denoiser", "check_outputs", "initialise", "load", "load_weights", "save",
+        "build", "check_denoiser", "check_outputs", "initialise", "load", "load_network",
+        "load_weights", "save",
     ),
     "patches": ("Patches", "patches_of"),
     "place": ("device_of",),
     "residual": ("residual_blocks",),
+    "shifts": ("check_shifts",),
     "split": ("SplitModel", "require_split", "split_first"),
 }  # fmt: skip
 

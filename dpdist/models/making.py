@@ -23,6 +23,7 @@ from dpdist.models.base_folder import is_base, load_base
 from dpdist.models.catalogue import ZOO, factory_of
 from dpdist.models.hidden import attach_block_noise, attach_silence, drop_noise
 from dpdist.models.normalised import Normalised
+from dpdist.models.shifts import ShiftAverage, check_shifts
 from dpdist.models.spec import CLASSIFIER, DENOISER, ModelSpec, check_trusted, read_spec
 
 _GLOBAL_GENERATOR = threading.Lock()
@@ -221,6 +222,8 @@ def _constant(spec: ModelSpec, which: str, default: float) -> Tensor:
 
 def save(module: nn.Module, spec: ModelSpec, folder: Path) -> None:
     """Write model.safetensors and model.json into `folder`, each whole or not at all."""
+    if isinstance(module, ShiftAverage):
+        module = module.network  # the description says that it is averaged
     folder.mkdir(parents=True, exist_ok=True)
     # Copies, because tied weights share their memory, which safetensors refuses.
     tensors = {
@@ -232,13 +235,22 @@ def save(module: nn.Module, spec: ModelSpec, folder: Path) -> None:
 
 
 def load(folder: Path, *, trusted_factory: str | None = None) -> nn.Module:
-    """The saved model in eval mode.
+    """The saved model in eval mode, with its average over shifts where it has one.
 
     A model.json may come from somebody else, so a factory outside the zoo is imported only when the
     caller names that same factory (from the own recipe) as trusted. Raises UserError otherwise.
     """
+    module = load_network(folder, trusted_factory=trusted_factory)
+    shifts = read_spec(folder).shifts
+    return ShiftAverage(module, shifts).eval() if shifts else module
+
+
+def load_network(folder: Path, *, trusted_factory: str | None = None) -> nn.Module:
+    """As `load`, without the average: what was trained, not what answers."""
     spec = read_spec(folder)
     check_trusted(spec, trusted_factory, folder)
+    if spec.shifts:
+        check_shifts(spec.shifts, spec.input_shape)
     module = build(spec)
     load_weights(module, folder)
     return module.eval()

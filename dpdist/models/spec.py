@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dpdist.base.errors import UserError
+from dpdist.base.fields import MOST_SHIFTS
 from dpdist.base.reading import NoSuchFile, check_shape, read_bytes, read_json
 from dpdist.models.base_folder import base_hash, is_base
 from dpdist.models.catalogue import ZOO
@@ -37,7 +38,8 @@ class ModelSpec:
     layer; block_noise: on its input and in these modules; the deviations are among the saved
     tensors (`dpdist.models.hidden`). classifier: a frozen network behind this one, which then is a
     denoiser: images to images of the same shape. denoiser: a frozen one before this one, which then
-    is a classifier. following: it says at each position of an input what comes next.
+    is a classifier. following: it says at each position of an input what comes next. shifts: once
+    trained, it answers by its average over moves by up to so many pixels (`dpdist.models.shifts`).
     """
 
     name: str
@@ -51,6 +53,7 @@ class ModelSpec:
     denoiser: ModelSpec | None = None
     block_noise: BlockNoise | None = None
     following: bool = False
+    shifts: int = 0
 
     @property
     def noisy(self) -> bool:
@@ -70,10 +73,11 @@ class ModelSpec:
 
 
 def _described(spec: dict[str, Any]) -> dict[str, Any]:
-    """Noise in modules, and that it follows, is said only where it is so: descriptions name models
-    in keys."""
+    """Noise in modules, that it follows, and shifts are said only where they are: descriptions name
+    models in keys."""
     inner = {part: _described(spec[part]) for part in (CLASSIFIER, DENOISER) if spec[part]}
-    return {k: v for k, v in (spec | inner).items() if v or k not in ("block_noise", "following")}
+    unsaid = ("block_noise", "following", "shifts")
+    return {k: v for k, v in (spec | inner).items() if v or k not in unsaid}
 
 
 def read_spec(folder: Path) -> ModelSpec:
@@ -91,13 +95,14 @@ def read_spec(folder: Path) -> ModelSpec:
 
 _SHAPE = {
     "name": str, "input_shape": list, "classes": int, "options": dict, "mean": list, "std": list,
-    "hidden_noise": bool, "following": bool,
+    "hidden_noise": bool, "following": bool, "shifts": int,
 }  # fmt: skip
 _MOST_NUMBERS = 2**28  # of one input, and classes
 
 
 def _spec(description: dict[str, Any], where: str) -> ModelSpec:
-    check_shape({"hidden_noise": False, "following": False, **description}, where, _SHAPE)
+    unsaid = {"hidden_noise": False, "following": False, "shifts": 0}
+    check_shape({**unsaid, **description}, where, _SHAPE)
     sizes = [*description["input_shape"], description["classes"]]
     good = len(sizes) > 1 and all(type(size) is int and size >= 1 for size in sizes)
     if not good or math.prod(sizes) > _MOST_NUMBERS:
@@ -113,9 +118,22 @@ def _spec(description: dict[str, Any], where: str) -> ModelSpec:
     if description.get("block_noise") is not None:
         description["block_noise"] = _block_noise(description, where)
     try:
-        return ModelSpec(**description)
+        spec = ModelSpec(**description)
     except TypeError as error:
         raise UserError(f"{where}: damaged: {error}") from error
+    if spec.shifts:
+        _check_shifts(spec, where)
+    return spec
+
+
+def _check_shifts(spec: ModelSpec, where: str) -> None:
+    """Raise UserError for an average that no training of ours leaves behind."""
+    if not 0 < spec.shifts <= MOST_SHIFTS:
+        raise UserError(f"{where}: damaged: shifts must be 0 to {MOST_SHIFTS}, got {spec.shifts}")
+    if spec.noisy or spec.following:
+        raise UserError(
+            f"{where}: damaged: shifts go with no noise of the model's own, nor with tokens"
+        )
 
 
 def _block_noise(description: dict[str, Any], where: str) -> BlockNoise:

@@ -79,7 +79,10 @@ _LIMITS = """\
 
 
 def _what(spec: ModelSpec) -> str:
-    return "predictor of the next token" if spec.following else "classifier"
+    if spec.following:
+        return "predictor of the next token"
+    passes = 4 * spec.shifts + 1
+    return f"classifier (an average over {passes} shifts)" if spec.shifts else "classifier"
 
 
 def _metadata(about: Description, spec: ModelSpec) -> dict[str, Any]:

@@ -193,7 +193,7 @@ class Facts:
             notes=notes,
             extra={
                 "training data": self.recipe.data.name,
-                "model": self.recipe.model.name,
+                "model": self.recipe.model.title,
                 **({"model hash": self.trained["model"]} if "model" in self.trained else {}),
                 "method": self.recipe.method.name,
                 **self.parts,

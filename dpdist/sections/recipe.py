@@ -4,14 +4,13 @@ that hold between them."""
 from __future__ import annotations
 
 import math
-import re
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from dpdist.base.fields import (
+    MOST_SHIFTS,
     Count,
-    CountOrZero,
     FilePath,
     Finite,
     HexKey,
@@ -19,9 +18,7 @@ from dpdist.base.fields import (
     NoiseMultiplier,
     Number,
     Positive,
-    PositiveOrZero,
     Probability,
-    Processes,
     RunName,
     Section,
     Text,
@@ -30,6 +27,7 @@ from dpdist.base.fields import (
 from dpdist.certification.catalogue import AnyCertificate
 from dpdist.sections.audit import AnyAudit, CanaryAudit
 from dpdist.sections.data import DataRecipe
+from dpdist.sections.resources import ResourcesRecipe
 from dpdist.sections.search import TuneRecipe
 from dpdist.sections.training import AugmentRecipe, TrainingRecipe
 
@@ -53,7 +51,9 @@ class ModelRecipe(Section):
     own cannot mix records. initial: public weights that the training begins with. classifier: a
     frozen one behind the model, which then is a denoiser. denoiser: a frozen one before the model,
     which then is a classifier. trained: names of the modules that the run trains, with all that is
-    in them; the others keep the public weights that they begin with.
+    in them; the others keep the public weights that they begin with. shifts: the trained model
+    answers by the average over the image and moves of it by up to so many pixels: 4 for each, and
+    as many passes.
     """
 
     name: Text
@@ -65,6 +65,15 @@ class ModelRecipe(Section):
     classifier: PretrainedRecipe | None = None
     denoiser: PretrainedRecipe | None = None
     trained: list[Text] = Field(default=[], max_length=1000)
+    shifts: Annotated[int, Number, Field(ge=0, le=MOST_SHIFTS)] = Field(
+        default=0, description="answer by the average over moves by up to so many pixels"
+    )
+
+    @property
+    def title(self) -> str:
+        """What answers."""
+        passes = 4 * self.shifts + 1
+        return f"{self.name}, averaged over {passes} shifts" if self.shifts else self.name
 
     @field_validator("initial", "classifier", "denoiser", mode="before")
     @classmethod
@@ -187,119 +196,6 @@ class PublicRecipe(Section):
         return {"name": value} if isinstance(value, str) else value
 
 
-class WorkerRange(Section):
-    """As many training workers as the cluster has room for, more or fewer as hosts come and go."""
-
-    min: Processes
-    max: Processes
-
-    @model_validator(mode="after")
-    def _in_order(self) -> WorkerRange:
-        if self.min > self.max:
-            raise ValueError(f"min must be at most max, got {self.min} and {self.max}")
-        return self
-
-
-def _how_many(value: Any) -> str:
-    return "range" if isinstance(value, dict | WorkerRange) else "number"
-
-
-AnyWorkers = Annotated[
-    Annotated[Processes, Tag("number")] | Annotated[WorkerRange, Tag("range")],
-    Discriminator(_how_many),
-]
-
-
-class ResourcesRecipe(Section):
-    """Where and how it runs; may change between a run and its continuation."""
-
-    workers: AnyWorkers = Field(
-        default=1, description="or {min: 1, max: 8}: as many as there is room for at any time"
-    )
-    cpus_per_worker: Positive = 1
-    gpus_per_worker: PositiveOrZero = 0
-    release: Literal["whole", "sharded"] = Field(
-        default="whole",
-        description="sharded: every worker noises and updates its part, with less memory",
-    )
-    wire: Literal["float64", "float32"] = Field(default="float64", description="clipped sums")
-    noise: Literal["host", "device"] = Field(default="host", description="where a step's is drawn")
-    micro_batch: Count | None = Field(
-        default=None, description="physical batch; default: chosen to fit"
-    )
-    checkpoint_seconds: Positive = 30
-    max_failures: CountOrZero = 3
-    certify_actors: Processes | None = Field(
-        default=None, description="default: one for each CPU, or for each GPU's share"
-    )
-    certify_gpus: PositiveOrZero | None = Field(
-        default=None,
-        description="GPUs of each certifying actor, also a share; default: 1 where there are GPUs",
-    )
-    archive: str | None = Field(
-        default=None, description="copy the run to s3://BUCKET/PREFIX (gs://, file://) as it goes"
-    )
-    archive_private: bool = Field(
-        default=False,
-        description="the private state too, so that a lost run folder can be brought back",
-    )
-
-    @field_validator("certify_gpus")
-    @classmethod
-    def _whole_or_share(cls, value: float | None) -> float | None:
-        if value is not None and value > 1 and value != int(value):
-            raise ValueError("must be at most 1, or a whole number")
-        return value
-
-    @model_validator(mode="after")
-    def _whole_shares(self) -> ResourcesRecipe:
-        each = (self.cpus_per_worker, self.gpus_per_worker)
-        if self.elastic and any(amount != int(amount) for amount in each):
-            raise of_key(
-                "workers",
-                "a range needs whole cpus_per_worker and gpus_per_worker: Ray divides a host's by "
-                "a worker's without rest, and miscounts shares",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _closed_archive(self) -> ResourcesRecipe:
-        # Not a rule of the field: its complaint would repeat a password.
-        address = self.archive
-        if address is not None and not re.fullmatch(r"(s3|gs|file)://[^@\s]+", address):
-            raise ValueError(
-                "archive must be s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or file:///FOLDER, "
-                "without credentials: those come from the environment"
-            )
-        if self.archive_private and address is None:
-            raise ValueError("archive_private needs archive, the place to copy to")
-        return self
-
-    @property
-    def elastic(self) -> bool:
-        """Whether the number of training workers may change while they train."""
-        return isinstance(self.workers, WorkerRange)
-
-    @property
-    def least(self) -> int:
-        """The number of training workers without which nothing is trained."""
-        return self.workers.min if isinstance(self.workers, WorkerRange) else self.workers
-
-    @property
-    def most(self) -> int:
-        return self.workers.max if isinstance(self.workers, WorkerRange) else self.workers
-
-    @property
-    def span(self) -> str:
-        """How many training workers, in words."""
-        return f"{self.least:,} to {self.most:,}" if self.elastic else f"{self.most:,}"
-
-    @property
-    def cpus(self) -> float:
-        """CPUs without which nothing is trained."""
-        return self.least * self.cpus_per_worker
-
-
 class Sections(Section):
     """A whole recipe, with whatever method: what a method's rules may ask of the rest."""
 
@@ -337,12 +233,24 @@ class Sections(Section):
                 )
             if pretrained[0] != "initial" and self.public.model is None:
                 raise ValueError("public.model: required, the network of the frozen part")
+            if self.public.model is not None and self.public.model.shifts:
+                raise ValueError("public.model.shifts: of the model that is trained; leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _shifts_fit(self) -> Sections:
+        if self.model.shifts and self.method.carries_noise:
+            raise ValueError(
+                f"model.shifts: method {self.method.name} leaves noise inside the model, which "
+                "several passes of one draw would not share; leave it out"
+            )
         return self
 
     @model_validator(mode="after")
     def _tokens_fit(self) -> Sections:
         asked = {
             "certify": self.certify is not None,
+            "model.shifts": self.model.shifts > 0,
             "training.crop, flip": self.training.augmented,
             f"method {self.method.name}": not self.method.takes_tokens,
         }

@@ -34,7 +34,10 @@ def model_spec(recipe: Recipe, dataset: data.Dataset) -> ModelSpec:
         mean=tuple(section.mean),
         std=tuple(section.std),
         following=recipe.data.following,
+        shifts=section.shifts,
     )
+    if spec.shifts:
+        models.check_shifts(spec.shifts, spec.input_shape)
     return with_frozen(spec, recipe, dataset)
 
 

@@ -74,7 +74,7 @@ def put_together(
     assert about is not None
     spec = with_frozen(models.read_spec(folder.model), new, private)
     whole = models.build(spec)
-    trained = models.load(folder.model, trusted_factory=recipe.model.name)
+    trained = models.load_network(folder.model, trusted_factory=recipe.model.name)
     place_of(trained).attach(whole)
     if recipe.model.frozen is not None:
         trained = trained.get_submodule(own)

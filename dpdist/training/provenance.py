@@ -106,6 +106,7 @@ def frozen_spec(recipe: Recipe, dataset: data.Dataset) -> ModelSpec:
     spec = _saved_spec(recipe, folder, begin)
     if spec.noisy:
         raise UserError(f"{begin} has noise of its own; take one without")
+    spec = dataclasses.replace(spec, shifts=0)  # the whole model's average is the recipe's
     if part == models.DENOISER:
         spec = _denoiser_of(spec)
         if tuple(spec.input_shape) != dataset.input_shape:

@@ -18,6 +18,38 @@ FAULTS: list[Fault] = [
         ("np.nextafter(1 - q, 0)", "np.nextafter(1 - q, 2)", "bounds near one are rounded up"),
     ),
     *group(
+        "dpdist/models/shifts.py", "models/test_shifts",
+        ("range(1, reach + 1)", "range(1, max(reach, 2))", "the farthest shifts are left out"),
+        ("(-1, 0), (0, 1)", "(1, 0), (0, 1)", "no image is moved up"),
+        ("self.network(x.roll(shift, (2, 3))).log_softmax(1)", "self.network(x.roll(shift, (2, 3)))",
+         "shifted answers are no probabilities"),
+        ("reach >= min(input_shape[1:])", "reach > max(input_shape[1:])", "an image is moved all around"),
+    ),
+    *group(
+        "dpdist/models/making.py", "models/test_shifts",
+        ("return ShiftAverage(module, shifts).eval() if shifts else module", "return module",
+         "what answers is the network alone"),
+        ("if isinstance(module, ShiftAverage):", "if False:", "the average is saved as a network"),
+    ),
+    *group(
+        "dpdist/models/spec.py", "models/test_shifts",
+        ("if spec.noisy or spec.following:", "if spec.following:", "noise of the model's own is left out"),
+        ("unsaid = (\"block_noise\", \"following\", \"shifts\")", "unsaid = (\"block_noise\", \"following\")",
+         "models of before get another hash"),
+    ),
+    *group(
+        "dpdist/training/building.py", "models/test_shifts",
+        ("shifts=section.shifts,", "shifts=0,", "the recipe's average is forgotten"),
+    ),
+    *group(
+        "dpdist/training/denoising.py", "models/test_shifts",
+        ("trained = models.load_network(", "trained = models.load(", "an average is put together as a network"),
+    ),
+    *group(
+        "dpdist/sections/recipe.py", "models/test_shifts",
+        ("if self.model.shifts and self.method.carries_noise:", "if False:", "noise inside is left out of an average"),
+    ),
+    *group(
         "dpdist/certification/bounds.py", "certification/test_bounds",
         ("np.sqrt(log_term / (2 * n))", "np.sqrt(log_term / (4 * n))", "Hoeffding's width is too small"),
         ("np.log(2 * classes)", "np.log(classes)", "one side of the scores is not paid for"),

@@ -22,7 +22,7 @@ from dpdist.privacy.plan import PrivacyPlan
 from dpdist.release.verifying import verify
 from dpdist.reports.facts import read_facts
 from dpdist.reports.page import write_report
-from dpdist.sections.recipe import ResourcesRecipe
+from dpdist.sections.resources import ResourcesRecipe
 from dpdist.sections.search import Domain
 from dpdist.training import loop
 from dpdist.training.planning import plan_at

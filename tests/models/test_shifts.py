@@ -1,0 +1,274 @@
+"""The average over shifts: part of the trained model wherever it answers, and of no training."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy.special import log_softmax
+from support.here import without_ray
+
+import dpdist
+from dpdist import models
+from dpdist.base.errors import UserError
+from dpdist.certification import job, table
+from dpdist.certification.bank import split_first_layer
+from dpdist.certification.classifier import ExecutedClassifier
+from dpdist.certification.cohen import Cohen
+from dpdist.commands.releasing import release
+from dpdist.evaluation import evaluate_stage, load_model
+from dpdist.models import ModelSpec
+from dpdist.models.shifts import ShiftAverage, shifts_within
+from dpdist.randomness.units import RandomWords, UnitSource
+from dpdist.release.files import CARD
+from dpdist.runs.folder import RunFolder
+from dpdist.runs.recipe import parse
+from dpdist.training import loop
+from dpdist.training.building import model_spec
+from dpdist.training.denoising import put_together
+from dpdist.training.job import prepare
+from dpdist.training.pretrain import pretrain
+from dpdist.training.records import evaluation_data, source_of, training_data
+from dpdist.training.reducer import Reducer
+
+SPEC = ModelSpec("small-cnn", (2, 6, 6), 3, {"width": 4}, mean=(0.4,), std=(0.5,), shifts=2)
+MOVES = [(0, 0), (1, 0), (-1, 0), (0, 1), (0, -1), (2, 0), (-2, 0), (0, 2), (0, -2)]
+
+
+def averaged(network: torch.nn.Module, x: torch.Tensor, moves: list[tuple[int, int]]) -> np.ndarray:
+    """By the definition, in float64: moved[i, j] = x[i - dy, j - dx], around the edge."""
+    height, width = x.shape[2:]
+    found = []
+    for dy, dx in moves:
+        rows = [(i - dy) % height for i in range(height)]
+        columns = [(j - dx) % width for j in range(width)]
+        with torch.no_grad():
+            logits = network(x[:, :, rows][:, :, :, columns]).double().numpy()
+        found.append(log_softmax(logits, axis=1))
+    return np.mean(found, axis=0)
+
+
+def saved(folder: Path, spec: ModelSpec = SPEC) -> torch.nn.Module:
+    """The network, after it was saved."""
+    network = models.initialise(spec, 3)
+    models.save(network, spec, folder)
+    return network.eval()
+
+
+def test_a_loaded_model_is_the_mean_log_probability_over_its_moves(tmp_path):
+    network, x = saved(tmp_path), torch.rand(4, 2, 6, 6)
+    assert shifts_within(0) == MOVES[:1] and sorted(shifts_within(2)) == sorted(MOVES)
+    with torch.no_grad():
+        found = models.load(tmp_path)(x).numpy()
+    np.testing.assert_allclose(found, averaged(network, x, MOVES), atol=1e-5)
+    assert np.abs(found - averaged(network, x, MOVES[:5])).max() > 1e-3
+    np.testing.assert_allclose(np.exp(averaged(network, x, MOVES[:1])).sum(1), 1)
+
+
+def test_the_file_has_the_network_alone(tmp_path):
+    """So that the weights begin other trainings, and saving what was loaded changes nothing."""
+    network, x = saved(tmp_path / "a"), torch.rand(4, 2, 6, 6)
+    models.save(models.load(tmp_path / "a"), models.read_spec(tmp_path / "a"), tmp_path / "b")
+    assert models.model_hash(tmp_path / "a") == models.model_hash(tmp_path / "b")
+    plain = dataclasses.replace(SPEC, shifts=0)
+    saved(tmp_path / "plain", plain)
+    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("a", "plain")]
+    assert files[0] == files[1]
+    assert models.model_hash(tmp_path / "a") != models.model_hash(tmp_path / "plain")
+    assert "shifts" not in json.loads((tmp_path / "plain/model.json").read_text())
+    again = models.initialise(plain, 7).eval()
+    models.load_weights(again, tmp_path / "a")
+    with torch.no_grad():
+        assert torch.equal(again(x), network(x))
+        assert torch.equal(models.load_network(tmp_path / "a")(x), network(x))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"shifts": 9}, "damaged: shifts must be 0 to 8, got 9"),
+        ({"shifts": -1}, "damaged: shifts must be 0 to 8, got -1"),
+        ({"shifts": True}, "shifts"),
+        ({"shifts": 1.0}, "shifts"),
+        ({"shifts": 6}, "must be below the image's sides, got 6 for"),
+        ({"input_shape": [72]}, "needs images"),
+        ({"hidden_noise": True}, "no noise of the model's own"),
+        ({"block_noise": {"modules": [], "mode": "additive"}}, "no noise of the model's own"),
+        ({"following": True}, "nor with tokens"),
+    ],
+)
+def test_a_description_that_no_training_leaves_is_refused(tmp_path, change, said):
+    saved(tmp_path)
+    path = tmp_path / "model.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(UserError, match=said):
+        models.load(tmp_path)
+
+
+def test_an_averaged_model_is_not_cut_behind_its_first_layer():
+    """Noise drawn once behind that layer would be another model's."""
+    network = models.initialise(ModelSpec("mlp", (1, 6, 6), 3), 0)
+    average = ShiftAverage(network, 1).eval()
+    assert split_first_layer(network) is not None and split_first_layer(average) is None
+    with pytest.raises(UserError, match="needs a model that is a sequence"):
+        models.require_split(average)
+
+
+# ---- a run
+
+
+def raw(**sections) -> dict:
+    return {
+        "name": "run",
+        "data": {"name": "digits"},
+        "model": {"name": "small-cnn", "options": {"width": 4}, "shifts": 1},
+        "method": {"name": "input-noise", "sigma": 0.25, "draws": 1},
+        "privacy": {
+            "noise_multiplier": 1.0, "delta": 1e-5, "clip_norm": 1.0, "run_key": "ab" * 32,
+        },
+        "training": {"batch_size": 40, "steps": 3, "learning_rate": 0.5},
+        "certify": {"sigma": 0.25, "n": 100, "n0": 20, "max_inputs": 3, "radii": [0.1]},
+        **sections,
+    }  # fmt: skip
+
+
+def train(described: dict, path: Path) -> RunFolder:
+    folder = RunFolder(path)
+    loop.run(prepare(parse(described, "test"), folder, "test"), Reducer(0, 1, torch.device("cpu")))
+    return folder
+
+
+PLAIN = {"name": "small-cnn", "options": {"width": 4}}
+PIXELDP = {"name": "pixeldp", "epsilon_r": 1.0, "delta_r": 0.05, "attack_size": 0.1}
+
+
+def test_training_sees_nothing_of_it_and_the_answers_all_of_it(tmp_path):
+    mine = train(raw(), tmp_path / "mine")
+    plain = train(raw(model=PLAIN), tmp_path / "plain")
+    files = [(folder.model / "model.safetensors").read_bytes() for folder in (mine, plain)]
+    assert files[0] == files[1]
+    recipe = mine.read_recipe()
+    evaluate_stage(recipe, mine)
+    test = evaluation_data(recipe, source_of(recipe))
+    x, network = test.batch(slice(0, len(test))), load_model(plain.read_recipe(), plain)
+    answers = averaged(network, x, MOVES[:5]).argmax(1)
+    with torch.no_grad():
+        assert (network(x).argmax(1).numpy() != answers).any()
+        assert (load_model(recipe, mine)(x).argmax(1).numpy() == answers).all()
+    wrong = json.loads(mine.evaluation.read_text())["wrong"]
+    assert [int(i) for i in wrong.split()] == np.flatnonzero(answers != test.labels).tolist()
+
+
+def test_the_certified_votes_are_those_of_the_average(tmp_path, monkeypatch):
+    """Every count again: the unit's stream, the noise from it, the network on each moved image."""
+    without_ray(monkeypatch)
+    network = saved(tmp_path / "model")
+    settings = Cohen(sigma=0.5, n0=30, n=250, batch=100, seed="5", form="eager")
+
+    class Images:
+        fingerprint, classes, labels = "these", 3, np.arange(3)
+
+        def batch(self, indices):
+            return torch.rand(3, 2, 6, 6, generator=torch.Generator().manual_seed(1))[indices]
+
+    job.certify(tmp_path / "model", Images(), settings, tmp_path / "out")
+    source = UnitSource(
+        "certify", "5", models.model_hash(tmp_path / "model"), "these", "gaussian", 0.5
+    )
+    for row in table.read(tmp_path / "out" / job.TABLE).to_pylist():
+        i, histogram, alone = row["index"], np.zeros(3, int), np.zeros(3, int)
+        for block in range(3):
+            words = RandomWords().fill(source.key(i, "estimate", block), 100 * 72)
+            noise = torch.empty(100, 2, 6, 6)
+            settings.smoothing.draw(words, noise.numpy().ravel())
+            noisy, draws = Images().batch(slice(i, i + 1)) + noise, min(100, 250 - block * 100)
+            for moves, into in ((MOVES, histogram), (MOVES[:1], alone)):
+                votes = averaged(network, noisy, moves).argmax(1)[:draws]
+                into += np.bincount(votes, minlength=3)
+        assert row["histogram"] == histogram.tolist()
+        assert row["histogram"] != alone.tolist()
+
+
+def test_every_form_of_the_executed_classifier_is_the_average(tmp_path):
+    network, x = saved(tmp_path), torch.rand(10, 2, 6, 6)
+    for form in ("eager", "channels-last", "frozen"):
+        found = ExecutedClassifier(models.load(tmp_path), form, [(10, 2, 6, 6)]).logits(x)
+        np.testing.assert_allclose(found, averaged(network, x, MOVES), atol=1e-5)
+
+
+def test_a_denoiser_before_it_keeps_the_runs_average(tmp_path):
+    """`dpdist denoise`: the whole is averaged once, not its classifier inside it again."""
+    quick = {"batch_size": 50, "steps": 2, "learning_rate": 0.1}
+    autoencoder = {"name": "conv-autoencoder", "options": {"channels": [4]}}
+    public = raw(
+        data={"name": "digits", "public": 0.4}, model=PLAIN | {"denoiser": str(tmp_path / "d")},
+        public={"model": autoencoder, "training": quick, "sigma": 0.25},
+    )  # fmt: skip
+    pretrain(parse(public, "test"), "test")
+    run = train(raw(data={"name": "digits", "public": 0.4}), tmp_path / "runs/run")
+    joined = put_together(run, "denoiser", tmp_path / "d", RunFolder(tmp_path / "runs/joined"))
+    assert models.read_spec(joined.model).shifts == 1
+    x = torch.rand(3, 1, 8, 8)
+    denoiser, network = models.load(tmp_path / "d"), models.load_network(run.model)
+
+    def whole(x: torch.Tensor) -> torch.Tensor:
+        return network(denoiser(x))
+
+    with torch.no_grad():
+        found = models.load(joined.model)(x).numpy()
+    np.testing.assert_allclose(found, averaged(whole, x, MOVES[:5]), atol=1e-5)
+
+
+def test_a_frozen_classifier_is_its_network(tmp_path):
+    """What is averaged is the whole model, where its own recipe says so."""
+    run = train(raw(), tmp_path / "run")
+    behind = {"name": "conv-autoencoder", "options": {"channels": [4]}}
+    behind["classifier"] = {"folder": str(run.model), "saw": "digits"}
+    recipe = parse(raw(model=behind), "test")
+    spec = model_spec(recipe, training_data(recipe, source_of(recipe)))
+    assert spec.shifts == 0 and spec.classifier.shifts == 0
+    assert models.read_spec(run.model).shifts == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"model": {**PLAIN, "shifts": 9}}, r"model\.shifts: must be <= 8"),
+        ({"model": {**PLAIN, "shifts": True}}, r"model\.shifts: must be a number"),
+        ({"method": PIXELDP, "certify": None}, r"leaves noise inside the model"),
+        (
+            {"public": {"model": {**PLAIN, "shifts": 1}, "training": raw()["training"]},
+             "model": {"name": "mlp", "classifier": "c", "shifts": 1}},
+            r"public\.model\.shifts: of the model that is trained",
+        ),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_with_it_is_told(change, said):
+    with pytest.raises(UserError, match=said):
+        parse(raw(**change), "test")
+
+
+def test_images_that_are_too_small_are_told_before_training(tmp_path):
+    with pytest.raises(UserError, match=r"model\.shifts: must be below the image's sides, got 8"):
+        train(raw(model=PLAIN | {"shifts": 8}), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_release_answers_by_it_and_says_so(tmp_path):
+    run = train(raw(privacy=raw()["privacy"] | {"run_key": None}), tmp_path / "run")
+    evaluate_stage(run.read_recipe(), run)
+    release(run)
+    loaded, x = dpdist.load(run.release), torch.rand(5, 1, 8, 8)
+    network = models.load_network(run.model)
+    with torch.no_grad():
+        np.testing.assert_allclose(loaded.model(x), averaged(network, x, MOVES[:5]), atol=1e-5)
+    page, card = (
+        (run.release / "README.md").read_text(),
+        json.loads((run.release / CARD).read_text()),
+    )
+    assert "A classifier (an average over 5 shifts) of digits" in page
+    assert card["extra"]["model"] == "small-cnn, averaged over 5 shifts"
