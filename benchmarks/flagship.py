@@ -125,6 +125,14 @@ ROWS = [
         recipe=NO_PUBLIC,
     ),
     Row(
+        "shifts",
+        "no public data: drawn strokes, averaged over shifts, epsilon 2",
+        changes=_epsilon(2.0, **{"model.shifts": 1}),
+        repeats=3,
+        compared=True,
+        recipe=NO_PUBLIC,
+    ),
+    Row(
         "strokes-inf",
         "drawn strokes, the same steps without noise on the gradient: not private",
         changes={"privacy.epsilon": None, "privacy.noise_multiplier": 0.0},
