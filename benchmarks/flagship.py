@@ -126,9 +126,16 @@ ROWS = [
     ),
     Row(
         "shifts",
+        "no public data: drawn strokes, consistency 1, averaged over shifts, epsilon 2",
+        changes=_epsilon(2.0, **{"model.shifts": 1, "method.consistency": 1.0}),
+        repeats=3,
+        compared=True,
+        recipe=NO_PUBLIC,
+    ),
+    Row(
+        "shifts-alone",
         "no public data: drawn strokes, averaged over shifts, epsilon 2",
         changes=_epsilon(2.0, **{"model.shifts": 1}),
-        repeats=3,
         compared=True,
         recipe=NO_PUBLIC,
     ),
