@@ -3,6 +3,7 @@ and a classifier of its code."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -22,13 +23,18 @@ class DPALNetwork(nn.Module):
     input_noise: Tensor
     hidden_noise: Tensor
 
-    def __init__(self, encoder: nn.Conv2d, rest: nn.Module, head: nn.Linear, noise: Tensor) -> None:
+    def __init__(
+        self,
+        encoder: nn.Conv2d,
+        rest: nn.Module,
+        head: nn.Linear,
+        input_shape: Sequence[int],
+        code_shape: Sequence[int],
+    ) -> None:
         super().__init__()
         self.encoder, self.rest, self.head = encoder, rest, head
-        with torch.no_grad():
-            hidden = encoder(noise[None])[0]
-        self.register_buffer("input_noise", torch.zeros_like(noise))
-        self.register_buffer("hidden_noise", torch.zeros_like(hidden))
+        self.register_buffer("input_noise", torch.zeros(*input_shape))
+        self.register_buffer("hidden_noise", torch.zeros(*code_shape))
 
     def code(self, noisy: Tensor) -> Tensor:
         """h-bar (B, filters, H', W') of noisy inputs."""
@@ -66,15 +72,14 @@ def dpal_cnn(
     """
     if len(filters) != 2 or kernel % 2 == 0:
         raise ValueError("two numbers of filters and an odd kernel are needed")
-    noise = torch.zeros(*input_shape)
     encoder = nn.Conv2d(input_shape[0], filters[0], kernel, 2, kernel // 2, bias=False)
     second = nn.Conv2d(filters[0], filters[1], kernel, 2, kernel // 2)
-    with torch.no_grad():
-        code = encoder(noise[None])[0]
-        deeper = second(code[None])[0]
+    halves = [math.ceil(side / 2) for side in input_shape[1:]]
+    code = [filters[0], *halves]
+    deeper = [filters[1], *(math.ceil(side / 2) for side in halves)]
     rest = nn.Sequential(
-        nn.LayerNorm(code.shape), activation_layer(activation), second,
-        nn.LayerNorm(deeper.shape), activation_layer(activation), nn.Flatten(),
-        nn.Linear(deeper.numel(), dense), nn.Tanh(),
+        nn.LayerNorm(code), activation_layer(activation), second,
+        nn.LayerNorm(deeper), activation_layer(activation), nn.Flatten(),
+        nn.Linear(math.prod(deeper), dense), nn.Tanh(),
     )  # fmt: skip
-    return DPALNetwork(encoder, rest, nn.Linear(dense, classes, bias=False), noise)
+    return DPALNetwork(encoder, rest, nn.Linear(dense, classes, bias=False), input_shape, code)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -83,7 +84,7 @@ def _cosines(channels: int, side: int) -> Tensor:
     first: float32 (channels (side^2 - 1), channels, side, side)."""
 
     def rows(count: int) -> Tensor:
-        places = torch.arange(count, dtype=torch.float64) + 0.5
+        places = torch.from_numpy(np.arange(count) + 0.5)
         found = torch.stack([(math.pi / count * places * row).cos() for row in range(count)])
         return found / found.norm(dim=1, keepdim=True)
 

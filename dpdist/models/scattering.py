@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -66,7 +67,7 @@ def _morlets(width: float, angles: int) -> Tensor:
     """Real and imaginary parts by turns: float32 (2 angles, 1, side, side), each real part of L1
     norm 1 and mean 0. The envelope is twice as long as wide."""
     reach = math.ceil(2.5 * width)
-    steps = torch.arange(-reach, reach + 1, dtype=torch.float64)
+    steps = torch.from_numpy(np.arange(-reach, reach + 1.0))
     rows, columns = torch.meshgrid(steps, steps, indexing="ij")
     found = []
     for angle in range(angles):
@@ -83,7 +84,7 @@ def _morlets(width: float, angles: int) -> Tensor:
 
 def _lowest(side: int, count: int) -> Tensor:
     """The first rows of the orthonormal cosine transform: float32 (count, side)."""
-    places = torch.arange(side, dtype=torch.float64) + 0.5
+    places = torch.from_numpy(np.arange(side) + 0.5)
     rows = torch.stack([(math.pi / side * places * row).cos() for row in range(count)])
     return (rows / rows.norm(dim=1, keepdim=True)).float()
 

@@ -184,7 +184,8 @@ def test_a_network_is_made_without_torch_s_compiler():
     """Which takes a second of processor time to load, in every process that makes one."""
     code = (
         "import sys; from dpdist import models; from dpdist.models import ModelSpec as S\n"
-        "for name in ('linear', 'mlp', 'tf-cnn', 'hgm-cnn', 'small-cnn', 'resnet-gn'):\n"
+        "of_images = 'tf-cnn', 'hgm-cnn', 'small-cnn', 'resnet-gn', 'scattering', 'patches'\n"
+        "for name in ('linear', 'mlp', 'dpal-cnn', *of_images):\n"
         "    models.initialise(S(name, (3, 32, 32), 10), 0)\n"
         "for name in ('next-word-mlp', 'next-word-lstm'):\n"
         "    models.initialise(S(name, (8,), 50), 0)\n"
