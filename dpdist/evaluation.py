@@ -27,10 +27,16 @@ _SIDE = 96  # of an image in a report, at most
 
 
 def require_model(recipe: Recipe, folder: RunFolder) -> None:
-    """Raise UserError unless the run has finished, and with a model that may be used."""
-    folder.require_trained()
+    """Raise UserError unless the run has finished, with a model that may be used and that is there
+    as it was trained."""
+    trained = folder.require_trained().get("model")  # runs of earlier versions did not say
     if recipe.method.withheld is not None:
         raise UserError(f"{folder.path}: {recipe.method.withheld}")
+    if trained is not None and models.model_hash(folder.model) != trained:
+        raise UserError(
+            f"{folder.model}: is not the model that this run trained (one of its files was damaged "
+            "or replaced), and its guarantee does not speak of it; put the trained model back"
+        )
 
 
 def load_model(recipe: Recipe, folder: RunFolder) -> torch.nn.Module:

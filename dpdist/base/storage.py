@@ -41,6 +41,24 @@ def written_aside(path: Path, *, durable: bool = True) -> Iterator[Path]:
         aside.unlink(missing_ok=True)
 
 
+def write_once(path: Path, text: str) -> None:
+    """Write a secret at `path`, whole and durable, readable by its owner only, unless something is
+    there: of two processes at once, the first one's stays for both."""
+    if os.path.lexists(path):
+        return
+    aside = _aside(path)
+    try:
+        with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        with suppress(FileExistsError):
+            os.link(aside, path)
+        sync(path.parent)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
 def sync(path: Path) -> None:
     """Bring a file's content to the disk, or the names in a folder."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -11,6 +11,7 @@ report/        index.html
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -267,10 +268,10 @@ class RunFolder:
 
     def read_key(self) -> bytes:
         """The secret run key. Raises UserError when it is missing or damaged."""
-        try:
-            return bytes.fromhex(read_text(self.run_key, 1000))
-        except ValueError:
-            raise UserError(f"{self.run_key}: damaged: must be 64 hex digits") from None
+        text = read_text(self.run_key, 1000)
+        if not re.fullmatch(r"[0-9a-fA-F]{64}", text):  # and no less, which is easily guessed
+            raise UserError(f"{self.run_key}: damaged: must be 64 hex digits")
+        return bytes.fromhex(text)
 
     def read_plan(self) -> PrivacyPlan:
         """The plan that the run executes. Raises UserError when it is missing or damaged."""

@@ -41,7 +41,7 @@ class _Made:
 
 def begun(folder: RunFolder) -> bool:
     """Whether the run may have released anything; its ledger must then be there."""
-    made = (folder.ledger, folder.anchor, folder.trained)
+    made = (folder.ledger, folder.anchor, folder.trained, folder.groups)
     return any(path.exists() for path in made) or bool(complete_checkpoints(folder.checkpoints))
 
 

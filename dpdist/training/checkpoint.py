@@ -3,6 +3,7 @@ all."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import sys
@@ -43,9 +44,9 @@ def save(folder: Path, state: TrainState, released: Anchor, parts: int = 0) -> N
     many workers' parts of more slots lie there (`save_part`); it counts once they all do.
     """
     private_folder(folder)
-    target = folder / f"step-{state.step:08d}"
+    target = folder / _name(state.step)
     tensors = {"flat": state.flat.cpu(), **{f"slot.{k}": v.cpu() for k, v in state.slots.items()}}
-    write_atomic(target / "state.safetensors", save_tensors(tensors))
+    write_atomic(target / "state.safetensors", _sealed(tensors))
     done = {"step": state.step, "ledger": released.to_dict(), **({"parts": parts} if parts else {})}
     write_atomic(target / "done.json", json.dumps(done, allow_nan=False))
     kept = set(complete_checkpoints(folder)[-KEEP:])
@@ -58,8 +59,8 @@ def save_part(folder: Path, step: int, rank: int, count: int, slots: Mapping[str
     """Write one worker's entries of slots, of which the workers hold parts in order of rank."""
     private_folder(folder)
     tensors = {f"slot.{name}": slot.cpu() for name, slot in slots.items()}
-    target = folder / f"step-{step:08d}" / part_name(rank, count)
-    write_atomic(target, save_tensors(tensors))
+    target = folder / _name(step) / part_name(rank, count)
+    write_atomic(target, _sealed(tensors))
 
 
 def newest_step(folder: Path) -> int:
@@ -74,6 +75,8 @@ def latest(folder: Path, own: slice = slice(0, sys.maxsize)) -> TrainState | Non
     if not complete:
         return None
     done = read_json(complete[-1] / "done.json", {"step": int})
+    if complete[-1].name != _name(done["step"]):
+        raise UserError(f"{complete[-1]}: damaged: its done.json is that of step {done['step']}")
     path = complete[-1] / "state.safetensors"
     tensors = _tensors(path)
     if "flat" not in tensors:
@@ -82,6 +85,10 @@ def latest(folder: Path, own: slice = slice(0, sys.maxsize)) -> TrainState | Non
     if "parts" in done:
         slots.update(_from_parts(complete[-1], done["parts"], own, len(tensors["flat"])))
     return TrainState(done["step"], tensors["flat"], slots)
+
+
+def _name(step: int) -> str:
+    return f"step-{step:08d}"
 
 
 def part_name(rank: int, count: int) -> str:
@@ -112,10 +119,32 @@ def _slots(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _tensors(path: Path) -> dict[str, Tensor]:
+    """Those of a file that is as it was written. Raises UserError."""
+    raw = read_bytes(path)
     try:
-        return load_tensors(read_bytes(path))
+        tensors = load_tensors(raw)
     except SafetensorError as error:
         raise UserError(f"{path}: damaged: {reason(error)}") from error
+    about = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")]).get("__metadata__", {})
+    if _SEAL in about and about[_SEAL] != _seal(tensors):  # earlier versions did not seal
+        raise UserError(f"{path}: damaged: its numbers are not those that were written")
+    return tensors
+
+
+_SEAL = "blake2b"
+
+
+def _sealed(tensors: Mapping[str, Tensor]) -> bytes:
+    """A safetensors file that says what is in it: a wrong number would be trained on unnoticed."""
+    return save_tensors(dict(tensors), {_SEAL: _seal(tensors)})
+
+
+def _seal(tensors: Mapping[str, Tensor]) -> str:
+    hashed = hashlib.blake2b(digest_size=16)
+    for name, tensor in sorted(tensors.items()):
+        hashed.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        hashed.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return hashed.hexdigest()
 
 
 def digest(tensor: Tensor) -> Tensor:

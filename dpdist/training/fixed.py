@@ -18,10 +18,11 @@ from dpdist.base.reading import read_bytes
 from dpdist.base.storage import write_atomic
 from dpdist.methods.base import Fixed, Setup
 from dpdist.models import ModelSpec
+from dpdist.privacy.ledger import Ledger
 from dpdist.randomness.keys import new_run_key
 from dpdist.runs.folder import RunFolder
 from dpdist.training.building import initial_model
-from dpdist.training.job import TrainJob, read_run_key
+from dpdist.training.job import PUT_BACK, TrainJob, read_run_key
 from dpdist.training.records import public_data
 
 
@@ -38,9 +39,23 @@ def ensure_fixed(job: TrainJob, spec: ModelSpec) -> bool:
         setup = Setup(recipe, spec, initial, job.own_records(), public_data(recipe), key)
         tensors = recipe.method.fix(setup)
         if tensors:
+            if _taken(job.folder):
+                raise UserError(f"{path}: missing, and steps were taken with it; {PUT_BACK}")
             contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
             write_atomic(path, save_tensors(contiguous))
     return path.exists()
+
+
+def _taken(folder: RunFolder) -> bool:
+    """Whether workers have begun steps: these were taken with what is fixed."""
+    return folder.ledger.exists() and bool(Ledger.read(folder.ledger).attempts)
+
+
+def check_same_fixed(folder: RunFolder, ledger: Ledger, now: str) -> None:
+    """Raise UserError where the last attempt was made with other tensors. now: their `digest`."""
+    before = ledger.attempts[-1]["identity"].get("hidden noise") if ledger.attempts else None
+    if before not in (None, now):
+        raise UserError(f"{folder.fixed}: is not what this run's steps were taken with; {PUT_BACK}")
 
 
 def read_fixed(folder: RunFolder) -> dict[str, Tensor]:

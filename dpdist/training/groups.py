@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+from dpdist.base.reading import NoSuchFile, parse_json, read_text
 from dpdist.privacy.ledger import Ledger
 from dpdist.runs.folder import RunFolder
 
@@ -34,20 +35,27 @@ class Group:
         return cls(step, reducer.world_size, reducer.backend, ledger.repeats(step))
 
 
+_SHAPE = {"step": int, "workers": int, "backend": str, "again": int}
+
+
 def write(folder: RunFolder, group: Group) -> None:
     with open(folder.groups, "a") as file:
         file.write(json.dumps(asdict(group)) + "\n")
 
 
 def read(folder: RunFolder) -> list[Group]:
-    """All so far, the first one first; what a crash or a full disk cut off is left out."""
+    """All so far, the first one first; what a crash or a full disk cut off is left out. Raises
+    UserError for a damaged line."""
+    path = folder.groups
     try:
-        lines = folder.groups.read_text().splitlines(keepends=True)
-    except FileNotFoundError:
+        lines = read_text(path).split("\n")[:-1]
+    except NoSuchFile:
         return []
     # The last brace: in its line a whole one may stand behind one that was cut off.
-    whole = [line[line.rindex("{") :] for line in lines if line.endswith("\n")]
-    return [Group(**json.loads(line)) for line in whole]
+    whole = [line[max(0, line.rfind("{")) :] for line in lines]
+    places = [f"{path}, line {number}" for number in range(1, len(whole) + 1)]
+    found = [parse_json(*each, _SHAPE) for each in zip(whole, places, strict=True)]
+    return [Group(**{name: line[name] for name in _SHAPE}) for line in found]
 
 
 class Teller:

@@ -8,7 +8,8 @@ import torch
 
 from dpdist.base.errors import UserError
 from dpdist.cluster.packages import code_digest
-from dpdist.training.job import PACKAGES, TrainJob
+from dpdist.randomness.keys import key_id
+from dpdist.training.job import PACKAGES, TrainJob, read_run_key
 from dpdist.training.reducer import Reducer
 
 
@@ -30,6 +31,7 @@ def identity_of(job: TrainJob, reducer: Reducer) -> dict[str, str]:
             "kinds of device may make noise that differs in its last bits"
         )
     return {
+        "key": key_id(read_run_key(job.folder)),
         **({"noise": "device"} if resources.noise == "device" else {}),
         # With canonical shards the sum does not depend on the number of workers.
         "world_size": "any" if job.recipe.training.reproducible else str(reducer.world_size),

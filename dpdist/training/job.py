@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,13 +10,14 @@ import numpy as np
 from dpdist import data, models
 from dpdist.base.errors import UserError
 from dpdist.base.reading import read_json
-from dpdist.base.storage import write_atomic, write_json
+from dpdist.base.storage import write_atomic, write_json, write_once
 from dpdist.cluster.packages import fingerprint
 from dpdist.data.overlap import check_unseen, refuse_common
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.randomness.keys import new_run_key
+from dpdist.randomness.keys import key_id, new_run_key
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe, check_against_data, field_error
+from dpdist.runs.released import begun, read_released
 from dpdist.sections.training import CANONICAL_SHARDS
 from dpdist.training.planning import make_plan
 from dpdist.training.provenance import AMONG_PUBLIC, check_pretrained
@@ -31,6 +31,7 @@ from dpdist.training.records import (
 )
 
 PACKAGES = ("dpdist",)
+PUT_BACK = "put back what was there, or begin a new run under another --name"
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,7 @@ def check(recipe: Recipe, folder: RunFolder, where: str) -> CheckedTraining:
         raise UserError(f"{folder.path}: holds a private search; continue it with `dpdist tune`")
     continued = folder.check_same_recipe(recipe)
     dataset, pretrained = check_trainable(recipe, where)
+    _check_kept(recipe, folder, pretrained)
     _check_same_data(folder, dataset)
     _check_same_pretrained(folder, pretrained)
     if continued and folder.plan.exists():
@@ -197,6 +199,26 @@ def _check_resources(recipe: Recipe, where: str) -> None:
                 raise field_error(where, f"resources.{field}", f"must be {usual} {reason}", given)
 
 
+def _check_kept(recipe: Recipe, folder: RunFolder, about: dict[str, Any] | None) -> None:
+    """Raise UserError where a run that may have released something lost what its releases were made
+    under: made again, it would be another, and nobody would notice. Its key must be the ledger's.
+    """
+    if not begun(folder):
+        return
+    needed = [folder.plan, folder.data, folder.run_key]
+    needed += [folder.planted] if recipe.planted is not None else []
+    needed += [folder.pretrained] if about is not None else []
+    for path in needed:
+        if not path.exists():
+            raise UserError(f"{path}: missing, and this run has begun; {PUT_BACK}")
+    keys = {made["identity"].get("key") for made in read_released(folder).ledger.attempts}
+    if keys - {None, key_id(folder.read_key())}:  # earlier versions did not say
+        raise UserError(
+            f"{folder.run_key}: is not the key that this run's releases were drawn under; "
+            f"{PUT_BACK}"
+        )
+
+
 def _check_same_data(folder: RunFolder, dataset: data.Dataset) -> None:
     """Raise UserError when the run was begun on other records: the plan is about those."""
     if folder.data.exists():
@@ -230,17 +252,9 @@ def _ensure_run_key(recipe: Recipe, folder: RunFolder) -> None:
     """Put the run key into the private folder, once: from the operating system's generator, or the
     recipe's fixed key (tests only; the privacy card then says that the run is not private)."""
     fixed = recipe.privacy.run_key
-    try:
-        # Exclusive: of two starts at once, one makes the key and both use it.
-        descriptor = os.open(folder.run_key, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    except FileExistsError:
-        return
-    with os.fdopen(descriptor, "w") as file:
-        file.write(fixed or new_run_key().hex())
-        file.flush()
-        os.fsync(file.fileno())
-    if fixed:
+    if fixed and not folder.run_key.exists():  # first: no crash leaves a fixed key unmarked
         write_atomic(folder.fixed_key, "The run key was fixed in the recipe: not private.\n")
+    write_once(folder.run_key, fixed or new_run_key().hex())
 
 
 def read_run_key(folder: RunFolder) -> bytes:

@@ -38,7 +38,7 @@ from dpdist.training import checkpoint, groups
 from dpdist.training.building import build_engine, initial_model, model_spec, wire_of
 from dpdist.training.canaries import Canaries, plant
 from dpdist.training.finite import Diverged, Divergence, probe
-from dpdist.training.fixed import digest, ensure_fixed, read_fixed
+from dpdist.training.fixed import check_same_fixed, digest, ensure_fixed, read_fixed
 from dpdist.training.identity import identity_of
 from dpdist.training.job import PACKAGES, TrainJob, read_run_key
 from dpdist.training.monitor import Monitor, Seen
@@ -244,6 +244,7 @@ class Loop(Mechanism):
         if self.reducer.rank == 0:
             ledger = stack.enter_context(Ledger.open(job.folder.ledger, job.plan.fingerprint()))
             check_released(job.folder, job.plan, ledger)
+            check_same_fixed(job.folder, ledger, mine["hidden noise"])
             self._check_ceiling(ledger, mine)
             epoch = ledger.begin_attempt(mine)
             # A fixed key is for tests, which want the same run again: no nonce then.

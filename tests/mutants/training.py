@@ -11,6 +11,37 @@ WHERE = "training/test_where_noise_is_drawn"
 
 FAULTS: list[Fault] = [
     *group(
+        "dpdist/training/job.py",
+        "training/test_damaged_runs",
+        (
+            "needed = [folder.plan, folder.data, folder.run_key]",
+            "needed = [folder.plan, folder.data]",
+            "a lost run key is made afresh",
+        ),
+        ("if keys - {None, key", "if False and keys - {None, key", "any run key goes on"),
+    ),
+    *group(
+        "dpdist/training/checkpoint.py",
+        "training/test_damaged_runs",
+        ("about[_SEAL] != _seal(tensors)", "False", "a checkpoint's bits are believed"),
+    ),
+    *group(
+        "dpdist/training/fixed.py",
+        "training/test_damaged_runs",
+        ("if _taken(job.folder):", "if False:", "lost noise is fixed again"),
+        ("if before not in (None, now):", "if False:", "fixed noise may change under way"),
+    ),
+    *group(
+        "dpdist/evaluation.py",
+        "training/test_damaged_runs",
+        ("models.model_hash(folder.model) != trained", "False", "any model is used as the run's"),
+    ),
+    *group(
+        "dpdist/runs/released.py",
+        "training/test_damaged_runs",
+        (", folder.trained, folder.groups)", ", folder.trained)", "a run without ledger begins anew"),
+    ),
+    *group(
         "dpdist/training/loop.py", f"{STEP}::test_every_optimizer",
         ("return torch.from_numpy(add_noise(summed, noise_key, noise_std, start)), flagged",
          "return (add_noise(summed, noise_key, noise_std, start), torch.from_numpy(summed))[1], flagged",
@@ -286,11 +317,14 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/training/job.py", f"training/test_checkpoint {KEYS}",
-        ("file.write(fixed or new_run_key().hex())", 'file.write(fixed or "00" * 32)',
+        ("run_key, fixed or new_run_key().hex())", 'run_key, fixed or "00" * 32)',
          "every run has the same key"),
+        ("    if fixed and not", "    if False and not", "a fixed key is not marked"),
+    ),
+    *group(
+        "dpdist/base/storage.py", "training/test_checkpoint training/test_damaged_runs",
         ("os.O_EXCL, 0o600)", "os.O_EXCL, 0o644)", "others can read the run key"),
-        ("        os.fsync(file.fileno())\n", "", "the run key is not synced"),
-        ("    if fixed:\n", "    if False:\n", "a fixed key is not marked"),
+        ("            os.fsync(file.fileno())\n", "", "the run key is not synced"),
     ),
     *group(
         "dpdist/runs/released.py", "training/test_released",

@@ -107,7 +107,7 @@ def test_the_run_key_is_secret_fresh_and_durable(tmp_path, monkeypatch):
         patch.setattr(os, "fsync", fsync)
         recipe, folder = make(tmp_path, "a", privacy__run_key=None)
         prepare(recipe, folder, "test")
-    assert any(name.endswith("run.key") for name in synced)
+    assert any(".run.key." in name for name in synced), "before it takes its place"
     keys = {read_run_key(folder)}
     for name in "bc":
         recipe, other = make(tmp_path, name, privacy__run_key=None)

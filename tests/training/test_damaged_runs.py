@@ -1,0 +1,224 @@
+"""What carries a run's privacy is never silently begun afresh, and a damaged file never believed.
+
+A run that crashed half-way loses one file, or has one edited; the same command is then refused in
+one line before anything is written, and goes on where it stopped once the file is put back.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.training import execute, interrupted, make, parameters, prepare, train
+
+from dpdist import evaluation, models
+from dpdist.base.errors import UserError
+from dpdist.base.storage import write_once
+from dpdist.runs.folder import RunFolder, complete_checkpoints
+from dpdist.runs.released import read_released
+from dpdist.training import groups
+
+HIDDEN = {
+    "method": {"name": "pixeldp"},
+    "model": {
+        "name": "hgm-cnn",
+        "options": {"filters": [4], "kernels": [3], "strides": [2], "dense": 8},
+    },
+    "privacy": {"noise_multiplier": 0.0, "clipping": "none", "delta": 1e-4},
+    "training": {"batch_size": 40, "steps": 5, "learning_rate": 0.3},
+}
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+@pytest.fixture(scope="module")
+def crashed(tmp_path_factory) -> Path:
+    """A run with a key of its own that died with step 6 on its ledger, the checkpoint of 6 steps
+    behind it."""
+    place = tmp_path_factory.mktemp("crashed")
+    torch.set_num_threads(1)  # as for each test: an attempt's identity
+    with pytest.MonkeyPatch.context() as patch:
+        interrupted(*small(place), patch, 6)
+    return place / "run"
+
+
+def small(place: Path, **more):
+    return make(place, model="linear", privacy__run_key=None, **more)
+
+
+def gone(path: Path) -> None:
+    path.unlink()
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def half(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def other_digit(path: Path) -> None:
+    text = path.read_text()
+    path.write_text(("1" if text[0] == "0" else "0") + text[1:])
+
+
+def one_bit(path: Path) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[-3] ^= 1
+    path.write_bytes(raw)
+
+
+def a_loop(path: Path) -> None:
+    path.unlink()
+    path.symlink_to(path.name)
+
+
+def no_text(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"\xff")
+
+
+def not_a_record(path: Path) -> None:
+    path.write_bytes(b"\n" + path.read_bytes())
+
+
+CASES = [
+    ("run.key", gone, "run.key: missing"),
+    ("run.key", empty, "run.key: damaged: must be 64 hex digits"),
+    ("run.key", half, "run.key: damaged: must be 64 hex digits"),
+    ("run.key", other_digit, "is not the key that this run"),
+    ("run.key", a_loop, "run.key: missing"),
+    ("plan.json", gone, "plan.json: missing"),
+    ("data.json", gone, "data.json: missing"),
+    ("data.json", a_loop, "data.json: missing"),
+    ("workers.jsonl", not_a_record, "workers.jsonl, line 1: damaged"),
+    ("workers.jsonl", no_text, "workers.jsonl: must be UTF-8 text"),
+    ("checkpoints/step-00000006/state.safetensors", one_bit, "its numbers are not those"),
+    ("checkpoints/step-00000006/state.safetensors", half, "damaged"),
+]
+
+
+@pytest.mark.parametrize(("name", "damage", "why"), CASES)
+def test_a_crashed_run_is_refused_until_it_is_whole(crashed, tmp_path, name, damage, why):
+    shutil.copytree(crashed, tmp_path / "run")
+    recipe, folder = small(tmp_path)
+    path = folder.private / name
+    kept = path.read_bytes()
+    damage(path)
+    before = tree(folder.path)
+    with pytest.raises(UserError, match=why) as caught:
+        groups.Teller(folder, print)  # as the driver does before workers start
+        train(recipe, folder)
+    assert "\n" not in str(caught.value)
+    assert tree(folder.path) == before, "nothing was written"
+    path.unlink(missing_ok=True)
+    path.write_bytes(kept)
+    train(recipe, folder)
+    ledger = read_released(folder).ledger
+    assert ledger.superseded == 0, ledger.attempts
+
+
+def test_a_ledger_is_not_begun_again_beside_what_was_made_of_it(crashed, tmp_path):
+    """Ledger and anchor gone: whatever else is left of the run says that it had them."""
+    for left in ("checkpoints", "workers.jsonl"):
+        shutil.copytree(crashed, tmp_path / left / "run")
+        recipe, folder = small(tmp_path / left)
+        folder.ledger.unlink()
+        folder.anchor.unlink()
+        if left == "checkpoints":
+            folder.groups.unlink()
+        else:
+            shutil.rmtree(folder.checkpoints)
+        with pytest.raises(UserError, match=r"ledger\.jsonl: missing"):
+            prepare(recipe, folder, "test")
+        assert not folder.ledger.exists() and not folder.anchor.exists()
+
+
+def test_a_checkpoint_is_that_of_its_step(crashed, tmp_path):
+    shutil.copytree(crashed, tmp_path / "run")
+    recipe, folder = small(tmp_path)
+    before, newest = complete_checkpoints(folder.checkpoints)
+    shutil.copy(before / "done.json", newest / "done.json")
+    with pytest.raises(UserError, match=r"its done\.json is that of step 5"):
+        train(recipe, folder)
+
+
+def test_noise_fixed_once_is_not_fixed_again(tmp_path):
+    """Every component of the hidden noise, which the first steps were taken with."""
+    recipe, folder = make(tmp_path, **HIDDEN)
+    execute(prepare(recipe, folder, "test"), until=3)
+    kept = folder.fixed.read_bytes()
+    tensors = load_file(folder.fixed)
+    save_file({name: tensor * 0.5 for name, tensor in tensors.items()}, folder.fixed)
+    with pytest.raises(UserError, match="is not what this run's steps were taken with"):
+        train(recipe, folder)
+    folder.fixed.unlink()
+    with pytest.raises(UserError, match="missing, and steps were taken with it"):
+        train(recipe, folder)
+    assert not folder.fixed.exists()
+    folder.fixed.write_bytes(kept)
+    train(recipe, folder)
+    assert read_released(folder).ledger.superseded == 0
+
+
+def test_only_the_model_that_was_trained_is_used(tmp_path):
+    """One number of its weights, and its description."""
+    recipe, folder = make(tmp_path, model="linear", training__steps=2)
+    train(recipe, folder)
+    evaluation.evaluate_stage(recipe, folder)
+    assert parameters(folder).isfinite().all()
+    path = folder.model / "model.safetensors"
+    for damaged in (path, folder.model / "model.json"):
+        kept = damaged.read_bytes()
+        if damaged == path:
+            tensors = load_file(path)
+            name = next(iter(tensors))
+            tensors[name].view(-1)[0] += 1
+            save_file(tensors, path)
+        else:
+            damaged.write_bytes(kept + b" ")
+        for use in (evaluation.require_model, evaluation.load_model):
+            with pytest.raises(UserError, match="is not the model that this run trained"):
+                use(recipe, folder)
+        damaged.write_bytes(kept)
+    assert isinstance(evaluation.load_model(recipe, folder), torch.nn.Module)
+    assert models.model_hash(folder.model) == folder.require_trained()["model"]
+
+
+def test_a_secret_is_written_once_and_whole(tmp_path, monkeypatch):
+    """Not at all where the disk is full; not over what is there, a link to nowhere included."""
+    path = tmp_path / "key"
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="full"):
+        patch.setattr("os.fsync", full)
+        write_once(path, "a" * 64)
+    assert not list(tmp_path.iterdir())
+    write_once(path, "a" * 64)
+    write_once(path, "b" * 64)
+    assert path.read_text() == "a" * 64 and path.stat().st_mode & 0o777 == 0o600
+    link = tmp_path / "link"
+    link.symlink_to("nowhere")
+    write_once(link, "c")
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["key", "link"]
+
+
+def full(descriptor: int) -> None:
+    raise OSError("full")
+
+
+def test_a_fixed_key_is_marked_before_it_is_there(tmp_path, monkeypatch):
+    """A crash between the two leaves no fixed key that nobody sees to be one."""
+    recipe, folder = make(tmp_path, model="linear")
+
+    def crash(path, text):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("dpdist.training.job.write_once", crash)
+        prepare(recipe, folder, "test")
+    assert RunFolder(folder.path).fixed_key.exists() and not folder.run_key.exists()
