@@ -107,8 +107,9 @@ def _spec(description: dict[str, Any], where: str) -> ModelSpec:
     good = len(sizes) > 1 and all(type(size) is int and size >= 1 for size in sizes)
     if not good or math.prod(sizes) > _MOST_NUMBERS:
         raise UserError(f"{where}: damaged: input_shape and classes must be sizes, got {sizes}")
-    if not all(type(value) in (int, float) for value in description["mean"] + description["std"]):
-        raise UserError(f"{where}: damaged: mean and std must be numbers")
+    numbers = description["mean"] + description["std"]
+    if not all(type(value) in (int, float) and abs(value) < 1e30 for value in numbers):
+        raise UserError(f"{where}: damaged: mean and std must be numbers below 1e30")
     for name in ("input_shape", "mean", "std"):
         description[name] = tuple(description[name])
     for part in (CLASSIFIER, DENOISER):

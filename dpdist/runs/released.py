@@ -9,6 +9,7 @@ the ledger may go further, and never less far.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from dpdist.base.errors import UserError
@@ -18,6 +19,7 @@ from dpdist.privacy.ledger import Ledger, LedgerError
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.runs.folder import RunFolder, complete_checkpoints
 
+_LONGEST = 2**16  # bytes of a first line
 _LOST = "the ledger was replaced or cut, and epsilon cannot be stated"
 
 
@@ -40,9 +42,17 @@ class _Made:
 
 
 def begun(folder: RunFolder) -> bool:
-    """Whether the run may have released anything; its ledger must then be there."""
+    """Whether the run may have released anything; its ledger must then be there. A file without a
+    whole line is what a crash or a full disk left of its very first write."""
     made = (folder.ledger, folder.anchor, folder.trained, folder.groups)
-    return any(path.exists() for path in made) or bool(complete_checkpoints(folder.checkpoints))
+    return any(map(_has_line, made)) or bool(complete_checkpoints(folder.checkpoints))
+
+
+def _has_line(path: Path) -> bool:
+    if not path.is_file():
+        return path.exists()
+    with open(path, "rb") as file:
+        return b"\n" in file.read(_LONGEST)
 
 
 def read_released(folder: RunFolder) -> Released:

@@ -18,8 +18,9 @@ from dpdist import evaluation, models
 from dpdist.base.errors import UserError
 from dpdist.base.storage import write_once
 from dpdist.runs.folder import RunFolder, complete_checkpoints
-from dpdist.runs.released import read_released
+from dpdist.runs.released import begun, read_released
 from dpdist.training import groups
+from dpdist.training.trainer import _charged
 
 HIDDEN = {
     "method": {"name": "pixeldp"},
@@ -222,3 +223,20 @@ def test_a_fixed_key_is_marked_before_it_is_there(tmp_path, monkeypatch):
         patch.setattr("dpdist.training.job.write_once", crash)
         prepare(recipe, folder, "test")
     assert RunFolder(folder.path).fixed_key.exists() and not folder.run_key.exists()
+
+
+@pytest.mark.parametrize("left", [b"", b'{"record":{"kind":"pl', b"\0" * 64])
+@pytest.mark.parametrize("anchor", [None, b""])
+def test_a_ledger_whose_first_write_failed_is_begun(tmp_path, left, anchor):
+    """A disk that was full at its first line: nothing was released, and the same command goes on,
+    under a budget too."""
+    recipe, folder = small(tmp_path, privacy__budget=str(tmp_path / "budgets"))
+    prepare(recipe, folder, "test")
+    folder.ledger.write_bytes(left)
+    if anchor is not None:
+        folder.anchor.write_bytes(anchor)
+    assert not begun(folder)
+    job = prepare(recipe, folder, "test")
+    with _charged(job):
+        execute(job)
+    assert begun(folder) and read_released(folder).ledger.superseded == 0
