@@ -19,8 +19,9 @@ import pyarrow.parquet as pq
 from dpdist.base.errors import UserError
 from dpdist.base.storage import built_aside, private_folder, written_aside
 from dpdist.data.dataset import Dataset
-from dpdist.data.hashes import STORED
+from dpdist.data.hashes import write_hashes
 from dpdist.data.parquet import Columns, load_parquet, split_files
+from dpdist.data.sealed import seal
 from dpdist.data.strokes import CLASSES, RECORDS, invented
 
 
@@ -107,7 +108,7 @@ def _digits(split: str, cache: Path) -> Dataset:
     """scikit-learn's 1,797 digits of 8x8 pixels, a fifth of them (by hash of the index) for
     testing."""
     folder = cache / f"digits-{split}-1"
-    if not (folder / "meta.json").exists():
+    if not folder.exists():
         from sklearn.datasets import load_digits
 
         digits = load_digits()
@@ -121,7 +122,7 @@ def _digits(split: str, cache: Path) -> Dataset:
 def _strokes(split: str, cache: Path) -> Dataset:
     """Signs that `strokes` draws: for training, and others of the same classes for testing."""
     folder = cache / f"strokes-{split}-1"
-    if not (folder / "meta.json").exists():
+    if not folder.exists():
         count, seed = (RECORDS, 0) if split == "train" else (RECORDS // 10, 1)
         inputs, labels = invented(count, seed)
         meta = _meta(f"strokes/{split}", CLASSES, inputs, labels)
@@ -138,7 +139,7 @@ def of_labels(whole: Dataset, labels: tuple[int, ...], cache: Path) -> Dataset:
     """The records of a whole split with these labels, renumbered in this order: a data set of its
     own, to whose fingerprint no other record adds. Raises UserError when there are none."""
     folder = cache / f"{whole.folder.name}-labels-{'-'.join(map(str, labels))}"
-    if not (folder / "meta.json").exists():
+    if not folder.exists():
         found = np.asarray(whole.labels)
         rows = np.flatnonzero(np.isin(found, labels))
         if not len(rows):
@@ -172,8 +173,9 @@ def _write(
         np.save(aside / "inputs.npy", inputs)
         np.save(aside / "labels.npy", labels)
         if hashes is not None:
-            np.save(aside / STORED, hashes)
+            write_hashes(aside, hashes.tobytes())
         (aside / "meta.json").write_text(json.dumps(meta))
+        seal(aside)
 
 
 def fetch(name: str, root: Path, progress: Callable[[str], None] = lambda line: None) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -11,7 +10,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from dpdist.base.errors import UserError
+from dpdist.base.reading import read_json
 from dpdist.data.hashes import as_model_sees, positions, stored_hashes
+from dpdist.data.sealed import check_sealed, damaged
 from dpdist.data.text import following
 
 if TYPE_CHECKING:
@@ -46,7 +48,13 @@ class Dataset:
 
     @staticmethod
     def open(folder: Path) -> Dataset:
-        meta = json.loads((folder / "meta.json").read_text())
+        """What lies in a folder of the cache. Raises UserError where it is not as it was made."""
+        check_sealed(folder)
+        shape = {"name": str, "classes": int, "fingerprint": str}
+        try:
+            meta = read_json(folder / "meta.json", shape)
+        except UserError:
+            raise damaged(folder / "meta.json") from None
         return Dataset(
             folder,
             meta["name"],

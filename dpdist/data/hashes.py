@@ -12,9 +12,11 @@ from pathlib import Path
 
 import numpy as np
 
-from dpdist.base.storage import written_aside
+from dpdist.base.storage import write_atomic
+from dpdist.data.sealed import damaged
 
 _CHUNK = 2**22  # values turned into floats at once
+_BYTES = 16  # of a hash
 STORED = "record-hashes.npy"  # beside the records
 
 
@@ -52,6 +54,19 @@ def stored_hashes(folder: Path) -> np.ndarray:
     path = folder / STORED
     if not path.exists():
         inputs = np.load(folder / "inputs.npy", mmap_mode="r", allow_pickle=False)
-        with written_aside(path) as aside, open(aside, "wb") as file:
-            np.save(file, hashes_of(inputs))
-    return np.load(path, allow_pickle=False)
+        write_hashes(folder, hashes_of(inputs).tobytes())
+    raw = path.read_bytes()
+    if raw.startswith(b"\x93NUMPY"):  # of an earlier version, without a sum
+        return np.load(path, allow_pickle=False)
+    if not raw or raw[-_BYTES:] != _sum(raw[:-_BYTES]):
+        raise damaged(path)
+    return np.frombuffer(raw[:-_BYTES], dtype=f"S{_BYTES}")
+
+
+def write_hashes(folder: Path, hashes: bytes) -> None:
+    """Keep the hashes of a folder's records beside them, and behind them their own."""
+    write_atomic(folder / STORED, hashes + _sum(hashes))
+
+
+def _sum(hashes: bytes) -> bytes:
+    return hashlib.blake2b(hashes, digest_size=_BYTES, person=b"dpdist.hashes").digest()

@@ -25,8 +25,9 @@ from PIL import Image
 from dpdist.base.errors import UserError
 from dpdist.base.storage import built_aside, private_folder
 from dpdist.data.dataset import Dataset
-from dpdist.data.hashes import STORED
+from dpdist.data.hashes import write_hashes
 from dpdist.data.images import Inexact, decode
+from dpdist.data.sealed import seal
 from dpdist.data.text import TextColumn
 
 _LAYOUT = 4  # of the cache; a new number re-reads everything
@@ -128,7 +129,7 @@ def load_parquet(
     """
     stamp = _stamp(files, name, classes, columns, names)
     folder = cache / f"{name.replace('/', '-')}-{stamp}"
-    if not (folder / "meta.json").exists():
+    if not folder.exists():
         cache.mkdir(parents=True, exist_ok=True, mode=0o700)
         with built_aside(folder, first=True) as aside:
             _decode(files, name, (classes, names), columns, private_folder(aside))
@@ -200,7 +201,7 @@ def _decode(
     inputs.flush()  # type: ignore[attr-defined]
     labels.flush()
     if hashes:
-        np.save(out / STORED, np.frombuffer(bytes(hashes), dtype="S16"))
+        write_hashes(out, bytes(hashes))
     meta = {
         "name": name,
         "classes": classes[0],
@@ -210,6 +211,7 @@ def _decode(
         "following": not columns.labelled,
     }
     (out / "meta.json").write_text(json.dumps(meta))
+    seal(out)
 
 
 def _open(file: Path) -> pq.ParquetFile:

@@ -6,6 +6,17 @@ from mutants.fault import Fault, group
 
 FAULTS: list[Fault] = [
     *group(
+        "dpdist/data/sealed.py",
+        "data/test_sealed",
+        ("!= said and _digest(path) != said[-1]", "!= said and False", "any bits are the records'"),
+        ("[info.st_size, info.st_mtime_ns]", "[info.st_mtime_ns]", "a size is not looked at"),
+    ),
+    *group(
+        "dpdist/data/hashes.py",
+        "data/test_sealed",
+        ("raw[-_BYTES:] != _sum(raw[:-_BYTES])", "False", "any bits are the records' hashes"),
+    ),
+    *group(
         "dpdist/data/hashes.py",
         "data/test_overlap",
         ("seen + np.float32(0)", "seen", "minus zero makes another record"),
