@@ -302,6 +302,8 @@ def read_facts(folder: RunFolder | str | Path) -> Facts:
     public = [kind for kind in catalogue.EVALUATIONS if not kind.private]
     evaluations = {kind: kind.results(folder) for kind in public}
     found = [each for some in evaluations.values() for each in some if hasattr(each, "model")]
+    if evaluation is not None:
+        _check_models(trained, [(folder.evaluation, evaluation.get("model"))])
     _check_models(trained, [(t.path, t.about.get("model")) for t in tables])
     _check_models(trained, [(each.path, each.model) for each in found])
     return Facts(
@@ -326,6 +328,10 @@ def _read_evaluation(path: Path) -> dict[str, Any]:
     sound = 1 <= found["inputs"] <= MOST_INPUTS and 0 <= found["accuracy"] <= 1
     if "next_tokens" in found:
         check_shape(found, str(path), {"next_tokens": int, "perplexity": float})
+    if "correct" in found:  # earlier versions did not say
+        check_shape(found, str(path), {"correct": int})
+        asked = max(1, found.get("next_tokens", found["inputs"]))
+        sound &= found["accuracy"] == found["correct"] / asked
     if not sound or not isinstance(pairs, list) or not all(map(_is_pair, pairs)):
         raise UserError(f"{path}: damaged: its accuracy is not that of its inputs and classes")
     return found
@@ -342,9 +348,10 @@ def _check_models(trained: dict[str, Any], found: list[tuple[Path, str | None]])
     own = trained.get("model")
     for path, model in found:
         if own is not None and model is not None and model != own:
+            alone = (path.parent / "run.json").exists()
             raise UserError(
-                f"{path}: of another model than this run's (the folder comes from another run, or "
-                f"the run was trained anew); remove {path.parent}"
+                f"{path}: of another model than this run's (it comes from another run, or the run "
+                f"was trained anew); remove {path if alone else path.parent}"
             )
 
 

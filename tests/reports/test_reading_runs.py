@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import asdict
 from pathlib import Path
@@ -26,6 +27,7 @@ from dpdist.certification.expected_score_bounds import SCORE_UNIT, Sensitivity
 from dpdist.certification.places import ScoredPlace
 from dpdist.certification.scores import ExpectedScores, ScoreBound, decide
 from dpdist.commands import certify
+from dpdist.evaluation import evaluate_stage
 from dpdist.reports import compare, page
 from dpdist.reports.attacks import grid, same_classifier
 from dpdist.reports.facts import read_facts
@@ -258,3 +260,26 @@ def test_a_run_shows_results_of_its_own_model_only(
     smoothed_table(run.certificates / "foreign/certificates.parquet")
     with pytest.raises(UserError, match=r"foreign.*: of another model than this run's"):
         read_facts(run)
+
+
+def test_an_evaluation_says_what_was_counted_of_this_model(tmp_path: Path) -> None:
+    """Another accuracy, another count, another model; and the message never says to remove the
+    run."""
+    recipe, run = make(
+        tmp_path, "x", data__max_train=40, training__batch_size=40, training__steps=1,
+        model="linear",
+    )  # fmt: skip
+    train(recipe, run)
+    evaluate_stage(recipe, run)
+    told = json.loads(run.evaluation.read_text())
+    assert read_facts(run).evaluation == told
+    for change, why in (
+        ({"accuracy": 0.99}, "its accuracy is not that of its inputs"),
+        ({"correct": told["correct"] + 1}, "its accuracy is not that of its inputs"),
+        ({"inputs": told["inputs"] // 2}, "its accuracy is not that of its inputs"),
+        ({"correct": "all"}, "correct must be int"),
+        ({"model": "0" * 32}, r"of another model .*; remove .*evaluation\.json$"),
+    ):
+        run.evaluation.write_text(json.dumps(told | change))
+        with pytest.raises(UserError, match=why):
+            read_facts(run)
