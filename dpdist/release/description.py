@@ -111,5 +111,5 @@ def description_of(record: dict[str, Any], where: str) -> Description:
         for item in error.errors():
             key = ".".join(str(part) for part in item["loc"])
             got = "" if isinstance(item["input"], dict) else f", got {shown(item['input'])}"
-            said.append(f"{key}: {rule_of(item)}{got}")
+            said.append(f"{key and key + ': '}{rule_of(item)}{got}")
         raise UserError(f"{where}: damaged: {'; '.join(said[:3])}") from None

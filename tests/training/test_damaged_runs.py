@@ -6,6 +6,7 @@ one line before anything is written, and goes on where it stopped once the file 
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -190,6 +191,18 @@ def test_only_the_model_that_was_trained_is_used(tmp_path):
         damaged.write_bytes(kept)
     assert isinstance(evaluation.load_model(recipe, folder), torch.nn.Module)
     assert models.model_hash(folder.model) == folder.require_trained()["model"]
+
+
+@pytest.mark.parametrize("number", [10**400, 1e300, True, "1"])
+@pytest.mark.parametrize("name", ["mean", "std"])
+def test_a_constant_of_a_model_is_a_number_that_it_holds(tmp_path, name, number):
+    """Of somebody else's description too; the first is no 64-bit number at all."""
+    spec = models.ModelSpec("linear", (1, 8, 8), 10, {})
+    models.save(models.initialise(spec, 3), spec, tmp_path)
+    path = tmp_path / "model.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {name: [number]}))
+    with pytest.raises(UserError, match="mean and std must be numbers below 1e30"):
+        models.read_spec(tmp_path)
 
 
 def test_a_secret_is_written_once_and_whole(tmp_path, monkeypatch):
