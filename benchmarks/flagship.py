@@ -1,7 +1,7 @@
 """The flagship recipe against what is published, and what each of its ingredients gives.
 
 Every row is `dpdist run` of recipes/mnist-flagship.yaml with the changes below (some: of its
-relatives without public data, or with a search), under a fresh key.
+relatives with public data, or with a search), under a fresh key.
 Rows share the pre-training. What is done is not done again: the same command continues.
 
     python benchmarks/flagship.py --data-root data [--out DIR] [--only PATTERN ...] [--quick]
@@ -51,9 +51,8 @@ PUBLISHED = {  # by data set and sigma: certified at radii, in %
 PUBLISHED_AT_HALF = ((1.0, 89.3), (2.9, 92.8))  # certified at 0.5, sigma 0.25: by epsilon
 ENDS = (0.5, 2.9)  # where the line of what has no epsilon begins and ends
 RESULTS = Path(__file__).with_suffix(".jsonl")
-RECIPE = "mnist-flagship"
-SEARCH = "mnist-flagship-search"
-NO_PUBLIC = "mnist-flagship-no-public"
+RECIPE, SEARCH = "mnist-flagship", "mnist-flagship-search"
+PUBLIC, PUBLIC_SEARCH = "mnist-flagship-public", "mnist-flagship-public-search"
 CIFAR = "cifar10-flagship-no-public"
 
 
@@ -70,7 +69,7 @@ class Row:
     changes: dict[str, Any] = field(default_factory=dict)
     repeats: int = 1
     compared: bool = False
-    recipe: str = RECIPE
+    recipe: str = PUBLIC
 
     @property
     def task(self) -> tuple[str, float]:
@@ -91,14 +90,18 @@ def _epsilon(value: float, **changes: Any) -> dict[str, Any]:
     return {"privacy.epsilon": value, **changes}
 
 
+# The recipe as it was before: one answer for an image, and no term that makes copies agree.
+EARLIER = {"model.shifts": 0, "method.consistency": 0.0}
+
+
 ROWS = [
-    Row("flagship", "the recipe", repeats=3, compared=True),
-    Row("flagship-0.5", "the recipe with noise 0.5", 0.5, repeats=3, compared=True),
-    Row("epsilon-1", "epsilon 1", changes=_epsilon(1.0), compared=True),
-    Row("epsilon-0.5", "epsilon 0.5", changes=_epsilon(0.5), compared=True),
+    Row("flagship", "public weights", repeats=3, compared=True),
+    Row("flagship-0.5", "public weights, noise 0.5", 0.5, repeats=3, compared=True),
+    Row("epsilon-1", "public weights, epsilon 1", changes=_epsilon(1.0), compared=True),
+    Row("epsilon-0.5", "public weights, epsilon 0.5", changes=_epsilon(0.5), compared=True),
     Row(
         "longer",
-        "600 steps, learning rate 3, consistency 4, epsilon 2.5",
+        "public weights, 600 steps, learning rate 3, consistency 4, epsilon 2.5",
         changes=_epsilon(
             2.5,
             **{"training.steps": 600, "training.learning_rate": 3.0, "method.consistency": 4.0},
@@ -106,49 +109,48 @@ ROWS = [
     ),
     Row(
         "longer-0.5",
-        "noise 0.5 in training too, 600 steps, consistency 1, epsilon 2.9",
+        "public weights, noise 0.5 in training too, 600 steps, consistency 1, epsilon 2.9",
         0.5,
         changes=_epsilon(
             2.9, **{"training.steps": 600, "method.sigma": 0.5, "method.consistency": 1.0}
         ),
     ),
-    Row("searched", "searched: the tuning is counted", compared=True, recipe=SEARCH),
-    Row(
-        "strokes-searched", "no public data, searched", compared=True, recipe=f"{NO_PUBLIC}-search"
-    ),
-    Row("strokes", "no public data: drawn strokes", repeats=3, compared=True, recipe=NO_PUBLIC),
-    Row(
-        "strokes-2",
-        "no public data: drawn strokes, epsilon 2",
-        changes=_epsilon(2.0),
-        compared=True,
-        recipe=NO_PUBLIC,
-    ),
-    Row(
-        "shifts",
-        "no public data: drawn strokes, consistency 1, averaged over shifts, epsilon 2",
-        changes=_epsilon(2.0, **{"model.shifts": 1, "method.consistency": 1.0}),
-        repeats=3,
-        compared=True,
-        recipe=NO_PUBLIC,
-    ),
+    Row("searched", "public weights, searched", compared=True, recipe=PUBLIC_SEARCH),
+    Row("strokes-searched", "searched: the tuning is counted", compared=True, recipe=SEARCH),
+    Row("shifts", "the recipe", repeats=3, compared=True, recipe=RECIPE),
     Row(
         "shifts-alone",
-        "no public data: drawn strokes, averaged over shifts, epsilon 2",
-        changes=_epsilon(2.0, **{"model.shifts": 1}),
+        "without consistency",
+        changes={"method.consistency": 0.0},
         compared=True,
-        recipe=NO_PUBLIC,
+        recipe=RECIPE,
+    ),
+    Row(
+        "strokes",
+        "one answer for an image, no consistency, epsilon 2.9",
+        changes=_epsilon(2.9, **EARLIER),
+        repeats=3,
+        compared=True,
+        recipe=RECIPE,
+    ),
+    Row(
+        "strokes-2",
+        "one answer for an image, no consistency",
+        changes=EARLIER,
+        compared=True,
+        recipe=RECIPE,
     ),
     Row(
         "strokes-inf",
-        "drawn strokes, the same steps without noise on the gradient: not private",
-        changes={"privacy.epsilon": None, "privacy.noise_multiplier": 0.0},
-        recipe=NO_PUBLIC,
+        "the same steps, one answer, without noise on the gradient: not private",
+        changes={"privacy.epsilon": None, "privacy.noise_multiplier": 0.0, **EARLIER},
+        recipe=RECIPE,
     ),
     Row(
         "strokes-head",
-        "drawn strokes, only a head fitted by the functional mechanism",
+        "only a head fitted by the functional mechanism",
         changes={
+            "model.shifts": 0,
             "method": {
                 "name": "functional",
                 "clip": 58.2,
@@ -160,22 +162,24 @@ ROWS = [
             "privacy": {"epsilon": 2.9, "delta": 1e-6},
             "training": {"batch_size": 1, "steps": 1, "learning_rate": 1.0},
         },
-        recipe=NO_PUBLIC,
+        recipe=RECIPE,
     ),
     Row(
         "strokes-0.5",
-        "no public data: drawn strokes, noise 0.5",
+        "noise 0.5, one answer for an image, no consistency, epsilon 2.9",
         0.5,
+        changes=_epsilon(2.9, **EARLIER),
         repeats=3,
         compared=True,
-        recipe=NO_PUBLIC,
+        recipe=RECIPE,
     ),
     Row(
         "strokes-1.0",
-        "no public data: drawn strokes, noise 1.0",
+        "noise 1.0, one answer for an image, no consistency, epsilon 2.9",
         1.0,
+        changes=_epsilon(2.9, **EARLIER),
         compared=True,
-        recipe=NO_PUBLIC,
+        recipe=RECIPE,
     ),
     Row("cifar10", "no public data: a head on scattering", repeats=3, recipe=CIFAR),
     Row(
@@ -227,7 +231,7 @@ class Bench:
         changes: dict[str, Any] = dict(QUICK) if self.quick else {}
         if self.quick:  # the private half and the public half of the digits
             changes |= {"data.public": 0.5, "public.data": None}
-        begun = "strokes-sigma" if row.recipe.startswith(NO_PUBLIC) else "sigma"
+        begun = "strokes-sigma" if row.recipe in (RECIPE, SEARCH) else "sigma"
         changes["model.initial"] = str(self.out / "public" / f"{begun}-{row.sigma:g}")
         changes |= dict.fromkeys(("public.sigma", "certify.sigma"), row.sigma)
         changes["method.sigma"] = 1.2 * row.sigma

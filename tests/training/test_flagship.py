@@ -62,7 +62,7 @@ def test_the_table_shows_the_runs_beside_what_is_published(flagship, tmp_path, m
     folder = tmp_path / "runs" / "flagship-0"
     evaluation = json.loads((folder / "evaluation.json").read_text())
     published, ours = spaced[2:]
-    assert published[1:4] == ["2.9", "1e-6", ""] and ours[0] == "| the recipe"
+    assert published[1:4] == ["2.9", "1e-6", ""] and ours[0] == "| public weights"
     assert ours[3] == f"{100 * evaluation['accuracy']:.1f}"
     assert ours[5] == f"{100 * certified(folder, 'fixed', every=30):.1f}"
     assert whole[0][0] == "| MNIST, sigma 0.25, all images"
