@@ -10,7 +10,8 @@ spaced, certificates of n = --draws (alpha 0.05) and four attacks in L-infinity 
 makes them (10 steps, two draws for each gradient, 100 for an answer, at 95 %). A name says method,
 epsilon_r and what differs: `hgm` and `secure` have r from public digits, `pixeldp-E` and
 `secure-equal-E` equal noise of the same sigma_r, `secure-agm-E` that of the analytic Gaussian
-mechanism; `pixeldp` and `secure` without a number are at epsilon_r 1. Each training is a line of
+mechanism; `pixeldp` and `secure` without a number are at epsilon_r 1; `secure-4-dp-E` is trained at
+epsilon E. Each training is a line of
 --results, which says of each image whether it was right (hexadecimal bits); what is there is not
 made again. --table prints Markdown: means, the least and the greatest of the trainings, and pairs
 of rows with McNemar's test, seed by seed.
@@ -60,6 +61,7 @@ PIXELDP, HGM = "pixeldp-mnist", "hgm-pixeldp-mnist"
 SECURE, AGM = "secure-sgd-mnist", "secure-sgd-agm-mnist"
 EQUAL = {"method.mechanism": "extended"}  # equal noise at the sigma_r that HGM has
 FLOORS = (0.01, 0.5)  # beside the recipes' 0.1
+EPSILONS = (0.2, 0.5, 1.0)  # of Secure-SGD's training, beside the recipe's 2
 L2, LINF = (0.02, 0.05, 0.1, 0.2), (0.001, 0.0025, 0.005, 0.01)
 PRINTED = (0.01, 0.02, 0.05, 0.1)
 COLUMNS = {
@@ -90,6 +92,9 @@ def rows() -> dict[str, tuple[str, dict[str, Any]]]:
             change = at | {"method.redistribution.floor": floor}
             found |= {f"hgm-{e}-floor-{floor:g}": (HGM, change)}
             found |= {f"secure-{e}-floor-{floor:g}": (SECURE, change)}
+    for epsilon in EPSILONS:
+        change = {"method.epsilon_r": 4.0, "privacy.epsilon": epsilon}
+        found[f"secure-4-dp-{epsilon:g}"] = (SECURE, change)
     return found
 
 
@@ -104,7 +109,7 @@ def pairs() -> list[tuple[str, str]]:
         for floor in FLOORS:
             found += [(f"{name}-{e}-floor-{floor:g}", f"{name}-{e}") for name in ("hgm", "secure")]
         found += [(f"hgm-{e}-floor-{FLOORS[-1]:g}", f"pixeldp-{e}")]
-    return found
+    return found + [("secure-4", f"secure-4-dp-{epsilon:g}") for epsilon in EPSILONS]
 
 
 def recipe_of(row: str, seed: int, given: argparse.Namespace) -> Recipe:
