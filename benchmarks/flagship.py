@@ -361,6 +361,7 @@ def figure(lines: list[dict[str, Any]]) -> str:
     drawn = [
         ("ours, public weights", points("flagship", "epsilon-1", "epsilon-0.5")),
         ("ours, no public data: drawn strokes", points("strokes", "strokes-2")),
+        ("ours, no public data: averaged over shifts", points("shifts")),
         ("ours, random initial weights", points("no-public", "no-public-2.9")),
         ("not private: drawn strokes, no noise on the gradient", points("strokes-inf")),
         ("published (DP-CERT), no public data", [(e, 100 - a) for e, a in PUBLISHED_AT_HALF]),
