@@ -60,6 +60,10 @@ class InTurn(Reducer):
         super().__init__(0, workers, torch.device("cpu"))
         self._others = others
 
+    def rows(self, count: int, size: int) -> Tensor:
+        self._room = self._room.new_empty(0)  # all parts lie there at once
+        return super().rows(count, size)
+
     def all_sum(self, buffer: Tensor) -> None:
         for rows in self._others():
             buffer += torch.cat([rows.reshape(-1), torch.tensor([1.0, 0.0], dtype=torch.float64)])

@@ -144,12 +144,14 @@ class GradientEngine:
         *,
         draw_key: bytes = b"",
         record_ids: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> ClippedSum:
         """Sum over the batch of clipped per-example gradients.
 
         inputs (B, ...), targets (B, ...), B >= 0. draw_key: 32 bytes, new for every step; needed
         when there are draws or blocks. record_ids (B,): distinct non-negative ids that key
-        per-example draws and blocks. Raises UserError.
+        per-example draws and blocks. out: float64 (size,) of zeros, where the sum is made.
+        Raises UserError.
         """
         batch = len(inputs)
         if len(targets) != batch or (record_ids is not None and len(record_ids) != batch):
@@ -159,11 +161,9 @@ class GradientEngine:
             self._checked = self.isolate
         if batch and not (self._checked and self.micro_batch):
             self._first_look(inputs, targets)
-        flat = torch.zeros(self.size, dtype=torch.float64, device=self.parameters[0].device)
-        views = [
-            piece.view(parameter.shape)
-            for piece, parameter in zip(flat.split(self._sizes), self.parameters, strict=True)
-        ]
+        flat = self.parameters[0].new_zeros(self.size, dtype=torch.float64) if out is None else out
+        pieces = zip(flat.split(self._sizes), self.parameters, strict=True)
+        views = [piece.view(parameter.shape) for piece, parameter in pieces]
         blocked = self._blocked(draw_key, record_ids)
         run = short_run(blocked.capacity + 1 if blocked else batch)
         nonfinite, sums = 0, []

@@ -43,19 +43,23 @@ def standard_normal(key: bytes, start: int, count: int) -> np.ndarray:
     return drawn
 
 
-def add_noise(total: np.ndarray, key: bytes, std: float, start: int = 0) -> np.ndarray:
+def add_noise(
+    total: np.ndarray, key: bytes, std: float, start: int = 0, out: np.ndarray | None = None
+) -> np.ndarray:
     """`total` + N(0, std**2 I), rounded to the grid: float64, the shape of `total`.
 
     start: which entries of the key's stream they get; a shard of a longer sum gets those of its
-    place. Beside `total` and the result it needs a megabyte, whatever their length. Raises
-    ValueError when `total` is not finite: clipping should have made that impossible.
+    place. out: float64 (size,), for the result; it may be `total` itself. Beside both it needs a
+    megabyte, whatever their length. Raises ValueError when `total` is not finite: clipping should
+    have made that impossible; what is in `out` then is nobody's.
     """
     summed = np.ascontiguousarray(total, dtype=np.float64).reshape(-1)
+    noisy = np.empty_like(summed) if out is None else out
     if std == 0:
         require_finite(bool(np.isfinite(summed).all()))
-        return total.astype(np.float64)
+        noisy[:] = summed
+        return noisy.reshape(total.shape)
     exponent = grid_exponent(std)
-    noisy = np.empty_like(summed)
     for place, normals in _pieces(key, start, len(summed), std):
         part = slice(place, place + len(normals))
         normals += summed[part]

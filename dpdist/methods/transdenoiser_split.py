@@ -143,8 +143,11 @@ class SplitEngine(GradientEngine):
         *,
         draw_key: bytes = b"",
         record_ids: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> ClippedSum:
-        clipped = super().clipped_sum(inputs, targets, draw_key=draw_key, record_ids=record_ids)
+        clipped = super().clipped_sum(
+            inputs, targets, draw_key=draw_key, record_ids=record_ids, out=out
+        )
         if not len(inputs):
             return clipped
         draws = self.draws

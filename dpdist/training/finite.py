@@ -65,7 +65,7 @@ class Divergence:
     def check(self, flat: Tensor, step: int, last: bool) -> None:
         """After the update of `step`; flat: all parameters. Raises Diverged."""
         what = ""
-        if not torch.isfinite(flat).all():
+        if not torch.stack(flat.aminmax()).isfinite().all():  # NaN is both; no vector is made
             what = "the parameters are"
         elif last or step % _EVERY == 0:
             with torch.no_grad():

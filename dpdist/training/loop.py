@@ -115,12 +115,12 @@ class Mechanism:
 
     def gradient(self, step: int, todo: StepPlan, flag: bool = False) -> tuple[Tensor, Seen, bool]:
         """This worker's part of the step's noisy gradient, float64; what it is made of, PRIVATE;
-        and whether any worker's flag was up."""
+        and whether any worker's flag was up. The next step's is written over it."""
         rows, seen = self._clipped_sums(step, todo)
         noisy, flagged = self.release(step, rows, todo.noise_std, flag)
         self.canaries.watch(noisy, todo, self.reducer)
         # Not by a number, whose reciprocal a GPU multiplies by: the same bits wherever it lies.
-        return noisy / noisy.new_full((1,), todo.expected_batch), seen, flagged
+        return noisy.div_(noisy.new_full((1,), todo.expected_batch)), seen, flagged
 
     def _clipped_sums(self, step: int, todo: StepPlan) -> tuple[Tensor, Seen]:
         """This worker's part of the step: float64 (rows, size), PRIVATE, and what it is made of."""
@@ -128,7 +128,7 @@ class Mechanism:
         engine.blocks = Blocks.for_batches(self.shards.largest, todo.sample_rate, todo.batch_cap)
         sample_key = derive_key(self.key, "sample", self.attempt, step)
         draw_key = derive_key(self.key, "draw", self.attempt, step)
-        rows = torch.zeros(self.shards.rows, engine.size, dtype=torch.float64, device=device)
+        rows = self.reducer.rows(self.shards.rows, engine.size)
         seen, joined = Seen(), []
         for row, begin, end in self.shards.mine:
             members = self.members(sample_key, begin, end, todo)
@@ -139,8 +139,9 @@ class Mechanism:
             labels = self.canaries.labelled(members, dataset.targets(members)).to(device)
             ids = torch.from_numpy(members)
             targets = self.task.targets(engine, inputs, labels, draw_key, ids)
-            clipped = engine.clipped_sum(inputs, targets, draw_key=draw_key, record_ids=ids)
-            rows[row] = clipped.flat
+            clipped = engine.clipped_sum(
+                inputs, targets, draw_key=draw_key, record_ids=ids, out=rows[row]
+            )
             seen.examples += clipped.examples
             seen.nonfinite += clipped.nonfinite
             seen.loss_sum += clipped.loss_sum
@@ -160,7 +161,7 @@ class Mechanism:
     ) -> tuple[Tensor, bool]:
         """This worker's part of the sum of all workers' rows with Gaussian noise, the ledger's
         entry durable before worker 0's, float64, where the noise was drawn; and whether any
-        worker's flag was up. rows: float64 (rows, size), bounded as the plan says.
+        worker's flag was up. rows: float64 (rows, size), bounded as the plan says; written over.
         """
         total, flagged = self.sharing.sum(self.reducer, rows, self.shards, flag)
         summed, size = total.cpu().numpy(), rows.shape[1]
@@ -173,7 +174,8 @@ class Mechanism:
         start = self.sharing.own(self.reducer, size).start
         if self.noise_there:
             return device_noise.add_noise_on(total, noise_key, noise_std, start), flagged
-        return torch.from_numpy(add_noise(summed, noise_key, noise_std, start)), flagged
+        noisy = add_noise(summed, noise_key, noise_std, start, summed)
+        return torch.from_numpy(noisy), flagged
 
 
 class Loop(Mechanism):
@@ -303,7 +305,7 @@ class Loop(Mechanism):
     def _step(self, step: int, todo: StepPlan) -> None:
         due = time.monotonic() - self.saved > self.job.recipe.resources.checkpoint_seconds
         noisy, seen, save_now = self.gradient(step, todo, self.reducer.rank == 0 and due)
-        self.optimizer.update(self.flat[self.own], noisy.to(self.flat), step)
+        self.optimizer.update(self.flat[self.own], noisy, step)
         self.sharing.complete(self.reducer, self.flat)
         self.constrain()
         try:

@@ -42,11 +42,14 @@ class FlatOptimizer:
 
     def update(self, flat: Tensor, gradient: Tensor, step: int) -> None:
         """One step; exact: no fused kernels, the same operations on every machine, and leaf by
-        leaf, so that a worker that updates some of the leaves gets the bits of one with all."""
+        leaf, so that a worker that updates some of the leaves gets the bits of one with all.
+        gradient: of any precision, rounded to that of `flat`."""
+        if gradient.device != flat.device:
+            gradient = gradient.to(flat)  # in one transfer
         for start in range(0, len(flat), LEAF):
             leaf = slice(start, start + LEAF)
             slots = {name: slot[leaf] for name, slot in self.slots.items()}
-            self._update(flat[leaf], gradient[leaf], slots, step)
+            self._update(flat[leaf], gradient[leaf].to(flat), slots, step)
 
     def _update(self, flat: Tensor, gradient: Tensor, slots: dict[str, Tensor], step: int) -> None:
         rate = self.learning_rate(step)

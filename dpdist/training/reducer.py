@@ -19,26 +19,39 @@ class Reducer:
 
     def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
         self.rank, self.world_size, self.device = rank, world_size, device
+        self._room, self._rows = torch.zeros(0, dtype=torch.float64), torch.zeros(0)
 
     @property
     def backend(self) -> str:
         """What workers on this kind of device talk through."""
         return "nccl" if self.device.type == "cuda" else "gloo"
 
+    def rows(self, count: int, size: int) -> Tensor:
+        """Zeros (count, size), float64, for `sum`: the memory of the last ones, if as many. New
+        memory costs more than all that is done with it: the kernel clears it page by page."""
+        if len(self._room) != count * size + 2:
+            self._room = torch.empty(count * size + 2, dtype=torch.float64, device=self.device)
+        self._rows = self._room.zero_()[:-2].view(count, size)
+        return self._rows
+
     def sum(self, rows: Tensor, flag: bool) -> tuple[Tensor, bool]:
         """Sum of float64 rows (S, size) over workers, added up in row order; and whether any flag
-        was up.
+        was up. Made where this worker's rows lie, if they are those of `rows`.
 
         Every worker also adds a one: raises MissingRank unless all are counted.
         """
         tail = torch.tensor([1.0, float(flag)], dtype=torch.float64, device=self.device)
-        buffer = torch.cat([rows.reshape(-1), tail])
+        if rows is self._rows:
+            buffer = self._room
+            buffer[-2:] = tail
+        else:
+            buffer = torch.cat([rows.reshape(-1), tail])
         self.all_sum(buffer)
         present, flags = buffer[-2:].tolist()
         if present != self.world_size:
             raise MissingRank(f"{present:g} of {self.world_size} workers took part in the step")
         total = buffer[:-2].view_as(rows)
-        result = total[0].clone()
+        result = total[0]
         for row in total[1:]:
             result += row
         return result, flags > 0

@@ -53,8 +53,8 @@ class Whole:
     def sum(
         self, reducer: Reducer, rows: Tensor, shards: Shards, flag: bool
     ) -> tuple[Tensor, bool]:
-        """Its entries of all workers' rows (S, size), added up in row order; and whether any flag
-        was up. Raises MissingRank unless all workers are counted."""
+        """Its entries of all workers' rows (S, size), added up in row order, maybe in the rows' own
+        memory; and whether any flag was up. Raises MissingRank unless all workers are counted."""
         return reducer.sum(rows, flag)
 
     def digests(self, reducer: Reducer, label: str, summed: np.ndarray, size: int) -> list[bytes]:
@@ -67,8 +67,7 @@ class Whole:
     def memory(self, size: int, slots: int, rows: int, workers: int) -> int:
         """Bytes on each worker at the peak of a step that grow with the parameters. slots: vectors
         that the optimizer keeps. rows: of the reduced stack."""
-        # The stack, what is sent of it, and a sum or what is released of it.
-        return 4 * size * (1 + slots) + size * max(_engine(rows), 8 * (2 * rows + 1))
+        return 4 * size * (1 + slots) + size * _engine(rows)  # the release lies where the sums do
 
     def identity(self, reducer: Reducer, reproducible: bool) -> dict[str, str]:
         """What it adds to all that can change a sum."""
@@ -103,7 +102,7 @@ class Sharded(Whole):
         sizes = [len(mine) * (part.stop - part.start) for part in parts]
         found = reducer.exchange(sent, sizes, [count * length for count in held])
         stack = found.view(sum(held), length)
-        total = stack[0].to(rows.dtype, copy=True)
+        total = stack[0].to(rows.dtype)
         for row in stack[1:]:
             total += row
         # A sum over several workers has no negative zero: they add zeros to each other's rows.
@@ -126,7 +125,8 @@ class Sharded(Whole):
     def memory(self, size: int, slots: int, rows: int, workers: int) -> int:
         part, wide = size / workers, self.wire.dtype.itemsize
         copied = rows * part if rows > 1 else 0 if wide == 8 else size
-        sums = 8 * (rows * size + part) + wide * (copied + max(rows, workers) * part)
+        total = 0 if wide == 8 else 8 * part
+        sums = 8 * rows * size + total + wide * (copied + max(rows, workers) * part)
         return int(4 * size + 4 * part * slots + max(_engine(rows) * size, sums))
 
     def identity(self, reducer: Reducer, reproducible: bool) -> dict[str, str]:

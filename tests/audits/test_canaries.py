@@ -63,12 +63,16 @@ class Watched:
 
         def summing(engine: GradientEngine, *given: Any, **named: Any) -> Any:
             found = clipped_sum(engine, *given, **named)
-            self.parts.append((named["draw_key"], named["record_ids"].numpy(), found.flat.numpy()))
+            self.parts.append(
+                (named["draw_key"], named["record_ids"].numpy(), found.flat.numpy().copy())
+            )
             return found
 
-        def noising(summed: np.ndarray, key: bytes, std: float, start: int) -> np.ndarray:
-            self.before[key], self.noisy[key] = summed, add_noise(summed, key, std, start)
-            return self.noisy[key]
+        def noising(summed: np.ndarray, key: bytes, *given: Any) -> np.ndarray:
+            self.before[key] = summed.copy()
+            noisy = add_noise(summed, key, *given)
+            self.noisy[key] = noisy.copy()
+            return noisy
 
         with patch.context() as inner:
             self.keys = record(inner)
@@ -280,7 +284,7 @@ def test_of_a_recipe(dpdist, tmp_path, monkeypatch):
 def test_noise_that_is_too_small_is_found(dpdist, tmp_path, monkeypatch):
     real = loop.add_noise
     monkeypatch.setattr(
-        loop, "add_noise", lambda summed, key, std, at: real(summed, key, 0.3 * std)
+        loop, "add_noise", lambda summed, key, std, *given: real(summed, key, 0.3 * std)
     )
     done = dpdist("audit", write(tmp_path), "--kind", "canaries", "--set", "canaries=600")
     assert done.code == 1 and "exceeds proved: a bug" in done.out

@@ -227,9 +227,10 @@ class Released:
         self.found: list[tuple[np.ndarray, np.ndarray, bytes, float]] = []
         real = loop.add_noise
 
-        def watched(total: np.ndarray, key: bytes, std: float, start: int) -> np.ndarray:
-            noisy = real(total, key, std, start)
-            self.found.append((total.copy(), noisy, key, std))
+        def watched(total: np.ndarray, key: bytes, std: float, *given: Any) -> np.ndarray:
+            summed = total.copy()
+            noisy = real(total, key, std, *given)
+            self.found.append((summed, noisy.copy(), key, std))
             return noisy
 
         patch.setattr(loop, "add_noise", watched)

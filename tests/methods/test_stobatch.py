@@ -354,9 +354,7 @@ def test_neighbour_replay(tmp_path, monkeypatch, workers) -> None:
 
             captured: list[np.ndarray] = []
             patch.setattr(loop, "poisson_sample", members)
-            patch.setattr(
-                loop, "add_noise", lambda t, k, s, at, c=captured: c.append(t.copy()) or t
-            )
+            patch.setattr(loop, "add_noise", lambda t, *_, c=captured: c.append(t.copy()) or t)
             execute(prepare(recipe, folder, "test"), workers, until=1)
         special, sums[present] = min(drawn), captured[0]
     assert 0.5 < np.linalg.norm(sums[True] - sums[False]) <= 1 + 1e-6
@@ -368,7 +366,7 @@ def test_two_workers_make_the_same_examples_as_one(tmp_path, monkeypatch) -> Non
         recipe, folder = recipe_of(tmp_path, f"w{workers}")
         with monkeypatch.context() as patch:
             patch.setattr(
-                loop, "add_noise", lambda t, k, s, at, w=workers: captured.setdefault(w, t.copy())
+                loop, "add_noise", lambda t, *_, w=workers: captured.setdefault(w, t.copy())
             )
             execute(prepare(recipe, folder, "test"), workers, until=1)
     assert captured[1] == pytest.approx(captured[2], abs=1e-4)

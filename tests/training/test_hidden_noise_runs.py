@@ -163,9 +163,9 @@ def test_without_privacy_the_update_is_plain_sgd(tmp_path):
     seen: list[tuple[Tensor, Tensor, bytes, Tensor]] = []
     real = GradientEngine.clipped_sum
 
-    def spy(self, inputs, targets, *, draw_key, record_ids):
+    def spy(self, inputs, targets, *, draw_key, record_ids, out):
         seen.append((inputs, targets, draw_key, record_ids))
-        return real(self, inputs, targets, draw_key=draw_key, record_ids=record_ids)
+        return real(self, inputs, targets, draw_key=draw_key, record_ids=record_ids, out=out)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(GradientEngine, "clipped_sum", spy)
@@ -248,7 +248,7 @@ def test_neighbour_replay(tmp_path, monkeypatch, name):
                 if name == "unpaid":
                     patch.setattr(hgm, "mean_powers", without)
                 captured: list[np.ndarray] = []
-                patch.setattr(loop, "add_noise", lambda t, k, s, at, c=captured: c.append(t) or t)
+                patch.setattr(loop, "add_noise", lambda t, *_, c=captured: c.append(t.copy()) or t)
                 if name == "paid" and not present:
                     other = RunFolder(tmp_path / f"True-{number}").fixed
                     prepare(recipe, folder, "test")

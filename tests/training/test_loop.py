@@ -181,9 +181,9 @@ def test_two_copies_of_a_run_never_share_noise(tmp_path, monkeypatch):
     keys: list[bytes] = []
     real = loop.add_noise
 
-    def remember(total, key, std, start):
+    def remember(total, key, *args):
         keys.append(key)
-        return real(total, key, std, start)
+        return real(total, key, *args)
 
     recipe, folder = make(tmp_path, privacy__run_key=None, resources__checkpoint_seconds=1e9)
     interrupted(recipe, folder, monkeypatch, 5)
@@ -294,11 +294,11 @@ def test_neighbour_replay(tmp_path, monkeypatch, method, workers):
 def test_neighbour_replay_catches_a_clip_per_batch(tmp_path, monkeypatch):
     """Clipping the batch's mean gradient instead of each record's moves the sum by more than C."""
 
-    def per_batch(self, inputs, targets, **_):
+    def per_batch(self, inputs, targets, *, out, **_):
         loss = torch.nn.functional.cross_entropy(self.model(inputs), targets)
         gradient = torch.cat([g.flatten() for g in torch.autograd.grad(loss, self.parameters)])
         gradient *= min(1.0, 1.0 / float(gradient.norm())) * len(inputs)
-        return ClippedSum(gradient.detach(), len(inputs), 0, 0.0)
+        return ClippedSum(out.copy_(gradient), len(inputs), 0, 0.0)
 
     monkeypatch.setattr(GradientEngine, "clipped_sum", per_batch)
     differences, _ = _replay(tmp_path, monkeypatch, "dp-sgd", 1)
@@ -327,8 +327,8 @@ def _replay(tmp_path, monkeypatch, method, workers):
             drawn[key] = drawn.get(key, False) or special in batch
             return batch if present else batch[batch != special]
 
-        def capture(total, key, std, start, captured=sums[present]):
-            captured.append(total)
+        def capture(total, key, std, start, out, captured=sums[present]):
+            captured.append(total.copy())
             return np.zeros_like(total)
 
         with monkeypatch.context() as patch:

@@ -1,0 +1,170 @@
+"""A release is made in the sums' own memory, piece by piece: the bits are those of whole vectors,
+and nothing of their length is made beside them."""
+
+from __future__ import annotations
+
+import tracemalloc
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from support.training import ThreadReducer, together
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from dpdist.gradients import noise
+from dpdist.randomness.keys import derive_key, words
+from dpdist.training import sharding
+from dpdist.training.finite import Diverged, Divergence
+from dpdist.training.loop import Mechanism
+from dpdist.training.optimizer import LEAF, FlatOptimizer
+from dpdist.training.reducer import Reducer
+from dpdist.training.sharding import RELEASES, Shards
+
+KEY, STD, BATCH, STEPS = bytes(range(32)), 1.7, 24.0, 3
+PIECE = 2 * noise._PIECE
+TRAINING = SimpleNamespace(
+    optimizer="adam", momentum=0.0, ema=None, weight_decay=0.01, learning_rate=0.1,
+    schedule="constant", factor=1.0, milestones=(),
+)  # fmt: skip
+
+
+def sums(rank: int, step: int, rows: int, size: int) -> np.ndarray:
+    return np.random.default_rng([rank, step]).normal(size=(rows, size))
+
+
+class Release(Mechanism):
+    """A mechanism that is handed its sums. mine: the rows that are this worker's."""
+
+    key, attempt = KEY, "a"
+
+    def __init__(self, reducer: Reducer, kind: str, rows: int, size: int) -> None:
+        self.reducer, self.sharing, self.size = reducer, RELEASES[kind](), size
+        mine = [(row, 0, 0) for row in range(rows)]
+        self.shards = Shards(rows, 1, mine, [rows] * reducer.world_size)
+
+    def _clipped_sums(self, step, todo):
+        rows = self.reducer.rows(self.shards.rows, self.size)
+        assert not rows.any()
+        rows += torch.from_numpy(sums(self.reducer.rank, step, *rows.shape))
+        return rows, None
+
+
+def trained(reducer: Reducer, kind: str, rows: int, size: int) -> tuple[torch.Tensor, list[int]]:
+    """Parameters after the steps, and where each step's gradient lay."""
+    release, flat, places = Release(reducer, kind, rows, size), torch.zeros(size), []
+    own = release.sharing.own(reducer, size)
+    optimizer = FlatOptimizer(TRAINING, STEPS, flat[own])
+    for step in range(STEPS):
+        todo = SimpleNamespace(noise_std=STD, expected_batch=BATCH)
+        gradient, *_ = release.gradient(step, todo)
+        optimizer.update(flat[own], gradient, step)
+        release.sharing.complete(reducer, flat)
+        places.append(gradient.data_ptr())
+    return flat, places
+
+
+def oracle(workers: int, rows: int, size: int) -> torch.Tensor:
+    """The same by whole vectors, and noise by numpy's functions of the key's words."""
+    flat, optimizer = torch.zeros(size), FlatOptimizer(TRAINING, STEPS, torch.zeros(size))
+    for step in range(STEPS):
+        total = np.zeros(size)
+        stacks = [sums(rank, step, rows, size) for rank in range(workers)]
+        for row in sum(stacks[1:], stacks[0]) if rows > 1 else np.concatenate(stacks):
+            total = total + row
+        key = derive_key(KEY, "noise", "a", step)
+        bits = words(key, 0, 2 * (size // 2 + 1)).reshape(-1, 2)
+        length = np.sqrt(-2 * STD**2 * np.log(2.0**-64 + 2.0**-64 * bits[:, 0].astype(float)))
+        angle = (bits[:, 1] >> np.uint64(11)).astype(float) * (2.0**-53 * 2.0 * np.pi)
+        pairs = np.stack([length * np.cos(angle), length * np.sin(angle)], 1)
+        noisy = np.rint((total + pairs.reshape(-1)[:size]) * 2.0**24) * 2.0**-24
+        gradient = torch.from_numpy((noisy / BATCH).astype(np.float32))
+        optimizer._update(flat, gradient, optimizer.slots, step)
+    return flat
+
+
+@pytest.mark.parametrize("kind", ["whole", "sharded"])
+@pytest.mark.parametrize(
+    ("size", "rows"),
+    [(1, 1), (2, 2), (PIECE - 1, 1), (PIECE, 1), (PIECE + 1, 3), (LEAF - 1, 1), (LEAF + 1, 1),
+     (2 * LEAF + 3, 2)],
+)  # fmt: skip
+def test_the_bits_are_those_of_whole_vectors(kind: str, size: int, rows: int) -> None:
+    found, places = trained(Reducer(0, 1, torch.device("cpu")), kind, rows, size)
+    assert torch.equal(found, oracle(1, rows, size))
+    assert len(set(places)) == 1 or (kind, rows) != ("whole", 1)
+
+
+@pytest.mark.parametrize("kind", ["whole", "sharded"])
+def test_two_workers_do_it_alike(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    size, found = 3 * LEAF + 5, {}
+
+    def work(reducer: ThreadReducer) -> None:
+        found[reducer.rank], _ = trained(reducer, kind, 1, size)
+
+    together(2, work)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], oracle(2, 1, size))
+
+
+class Made(TorchDispatchMode):
+    """The largest tensor that any operation made, in bytes."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        def storages(tree):
+            held = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+            return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
+
+        found = func(*args, **(kwargs or {}))
+        old = storages([args, kwargs])
+        new = [size for place, size in storages(found).items() if place not in old]
+        self.most = max(self.most, *new, 0)
+        return found
+
+
+@pytest.mark.parametrize("kind", ["whole", "sharded"])
+def test_nothing_as_long_as_the_sum_is_made(kind: str) -> None:
+    """Of 16 MiB sums, beside them: no tensor above a leaf's, and 2 MiB of numpy's."""
+    size, todo = 2**21, SimpleNamespace(noise_std=STD, expected_batch=BATCH)
+    release = Release(Reducer(0, 1, torch.device("cpu")), kind, 1, size)
+    flat = torch.zeros(size)
+    optimizer = FlatOptimizer(TRAINING, STEPS, flat)
+    divergence = Divergence(torch.nn.Linear(1, 1), torch.zeros(1, 1))
+    rows, _ = release._clipped_sums(0, todo)
+    release._clipped_sums = lambda step, todo: (rows, None)
+    for step in range(2):  # the first one imports what it needs
+        if step:
+            tracemalloc.start()
+        with Made() as made:
+            gradient, *_ = release.gradient(step, todo)
+            optimizer.update(flat, gradient, step)
+            divergence.check(flat, step + 1, False)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert made.most <= 8 * LEAF and peak <= 2 << 20
+    assert gradient.data_ptr() == rows.data_ptr()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_any_number_that_is_none_stops_a_training(bad: float) -> None:
+    divergence = Divergence(torch.nn.Linear(1, 1), torch.zeros(1, 1))
+    for place in (0, 7, 99):
+        flat = torch.linspace(-1, 1, 100)
+        divergence.check(flat, 1, False)
+        flat[place] = bad
+        with pytest.raises(Diverged):
+            divergence.check(flat, 1, False)
+
+
+def test_rows_of_others_are_added_up_in_memory_of_their_own() -> None:
+    """Only the memory that the reducer gave is written over."""
+    reducer = Reducer(0, 1, torch.device("cpu"))
+    own, others = reducer.rows(2, 3), torch.ones(2, 3, dtype=torch.float64)
+    own += 5
+    assert reducer.sum(others, False)[0].tolist() == [2.0] * 3
+    assert reducer.sum(own[:1], True)[1] and others.sum() == 6 and own.sum() == 30
+    total, flag = reducer.sum(own, False)
+    assert total.tolist() == [10.0] * 3 and not flag
+    assert sharding.Whole().own(reducer, 3) == slice(0, 3)
