@@ -366,7 +366,7 @@ def test_two_workers_make_the_same_examples_as_one(tmp_path, monkeypatch) -> Non
         recipe, folder = recipe_of(tmp_path, f"w{workers}")
         with monkeypatch.context() as patch:
             patch.setattr(
-                loop, "add_noise", lambda t, *_, w=workers: captured.setdefault(w, t.copy())
+                loop, "add_noise", lambda t, *_, w=workers: captured.setdefault(w, t.copy()).copy()
             )
             execute(prepare(recipe, folder, "test"), workers, until=1)
     assert captured[1] == pytest.approx(captured[2], abs=1e-4)

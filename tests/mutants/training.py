@@ -86,7 +86,7 @@ FAULTS: list[Fault] = [
         ("self.constrain = self.method.constraint(self.model)\n        self.constrain()\n",
          "self.constrain = self.method.constraint(self.model)\n",
          "the first layer's norm is not kept before the first step"),
-        ("draw_key=draw_key, record_ids=ids)", "draw_key=draw_key, record_ids=ids - ids[0])",
+        ("draw_key=draw_key, record_ids=ids, out", "draw_key=draw_key, record_ids=ids - ids[0], out",
          "perturbations are keyed by the place in the batch"),
     ),
     *group(

@@ -16,7 +16,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from support.training import Interrupt, ThreadReducer, interrupted, make, together, train
+from support.training import (
+    Interrupt,
+    ThreadReducer,
+    execute,
+    interrupted,
+    make,
+    together,
+    train,
+)
 
 from dpdist.base.errors import UserError
 from dpdist.gradients.blocks import Blocks
@@ -345,11 +353,14 @@ def test_a_lost_ledger_is_not_forgotten(tmp_path, monkeypatch):
     """Without the entries of the checkpointed steps, epsilon would be understated."""
     recipe, folder = make(tmp_path)
     interrupted(recipe, folder, monkeypatch, 8)
+    job = prepare(recipe, folder, "test")
     folder.ledger.unlink()
     with pytest.raises(LedgerError, match="lacks records that were written to it"):
-        train(recipe, folder)
+        execute(job)
     folder.anchor.unlink()
     with pytest.raises(LedgerError, match="lacks releases that the checkpoint of step 8"):
+        execute(job)
+    with pytest.raises(UserError, match="lacks releases that the checkpoint of step 8"):
         train(recipe, folder)
     assert not folder.trained.exists()
 
