@@ -244,9 +244,12 @@ FAULTS: list[Fault] = [
          "all pieces but the first are released without noise"),
         ("        normals += summed[part]\n", "        normals += summed[part] + (normals if place else 0)\n",
          "pieces get their noise twice"),
+        ("reader = WordReader(key, 2 * first,", "reader = WordReader(key, first,", "the stream is entered at the wrong word"),
+    ),
+    *group(
+        "dpdist/gradients/noise.py", "gradients/test_keys",
         ("yield low - start, entries[low - 2 * begin : high - 2 * begin]",
          "yield low - start, entries[: high - low]", "a shard's pieces begin at a pair's first entry"),
-        ("reader = WordReader(key, 2 * first,", "reader = WordReader(key, first,", "the stream is entered at the wrong word"),
     ),
     *group(
         "dpdist/training/loop.py", "training/test_release_in_place",
