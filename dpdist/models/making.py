@@ -240,17 +240,21 @@ def load(folder: Path, *, trusted_factory: str | None = None) -> nn.Module:
     A model.json may come from somebody else, so a factory outside the zoo is imported only when the
     caller names that same factory (from the own recipe) as trusted. Raises UserError otherwise.
     """
-    module = load_network(folder, trusted_factory=trusted_factory)
-    shifts = read_spec(folder).shifts
+    module, shifts = _loaded(folder, trusted_factory)
     return ShiftAverage(module, shifts).eval() if shifts else module
 
 
 def load_network(folder: Path, *, trusted_factory: str | None = None) -> nn.Module:
     """As `load`, without the average: what was trained, not what answers."""
+    return _loaded(folder, trusted_factory)[0]
+
+
+def _loaded(folder: Path, trusted_factory: str | None) -> tuple[nn.Module, int]:
+    """The saved network in eval mode, and over how far moves its answers are averaged."""
     spec = read_spec(folder)
     check_trusted(spec, trusted_factory, folder)
     if spec.shifts:
         check_shifts(spec.shifts, spec.input_shape)
     module = build(spec)
     load_weights(module, folder)
-    return module.eval()
+    return module.eval(), spec.shifts
