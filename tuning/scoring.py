@@ -26,6 +26,7 @@ from dpdist.sections.search import ScoreRecipe
 
 _PUBLIC_BATCH = 1000
 _CHECK_ROWS = 64
+_CHOOSING = 100  # draws that choose the class, at most
 
 
 def score(
@@ -95,10 +96,14 @@ def certified_radii(
     """The certified L2 radius of each record, -1 where the class is wrong or nothing is certified
     (Cohen et al. 2019): float64 (records,)."""
     certify = Cohen(
-        sigma=sigma, n0=settings.draws, n=settings.draws, alpha=settings.alpha, form="eager"
+        sigma=sigma,
+        n0=min(settings.draws, _CHOOSING),
+        n=settings.draws,
+        alpha=settings.alpha,
+        form="frozen",
     )
     source = UnitSource("score", derive_key(key, "score", "draws").hex(), "", "", "gaussian", sigma)
-    # Made-up inputs: which form is executed must not depend on private records.
+    # On made-up inputs: whether the form is executed must not depend on private records.
     made_up = np.random.default_rng(0).random((_CHECK_ROWS, *dataset.input_shape), dtype=np.float32)
     place, shape = certify.place(model, dataset.input_shape), dataset.input_shape
     assignment = Assignment(model, certify, place, source, dataset.classes, shape, made_up)

@@ -146,7 +146,8 @@ class ScoreRecipe(Section):
     """How a trial is scored: by public records, or by a noisy count over held-out private ones.
 
     objectives: weights of accuracy, certified-accuracy (at L2 `radius`) and average-radius (cut at
-    `radius_cap`); the certified ones use certify.sigma and `draws` noisy copies of each record.
+    `radius_cap`); the certified ones use certify.sigma and `draws` noisy copies of each record,
+    after as many, 100 at most, that choose its class.
     hold_out: the fraction of the training records (by hash) kept for scoring. noise: standard
     deviation of the noise on the count of records; default: as much as costs no more than training.
     """
