@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -10,29 +11,37 @@ from torch import Tensor, nn
 from dpdist.gradients.forms import Contribution, Dense
 from dpdist.gradients.rules.call import LayerCall
 
+Normalise = Callable[[Tensor], Tensor]
+# So many examples at a time: what is normalised is multiplied and summed while still in the cache.
+_PIECE_BYTES = 1 << 19
+
 
 def group_norm(call: LayerCall) -> Iterator[tuple[str, Contribution]]:
     """GroupNorm on (B, C, ...)."""
     module = call.module
     assert isinstance(module, nn.GroupNorm)
-    normalised = F.group_norm(call.input, module.num_groups, eps=module.eps)
-    return _per_channel(call, normalised)
+    return _per_channel(call, partial(F.group_norm, num_groups=module.num_groups, eps=module.eps))
 
 
 def instance_norm(call: LayerCall) -> Iterator[tuple[str, Contribution]]:
     """InstanceNorm on (B, C, ...), without running statistics (the engine refuses those)."""
     module = call.module
     assert isinstance(module, nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d)
-    return _per_channel(call, F.instance_norm(call.input, eps=module.eps))
+    return _per_channel(call, partial(F.instance_norm, eps=module.eps))
 
 
-def _per_channel(call: LayerCall, normalised: Tensor) -> Iterator[tuple[str, Contribution]]:
-    signal = call.backsignal
-    batch, channels = signal.shape[:2]
+def _per_channel(call: LayerCall, normalise: Normalise) -> Iterator[tuple[str, Contribution]]:
+    signal, positions = call.backsignal, tuple(range(2, call.backsignal.dim()))
+    step = max(1, _PIECE_BYTES // (signal[0].numel() * signal.element_size()))
     if "weight" in call.trainable:
-        yield "weight", Dense((signal * normalised).reshape(batch, channels, -1).sum(2))
+        weight = signal.new_empty(signal.shape[:2])
+        pieces = (each.split(step) for each in (call.input, signal, weight))
+        for values, some, out in zip(*pieces, strict=True):
+            product = normalise(values).mul_(some)
+            out.copy_(product.sum(positions) if positions else product)
+        yield "weight", Dense(weight)
     if "bias" in call.trainable:
-        yield "bias", Dense(signal.reshape(batch, channels, -1).sum(2))
+        yield "bias", Dense(signal.sum(positions) if positions else signal)
 
 
 def layer_norm(call: LayerCall) -> Iterator[tuple[str, Contribution]]:
@@ -42,7 +51,7 @@ def layer_norm(call: LayerCall) -> Iterator[tuple[str, Contribution]]:
     shape, signal = module.normalized_shape, call.backsignal
     batch = signal.shape[0]
     if "weight" in call.trainable:
-        normalised = F.layer_norm(call.input, shape, eps=module.eps)
-        yield "weight", Dense((signal * normalised).reshape(batch, -1, *shape).sum(1))
+        product = F.layer_norm(call.input, shape, eps=module.eps).mul_(signal)
+        yield "weight", Dense(product.reshape(batch, -1, *shape).sum(1))
     if "bias" in call.trainable:
         yield "bias", Dense(signal.reshape(batch, -1, *shape).sum(1))
