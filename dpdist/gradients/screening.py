@@ -173,8 +173,9 @@ class _Screen:
                         f"the loss does not depend on parameter {named[slot][0]}: it would get "
                         "noise and learn nothing; freeze it (requires_grad_(False)) or use it"
                     )
-                total = _one_sum(gradients[slot], grad, slice(None), len(inputs))
-                size, difference = float(grad.norm()), float((total - grad).norm())
+                size = float(grad.norm())
+                _add_sum(gradients[slot], grad.neg_(), slice(None), len(inputs))
+                difference = float(grad.norm())
                 finite = finite and math.isfinite(size)
                 whole = math.hypot(whole, size)
                 if difference > max(self.tolerance, 1e-4) * size:
@@ -217,21 +218,30 @@ class _Screen:
         losses, gradients = self._gradients(self.inputs[rows], self.targets[rows])
         found = []
         for gradient, parameter in zip(gradients, self.parameters.values(), strict=True):
-            one = _one_sum(gradient, parameter, slice(place, place + 1), 1).flatten()
-            angle = torch.arange(len(one), device=one.device, dtype=one.dtype)
-            found += [one.norm(), (one @ angle.cos()) / max(1.0, math.sqrt(len(one)))]
+            one = torch.zeros(parameter.shape, dtype=torch.float64, device=parameter.device)
+            _add_sum(gradient, one, slice(place, place + 1), 1)
+            found += [one.norm(), _projected(one.flatten())]
         each = torch.stack(found)
         return torch.cat([losses[place].double().view(1), each[::2].norm().view(1), each])
 
 
-def _one_sum(gradient: PerExampleGradient, like: Tensor, keep: slice, count: int) -> Tensor:
-    """The sum over the kept examples of a parameter's gradients: float64, of its shape."""
-    total = torch.zeros(like.shape, dtype=torch.float64, device=like.device)
+def _add_sum(gradient: PerExampleGradient, out: Tensor, keep: slice, count: int) -> None:
+    """Add the sum over the kept examples of a parameter's gradients to `out`: float64, of its
+    shape."""
     if gradient.squared_norms() is not None:
         gradient.select(keep)
-        weights = torch.ones(count, dtype=torch.float64, device=like.device)
-        gradient.add_weighted_sum(weights, total, 1)
-    return total
+        weights = torch.ones(count, dtype=torch.float64, device=out.device)
+        gradient.add_weighted_sum(weights, out, 1)
+
+
+def _projected(one: Tensor) -> Tensor:
+    """A projection of a vector (n,), made in pieces: a large one's angles need no memory."""
+    total = one.new_zeros(())
+    for start in range(0, len(one), _GROUP):
+        part = one[start : start + _GROUP]
+        angle = torch.arange(start, start + len(part), device=one.device, dtype=one.dtype)
+        total += part @ angle.cos_()
+    return total / max(1.0, math.sqrt(len(one)))
 
 
 def _wake(model: nn.Module) -> None:
@@ -283,9 +293,16 @@ def _reaches(others: Tensor) -> bool:
 
 
 def _autograd(loss: Tensor, parameters: list[nn.Parameter]) -> Sequence[Tensor | None]:
+    """Gradients in float64, to be written over: copies where there are several, which may lie in
+    the same memory."""
     if not loss.requires_grad:
         return [None] * len(parameters)
-    return torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
+    found = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
+    alone = len(found) == 1
+    return [
+        each if each is None else (each if alone else each.clone()).double().contiguous()
+        for each in found
+    ]
 
 
 def _random_state(device: torch.device) -> Tensor:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import re
 import shutil
 import sys
 from collections.abc import Mapping
@@ -14,12 +16,12 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
-from safetensors.torch import save as save_tensors
+from safetensors.torch import save_file
 from torch import Tensor
 
 from dpdist.base.errors import UserError
 from dpdist.base.reading import read_bytes, read_json, reason
-from dpdist.base.storage import private_folder, write_atomic
+from dpdist.base.storage import private_folder, write_atomic, written_aside
 from dpdist.privacy.journal import Anchor
 from dpdist.runs.folder import complete_checkpoints
 
@@ -46,7 +48,7 @@ def save(folder: Path, state: TrainState, released: Anchor, parts: int = 0) -> N
     private_folder(folder)
     target = folder / _name(state.step)
     tensors = {"flat": state.flat.cpu(), **{f"slot.{k}": v.cpu() for k, v in state.slots.items()}}
-    write_atomic(target / "state.safetensors", _sealed(tensors))
+    _write(target / "state.safetensors", tensors)
     done = {"step": state.step, "ledger": released.to_dict(), **({"parts": parts} if parts else {})}
     write_atomic(target / "done.json", json.dumps(done, allow_nan=False))
     kept = set(complete_checkpoints(folder)[-KEEP:])
@@ -59,8 +61,7 @@ def save_part(folder: Path, step: int, rank: int, count: int, slots: Mapping[str
     """Write one worker's entries of slots, of which the workers hold parts in order of rank."""
     private_folder(folder)
     tensors = {f"slot.{name}": slot.cpu() for name, slot in slots.items()}
-    target = folder / _name(step) / part_name(rank, count)
-    write_atomic(target, _sealed(tensors))
+    _write(folder / _name(step) / part_name(rank, count), tensors)
 
 
 def newest_step(folder: Path) -> int:
@@ -134,9 +135,17 @@ def _tensors(path: Path) -> dict[str, Tensor]:
 _SEAL = "blake2b"
 
 
-def _sealed(tensors: Mapping[str, Tensor]) -> bytes:
-    """A safetensors file that says what is in it: a wrong number would be trained on unnoticed."""
-    return save_tensors(dict(tensors), {_SEAL: _seal(tensors)})
+def _write(path: Path, tensors: dict[str, Tensor]) -> None:
+    """A safetensors file that says what is in it: a wrong number would be trained on unnoticed.
+    Written from where the tensors lie: a copy of them would be a training's peak of memory."""
+    with written_aside(path) as aside:
+        try:
+            save_file(tensors, aside, {_SEAL: _seal(tensors)})
+        except SafetensorError as error:
+            if number := re.search(r"os error (\d+)", str(error)):  # a full disk is told apart
+                code = int(number[1])
+                raise OSError(code, os.strerror(code)) from error
+            raise
 
 
 def _seal(tensors: Mapping[str, Tensor]) -> str:

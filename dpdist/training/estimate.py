@@ -59,7 +59,7 @@ def describe(recipe: Recipe, plan: PrivacyPlan) -> list[tuple[str, str]]:
         ("layers without a rule", ", ".join(engine.fallback_layers) or "none"),
         ("workers", f"{resources.span}, {resources.cpus_per_worker:g} CPUs each"),
         ("physical micro-batch", f"{engine.micro_batch or 'chosen at the start'}"),
-        *_memory(recipe, plan, engine.size, activations),
+        *_memory(recipe, plan, engine, activations + _checked(engine)),
         ("training time", f"about {seconds} s at {rate:,.0f} examples/s per worker"),
     ]
 
@@ -69,10 +69,20 @@ def _counts(recipe: Recipe) -> list[int]:
     return sorted({recipe.resources.least, recipe.resources.most})
 
 
+def _checked(engine: GradientEngine) -> int:
+    """Bytes of the frozen parameters, and of the engine's self-check: a copy of the model in
+    float64, and a gradient of one parameter."""
+    every = list(engine.model.parameters())
+    frozen = [parameter for parameter in every if not parameter.requires_grad]
+    largest = max(parameter.numel() for parameter in engine.parameters)
+    return sum(p.nbytes for p in frozen) + 8 * (sum(p.numel() for p in every) + largest)
+
+
 def _memory(
-    recipe: Recipe, plan: PrivacyPlan, size: int, activations: int
+    recipe: Recipe, plan: PrivacyPlan, engine: GradientEngine, more: int
 ) -> list[tuple[str, str]]:
-    """Of a worker, by the release that is asked for and by the others; and of all on one host."""
+    """Of a worker, by the release that is asked for and by the others; and of all on one host.
+    more: bytes of all releases alike."""
     training, resources = recipe.training, recipe.resources
     slots = len(FlatOptimizer(training, plan.steps, torch.zeros(1)).slots)
     rows = CANONICAL_SHARDS if training.reproducible else 1
@@ -81,7 +91,7 @@ def _memory(
     releases = {name: release(wire) for name, release in RELEASES.items()}
 
     def mebibytes(release: Whole, count: int) -> float:
-        return (activations + release.memory(size, slots, rows, count)) / 2**20 + _BASE
+        return (more + release.memory(engine.size, slots, rows, count)) / 2**20 + _BASE
 
     def stated(release: Whole) -> str:
         found = [f"{mebibytes(release, count):,.0f} MiB" for count in _counts(recipe)]

@@ -25,6 +25,7 @@ from dpdist.training.reducer import Reducer
 from dpdist.training.wire import Wire
 
 _FLOAT64 = Wire()
+_AT_ONCE = 32  # leaves that travel together, of all parts
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,8 @@ class Whole:
         self, reducer: Reducer, rows: Tensor, shards: Shards, flag: bool
     ) -> tuple[Tensor, bool]:
         """Its entries of all workers' rows (S, size), added up in row order, maybe in the rows' own
-        memory; and whether any flag was up. Raises MissingRank unless all workers are counted."""
+        memory; and whether any flag was up. The rows are spent. Raises MissingRank unless all
+        workers are counted."""
         return reducer.sum(rows, flag)
 
     def digests(self, reducer: Reducer, label: str, summed: np.ndarray, size: int) -> list[bytes]:
@@ -65,9 +67,10 @@ class Whole:
         """Bring what every worker updated of a vector to all."""
 
     def memory(self, size: int, slots: int, rows: int, workers: int) -> int:
-        """Bytes on each worker at the peak of a step that grow with the parameters. slots: vectors
-        that the optimizer keeps. rows: of the reduced stack."""
-        return 4 * size * (1 + slots) + size * _engine(rows)  # the release lies where the sums do
+        """Bytes on each worker, all through the training, that grow with the trained parameters.
+        slots: vectors that the optimizer keeps. rows: of the reduced stack, where the release is
+        made."""
+        return size * (4 + 4 * slots + 8 * rows)
 
     def identity(self, reducer: Reducer, reproducible: bool) -> dict[str, str]:
         """What it adds to all that can change a sum."""
@@ -92,21 +95,35 @@ class Sharded(Whole):
         self, reducer: Reducer, rows: Tensor, shards: Shards, flag: bool
     ) -> tuple[Tensor, bool]:
         flagged = reducer.everybody(flag)
-        world, mine = reducer.world_size, [row for row, *_ in shards.mine]
-        parts, held = _parts(rows.shape[1], world), shards.held
-        length = parts[reducer.rank].stop - parts[reducer.rank].start
-        if len(mine) == 1:
-            sent = self.wire.sent(rows[mine[0]])  # the parts lie in it one behind the other
-        else:
-            sent = torch.cat([self.wire.sent(rows[mine, part]).reshape(-1) for part in parts])
-        sizes = [len(mine) * (part.stop - part.start) for part in parts]
+        parts = _parts(rows.shape[1], reducer.world_size)
+        total = rows[0, parts[reducer.rank]]
+        # A piece at a time: neither what is sent nor what arrives needs memory of its own length.
+        step = LEAF * max(1, _AT_ONCE // len(parts))
+        for low in range(0, max(part.stop - part.start for part in parts), step):
+            pieces = [
+                slice(min(p.start + low, p.stop), min(p.start + low + step, p.stop)) for p in parts
+            ]
+            found = self._exchanged(reducer, rows, pieces, shards)
+            total[low : low + step] = found
+        return total, flagged
+
+    def _exchanged(
+        self, reducer: Reducer, rows: Tensor, pieces: list[slice], shards: Shards
+    ) -> Tensor:
+        """This worker's piece of the sum, given all workers' rows."""
+        world, held, own = reducer.world_size, shards.held, pieces[reducer.rank]
+        first = shards.mine[0][0] if shards.mine else 0
+        mine = rows[first : first + len(shards.mine)]
+        sent = torch.cat([self.wire.sent(mine[:, piece]).reshape(-1) for piece in pieces])
+        sizes = [len(mine) * (piece.stop - piece.start) for piece in pieces]
+        length = own.stop - own.start
         found = reducer.exchange(sent, sizes, [count * length for count in held])
         stack = found.view(sum(held), length)
         total = stack[0].to(rows.dtype)
         for row in stack[1:]:
             total += row
         # A sum over several workers has no negative zero: they add zeros to each other's rows.
-        return (total.add_(0.0) if world > 1 and shards.rows > 1 else total), flagged
+        return total.add_(0.0) if world > 1 and shards.rows > 1 else total
 
     def digests(self, reducer: Reducer, label: str, summed: np.ndarray, size: int) -> list[bytes]:
         raw = torch.zeros(-(-size // LEAF), 32, dtype=torch.uint8)
@@ -123,11 +140,7 @@ class Sharded(Whole):
                 reducer.broadcast(flat[part], rank)
 
     def memory(self, size: int, slots: int, rows: int, workers: int) -> int:
-        part, wide = size / workers, self.wire.dtype.itemsize
-        copied = rows * part if rows > 1 else 0 if wide == 8 else size
-        total = 0 if wide == 8 else 8 * part
-        sums = 8 * rows * size + total + wide * (copied + max(rows, workers) * part)
-        return int(4 * size + 4 * part * slots + max(_engine(rows) * size, sums))
+        return size * (4 + 8 * rows) + 4 * slots * -(-size // workers)
 
     def identity(self, reducer: Reducer, reproducible: bool) -> dict[str, str]:
         ordered = reproducible or reducer.world_size < 3
@@ -142,12 +155,6 @@ class Sharded(Whole):
         checkpoint.save_part(folder, step, reducer.rank, reducer.world_size, slots)
         reducer.gather("written")  # nobody's part may be missing once worker 0 says it is done
         return {}, reducer.world_size
-
-
-def _engine(rows: int) -> int:
-    """Bytes for each parameter while gradients are summed: a pass's in float32, several sums in
-    float64 and the stack (measured: 12 million parameters in dense layers)."""
-    return 37 + 8 * rows
 
 
 RELEASES: dict[str, type[Whole]] = {"whole": Whole, "sharded": Sharded}

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpdist.base.errors import UserError
+from dpdist.gradients import screening
 from dpdist.gradients.clipping import AutomaticClipping, FlatClipping, PerLayerClipping
 from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.perturbations import HiddenDraws
@@ -268,6 +269,36 @@ def test_other_leaks_are_found_by_the_self_check(network, message):
     engine = GradientEngine(network, cross_entropy, clipping=FlatClipping(1.0))
     with pytest.raises(UserError, match=message):
         engine.clipped_sum(torch.randn(6, 4), torch.zeros(6, dtype=torch.long))
+
+
+class _TwoOffsets(nn.Module):
+    """Autograd gives both offsets one gradient, in the same memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 3)
+        self.one, self.other = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.ones(3))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.inner(inputs) + (self.one + self.other)
+
+
+def test_gradients_that_lie_in_the_same_memory_are_checked_each():
+    model, (inputs, targets) = _TwoOffsets(), (torch.randn(6, 4), torch.zeros(6, dtype=torch.long))
+    found = torch.autograd.grad(
+        cross_entropy(model(inputs), targets).sum(), [model.one, model.other]
+    )
+    assert found[0].data_ptr() == found[1].data_ptr()
+    engine = GradientEngine(model, cross_entropy, clipping=FlatClipping(1.0))
+    assert engine.clipped_sum(inputs, targets).examples == 6
+
+
+def test_a_long_gradient_is_projected_as_a_whole(monkeypatch):
+    one = torch.randn(103, dtype=torch.float64)
+    whole = one @ torch.arange(103, dtype=torch.float64).cos() / 103**0.5
+    for at_once in (10, 103, 200):
+        monkeypatch.setattr(screening, "_GROUP", at_once)
+        torch.testing.assert_close(screening._projected(one), whole, rtol=1e-12, atol=0)
 
 
 class _Detached(nn.Module):

@@ -41,6 +41,9 @@ FAULTS: list[Fault] = [
         "dpdist/gradients/screening.py", "gradients/test_engine",
         ("            _wake(wide)\n", "", "a missed factor hides behind a zero one"),
         ("if grad is None:", "if False and grad is None:", "what learns nothing is trained"),
+        ("difference = float(grad.norm())", "difference = 0.0", "what no hook follows is trained"),
+        ("each if alone else each.clone()", "each", "gradients in one memory are subtracted twice"),
+        ("torch.arange(start, start + len(part)", "torch.arange(len(part)", "every piece is projected alike"),
     ),
     *group(
         "dpdist/randomness/keys.py", "gradients/test_keys",

@@ -228,6 +228,10 @@ FAULTS: list[Fault] = [
          "a release id covers the first leaf alone"),
         ("        checkpoint.save_part(", "        len(slots) or checkpoint.save_part(",
          "momentum is in no checkpoint"),
+        ("min(p.start + low, p.stop), min(p.start + low + step, p.stop)",
+         "min(p.start, p.stop), min(p.start + step, p.stop)", "the first piece of a part travels again and again"),
+        ("total[low : low + step] = found", "total[:step] = found", "pieces land on the first one's place"),
+        ("first = shards.mine[0][0] if shards.mine else 0", "first = 0", "every worker sends the first one's rows"),
     ),
     *group(
         "dpdist/training/reducer.py", "training/test_release_in_place",
@@ -348,6 +352,7 @@ FAULTS: list[Fault] = [
          "optimizer state is not saved"),
         ("    private_folder(folder)\n    target", "    folder.mkdir(parents=True, exist_ok=True)\n    target",
          "others can read checkpoints"),
+        ("raise OSError(code, os.strerror(code)) from error", "raise", "a full disk is a traceback"),
     ),
     *group(
         "dpdist/training/job.py", f"training/test_checkpoint {KEYS}",

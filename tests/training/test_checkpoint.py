@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
+import resource
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -59,6 +62,36 @@ def test_a_half_written_one_is_not_taken(tmp_path, monkeypatch):
     assert found is not None and found.step == 3
     checkpoint.save(tmp_path, state(5), ANCHOR)
     assert {p.name for p in tmp_path.iterdir()} == {"step-00000003", "step-00000005"}
+
+
+def test_a_disk_without_room_is_told_as_such(tmp_path):
+    """As Python's own writes tell it (here: no file may be larger), and nothing is left behind."""
+    checkpoint.save(tmp_path, state(3), ANCHOR)
+    own = resource.getrlimit(resource.RLIMIT_FSIZE)
+    large = TrainState(4, torch.zeros(50_000), {})
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, own[1]))
+    try:
+        with pytest.raises(OSError) as caught:
+            checkpoint.save(tmp_path, large, ANCHOR)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, own)
+    assert caught.value.errno == errno.EFBIG
+    assert list((tmp_path / "step-00000004").iterdir()) == []
+
+
+def test_a_checkpoint_is_written_without_a_copy(tmp_path):
+    """Ten million parameters are 38 MiB; the memory that the process has at most, reset before."""
+    big = TrainState(3, torch.zeros(10_000_000), {"mean": torch.zeros(10_000_000)})
+    checkpoint.save(tmp_path, big, ANCHOR)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _status("VmRSS")
+    checkpoint.save(tmp_path, TrainState(4, big.flat, big.slots), ANCHOR)
+    assert _status("VmHWM") - before < 20
+
+
+def _status(name: str) -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(name))
 
 
 def test_none_is_none(tmp_path):

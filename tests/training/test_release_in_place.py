@@ -125,8 +125,9 @@ class Made(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("kind", ["whole", "sharded"])
-def test_nothing_as_long_as_the_sum_is_made(kind: str) -> None:
+def test_nothing_as_long_as_the_sum_is_made(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 16 MiB sums, beside them: no tensor above a leaf's, and 2 MiB of numpy's."""
+    monkeypatch.setattr(sharding, "_AT_ONCE", 1)
     size, todo = 2**21, SimpleNamespace(noise_std=STD, expected_batch=BATCH)
     release = Release(Reducer(0, 1, torch.device("cpu")), kind, 1, size)
     flat = torch.zeros(size)
@@ -145,6 +146,27 @@ def test_nothing_as_long_as_the_sum_is_made(kind: str) -> None:
     tracemalloc.stop()
     assert made.most <= 8 * LEAF and peak <= 2 << 20
     assert gradient.data_ptr() == rows.data_ptr()
+
+
+def test_what_travels_needs_no_memory_as_long_as_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums of 17 leaves, of which two of each worker travel at once, in two rows."""
+    monkeypatch.setattr(sharding, "_AT_ONCE", 4)
+    size, found = 16 * LEAF + 7, {}
+
+    def work(reducer: ThreadReducer) -> None:
+        release = Release(reducer, "sharded", 2, size)
+        release.shards = Shards(2, 1, [(reducer.rank, 0, 0)], [1, 1])
+        rows = reducer.rows(2, size)
+        rows[reducer.rank] = torch.from_numpy(sums(reducer.rank, 0, 1, size)[0])
+        own = release.sharing.own(reducer, size)
+        with Made() as made:
+            part, _ = release.sharing.sum(reducer, rows, release.shards, False)
+        both = sums(0, 0, 1, size)[0] + sums(1, 0, 1, size)[0]
+        place = (part.data_ptr() - rows.data_ptr()) // 8
+        found[reducer.rank] = np.array_equal(part.numpy(), both[own]), place - own.start, made.most
+
+    together(2, work)
+    assert [found[rank] for rank in range(2)] == [(True, 0, 8 * 4 * LEAF)] * 2
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])

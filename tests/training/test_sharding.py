@@ -22,9 +22,11 @@ ADAM = {"optimizer": "adam", "momentum": 0.0, "ema": 0.9, "weight_decay": 0.01}
 
 @pytest.fixture(autouse=True)
 def _small_leaves(monkeypatch):
-    """650 parameters are eleven leaves, the last one shorter."""
+    """650 parameters are eleven leaves, the last one shorter; two of two workers' travel at once,
+    one of more."""
     for module in (optimizer, sharding):
         monkeypatch.setattr(module, "LEAF", 64)
+    monkeypatch.setattr(sharding, "_AT_ONCE", 4)
 
 
 def small(tmp_path, name: str, training: dict | None = None, **more):

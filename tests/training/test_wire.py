@@ -214,12 +214,6 @@ def test_a_dry_run_says_what_it_costs(tmp_path):
         *small(tmp_path, "other", 2, wire="float64"))))  # fmt: skip
 
 
-def test_less_is_held_while_it_travels():
-    wide, narrow = Sharded(), Sharded(Wire("float32", 9.0))
-    for rows in (1, 8):
-        assert narrow.memory(10**6, 2, rows, 8) <= wide.memory(10**6, 2, rows, 8)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
