@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from dpdist.gradients.clipping import FlatClipping
 from dpdist.gradients.engine import GradientEngine
+from dpdist.gradients.rules import normalisation
 
 EXAMPLES = cases(25)
 RTOL = 1e-6
@@ -166,6 +167,15 @@ def test_normalisation(batch, groups, per_group, size, kind, seed):
         nn.init.normal_(parameter)
     model = nn.Sequential(nn.Conv2d(1, channels, 1), norm, nn.Tanh())
     check(model, torch.randn(batch, 1, size, size))
+
+
+@pytest.mark.parametrize("at_once", [1, 3, 7])
+def test_a_norm_of_many_examples_is_made_in_pieces(at_once, monkeypatch):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 4, 1), nn.GroupNorm(2, 4, eps=0.1), nn.Tanh())
+    nn.init.normal_(model[1].weight)
+    monkeypatch.setattr(normalisation, "_PIECE_BYTES", at_once * 4 * 3 * 3 * 8)
+    check(model, torch.randn(7, 1, 3, 3))
 
 
 @pytest.mark.slow

@@ -341,9 +341,14 @@ FAULTS: list[Fault] = [
         "dpdist/gradients/rules/normalisation.py",
         "gradients/test_clipping_rules",
         (
-            "F.group_norm(call.input, module.num_groups, eps=module.eps)",
-            "F.group_norm(call.input, module.num_groups)",
+            "num_groups=module.num_groups, eps=module.eps)",
+            "num_groups=module.num_groups)",
             "another epsilon of the group norm",
+        ),
+        (
+            "out.copy_(product",
+            "weight[: len(out)].copy_(product",
+            "every piece of a batch is the first",
         ),
         (
             'yield "bias", Dense(signal.reshape(batch, -1, *shape).sum(1))',
