@@ -182,6 +182,22 @@ ROWS = [
         compared=True,
         recipe=RECIPE,
     ),
+    Row(
+        "shifts-0.5",
+        "the recipe at noise 0.5, epsilon 2.9",
+        0.5,
+        changes=_epsilon(2.9),
+        compared=True,
+        recipe=RECIPE,
+    ),
+    Row(
+        "shifts-1.0",
+        "the recipe at noise 1.0, epsilon 2.9",
+        1.0,
+        changes=_epsilon(2.9),
+        compared=True,
+        recipe=RECIPE,
+    ),
     Row("cifar10", "no public data: a head on scattering", repeats=3, recipe=CIFAR),
     Row(
         "no-public",
