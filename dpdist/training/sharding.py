@@ -25,7 +25,7 @@ from dpdist.training.reducer import Reducer
 from dpdist.training.wire import Wire
 
 _FLOAT64 = Wire()
-_AT_ONCE = 32  # leaves that travel together, of all parts
+_AT_ONCE = 32  # leaves that travel together, of all parts and rows
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Sharded(Whole):
         parts = _parts(rows.shape[1], reducer.world_size)
         total = rows[0, parts[reducer.rank]]
         # A piece at a time: neither what is sent nor what arrives needs memory of its own length.
-        step = LEAF * max(1, _AT_ONCE // len(parts))
+        step = LEAF * max(1, _AT_ONCE // max(len(parts), shards.rows))
         for low in range(0, max(part.stop - part.start for part in parts), step):
             pieces = [
                 slice(min(p.start + low, p.stop), min(p.start + low + step, p.stop)) for p in parts
