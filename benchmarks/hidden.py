@@ -14,7 +14,7 @@ mechanism; `pixeldp` and `secure` without a number are at epsilon_r 1; `secure-4
 epsilon E. Each training is a line of
 --results, which says of each image whether it was right (hexadecimal bits); what is there is not
 made again. --table prints Markdown: means, the least and the greatest of the trainings, and pairs
-of rows with McNemar's test, seed by seed.
+of rows: differences seed by seed with McNemar's test, and their mean with Student's 95 % interval.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import torch
+from scipy.stats import t as student_t
 from torch import nn
 
 from dpdist import models
@@ -274,7 +275,16 @@ def differences(
 ) -> list[list[str]]:
     """Header and rows: the first less the second, seed by seed, on the same images."""
     grid = [
-        ["first", "second", "what", "size", "difference, points", "only first : only second", "p"]
+        [
+            "first",
+            "second",
+            "what",
+            "size",
+            "difference, points",
+            "mean",
+            "only first : only second",
+            "p",
+        ]
     ]
     for first, second in pairs():
         both = [
@@ -288,10 +298,19 @@ def differences(
             grid.append([
                 first, second, SHOWN.get(what, what), size,
                 ", ".join(f"{100 * one.difference:+.1f}" for one in found),
+                interval([100 * one.difference for one in found]),
                 ", ".join(f"{one.only_second} : {one.only_first}" for one in found),
                 ", ".join(f"{one.p_value:.2g}" for one in found),
             ])  # fmt: skip
     return grid
+
+
+def interval(values: list[float]) -> str:
+    """The mean of trainings with half of Student's 95 % interval; of one, nothing."""
+    if len(values) < 2:
+        return ""
+    half = student_t.ppf(0.975, len(values) - 1) * np.std(values, ddof=1) / len(values) ** 0.5
+    return f"{np.mean(values):+.1f} ± {half:.1f}"
 
 
 def read(path: Path, setting: dict[str, Any]) -> list[dict[str, Any]]:

@@ -216,7 +216,8 @@ def test_the_benchmark_counts_images_and_compares_them_seed_by_seed(bench) -> No
     assert bench["success"](lines[0], "worst", "0.05").tolist() == [True, False, True, False, False]
     text = bench["tables"](lines)
     assert "| hgm-4 | 0.100 | 2 | 70.0 (70.0 to 70.0) | 70.0 (60.0 to 80.0) |" in text
-    assert "| hgm-4 | pixeldp-4 | exact, L2 | 0.02 | +40.0 | 3 : 1 | 0.62 |" in text
+    assert "| hgm-4 | pixeldp-4 | exact, L2 | 0.02 | +40.0 |  | 3 : 1 | 0.62 |" in text
+    assert bench["interval"]([1.0, 2.0, 6.0]) == "+3.0 ± 6.6"  # 4.303 * 2.646 / sqrt(3)
 
 
 def test_the_benchmark_makes_its_lines_and_continues(
