@@ -29,7 +29,6 @@ MOST = 1_000_000_000  # of whatever is counted
 MOST_STEPS = 1_000_000  # of a training: more take minutes to account, and weeks to run
 NOISE = (1e-2, 1e4)  # of a noise multiplier above 0: beyond, no accountant's numbers are any good
 LEAST_DELTA = 1e-30
-MOST_SHIFTS = 8  # pixels by which an image is moved: 33 passes
 
 
 class Section(BaseModel):

@@ -11,12 +11,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from dpdist.base.errors import UserError
-
-
-def shifts_within(reach: int) -> list[tuple[int, int]]:
-    """(0, 0), then every distance up to `reach`, down, up, right and left: 4 reach + 1 pairs."""
-    ways = ((1, 0), (-1, 0), (0, 1), (0, -1))
-    return [(0, 0)] + [(d * y, d * x) for d in range(1, reach + 1) for y, x in ways]
+from dpdist.base.shifts import shifts_within
 
 
 def check_shifts(reach: int, input_shape: Sequence[int]) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from dpdist.base.errors import UserError
-from dpdist.base.fields import MOST_SHIFTS
 from dpdist.base.reading import NoSuchFile, check_shape, read_bytes, read_json
+from dpdist.base.shifts import MOST_SHIFTS
 from dpdist.models.base_folder import base_hash, is_base
 from dpdist.models.catalogue import ZOO
 

@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from dpdist.base.fields import (
-    MOST_SHIFTS,
     Count,
     FilePath,
     Finite,
@@ -24,6 +23,7 @@ from dpdist.base.fields import (
     Text,
     of_key,
 )
+from dpdist.base.shifts import MOST_SHIFTS, averaged
 from dpdist.certification.catalogue import AnyCertificate
 from dpdist.sections.audit import AnyAudit, CanaryAudit
 from dpdist.sections.data import DataRecipe
@@ -72,8 +72,7 @@ class ModelRecipe(Section):
     @property
     def title(self) -> str:
         """What answers."""
-        passes = 4 * self.shifts + 1
-        return f"{self.name}, averaged over {passes} shifts" if self.shifts else self.name
+        return averaged(self.name, self.shifts)
 
     @field_validator("initial", "classifier", "denoiser", mode="before")
     @classmethod

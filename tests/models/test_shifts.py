@@ -15,6 +15,7 @@ from support.here import without_ray
 import dpdist
 from dpdist import models
 from dpdist.base.errors import UserError
+from dpdist.base.shifts import shifts_within
 from dpdist.certification import job, table
 from dpdist.certification.bank import split_first_layer
 from dpdist.certification.classifier import ExecutedClassifier
@@ -22,7 +23,7 @@ from dpdist.certification.cohen import Cohen
 from dpdist.commands.releasing import release
 from dpdist.evaluation import evaluate_stage, load_model
 from dpdist.models import ModelSpec
-from dpdist.models.shifts import ShiftAverage, shifts_within
+from dpdist.models.shifts import ShiftAverage
 from dpdist.randomness.units import RandomWords, UnitSource
 from dpdist.release.files import CARD
 from dpdist.runs.folder import RunFolder
@@ -270,5 +271,5 @@ def test_a_release_answers_by_it_and_says_so(tmp_path):
         (run.release / "README.md").read_text(),
         json.loads((run.release / CARD).read_text()),
     )
-    assert "A classifier (an average over 5 shifts) of digits" in page
+    assert "A classifier, averaged over 5 shifts, of digits" in page
     assert card["extra"]["model"] == "small-cnn, averaged over 5 shifts"

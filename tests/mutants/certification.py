@@ -18,9 +18,12 @@ FAULTS: list[Fault] = [
         ("np.nextafter(1 - q, 0)", "np.nextafter(1 - q, 2)", "bounds near one are rounded up"),
     ),
     *group(
-        "dpdist/models/shifts.py", "models/test_shifts",
+        "dpdist/base/shifts.py", "models/test_shifts",
         ("range(1, reach + 1)", "range(1, max(reach, 2))", "the farthest shifts are left out"),
         ("(-1, 0), (0, 1)", "(1, 0), (0, 1)", "no image is moved up"),
+    ),
+    *group(
+        "dpdist/models/shifts.py", "models/test_shifts",
         ("self.network(x.roll(shift, (2, 3))).log_softmax(1)", "self.network(x.roll(shift, (2, 3)))",
          "shifted answers are no probabilities"),
         ("reach >= min(input_shape[1:])", "reach > max(input_shape[1:])", "an image is moved all around"),
