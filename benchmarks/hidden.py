@@ -109,7 +109,9 @@ def pairs() -> list[tuple[str, str]]:
         ]  # fmt: skip
         for floor in FLOORS:
             found += [(f"{name}-{e}-floor-{floor:g}", f"{name}-{e}") for name in ("hgm", "secure")]
-        found += [(f"hgm-{e}-floor-{FLOORS[-1]:g}", f"pixeldp-{e}")]
+        uniform = f"floor-{FLOORS[-1]:g}"
+        found += [(f"hgm-{e}-{uniform}", f"pixeldp-{e}")]
+        found += [(f"secure-{e}-{uniform}", f"secure-equal-{e}")]
     return found + [("secure-4", f"secure-4-dp-{epsilon:g}") for epsilon in EPSILONS]
 
 
