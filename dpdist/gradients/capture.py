@@ -99,7 +99,8 @@ class _Pass:
         self, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any], signals: list[Tensor]
     ) -> None:
         parameters = {local: self.values[name] for local, name in layer.names.items()}
-        if signals[0].dtype in _HALF:  # autocast: widened before norms and sums
+        if any(_is_half(leaf) for leaf in pytree.tree_leaves((args, kwargs, signals))):
+            # Autocast may give a layer half its input alone: widened before norms and sums.
             args, kwargs, signals = pytree.tree_map_only(
                 Tensor, _at_least_float32, (args, kwargs, signals)
             )
@@ -121,8 +122,12 @@ class _Deferred:
     signals: list[Tensor | None]
 
 
+def _is_half(leaf: object) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dtype in _HALF
+
+
 def _at_least_float32(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in _HALF else tensor
+    return tensor.float() if _is_half(tensor) else tensor
 
 
 class _Attach(torch.autograd.Function):

@@ -293,15 +293,16 @@ def _reaches(others: Tensor) -> bool:
 
 
 def _autograd(loss: Tensor, parameters: list[nn.Parameter]) -> Sequence[Tensor | None]:
-    """Gradients in float64, to be written over: copies where there are several, which may lie in
-    the same memory."""
+    """Dense gradients in float64, to be written over: copies where there are several, which may lie
+    in the same memory."""
     if not loss.requires_grad:
         return [None] * len(parameters)
     found = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
-    alone = len(found) == 1
+    dense = [each.to_dense() if each is not None and each.is_sparse else each for each in found]
+    alone = len(dense) == 1
     return [
         each if each is None else (each if alone else each.clone()).double().contiguous()
-        for each in found
+        for each in dense
     ]
 
 

@@ -142,7 +142,9 @@ def _write(path: Path, tensors: dict[str, Tensor]) -> None:
         try:
             save_file(tensors, aside, {_SEAL: _seal(tensors)})
         except SafetensorError as error:
-            if number := re.search(r"os error (\d+)", str(error)):  # a full disk is told apart
+            if number := re.search(
+                r"(?:os error |code: )(\d+)", str(error)
+            ):  # a full disk is told apart
                 code = int(number[1])
                 raise OSError(code, os.strerror(code)) from error
             raise

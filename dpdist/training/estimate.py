@@ -9,6 +9,7 @@ import torch
 from dpdist import data
 from dpdist.gradients.blocks import Blocks
 from dpdist.gradients.engine import GradientEngine
+from dpdist.gradients.perturbations import ParameterDraws
 from dpdist.gradients.task import Task
 from dpdist.methods.base import Fixed
 from dpdist.privacy.plan import PrivacyPlan
@@ -70,12 +71,15 @@ def _counts(recipe: Recipe) -> list[int]:
 
 
 def _checked(engine: GradientEngine) -> int:
-    """Bytes of the frozen parameters, and of the engine's self-check: a copy of the model in
-    float64, and a gradient of one parameter."""
+    """Bytes of the frozen parameters, of a draw's perturbed ones, and of the engine's self-check: a
+    copy of the model in float64, and a gradient of one parameter."""
     every = list(engine.model.parameters())
     frozen = [parameter for parameter in every if not parameter.requires_grad]
     largest = max(parameter.numel() for parameter in engine.parameters)
-    return sum(p.nbytes for p in frozen) + 8 * (sum(p.numel() for p in every) + largest)
+    held = sum(p.nbytes for p in frozen)
+    if isinstance(engine.draws, ParameterDraws):
+        held += 4 * engine.size
+    return held if engine.isolate else held + 8 * (sum(p.numel() for p in every) + largest)
 
 
 def _memory(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from dpdist.base.errors import UserError
 from dpdist.gradients import screening
+from dpdist.gradients.capture import _Pass, find_layers
 from dpdist.gradients.clipping import AutomaticClipping, FlatClipping, PerLayerClipping
 from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.perturbations import HiddenDraws
@@ -291,6 +292,26 @@ def test_gradients_that_lie_in_the_same_memory_are_checked_each():
     assert found[0].data_ptr() == found[1].data_ptr()
     engine = GradientEngine(model, cross_entropy, clipping=FlatClipping(1.0))
     assert engine.clipped_sum(inputs, targets).examples == 6
+
+
+def test_sparse_gradients_are_checked_too():
+    model = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Flatten(), nn.Linear(12, 3))
+    engine = GradientEngine(model, cross_entropy, clipping=FlatClipping(1.0))
+    tokens = torch.randint(0, 5, (6, 4))
+    assert engine.clipped_sum(tokens, torch.zeros(6, dtype=torch.long)).examples == 6
+
+
+@pytest.mark.parametrize("layer", [nn.LayerNorm(8), nn.GroupNorm(2, 8)], ids=type)
+def test_a_half_input_is_widened_before_the_rule(layer):
+    """As autocast gives it to layers that answer in float32: norm and sum would be rounded."""
+    (found,), calls = find_layers(layer), []
+    current = _Pass(
+        6, dict(layer.named_parameters()), torch.zeros(0), lambda _, call: calls.append(call)
+    )
+    inputs, signal = torch.randn(6, 8).bfloat16(), torch.randn(6, 8)
+    current.deliver(found, (inputs,), {}, [signal])
+    assert calls[0].input.dtype == torch.float32 and calls[0].backsignal.dtype == torch.float32
+    assert all(each.values.dtype == torch.float32 for _, each in found.rule(calls[0]))
 
 
 def test_a_long_gradient_is_projected_as_a_whole(monkeypatch):

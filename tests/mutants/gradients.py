@@ -38,10 +38,16 @@ FAULTS: list[Fault] = [
          "a document is another record to who reads more of it"),
     ),
     *group(
+        "dpdist/gradients/capture.py", "gradients/test_engine",
+        ("pytree.tree_leaves((args, kwargs, signals))", "pytree.tree_leaves(signals)",
+         "a norm's products are rounded to half precision"),
+    ),
+    *group(
         "dpdist/gradients/screening.py", "gradients/test_engine",
         ("            _wake(wide)\n", "", "a missed factor hides behind a zero one"),
         ("if grad is None:", "if False and grad is None:", "what learns nothing is trained"),
         ("difference = float(grad.norm())", "difference = 0.0", "what no hook follows is trained"),
+        ("each.to_dense() if each is not None and each.is_sparse else each", "each", "sparse embeddings cannot be trained"),
         ("each if alone else each.clone()", "each", "gradients in one memory are subtracted twice"),
         ("torch.arange(start, start + len(part)", "torch.arange(len(part)", "every piece is projected alike"),
     ),

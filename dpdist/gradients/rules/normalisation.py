@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -32,8 +33,9 @@ def instance_norm(call: LayerCall) -> Iterator[tuple[str, Contribution]]:
 
 def _per_channel(call: LayerCall, normalise: Normalise) -> Iterator[tuple[str, Contribution]]:
     signal, positions = call.backsignal, tuple(range(2, call.backsignal.dim()))
-    step = max(1, _PIECE_BYTES // (signal[0].numel() * signal.element_size()))
     if "weight" in call.trainable:
+        example = math.prod(signal.shape[1:]) * signal.element_size()
+        step = max(1, _PIECE_BYTES // max(1, example))
         weight = signal.new_empty(signal.shape[:2])
         pieces = (each.split(step) for each in (call.input, signal, weight))
         for values, some, out in zip(*pieces, strict=True):
