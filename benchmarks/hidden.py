@@ -276,18 +276,10 @@ def differences(
     by_row: dict[str, list[dict[str, Any]]], shown: list[tuple[str, str]]
 ) -> list[list[str]]:
     """Header and rows: the first less the second, seed by seed, on the same images."""
-    grid = [
-        [
-            "first",
-            "second",
-            "what",
-            "size",
-            "difference, points",
-            "mean",
-            "only first : only second",
-            "p",
-        ]
-    ]
+    grid = [[
+        "first", "second", "what", "size", "difference, points", "mean",
+        "only first : only second", "p",
+    ]]  # fmt: skip
     for first, second in pairs():
         both = [
             (one, other) for one in by_row.get(first, []) for other in by_row.get(second, [])

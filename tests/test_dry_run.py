@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import nn
 
 from dpdist import pipeline
 from dpdist.base.errors import UserError
 from dpdist.base.storage import write_json
+from dpdist.gradients.clipping import FlatClipping
+from dpdist.gradients.engine import GradientEngine
+from dpdist.gradients.perturbations import ParameterDraws
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe, parse
+from dpdist.training.estimate import _besides
 from dpdist.training.job import prepare
 from dpdist.training.records import source_of, training_data
+from dpdist.training.sharding import Sharded, Whole
 from dpdist.tuning import preparing
 from dpdist.tuning.manifest import read_trials
 from dpdist.tuning.trial import begin_trial
@@ -101,3 +108,25 @@ def test_what_a_run_refuses_a_dry_run_refuses_as_well(sections, message, tmp_pat
         said.append(str(error.value))
     assert message in said[0] and said[0] == said[1]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_memory_is_that_of_parameters_optimizer_and_sums():
+    """4 bytes a parameter and slot, 8 for each row of sums; shared, a part of the slots."""
+    assert Whole().memory(1000, 2, 1, 2) == 20_000 and Whole().memory(1000, 0, 8, 1) == 68_000
+    assert Sharded().memory(1000, 2, 1, 2) == 16_000 and Sharded().memory(1000, 2, 8, 4) == 70_000
+
+
+def test_memory_counts_what_is_frozen_perturbed_and_copied_for_the_self_check():
+    model = nn.Sequential(nn.Linear(10, 7), nn.Linear(7, 3), nn.Linear(3, 2))  # 77, 24 and 8
+    model[0].requires_grad_(False)
+    frozen, copy, largest = 4 * 77, 8 * (77 + 24 + 8), 8 * 21
+    for draws, isolate, more in (
+        (None, False, copy + largest),
+        (ParameterDraws(2, 0.1), False, copy + largest + 4 * 32),
+        (None, True, 0),
+    ):
+        engine = GradientEngine(
+            model, lambda outputs, targets: torch.zeros(len(outputs)), clipping=FlatClipping(1.0),
+            draws=draws, isolate=isolate,
+        )  # fmt: skip
+        assert _besides(engine) == frozen + more

@@ -60,7 +60,7 @@ def describe(recipe: Recipe, plan: PrivacyPlan) -> list[tuple[str, str]]:
         ("layers without a rule", ", ".join(engine.fallback_layers) or "none"),
         ("workers", f"{resources.span}, {resources.cpus_per_worker:g} CPUs each"),
         ("physical micro-batch", f"{engine.micro_batch or 'chosen at the start'}"),
-        *_memory(recipe, plan, engine, activations + _checked(engine)),
+        *_memory(recipe, plan, engine, activations + _besides(engine)),
         ("training time", f"about {seconds} s at {rate:,.0f} examples/s per worker"),
     ]
 
@@ -70,7 +70,7 @@ def _counts(recipe: Recipe) -> list[int]:
     return sorted({recipe.resources.least, recipe.resources.most})
 
 
-def _checked(engine: GradientEngine) -> int:
+def _besides(engine: GradientEngine) -> int:
     """Bytes of the frozen parameters, of a draw's perturbed ones, and of the engine's self-check: a
     copy of the model in float64, and a gradient of one parameter."""
     every = list(engine.model.parameters())

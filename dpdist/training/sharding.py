@@ -104,7 +104,7 @@ class Sharded(Whole):
                 slice(min(p.start + low, p.stop), min(p.start + low + step, p.stop)) for p in parts
             ]
             found = self._exchanged(reducer, rows, pieces, shards)
-            total[low : low + step] = found
+            total[low : low + step] = found  # over rows of its own, which were just sent
         return total, flagged
 
     def _exchanged(

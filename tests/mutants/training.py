@@ -230,7 +230,7 @@ FAULTS: list[Fault] = [
          "momentum is in no checkpoint"),
         ("min(p.start + low, p.stop), min(p.start + low + step, p.stop)",
          "min(p.start, p.stop), min(p.start + step, p.stop)", "the first piece of a part travels again and again"),
-        ("total[low : low + step] = found", "total[:step] = found", "pieces land on the first one's place"),
+        ("total[low : low + step] = found", "total[: len(found)] = found", "pieces land on the first one's place"),
         ("first = shards.mine[0][0] if shards.mine else 0", "first = 0", "every worker sends the first one's rows"),
     ),
     *group(
@@ -342,6 +342,11 @@ FAULTS: list[Fault] = [
         ('return self.slots.get("ema", flat)', "return flat", "the average is not published"),
         ('self.slots["ema"] = flat.clone()', 'self.slots["ema"] = torch.zeros_like(flat)',
          "the average begins at zero"),
+    ),
+    *group(
+        "dpdist/training/estimate.py", "test_dry_run",
+        ("held = sum(p.nbytes for p in frozen)", "held = 0", "a frozen base takes no memory"),
+        ("sum(p.numel() for p in every) + largest", "engine.size + largest", "a frozen base is not copied for the check"),
     ),
     *group(
         "dpdist/training/checkpoint.py", "training/test_checkpoint",
