@@ -21,6 +21,7 @@ ZOO: Mapping[str, str] = {
     "next-word-lstm": "zoo:next_word_lstm",
     "conv-autoencoder": "denoiser:conv_autoencoder",
     "dncnn": "denoiser:dncnn",
+    "unet": "denoiser:unet",
     "dpal-cnn": "dpal:dpal_cnn",
     "patches": "patches:patches",
     "scattering": "scattering:scattering",

@@ -38,13 +38,7 @@ def conv_autoencoder(
     sides of the image must be divisible by 2^len(channels). residual: x - network(x) instead, with
     a last layer that begins at 0, so that training begins at the identity. classes is not used.
     """
-    _check_image(input_shape, channels)
-    reduction = 2 ** len(channels)
-    if any(side % reduction for side in input_shape[1:]):
-        raise ValueError(
-            f"{len(channels)} convolutions of stride 2 need sides divisible by {reduction}, got "
-            f"{tuple(input_shape[1:])}"
-        )
+    _check_halved(input_shape, channels)
     widths = [input_shape[0], *channels]
     layers: list[nn.Module] = []
     for width_in, width_out in itertools.pairwise(widths):
@@ -58,6 +52,47 @@ def conv_autoencoder(
             activation_layer(activation),
         ]
     return _finished(layers[:-1], residual)
+
+
+class _Level(nn.Module):
+    """Inputs to `width` maps of half the size, what the level below sees added, and back."""
+
+    def __init__(self, width_in: int, width: int, kernel: int, inner: nn.Module | None) -> None:
+        super().__init__()
+        padding = kernel // 2 - 1
+        self.down = nn.Conv2d(width_in, width, kernel, stride=2, padding=padding)
+        self.inner = inner
+        self.same = nn.Conv2d(width, width, 3, padding=1)
+        self.up = nn.ConvTranspose2d(width, width_in, kernel, stride=2, padding=padding)
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen = self.down(x).relu()
+        if self.inner is not None:
+            seen = (seen + self.inner(seen)).relu()
+        return self.up((seen + self.same(seen)).relu())
+
+
+def unet(
+    input_shape: Sequence[int],
+    classes: int,
+    channels: Sequence[int] = (16, 32),
+    kernel: int = 6,
+) -> nn.Module:
+    """A U-Net (Ronneberger et al. 2015) without full size: each level halves the image, and adds
+    what the level below makes of it.
+
+    channels: of the levels, outermost first; the sides of the image must be divisible by
+    2^len(channels). kernel: even, of the outermost level; the others have 4. classes is not used.
+    """
+    _check_halved(input_shape, channels)
+    if kernel < 2 or kernel % 2:
+        raise ValueError(f"kernel must be an even number >= 2, got {kernel}")
+    widths = [input_shape[0], *channels]
+    inner: _Level | None = None
+    for depth in reversed(range(len(channels))):
+        inner = _Level(widths[depth], widths[depth + 1], 4 if depth else kernel, inner)
+    assert inner is not None
+    return inner
 
 
 def dncnn(
@@ -90,6 +125,17 @@ def _check_image(input_shape: Sequence[int], channels: Sequence[int]) -> None:
         raise ValueError(f"a denoiser works on images (C, H, W), got {tuple(input_shape)}")
     if not channels or min(channels) < 1:
         raise ValueError(f"channels must be numbers >= 1, got {list(channels)}")
+
+
+def _check_halved(input_shape: Sequence[int], channels: Sequence[int]) -> None:
+    """And its sides can be halved once for each of the channels."""
+    _check_image(input_shape, channels)
+    reduction = 2 ** len(channels)
+    if any(side % reduction for side in input_shape[1:]):
+        raise ValueError(
+            f"{len(channels)} convolutions of stride 2 need sides divisible by {reduction}, got "
+            f"{tuple(input_shape[1:])}"
+        )
 
 
 def _finished(layers: list[nn.Module], residual: bool) -> nn.Module:

@@ -1,7 +1,8 @@
 """The average over shifts: what a model says of an image, and of the image moved by a few pixels.
 
 With noise on the input it is a function of the noisy image like any other, so what certifies a
-model certifies it. It costs as many passes a draw as it has shifts.
+model certifies it. It costs as many passes a draw as it has shifts; behind a denoiser it is what
+the denoiser shows that is moved, so that the denoiser runs once.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from dpdist.base.errors import UserError
 from dpdist.base.shifts import shifts_within
+from dpdist.models.spec import CLASSIFIER, DENOISER
 
 
 def check_shifts(reach: int, input_shape: Sequence[int]) -> None:
@@ -26,7 +28,8 @@ def check_shifts(reach: int, input_shape: Sequence[int]) -> None:
 
 
 class ShiftAverage(nn.Module):
-    """Mean log-probability of each class over `shifts_within(reach)` of an image (B, C, H, W).
+    """Mean log-probability of each class over `shifts_within(reach)` of an image (B, C, H, W), or
+    of what the network's denoiser makes of it.
 
     What leaves the image on one side enters on the other, so that the noise on a moved image has
     the law of noise on an image, and no edge without noise tells how far it was moved.
@@ -38,7 +41,10 @@ class ShiftAverage(nn.Module):
         self._shifts = shifts_within(reach)
 
     def forward(self, x: Tensor) -> Tensor:
-        total = self.network(x).log_softmax(1)
+        network, parts = self.network, dict(self.network.named_children())
+        if parts.keys() == {DENOISER, CLASSIFIER}:
+            x, network = parts[DENOISER](x), parts[CLASSIFIER]
+        total = network(x).log_softmax(1)
         for shift in self._shifts[1:]:
-            total = total + self.network(x.roll(shift, (2, 3))).log_softmax(1)
+            total = total + network(x.roll(shift, (2, 3))).log_softmax(1)
         return total / len(self._shifts)

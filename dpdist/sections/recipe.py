@@ -170,6 +170,13 @@ class PrivacyRecipe(Section):
         return math.inf if self.clipping == "none" else self.clip_norm
 
 
+class DenoiserRecipe(Section):
+    """A network from images to images, from the zoo."""
+
+    name: Text
+    options: JsonObject = Field(default={})
+
+
 class PublicRecipe(Section):
     """What `dpdist pretrain` trains WITHOUT privacy, on public records: initial weights of the
     model, or its frozen part.
@@ -179,7 +186,9 @@ class PublicRecipe(Section):
     stays as it began); without it, the records that data.public sets aside. weights: to begin with;
     a torchvision state dict in safetensors format, or "torchvision": the published ones,
     downloaded. sigma: of the input noise that a denoiser learns to remove, or that a classifier
-    learns to see through. augment: deform the images at random.
+    learns to see through. denoiser: with initial weights, a network that first learns to remove
+    that noise by the same training, and then stays, frozen, before the model, here and in the run.
+    augment: deform the images at random.
     """
 
     model: ModelRecipe | None = None
@@ -188,8 +197,9 @@ class PublicRecipe(Section):
     data: DataRecipe | None = None
     augment: AugmentRecipe | None = None
     weights: Literal["torchvision"] | FilePath | None = None
+    denoiser: DenoiserRecipe | None = None
 
-    @field_validator("model", mode="before")
+    @field_validator("model", "denoiser", mode="before")
     @classmethod
     def _model_by_name(cls, value: Any) -> Any:
         return {"name": value} if isinstance(value, str) else value
@@ -234,7 +244,30 @@ class Sections(Section):
                 raise ValueError("public.model: required, the network of the frozen part")
             if self.public.model is not None and self.public.model.shifts:
                 raise ValueError("public.model.shifts: of the model that is trained; leave it out")
+            if self.public.denoiser is not None:
+                self._check_denoiser(self.public)
         return self
+
+    def _check_denoiser(self, public: PublicRecipe) -> None:
+        """Raise ValueError for a denoiser that goes with nothing else the recipe says."""
+        if self.model.initial is None:
+            raise ValueError(
+                "public.denoiser: needs model.initial; a denoiser alone is model.denoiser, its "
+                "network public.model"
+            )
+        if public.sigma is None:
+            raise ValueError("public.sigma: required, the noise that the denoiser removes")
+        if public.weights is not None:
+            raise ValueError("public.weights: does not go with public.denoiser; leave it out")
+        if self.model.trained:
+            raise ValueError(
+                "model.trained: does not go with public.denoiser: what is behind it is trained"
+            )
+        if self.method.carries_noise:
+            raise ValueError(
+                f"public.denoiser: method {self.method.name} puts noise into the network, whose "
+                "first layers would be the frozen denoiser's; leave it out"
+            )
 
     @model_validator(mode="after")
     def _shifts_fit(self) -> Sections:

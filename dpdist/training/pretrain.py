@@ -56,7 +56,16 @@ def pretrain(
         tuple(network.std),
         following=test.following,
     )
+    if section.denoiser is not None:
+        asked = section.denoiser
+        models.check_name(asked.name)
+        before = ModelSpec(asked.name, test.input_shape, public.classes, dict(asked.options))
+        learned = replace(learned, denoiser=before)
     model = models.initialise(learned, section.training.init_seed)
+    if learned.denoiser is not None:  # learns first, and is frozen then
+        first = model.get_submodule(models.DENOISER).requires_grad_(True)
+        training.train_public(first, public, test.input_shape, section, models.DENOISER, progress)
+        first.requires_grad_(False)
     check = models.check_denoiser if part == models.DENOISER else models.check_outputs
     check(model, learned)
     began = {}

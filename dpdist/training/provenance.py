@@ -84,7 +84,11 @@ def _check_made(folder: Path, section: PublicRecipe, begin: str) -> None:
 
 
 def with_frozen(spec: ModelSpec, recipe: Recipe, dataset: data.Dataset) -> ModelSpec:
-    """The description of the whole model, from that of the trained part."""
+    """The description of the whole model, from that of the trained part. Initial weights may have
+    a frozen denoiser with them."""
+    if recipe.model.initial is not None:
+        before = _denoiser_before(recipe, dataset)
+        return spec if before is None else dataclasses.replace(spec, denoiser=before)
     if recipe.model.frozen is None:
         return spec
     frozen = frozen_spec(recipe, dataset)
@@ -119,9 +123,37 @@ def frozen_spec(recipe: Recipe, dataset: data.Dataset) -> ModelSpec:
             f"{spec.classes} classes, {dataset.name} has {dataset.input_shape} and "
             f"{dataset.classes}"
         )
+    _check_known(spec, recipe, begin)
+    return spec
+
+
+def _check_known(spec: ModelSpec, recipe: Recipe, begin: str) -> None:
+    """Raise UserError for a frozen part that is neither of the zoo nor the recipe's own."""
     for name in spec.factories:
         if name not in models.ZOO and name != recipe.model.name:
             raise UserError(f"{begin} is built by {name!r}; a frozen part must be of the zoo")
+
+
+def _denoiser_before(recipe: Recipe, dataset: data.Dataset) -> ModelSpec | None:
+    """Of the frozen denoiser that the initial weights stand behind, where there is one."""
+    assert recipe.model.initial is not None
+    folder = recipe.model.initial.folder
+    if models.is_base(folder) or not (folder / "model.json").exists():
+        return None
+    begin = f"model.initial.folder: {folder}"
+    spec = models.read_spec(folder).denoiser
+    if spec is not None:
+        if tuple(spec.input_shape) != dataset.input_shape:
+            raise UserError(
+                f"{begin}: its denoiser takes {spec.input_shape}, {dataset.name} has "
+                f"{dataset.input_shape}"
+            )
+        _check_known(spec, recipe, begin)
+        if recipe.method.carries_noise:
+            raise UserError(
+                f"{begin}: these weights stand behind a frozen denoiser, and method "
+                f"{recipe.method.name} puts noise into the network: take others"
+            )
     return spec
 
 

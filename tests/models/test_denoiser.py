@@ -53,6 +53,28 @@ def test_residual_denoisers_begin_at_the_identity(name, options):
     assert torch.allclose(denoiser(x), x - 1)
 
 
+def test_each_level_of_a_u_net_sees_half_the_side_and_adds_to_the_one_above():
+    spec = ModelSpec("unet", (3, 16, 8), 10, {"channels": [4, 5]})
+    outer, x = models.initialise(spec, 0), torch.rand(2, 3, 16, 8)
+    inner = outer.inner
+    with torch.no_grad():
+        half = outer.down(x).relu()
+        quarter = inner.down(half).relu()
+        assert half.shape == (2, 4, 8, 4) and quarter.shape == (2, 5, 4, 2)
+        half = (half + inner.up((quarter + inner.same(quarter)).relu())).relu()
+        torch.testing.assert_close(outer(x), outer.up((half + outer.same(half)).relu()))
+    assert outer.down.kernel_size == (6, 6) and inner.down.kernel_size == (4, 4)
+    one = models.build(ModelSpec("unet", (1, 8, 8), 10, {"channels": [4], "kernel": 2}))
+    assert one(torch.rand(1, 1, 8, 8)).shape == (1, 1, 8, 8)
+    for options, said in (
+        ({"channels": [4, 4], "kernel": 5}, "kernel must be an even number"),
+        ({"channels": [4, 4, 4, 4]}, "need sides divisible by 16"),
+        ({"channels": []}, "channels must be numbers"),
+    ):
+        with pytest.raises(UserError, match=said):
+            models.build(dataclasses.replace(spec, options=options))
+
+
 @pytest.mark.parametrize(
     "changed, message",
     [

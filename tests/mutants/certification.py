@@ -24,8 +24,10 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/models/shifts.py", "models/test_shifts",
-        ("self.network(x.roll(shift, (2, 3))).log_softmax(1)", "self.network(x.roll(shift, (2, 3)))",
+        ("network(x.roll(shift, (2, 3))).log_softmax(1)", "network(x.roll(shift, (2, 3)))",
          "shifted answers are no probabilities"),
+        ("x, network = parts[DENOISER](x), parts[CLASSIFIER]", "network = parts[CLASSIFIER]",
+         "an average leaves the denoiser out"),
         ("reach >= min(input_shape[1:])", "reach > max(input_shape[1:])", "an image is moved all around"),
     ),
     *group(

@@ -390,6 +390,20 @@ FAULTS: list[Fault] = [
         ("allow_pickle=False", "allow_pickle=True", "records of a pretrained part are unpickled"),
     ),
     *group(
+        "dpdist/training/provenance.py", "training/test_denoiser_before_weights",
+        ("return spec if before is None else dataclasses.replace(spec, denoiser=before)", "return spec",
+         "the denoiser that weights stand behind is left out"),
+        ("        if recipe.method.carries_noise:\n            raise", "        if False:\n            raise",
+         "noise is put into a frozen denoiser"),
+        ("        _check_known(spec, recipe, begin)\n        if", "        if", "a stranger's denoiser is built"),
+    ),
+    *group(
+        "dpdist/training/pretrain.py", "training/test_denoiser_before_weights",
+        ("first.requires_grad_(False)", "pass", "the denoiser goes on learning"),
+        ("training.train_public(first, public, test.input_shape, section, models.DENOISER, progress)", "pass",
+         "the denoiser stays as it began"),
+    ),
+    *group(
         "dpdist/training/fixed.py", KEYS,
         ("read_run_key(job.folder) if fixed else new_run_key()", "read_run_key(job.folder)",
          "a repeated paid sum gets the same noise"),

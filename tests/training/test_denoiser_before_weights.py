@@ -1,0 +1,234 @@
+"""Initial weights behind a frozen denoiser, `public.denoiser`: both learned from public records, by
+one folder, and only what is behind the denoiser is trained privately."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from dpdist import models
+from dpdist.base.errors import UserError
+from dpdist.reports.facts import read_facts
+from dpdist.runs.folder import RunFolder
+from dpdist.runs.recipe import parse
+from dpdist.sections.recipe import PublicRecipe
+from dpdist.training import loop
+from dpdist.training.building import initial_model, model_spec
+from dpdist.training.job import prepare
+from dpdist.training.pretrain import pretrain
+from dpdist.training.public_training import reconstruction_error
+from dpdist.training.records import evaluation_data, source_of, training_data
+from dpdist.training.reducer import Reducer
+
+CNN = {"name": "small-cnn", "options": {"width": 4}}
+UNET = {"name": "unet", "options": {"channels": [8]}}
+TRAINING = {"batch_size": 50, "steps": 200, "learning_rate": 0.01, "optimizer": "adam"}
+
+
+def raw(folder: Path, **sections) -> dict:
+    return {
+        "name": "run",
+        "data": {"name": "digits", "public": 0.4},
+        "model": {**CNN, "initial": str(folder)},
+        "method": {"name": "input-noise", "sigma": 0.5, "draws": 1},
+        "public": {"sigma": 0.5, "denoiser": UNET, "training": TRAINING},
+        "privacy": {"noise_multiplier": 1.0, "delta": 1e-4},
+        "training": {"batch_size": 40, "steps": 2, "learning_rate": 0.5},
+        **sections,
+    }
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("before") / "weights"
+    pretrain(parse(raw(folder), "test"), "test")
+    return folder
+
+
+def parts(folder: Path) -> tuple[torch.nn.Module, torch.nn.Module]:
+    """Denoiser and classifier."""
+    model = models.load_network(folder)
+    return model.get_submodule(models.DENOISER), model.get_submodule(models.CLASSIFIER)
+
+
+def test_the_denoiser_learns_to_remove_the_noise_and_the_classifier_sees_through_it(weights):
+    spec, recipe = models.read_spec(weights), parse(raw(weights), "test")
+    assert spec.name == "small-cnn" and spec.denoiser.name == "unet"
+    test = evaluation_data(recipe, source_of(recipe))
+    denoiser, classifier = parts(weights)
+    left = reconstruction_error(denoiser, test, 0.5)
+    assert left < 0.3  # noise of 0.5 comes in
+    x = test.batch(slice(0, len(test)))
+    noise = 0.5 * torch.randn(x.shape, generator=torch.Generator().manual_seed(0))
+    labels = test.targets(slice(0, len(test)))
+    with torch.no_grad():
+        right = (classifier(denoiser(x + noise)).argmax(1) == labels).float().mean()
+        assert torch.equal(models.load(weights)(x), classifier(denoiser(x)))
+        alone = (classifier(x + noise).argmax(1) == labels).float().mean()
+    assert right > 0.6 and right > alone + 0.03
+
+
+def test_its_training_is_the_sections_and_the_classifier_leaves_it_as_it_is(tmp_path, monkeypatch):
+    from dpdist.training import public_training
+
+    seen, real = [], public_training.train_public
+
+    def spied(model, records, shape, section, part, progress):
+        before = [p.detach().clone() for p in model.parameters()]
+        trained = [p.requires_grad for p in model.parameters()]
+        steps = real(model, records, shape, section, part, progress)
+        moved = [not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
+        assert moved == trained
+        seen.append((part, sum(trained), len(trained), section, len(records)))
+        return steps
+
+    monkeypatch.setattr(public_training, "train_public", spied)
+    described = raw(tmp_path / "w")
+    described["public"]["training"] = TRAINING | {"steps": 3}
+    recipe = parse(described, "test")
+    pretrain(recipe, "test")
+    first, second = seen
+    assert first == ("denoiser", 6, 6, recipe.public, first[-1])
+    assert second == ("initial", 6, 12, recipe.public, first[-1])
+
+
+def test_a_private_run_trains_what_is_behind_it_only(weights, tmp_path):
+    recipe = parse(raw(weights), "test")
+    folder = RunFolder(tmp_path / "run")
+    job = prepare(recipe, folder, "test")
+    dataset = training_data(recipe, source_of(recipe))
+    begun, saved = initial_model(recipe, model_spec(recipe, dataset)), models.load_network(weights)
+    for ours, theirs in zip(begun.parameters(), saved.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    trained = [name for name, p in begun.named_parameters() if p.requires_grad]
+    assert trained and all(name.startswith("classifier.") for name in trained)
+    loop.run(job, Reducer(0, 1, torch.device("cpu")))
+    for before, after, same in zip(parts(weights), parts(folder.model), (True, False), strict=True):
+        for a, b in zip(before.parameters(), after.parameters(), strict=True):
+            assert torch.equal(a, b) == same
+    assert models.read_spec(folder.model).denoiser == models.read_spec(weights).denoiser
+    saw = read_facts(folder).card()["extra"]["initial weights trained on"]
+    assert "public records of digits" in saw and "compared by content" in saw
+    # What was trained may begin another run, and its denoiser comes with it.
+    other = parse(raw(folder.model, public=None), "test")
+    assert model_spec(other, dataset).denoiser == models.read_spec(weights).denoiser
+
+
+def test_private_records_that_the_denoiser_saw_are_told(weights, tmp_path):
+    recipe = parse(raw(weights, data={"name": "digits", "public": 0.2}), "test")
+    with pytest.raises(UserError, match=r"private records .* are among the public ones"):
+        prepare(recipe, RunFolder(tmp_path / "run"), "test")
+
+
+@pytest.mark.parametrize("change", [{"denoiser": None}, {"denoiser": {**UNET, "options": {}}}])
+def test_weights_made_with_another_denoiser_are_refused(weights, tmp_path, change):
+    described = raw(weights)
+    described["public"] = described["public"] | change
+    with pytest.raises(UserError, match=r"weights: made with public\.denoiser.*name another"):
+        prepare(parse(described, "test"), RunFolder(tmp_path / "run"), "test")
+
+
+def test_folders_of_before_are_still_those_of_their_section():
+    """A section without it says what it said."""
+    section = PublicRecipe.model_validate({"sigma": 0.5, "training": TRAINING})
+    assert section.denoiser is None
+    round_trip = PublicRecipe.model_validate(parse(raw(Path("w")), "t").public.model_dump())
+    assert round_trip.denoiser.name == "unet"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"model": {**CNN, "denoiser": "d"}}, "public.denoiser: needs model.initial"),
+        ({"public": {"denoiser": UNET, "training": TRAINING}}, "public.sigma: required"),
+        (
+            {"public": raw(Path("w"))["public"] | {"weights": "torchvision"}},
+            "public.weights: does not go with public.denoiser",
+        ),
+        ({"model": {**CNN, "initial": "w", "trained": ["0"]}}, "model.trained: does not go with"),
+        (
+            {"method": {"name": "pixeldp", "epsilon_r": 1.0, "delta_r": 0.05, "attack_size": 0.1}},
+            "public.denoiser: method pixeldp puts noise into the network",
+        ),
+        (
+            {"public": raw(Path("w"))["public"] | {"denoiser": {**UNET, "shifts": 1}}},
+            r"public\.denoiser\.shifts",
+        ),
+    ],
+)
+def test_what_does_not_hold_together_is_told(change, said):
+    described = raw(Path("w"), **change)
+    if "denoiser" in described["model"]:
+        described["public"] = described["public"] | {"model": CNN}
+    with pytest.raises(UserError, match=said):
+        parse(described, "test")
+
+
+def altered(weights: Path, folder: Path, **change) -> Path:
+    """The same with another denoiser in its description."""
+    shutil.copytree(weights, folder)
+    path = folder / "model.json"
+    described = json.loads(path.read_text())
+    described["denoiser"] |= change
+    path.write_text(json.dumps(described))
+    (folder / "provenance.json").unlink()
+    return folder
+
+
+def declared(folder: Path) -> dict:
+    """A run that begins with weights that do not say what they saw."""
+    initial = {"folder": str(folder), "saw": "what lay about"}
+    return raw(folder, public=None, model={**CNN, "initial": initial})
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"input_shape": [1, 16, 16]}, r"its denoiser takes \(1, 16, 16\), digits"),
+        ({"name": "evil:factory"}, "built by 'evil:factory'; a frozen part must be of the zoo"),
+    ],
+)
+def test_another_denoiser_is_refused_before_training(weights, tmp_path, change, said):
+    folder = altered(weights, tmp_path / "w", **change)
+    with pytest.raises(UserError, match=said):
+        prepare(parse(declared(folder), "test"), RunFolder(tmp_path / "run"), "test")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_method_with_noise_inside_takes_no_weights_behind_a_denoiser(weights, tmp_path):
+    method = {"name": "secure-sgd", "epsilon_r": 1.0, "delta_r": 0.05, "attack_size": 0.1}
+    described = raw(weights, method=method, public=None)
+    with pytest.raises(UserError, match="stand behind a frozen denoiser, and method secure-sgd"):
+        prepare(parse(described, "test"), RunFolder(tmp_path / "run"), "test")
+
+
+def test_a_denoiser_must_keep_the_shape(tmp_path):
+    described = raw(tmp_path / "w")
+    described["public"]["denoiser"] = CNN
+    with pytest.raises(UserError, match="before a classifier it must keep the shape"):
+        pretrain(parse(described, "test"), "test")
+    described["public"]["denoiser"] = {"name": "uneet"}
+    with pytest.raises(UserError, match="unknown 'uneet'"):
+        pretrain(parse(described, "test"), "test")
+    assert not (tmp_path / "w").exists()
+
+
+def test_the_average_over_shifts_moves_what_the_denoiser_shows(weights, tmp_path):
+    model = models.load_network(weights)
+    spec = dataclasses.replace(models.read_spec(weights), shifts=1)
+    models.save(model, spec, tmp_path)
+    x, (denoiser, classifier) = torch.rand(4, 1, 8, 8), parts(weights)
+    calls = []
+    loaded = models.load(tmp_path)
+    loaded.network.get_submodule(models.DENOISER).register_forward_hook(lambda *_: calls.append(1))
+    with torch.no_grad():
+        seen = denoiser(x)
+        moves = ((0, 0), (1, 0), (-1, 0), (0, 1), (0, -1))
+        each = [classifier(seen.roll(move, (2, 3))).log_softmax(1) for move in moves]
+        torch.testing.assert_close(loaded(x), sum(each) / 5)
+    assert len(calls) == 1
