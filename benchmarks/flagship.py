@@ -93,6 +93,9 @@ def _epsilon(value: float, **changes: Any) -> dict[str, Any]:
 
 # The recipe as it was before: one answer for an image, and no term that makes copies agree.
 EARLIER = {"model.shifts": 0, "method.consistency": 0.0}
+# Through wide noise: the strokes teach a denoiser first, which stays before the network.
+UNET = {"name": "unet", "options": {"channels": [16, 32]}}
+DENOISED = {"public.denoiser": UNET, "public.training.steps": 2000}
 
 
 ROWS = [
@@ -118,6 +121,13 @@ ROWS = [
     ),
     Row("searched", "public weights, searched", compared=True, recipe=PUBLIC_SEARCH),
     Row("strokes-searched", "searched: the tuning is counted", compared=True, recipe=SEARCH),
+    Row(
+        "strokes-searched-1.5",
+        "searched: the tuning is counted, epsilon 1.5",
+        changes=_epsilon(1.5),
+        compared=True,
+        recipe=SEARCH,
+    ),
     Row("shifts", "the recipe", repeats=3, compared=True, recipe=RECIPE),
     Row(
         "shifts-alone",
@@ -198,6 +208,24 @@ ROWS = [
         compared=True,
         recipe=RECIPE,
     ),
+    Row(
+        "denoised-0.5",
+        "noise 0.5, behind a denoiser learned from strokes, epsilon 2.9",
+        0.5,
+        changes=_epsilon(2.9, **DENOISED),
+        repeats=3,
+        compared=True,
+        recipe=RECIPE,
+    ),
+    Row(
+        "denoised-1.0",
+        "noise 1.0, behind a denoiser learned from strokes, epsilon 2.9",
+        1.0,
+        changes=_epsilon(2.9, **DENOISED),
+        repeats=3,
+        compared=True,
+        recipe=RECIPE,
+    ),
     Row("cifar10", "no public data: a head on scattering", repeats=3, recipe=CIFAR),
     Row(
         "no-public",
@@ -249,13 +277,16 @@ class Bench:
         if self.quick:  # the private half and the public half of the digits
             changes |= {"data.public": 0.5, "public.data": None}
         begun = "strokes-sigma" if row.recipe in (RECIPE, SEARCH) else "sigma"
+        if "public.denoiser" in row.changes:
+            begun = f"denoised-{begun}"
         changes["model.initial"] = str(self.out / "public" / f"{begun}-{row.sigma:g}")
         changes |= dict.fromkeys(("public.sigma", "certify.sigma"), row.sigma)
         changes["method.sigma"] = 1.2 * row.sigma
         changes["certify.radii"] = [radius for radius in PUBLISHED[row.task] if radius]
         if "method" in row.changes:
             del changes["method.sigma"]
-        changes = dict(row.changes) if row.recipe == CIFAR else changes | row.changes
+        of_row = {k: v for k, v in row.changes.items() if not (self.quick and "steps" in k)}
+        changes = of_row if row.recipe == CIFAR else changes | of_row
         if changes.get("model.initial", True) is None:
             changes = {k: v for k, v in changes.items() if not k.startswith("public.")}
         found = load(find(row.recipe), {**changes, "name": name})

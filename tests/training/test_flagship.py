@@ -47,7 +47,21 @@ def test_every_row_changes_what_it_says(flagship, tmp_path):
             unchanged = dataclasses.replace(row, changes={})
             differ = recipe.same_experiment(load(bench.recipe(unchanged, "other")))
             assert {key.split(".")[0] for key in row.changes} <= {k.split(".")[0] for k in differ}
+    behind, plain = found["denoised-0.5"], found["shifts-0.5"]
+    assert behind.public.denoiser.name == "unet" and plain.public.denoiser is None
+    assert behind.model.initial.folder.name == "denoised-strokes-sigma-0.5"
+    assert plain.model.initial.folder.name == "strokes-sigma-0.5"
     assert found["no-public"].model.initial is None and found["no-public"].public is None
+
+
+def test_a_row_behind_a_denoiser_runs(flagship, tmp_path, monkeypatch):
+    without_ray(monkeypatch)
+    monkeypatch.setattr(flagship, "connect", session.connect)
+    flagship.main(["--quick", "--out", str(tmp_path), "--only", "denoised-1.0-0"])
+    line = json.loads((tmp_path / "results.jsonl").read_text())
+    assert line["row"] == "denoised-1.0" and line["certified"].keys() == {"0", "0.5", "1", "1.5"}
+    described = json.loads((tmp_path / "runs/denoised-1.0-0/private/model/model.json").read_text())
+    assert described["denoiser"]["name"] == "unet"
 
 
 def test_the_table_shows_the_runs_beside_what_is_published(flagship, tmp_path, monkeypatch):
