@@ -186,6 +186,12 @@ class Method(Section):
         return False
 
     @property
+    def behind_denoiser(self) -> bool:
+        """Whether it may train a network that a frozen denoiser stands before: what it does with
+        records is not done past the denoiser."""
+        return not self.carries_noise
+
+    @property
     def together(self) -> bool:
         """Whether the method itself needs a pass of several records."""
         return False

@@ -102,6 +102,10 @@ class DPAL(Method):
         super().check(recipe)
 
     @property
+    def behind_denoiser(self) -> bool:
+        return False
+
+    @property
     def together(self) -> bool:
         return True
 

@@ -219,6 +219,10 @@ class Functional(Method):
             CURVATURE: torch.zeros(size + 1, size + 1, dtype=torch.float64),
         }
 
+    @property
+    def behind_denoiser(self) -> bool:
+        return not self.encoder  # which sees records, and its filters what is behind
+
     def constraint(self, model: nn.Module) -> Any:
         """None; a model without a last linear layer, or the encoder asked for, is refused."""
         from dpdist.models import last_linear, patches_of

@@ -96,6 +96,10 @@ class StoBatch(Method):
             )
 
     @property
+    def behind_denoiser(self) -> bool:
+        return False
+
+    @property
     def carries_noise(self) -> bool:
         return self.sigma > 0
 

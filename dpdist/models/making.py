@@ -240,8 +240,10 @@ def load(folder: Path, *, trusted_factory: str | None = None) -> nn.Module:
     A model.json may come from somebody else, so a factory outside the zoo is imported only when the
     caller names that same factory (from the own recipe) as trusted. Raises UserError otherwise.
     """
-    module, shifts = _loaded(folder, trusted_factory)
-    return ShiftAverage(module, shifts).eval() if shifts else module
+    module, spec = _loaded(folder, trusted_factory)
+    if not spec.shifts:
+        return module
+    return ShiftAverage(module, spec.shifts, spec.denoised_shifts).eval()
 
 
 def load_network(folder: Path, *, trusted_factory: str | None = None) -> nn.Module:
@@ -249,12 +251,12 @@ def load_network(folder: Path, *, trusted_factory: str | None = None) -> nn.Modu
     return _loaded(folder, trusted_factory)[0]
 
 
-def _loaded(folder: Path, trusted_factory: str | None) -> tuple[nn.Module, int]:
-    """The saved network in eval mode, and over how far moves its answers are averaged."""
+def _loaded(folder: Path, trusted_factory: str | None) -> tuple[nn.Module, ModelSpec]:
+    """The saved network in eval mode, and its description."""
     spec = read_spec(folder)
     check_trusted(spec, trusted_factory, folder)
     if spec.shifts:
         check_shifts(spec.shifts, spec.input_shape)
     module = build(spec)
     load_weights(module, folder)
-    return module.eval(), spec.shifts
+    return module.eval(), spec

@@ -1,8 +1,8 @@
 """The average over shifts: what a model says of an image, and of the image moved by a few pixels.
 
 With noise on the input it is a function of the noisy image like any other, so what certifies a
-model certifies it. It costs as many passes a draw as it has shifts; behind a denoiser it is what
-the denoiser shows that is moved, so that the denoiser runs once.
+model certifies it. It costs as many passes a draw as it has shifts; where the description says
+`denoised_shifts` it is what the denoiser shows that is moved, so that the denoiser runs once.
 """
 
 from __future__ import annotations
@@ -29,21 +29,22 @@ def check_shifts(reach: int, input_shape: Sequence[int]) -> None:
 
 class ShiftAverage(nn.Module):
     """Mean log-probability of each class over `shifts_within(reach)` of an image (B, C, H, W), or
-    of what the network's denoiser makes of it.
+    (denoised) of what the network's denoiser makes of it.
 
     What leaves the image on one side enters on the other, so that the noise on a moved image has
     the law of noise on an image, and no edge without noise tells how far it was moved.
     """
 
-    def __init__(self, network: nn.Module, reach: int) -> None:
+    def __init__(self, network: nn.Module, reach: int, denoised: bool = False) -> None:
         super().__init__()
-        self.network = network
+        self.network, self._denoised = network, denoised
         self._shifts = shifts_within(reach)
 
     def forward(self, x: Tensor) -> Tensor:
-        network, parts = self.network, dict(self.network.named_children())
-        if parts.keys() == {DENOISER, CLASSIFIER}:
-            x, network = parts[DENOISER](x), parts[CLASSIFIER]
+        network = self.network
+        if self._denoised:
+            x = network.get_submodule(DENOISER)(x)
+            network = network.get_submodule(CLASSIFIER)
         total = network(x).log_softmax(1)
         for shift in self._shifts[1:]:
             total = total + network(x.roll(shift, (2, 3))).log_softmax(1)

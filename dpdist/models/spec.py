@@ -39,7 +39,8 @@ class ModelSpec:
     tensors (`dpdist.models.hidden`). classifier: a frozen network behind this one, which then is a
     denoiser: images to images of the same shape. denoiser: a frozen one before this one, which then
     is a classifier. following: it says at each position of an input what comes next. shifts: once
-    trained, it answers by its average over moves by up to so many pixels (`dpdist.models.shifts`).
+    trained, it answers by its average over moves by up to so many pixels (`dpdist.models.shifts`);
+    denoised_shifts: of what its denoiser shows.
     """
 
     name: str
@@ -54,6 +55,7 @@ class ModelSpec:
     block_noise: BlockNoise | None = None
     following: bool = False
     shifts: int = 0
+    denoised_shifts: bool = False
 
     @property
     def noisy(self) -> bool:
@@ -76,7 +78,7 @@ def _described(spec: dict[str, Any]) -> dict[str, Any]:
     """Noise in modules, that it follows, and shifts are said only where they are: descriptions name
     models in keys."""
     inner = {part: _described(spec[part]) for part in (CLASSIFIER, DENOISER) if spec[part]}
-    unsaid = ("block_noise", "following", "shifts")
+    unsaid = ("block_noise", "following", "shifts", "denoised_shifts")
     return {k: v for k, v in (spec | inner).items() if v or k not in unsaid}
 
 
@@ -95,13 +97,13 @@ def read_spec(folder: Path) -> ModelSpec:
 
 _SHAPE = {
     "name": str, "input_shape": list, "classes": int, "options": dict, "mean": list, "std": list,
-    "hidden_noise": bool, "following": bool, "shifts": int,
+    "hidden_noise": bool, "following": bool, "shifts": int, "denoised_shifts": bool,
 }  # fmt: skip
 _MOST_NUMBERS = 2**28  # of one input, and classes
 
 
 def _spec(description: dict[str, Any], where: str) -> ModelSpec:
-    unsaid = {"hidden_noise": False, "following": False, "shifts": 0}
+    unsaid = {"hidden_noise": False, "following": False, "shifts": 0, "denoised_shifts": False}
     check_shape({**unsaid, **description}, where, _SHAPE)
     sizes = [*description["input_shape"], description["classes"]]
     good = len(sizes) > 1 and all(type(size) is int and size >= 1 for size in sizes)
@@ -124,6 +126,8 @@ def _spec(description: dict[str, Any], where: str) -> ModelSpec:
         raise UserError(f"{where}: damaged: {error}") from error
     if spec.shifts:
         _check_shifts(spec, where)
+    if spec.denoised_shifts and not (spec.shifts and spec.denoiser):
+        raise UserError(f"{where}: damaged: denoised_shifts needs shifts and a denoiser")
     return spec
 
 

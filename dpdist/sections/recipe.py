@@ -263,10 +263,10 @@ class Sections(Section):
             raise ValueError(
                 "model.trained: does not go with public.denoiser: what is behind it is trained"
             )
-        if self.method.carries_noise:
+        if not self.method.behind_denoiser:
             raise ValueError(
-                f"public.denoiser: method {self.method.name} puts noise into the network, whose "
-                "first layers would be the frozen denoiser's; leave it out"
+                f"public.denoiser: a frozen denoiser does not go with method {self.method.name}, "
+                "which works on the network's own inputs; leave it out"
             )
 
     @model_validator(mode="after")

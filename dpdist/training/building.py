@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
 from dpdist import data, models
@@ -38,7 +40,9 @@ def model_spec(recipe: Recipe, dataset: data.Dataset) -> ModelSpec:
     )
     if spec.shifts:
         models.check_shifts(spec.shifts, spec.input_shape)
-    return with_frozen(spec, recipe, dataset)
+    whole = with_frozen(spec, recipe, dataset)
+    denoised = bool(whole.shifts) and whole.denoiser is not None
+    return dataclasses.replace(whole, denoised_shifts=denoised)
 
 
 def check_model(recipe: Recipe, dataset: data.Dataset) -> None:
@@ -94,18 +98,20 @@ def initial_model(recipe: Recipe, spec: ModelSpec) -> torch.nn.Module:
     if recipe.model.initial is not None:
         models.load_weights(module, recipe.model.initial.folder)
     if recipe.model.trained:
-        _train_only(module, recipe.model.trained)
+        _train_only(module, recipe.model.trained, spec)
     return module
 
 
-def _train_only(module: torch.nn.Module, names: list[str]) -> None:
+def _train_only(module: torch.nn.Module, names: list[str], spec: ModelSpec) -> None:
     """Leave everything but these modules as it is. Raises UserError for one that is not there."""
+    module.requires_grad_(False)
+    if spec.denoiser is not None:
+        module = module.get_submodule(models.CLASSIFIER)
     known = dict(getattr(module, "network", module).named_modules())  # behind a normalisation
     for name in names:
         if name not in known:
             among = ", ".join(each for each in known if each and "." not in each)
             raise UserError(f"model.trained: the model has no module {name!r}; it has {among}")
-    module.requires_grad_(False)
     for name in names:
         known[name].requires_grad_(True)
 

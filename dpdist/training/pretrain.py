@@ -58,7 +58,10 @@ def pretrain(
     )
     if section.denoiser is not None:
         asked = section.denoiser
-        models.check_name(asked.name)
+        if asked.name not in models.ZOO:
+            raise UserError(
+                f"{where}: public.denoiser.name: must be of the zoo, got {asked.name!r}"
+            )
         before = ModelSpec(asked.name, test.input_shape, public.classes, dict(asked.options))
         learned = replace(learned, denoiser=before)
     model = models.initialise(learned, section.training.init_seed)

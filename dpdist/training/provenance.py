@@ -110,8 +110,14 @@ def frozen_spec(recipe: Recipe, dataset: data.Dataset) -> ModelSpec:
     spec = _saved_spec(recipe, folder, begin)
     if spec.noisy:
         raise UserError(f"{begin} has noise of its own; take one without")
-    spec = dataclasses.replace(spec, shifts=0)  # the whole model's average is the recipe's
+    spec = dataclasses.replace(
+        spec, shifts=0, denoised_shifts=False
+    )  # the whole model's average is the recipe's
     if part == models.DENOISER:
+        if not recipe.method.behind_denoiser:
+            raise UserError(
+                f"{begin}: a frozen denoiser does not go with method {recipe.method.name}"
+            )
         spec = _denoiser_of(spec)
         if tuple(spec.input_shape) != dataset.input_shape:
             raise UserError(
@@ -149,11 +155,13 @@ def _denoiser_before(recipe: Recipe, dataset: data.Dataset) -> ModelSpec | None:
                 f"{dataset.input_shape}"
             )
         _check_known(spec, recipe, begin)
-        if recipe.method.carries_noise:
+        if not recipe.method.behind_denoiser:
             raise UserError(
-                f"{begin}: these weights stand behind a frozen denoiser, and method "
-                f"{recipe.method.name} puts noise into the network: take others"
+                f"{begin}: these weights stand behind a frozen denoiser, which does not go with "
+                f"method {recipe.method.name}: take others"
             )
+        if spec.noisy:
+            raise UserError(f"{begin}: its denoiser has noise of its own; take one without")
     return spec
 
 

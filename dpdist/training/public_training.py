@@ -147,10 +147,11 @@ def with_new_head(model: nn.Module, spec: ModelSpec, seed: int) -> nn.Module:
     fresh = models.initialise(spec, seed)
     own, trained = fresh.state_dict(), model.state_dict()
     copied = {n: v for n, v in trained.items() if n in own and own[n].shape == v.shape}
-    if len(copied) < len(own) / 2:
+    behind = [n for n in own if spec.denoiser is None or n.startswith(f"{models.CLASSIFIER}.")]
+    if len(copied.keys() & behind) < len(behind) / 2:
         raise UserError(
             f"public.data: other classes than the private data's, and of {spec.name} only "
-            f"{len(copied)} of {len(own)} tensors have the same shape for both"
+            f"{len(copied.keys() & behind)} of {len(behind)} tensors have the same shape for both"
         )
     fresh.load_state_dict(copied, strict=False)
     return fresh

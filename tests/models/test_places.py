@@ -167,7 +167,7 @@ def likely(hits: int, draws: int) -> None:
 def test_input_noise_with_noise_behind_it_is_certified_by_both(form: str) -> None:
     model = threshold()
     sigma = place_of(model).smoothing
-    settings = Cohen(sigma=sigma, n=80_000, n0=100, alpha=1e-6, form=form)
+    settings = Cohen(sigma=sigma, n=80_000, n0=1000, alpha=1e-6, form=form)
     verdict = Predictor(model, settings, 2, (1,)).certify(X)
     assert (verdict.prediction, verdict.n) == (1, 80_000)
     likely(verdict.k, verdict.n)

@@ -26,20 +26,18 @@ FAULTS: list[Fault] = [
         "dpdist/models/shifts.py", "models/test_shifts",
         ("network(x.roll(shift, (2, 3))).log_softmax(1)", "network(x.roll(shift, (2, 3)))",
          "shifted answers are no probabilities"),
-        ("x, network = parts[DENOISER](x), parts[CLASSIFIER]", "network = parts[CLASSIFIER]",
-         "an average leaves the denoiser out"),
-        ("reach >= min(input_shape[1:])", "reach > max(input_shape[1:])", "an image is moved all around"),
+                ("reach >= min(input_shape[1:])", "reach > max(input_shape[1:])", "an image is moved all around"),
     ),
     *group(
         "dpdist/models/making.py", "models/test_shifts",
-        ("return ShiftAverage(module, shifts).eval() if shifts else module", "return module",
+        ("return ShiftAverage(module, spec.shifts, spec.denoised_shifts).eval()", "return module",
          "what answers is the network alone"),
         ("if isinstance(module, ShiftAverage):", "if False:", "the average is saved as a network"),
     ),
     *group(
         "dpdist/models/spec.py", "models/test_shifts",
         ("if spec.noisy or spec.following:", "if spec.following:", "noise of the model's own is left out"),
-        ("unsaid = (\"block_noise\", \"following\", \"shifts\")", "unsaid = (\"block_noise\", \"following\")",
+        ("unsaid = (\"block_noise\", \"following\", \"shifts\", \"denoised_shifts\")", "unsaid = (\"block_noise\", \"following\")",
          "models of before get another hash"),
     ),
     *group(

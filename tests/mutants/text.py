@@ -41,7 +41,7 @@ FAULTS: list[Fault] = [
     *group(
         "dpdist/training/building.py", "training/test_initial_weights",
         ("    module.requires_grad_(False)\n", "", "the public part is trained"),
-        ("        _train_only(module, recipe.model.trained)", "        pass",
+        ("        _train_only(module, recipe.model.trained, spec)", "        pass",
          "everything is trained, whatever the recipe says"),
     ),
     *group(

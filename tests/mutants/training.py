@@ -393,9 +393,18 @@ FAULTS: list[Fault] = [
         "dpdist/training/provenance.py", "training/test_denoiser_before_weights",
         ("return spec if before is None else dataclasses.replace(spec, denoiser=before)", "return spec",
          "the denoiser that weights stand behind is left out"),
-        ("        if recipe.method.carries_noise:\n            raise", "        if False:\n            raise",
+        ("        if not recipe.method.behind_denoiser:\n            raise UserError(\n                f\"{begin}: these", "        if False:\n            raise UserError(\n                f\"{begin}: these",
          "noise is put into a frozen denoiser"),
         ("        _check_known(spec, recipe, begin)\n        if", "        if", "a stranger's denoiser is built"),
+    ),
+    *group(
+        "dpdist/models/shifts.py", "training/test_denoiser_before_weights",
+        ("x = network.get_submodule(DENOISER)(x)", "pass", "an average leaves the denoiser out"),
+        ("if self._denoised:", "if hasattr(network, DENOISER):", "parts are told by their names"),
+    ),
+    *group(
+        "dpdist/training/building.py", "training/test_denoiser_before_weights",
+        ("denoised = bool(whole.shifts) and whole.denoiser is not None", "denoised = False", "the image is moved"),
     ),
     *group(
         "dpdist/training/pretrain.py", "training/test_denoiser_before_weights",

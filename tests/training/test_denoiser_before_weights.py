@@ -13,10 +13,11 @@ import torch
 
 from dpdist import models
 from dpdist.base.errors import UserError
+from dpdist.data import catalog
+from dpdist.models.shifts import ShiftAverage
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse
-from dpdist.sections.recipe import PublicRecipe
 from dpdist.training import loop
 from dpdist.training.building import initial_model, model_spec
 from dpdist.training.job import prepare
@@ -133,12 +134,17 @@ def test_weights_made_with_another_denoiser_are_refused(weights, tmp_path, chang
         prepare(parse(described, "test"), RunFolder(tmp_path / "run"), "test")
 
 
-def test_folders_of_before_are_still_those_of_their_section():
-    """A section without it says what it said."""
-    section = PublicRecipe.model_validate({"sigma": 0.5, "training": TRAINING})
-    assert section.denoiser is None
-    round_trip = PublicRecipe.model_validate(parse(raw(Path("w")), "t").public.model_dump())
-    assert round_trip.denoiser.name == "unet"
+def test_folders_of_before_are_still_those_of_their_section(tmp_path):
+    """They do not say that they have no denoiser."""
+    described = raw(tmp_path / "w")
+    described["public"] = {"sigma": 0.5, "training": TRAINING | {"steps": 2}}
+    recipe = parse(described, "test")
+    pretrain(recipe, "test")
+    path = tmp_path / "w" / "provenance.json"
+    about = json.loads(path.read_text())
+    del about["made_by"]["denoiser"]
+    path.write_text(json.dumps(about))
+    prepare(recipe, RunFolder(tmp_path / "run"), "test")
 
 
 @pytest.mark.parametrize(
@@ -153,7 +159,7 @@ def test_folders_of_before_are_still_those_of_their_section():
         ({"model": {**CNN, "initial": "w", "trained": ["0"]}}, "model.trained: does not go with"),
         (
             {"method": {"name": "pixeldp", "epsilon_r": 1.0, "delta_r": 0.05, "attack_size": 0.1}},
-            "public.denoiser: method pixeldp puts noise into the network",
+            "public.denoiser: a frozen denoiser does not go with method pixeldp",
         ),
         (
             {"public": raw(Path("w"))["public"] | {"denoiser": {**UNET, "shifts": 1}}},
@@ -203,7 +209,7 @@ def test_another_denoiser_is_refused_before_training(weights, tmp_path, change, 
 def test_a_method_with_noise_inside_takes_no_weights_behind_a_denoiser(weights, tmp_path):
     method = {"name": "secure-sgd", "epsilon_r": 1.0, "delta_r": 0.05, "attack_size": 0.1}
     described = raw(weights, method=method, public=None)
-    with pytest.raises(UserError, match="stand behind a frozen denoiser, and method secure-sgd"):
+    with pytest.raises(UserError, match=r"stand behind a frozen denoiser.* method secure-sgd"):
         prepare(parse(described, "test"), RunFolder(tmp_path / "run"), "test")
 
 
@@ -213,14 +219,101 @@ def test_a_denoiser_must_keep_the_shape(tmp_path):
     with pytest.raises(UserError, match="before a classifier it must keep the shape"):
         pretrain(parse(described, "test"), "test")
     described["public"]["denoiser"] = {"name": "uneet"}
-    with pytest.raises(UserError, match="unknown 'uneet'"):
+    with pytest.raises(UserError, match="must be of the zoo, got 'uneet'"):
         pretrain(parse(described, "test"), "test")
     assert not (tmp_path / "w").exists()
 
 
+@pytest.mark.parametrize(
+    ("method", "refused"),
+    [
+        ({"name": "stobatch", "sigma": 0}, True),
+        ({"name": "functional", "encoder": 0.1}, True),
+        ({"name": "functional"}, False),
+        ({"name": "dp-sgd"}, False),
+    ],
+)
+def test_methods_that_work_on_the_inputs_themselves_take_none(method, refused):
+    described = raw(Path("w"))
+    try:
+        parse(described | {"method": method}, "test")
+    except UserError as error:
+        assert ("frozen denoiser does not go with" in str(error)) == refused, error
+    else:
+        assert not refused
+
+
+def test_the_same_holds_of_a_denoiser_alone(weights, tmp_path):
+    described = raw(weights, public=None, method={"name": "functional", "encoder": 0.1})
+    described["model"] = {**CNN, "denoiser": str(weights)}
+    with pytest.raises(UserError, match="a frozen denoiser does not go with method functional"):
+        prepare(parse(described, "test"), RunFolder(tmp_path / "run"), "test")
+
+
+def test_weights_of_which_nothing_but_the_denoiser_fits_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(catalog, "RECORDS", 400)
+    monkeypatch.setenv("DPDIST_CACHE", str(tmp_path / "cache"))
+    described = raw(tmp_path / "w", data={"name": "digits"})
+    described["model"] = {"name": "linear", "initial": str(tmp_path / "w")}
+    described["public"]["data"] = {"name": "strokes", "classes": 200}
+    described["public"]["training"] = TRAINING | {"steps": 2}
+    with pytest.raises(UserError, match=r"other classes.* 0 of 2 tensors"):
+        pretrain(parse(described, "test"), "test")
+
+
+def test_the_trained_modules_are_those_behind_the_denoiser(weights):
+    described = raw(weights, public=None)
+    described["model"]["trained"] = ["5"]
+    recipe = parse(described, "test")
+    spec = model_spec(recipe, training_data(recipe, source_of(recipe)))
+    trained = [n for n, p in initial_model(recipe, spec).named_parameters() if p.requires_grad]
+    assert trained == ["classifier.5.weight", "classifier.5.bias"]
+    described["model"]["trained"] = ["denoiser"]
+    with pytest.raises(UserError, match="no module 'denoiser'"):
+        initial_model(parse(described, "test"), spec)
+
+
+class Named(torch.nn.Module):
+    """Somebody's network, whose parts happen to have these names."""
+
+    def __init__(self, denoiser: torch.nn.Module, classifier: torch.nn.Module) -> None:
+        super().__init__()
+        self.denoiser, self.classifier = denoiser, classifier
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.classifier(x - self.denoiser(x))
+
+
+def test_what_is_averaged_is_told_by_the_description_not_by_names(weights, tmp_path):
+    network, x = Named(*parts(weights)), torch.rand(4, 1, 8, 8)
+    with torch.no_grad():
+        moved = [network(x.roll(m, (2, 3))).log_softmax(1) for m in MOVES]
+        torch.testing.assert_close(ShiftAverage(network, 1)(x), sum(moved) / 5)
+    # As a model of before, whose description says nothing of it.
+    spec = dataclasses.replace(models.read_spec(weights), shifts=1)
+    models.save(models.load_network(weights), spec, tmp_path)
+    assert "denoised_shifts" not in (tmp_path / "model.json").read_text()
+    whole = models.load_network(weights)
+    with torch.no_grad():
+        moved = [whole(x.roll(m, (2, 3))).log_softmax(1) for m in MOVES]
+        torch.testing.assert_close(models.load(tmp_path)(x), sum(moved) / 5)
+    path = tmp_path / "model.json"
+    damaged = json.loads(path.read_text()) | {"denoised_shifts": True, "denoiser": None}
+    path.write_text(json.dumps(damaged))
+    with pytest.raises(UserError, match="denoised_shifts needs shifts and a denoiser"):
+        models.load(tmp_path)
+
+
+MOVES = ((0, 0), (1, 0), (-1, 0), (0, 1), (0, -1))
+
+
 def test_the_average_over_shifts_moves_what_the_denoiser_shows(weights, tmp_path):
     model = models.load_network(weights)
-    spec = dataclasses.replace(models.read_spec(weights), shifts=1)
+    described = raw(weights)
+    described["model"]["shifts"] = 1
+    recipe = parse(described, "test")
+    spec = model_spec(recipe, training_data(recipe, source_of(recipe)))
+    assert spec.denoised_shifts
     models.save(model, spec, tmp_path)
     x, (denoiser, classifier) = torch.rand(4, 1, 8, 8), parts(weights)
     calls = []
@@ -228,7 +321,6 @@ def test_the_average_over_shifts_moves_what_the_denoiser_shows(weights, tmp_path
     loaded.network.get_submodule(models.DENOISER).register_forward_hook(lambda *_: calls.append(1))
     with torch.no_grad():
         seen = denoiser(x)
-        moves = ((0, 0), (1, 0), (-1, 0), (0, 1), (0, -1))
-        each = [classifier(seen.roll(move, (2, 3))).log_softmax(1) for move in moves]
+        each = [classifier(seen.roll(move, (2, 3))).log_softmax(1) for move in MOVES]
         torch.testing.assert_close(loaded(x), sum(each) / 5)
     assert len(calls) == 1
