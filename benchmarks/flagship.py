@@ -411,10 +411,7 @@ def figure(lines: list[dict[str, Any]]) -> str:
         ("ours, public weights", points("flagship", "epsilon-1", "epsilon-0.5")),
         ("ours, no public data: drawn strokes", points("strokes", "strokes-2")),
         ("ours, no public data: averaged over shifts", points("shifts")),
-        (
-            "the same, tuning counted",
-            points("strokes-searched", "strokes-searched-1.5"),
-        ),
+        ("the same, tuning counted", points("strokes-searched", "strokes-searched-1.5")),
         ("ours, random initial weights", points("no-public", "no-public-2.9")),
         ("not private: drawn strokes, no noise on the gradient", points("strokes-inf")),
         ("published (DP-CERT), no public data", [(e, 100 - a) for e, a in PUBLISHED_AT_HALF]),

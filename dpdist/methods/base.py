@@ -187,9 +187,9 @@ class Method(Section):
 
     @property
     def behind_denoiser(self) -> bool:
-        """Whether it may train a network that a frozen denoiser stands before: what it does with
-        records is not done past the denoiser."""
-        return not self.carries_noise
+        """Whether it may train a network that a frozen denoiser stands before: nothing that it does
+        passes the denoiser by, or belongs behind the network's own first layer."""
+        return True
 
     @property
     def together(self) -> bool:

@@ -221,7 +221,7 @@ class Functional(Method):
 
     @property
     def behind_denoiser(self) -> bool:
-        return not self.encoder  # which sees records, and its filters what is behind
+        return not self.encoder  # learned from records, not from what a denoiser shows
 
     def constraint(self, model: nn.Module) -> Any:
         """None; a model without a last linear layer, or the encoder asked for, is refused."""

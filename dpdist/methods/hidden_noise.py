@@ -68,13 +68,9 @@ class HiddenNoiseMethod(Method):
 
     # --- said in the recipe, the plan and the report
 
-    def check(self, recipe: Sections) -> None:
-        super().check(recipe)
-        if recipe.model.denoiser is not None:
-            raise ValueError(
-                f"method {self.name} puts noise behind the first layer, which would be the "
-                "frozen denoiser's: take a method without hidden noise"
-            )
+    @property
+    def behind_denoiser(self) -> bool:
+        return False
 
     @property
     def carries_noise(self) -> bool:

@@ -84,11 +84,6 @@ class StoBatch(Method):
 
     def check(self, recipe: Sections) -> None:
         super().check(recipe)
-        if recipe.model.denoiser is not None:
-            raise ValueError(
-                "method stobatch attacks and noises the network that is trained: take a model "
-                "without denoiser"
-            )
         if recipe.certify is not None and recipe.certify.sigma is None and self.input_noise:
             raise ValueError(
                 "certify.sigma is required: the model has noise on its input; "

@@ -263,11 +263,21 @@ class Sections(Section):
             raise ValueError(
                 "model.trained: does not go with public.denoiser: what is behind it is trained"
             )
-        if not self.method.behind_denoiser:
-            raise ValueError(
-                f"public.denoiser: a frozen denoiser does not go with method {self.method.name}, "
-                "which works on the network's own inputs; leave it out"
-            )
+
+    @model_validator(mode="after")
+    def _stands_behind(self) -> Sections:
+        before = {
+            "model.denoiser": self.model.denoiser,
+            "public.denoiser": self.public and self.public.denoiser,
+        }
+        for key, denoiser in before.items():
+            if denoiser is not None and not self.method.behind_denoiser:
+                raise ValueError(
+                    f"{key}: a frozen denoiser does not go with method {self.method.name}, which "
+                    "works at the inputs or behind the first layer, and that would be the frozen "
+                    "denoiser's: leave it out, or take another method"
+                )
+        return self
 
     @model_validator(mode="after")
     def _shifts_fit(self) -> Sections:

@@ -110,31 +110,27 @@ def frozen_spec(recipe: Recipe, dataset: data.Dataset) -> ModelSpec:
     spec = _saved_spec(recipe, folder, begin)
     if spec.noisy:
         raise UserError(f"{begin} has noise of its own; take one without")
-    spec = dataclasses.replace(
-        spec, shifts=0, denoised_shifts=False
-    )  # the whole model's average is the recipe's
+    # The whole model's average is the recipe's.
+    spec = dataclasses.replace(spec, shifts=0, denoised_shifts=False)
     if part == models.DENOISER:
-        if not recipe.method.behind_denoiser:
-            raise UserError(
-                f"{begin}: a frozen denoiser does not go with method {recipe.method.name}"
-            )
         spec = _denoiser_of(spec)
-        if tuple(spec.input_shape) != dataset.input_shape:
-            raise UserError(
-                f"{begin} takes {spec.input_shape}, {dataset.name} has {dataset.input_shape}"
-            )
     elif tuple(spec.input_shape) != dataset.input_shape or spec.classes != dataset.classes:
         raise UserError(
             f"{begin} takes {spec.input_shape} and tells "
             f"{spec.classes} classes, {dataset.name} has {dataset.input_shape} and "
             f"{dataset.classes}"
         )
-    _check_known(spec, recipe, begin)
+    _check_part(spec, recipe, dataset, begin)
     return spec
 
 
-def _check_known(spec: ModelSpec, recipe: Recipe, begin: str) -> None:
-    """Raise UserError for a frozen part that is neither of the zoo nor the recipe's own."""
+def _check_part(spec: ModelSpec, recipe: Recipe, dataset: data.Dataset, begin: str) -> None:
+    """Raise UserError for a frozen part that takes other inputs, or is neither of the zoo nor the
+    recipe's own."""
+    if tuple(spec.input_shape) != dataset.input_shape:
+        raise UserError(
+            f"{begin} takes {spec.input_shape}, {dataset.name} has {dataset.input_shape}"
+        )
     for name in spec.factories:
         if name not in models.ZOO and name != recipe.model.name:
             raise UserError(f"{begin} is built by {name!r}; a frozen part must be of the zoo")
@@ -148,20 +144,16 @@ def _denoiser_before(recipe: Recipe, dataset: data.Dataset) -> ModelSpec | None:
         return None
     begin = f"model.initial.folder: {folder}"
     spec = models.read_spec(folder).denoiser
-    if spec is not None:
-        if tuple(spec.input_shape) != dataset.input_shape:
-            raise UserError(
-                f"{begin}: its denoiser takes {spec.input_shape}, {dataset.name} has "
-                f"{dataset.input_shape}"
-            )
-        _check_known(spec, recipe, begin)
-        if not recipe.method.behind_denoiser:
-            raise UserError(
-                f"{begin}: these weights stand behind a frozen denoiser, which does not go with "
-                f"method {recipe.method.name}: take others"
-            )
-        if spec.noisy:
-            raise UserError(f"{begin}: its denoiser has noise of its own; take one without")
+    if spec is None:
+        return None
+    if spec.noisy:
+        raise UserError(f"{begin}: its denoiser has noise of its own; take one without")
+    _check_part(spec, recipe, dataset, f"{begin}: its denoiser")
+    if not recipe.method.behind_denoiser:
+        raise UserError(
+            f"{begin}: these weights stand behind a frozen denoiser, which does not go with "
+            f"method {recipe.method.name}: take others"
+        )
     return spec
 
 

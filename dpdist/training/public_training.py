@@ -148,10 +148,11 @@ def with_new_head(model: nn.Module, spec: ModelSpec, seed: int) -> nn.Module:
     own, trained = fresh.state_dict(), model.state_dict()
     copied = {n: v for n, v in trained.items() if n in own and own[n].shape == v.shape}
     behind = [n for n in own if spec.denoiser is None or n.startswith(f"{models.CLASSIFIER}.")]
-    if len(copied.keys() & behind) < len(behind) / 2:
+    fits = copied.keys() & behind
+    if len(fits) < len(behind) / 2:
         raise UserError(
             f"public.data: other classes than the private data's, and of {spec.name} only "
-            f"{len(copied.keys() & behind)} of {len(behind)} tensors have the same shape for both"
+            f"{len(fits)} of {len(behind)} tensors have the same shape for both"
         )
     fresh.load_state_dict(copied, strict=False)
     return fresh

@@ -393,9 +393,19 @@ FAULTS: list[Fault] = [
         "dpdist/training/provenance.py", "training/test_denoiser_before_weights",
         ("return spec if before is None else dataclasses.replace(spec, denoiser=before)", "return spec",
          "the denoiser that weights stand behind is left out"),
-        ("        if not recipe.method.behind_denoiser:\n            raise UserError(\n                f\"{begin}: these", "        if False:\n            raise UserError(\n                f\"{begin}: these",
+        ("if not recipe.method.behind_denoiser:", "if False:",
          "noise is put into a frozen denoiser"),
-        ("        _check_known(spec, recipe, begin)\n        if", "        if", "a stranger's denoiser is built"),
+        ("    _check_part(spec, recipe, dataset, f\"{begin}: its denoiser\")\n", "", "a stranger's denoiser is built"),
+        ("    if spec.noisy:\n        raise UserError(f\"{begin}: its", "    if False:\n        raise UserError(f\"{begin}: its",
+         "a denoiser with noise of its own is frozen"),
+    ),
+    *group(
+        "dpdist/sections/recipe.py", "training/test_denoiser_before_weights training/test_denoised_smoothing",
+        ("if denoiser is not None and not self.method.behind_denoiser:", "if False:", "any method goes behind a denoiser"),
+    ),
+    *group(
+        "dpdist/methods/functional.py", "training/test_denoiser_before_weights",
+        ("return not self.encoder  #", "return True  #", "filters are learned from what no network sees"),
     ),
     *group(
         "dpdist/models/shifts.py", "training/test_denoiser_before_weights",

@@ -23,7 +23,12 @@ from dpdist.training.building import initial_model, model_spec
 from dpdist.training.job import prepare
 from dpdist.training.pretrain import pretrain
 from dpdist.training.public_training import reconstruction_error
-from dpdist.training.records import evaluation_data, source_of, training_data
+from dpdist.training.records import (
+    declared_public,
+    evaluation_data,
+    source_of,
+    training_data,
+)
 from dpdist.training.reducer import Reducer
 
 CNN = {"name": "small-cnn", "options": {"width": 4}}
@@ -93,9 +98,10 @@ def test_its_training_is_the_sections_and_the_classifier_leaves_it_as_it_is(tmp_
     described["public"]["training"] = TRAINING | {"steps": 3}
     recipe = parse(described, "test")
     pretrain(recipe, "test")
+    public = len(declared_public(recipe, source_of(recipe)))
     first, second = seen
-    assert first == ("denoiser", 6, 6, recipe.public, first[-1])
-    assert second == ("initial", 6, 12, recipe.public, first[-1])
+    assert first == ("denoiser", 6, 6, recipe.public, public)
+    assert second == ("initial", 6, 12, recipe.public, public)
 
 
 def test_a_private_run_trains_what_is_behind_it_only(weights, tmp_path):
@@ -197,6 +203,7 @@ def declared(folder: Path) -> dict:
     [
         ({"input_shape": [1, 16, 16]}, r"its denoiser takes \(1, 16, 16\), digits"),
         ({"name": "evil:factory"}, "built by 'evil:factory'; a frozen part must be of the zoo"),
+        ({"hidden_noise": True}, "its denoiser has noise of its own"),
     ],
 )
 def test_another_denoiser_is_refused_before_training(weights, tmp_path, change, said):
@@ -229,7 +236,9 @@ def test_a_denoiser_must_keep_the_shape(tmp_path):
     [
         ({"name": "stobatch", "sigma": 0}, True),
         ({"name": "functional", "encoder": 0.1}, True),
+        ({"name": "dpal", "encoder_sensitivity": 450, "epsilon": 50, "epsilon_2": 1}, True),
         ({"name": "functional"}, False),
+        ({"name": "residual", "gamma": 0.1}, False),
         ({"name": "dp-sgd"}, False),
     ],
 )
