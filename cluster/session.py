@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import secrets
+import signal
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,7 +28,13 @@ _LOCAL_ENVIRONMENT = {
     "RAY_TRAIN_METRICS_ENABLED": "0",
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
 }
-_ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_TRAIN_V2_ENABLED": "1"}
+_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_TRAIN_V2_ENABLED": "1",
+    # A thread that outlives the session, as Tune's does an interrupt, would start another one by
+    # its next word to Ray, without a token.
+    "RAY_ENABLE_AUTO_CONNECT": "0",
+}
 _CONNECT_SECONDS = 5.0
 
 
@@ -84,12 +91,16 @@ def connect(
     else:
         _check_reachable(address)
     handler: logging.Handler | None = None
+    ending = signal.getsignal(signal.SIGTERM)
     try:
         try:
             ray.init(**_options(address, cpus, worker_setup))
         except Exception as error:  # Ray raises a bare Exception when its own start takes too long
             where = f"RAY_ADDRESS={address}" if address else "a new local session"
             raise ClusterError(f"no Ray cluster at {where}: {_first_line(error)}") from error
+        if callable(ending):
+            with contextlib.suppress(ValueError):  # a thread other than the first may not
+                signal.signal(signal.SIGTERM, ending)  # Ray's aborts, with a stack trace
         handler = _log_to(log_file)
         yield _describe(address)
     finally:
@@ -122,9 +133,10 @@ def _options(
 
 def read_environment_again() -> None:
     """Ray reads its mode, token and interfaces when it is imported, maybe long ago."""
-    from ray._private import ray_constants
+    from ray._private import auto_init_hook, ray_constants
     from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
+    auto_init_hook.enable_auto_connect = ray_constants.env_bool("RAY_ENABLE_AUTO_CONNECT", True)
     ray_constants.ENABLE_RAY_CLUSTER = ray_constants.env_bool(_LOOPBACK_VARIABLE, True)
     Config.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()

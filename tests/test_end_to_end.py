@@ -190,6 +190,26 @@ def test_killed_workers_a_killed_driver_and_an_interrupt_change_nothing(tmp_path
 
 
 @pytest.mark.long
+def test_a_certification_ended_by_sigterm_continues(tmp_path, dpdist):
+    """It is as clean as Ctrl-C: exit code 130, one line, no processes left behind, and the
+    same command continues."""
+    asked = recipe(tmp_path, certify={"n": 100_000}, resources={"workers": 1})
+    dpdist("train", asked, cwd=tmp_path)
+    process = start("certify", "small", cwd=tmp_path)
+    place = tmp_path / "runs" / "small" / "certificates"
+    wait_for(lambda: [p for p in place.rglob("*") if p.is_file()])
+    left = descendants(process.pid)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "interrupted; the same command continues" in err
+    assert "Traceback" not in err and "received" not in err
+    wait_for(lambda: not still_there(left))
+    dpdist("certify", "small", cwd=tmp_path)
+    assert pq.read_table(next(place.rglob("certificates.parquet"))).num_rows == 10
+
+
+@pytest.mark.long
 def test_stochastic_batch_training_on_two_workers(tmp_path, dpdist):
     """StoBatch as its paper means it, trained and certified on Ray: each worker attacks its share
     of the batch with the whole ensemble. Bit by bit what two workers make without Ray, and what one

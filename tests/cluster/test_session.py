@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 
 import pytest
 import ray
@@ -64,3 +65,29 @@ def test_a_local_session_measures_nothing_for_nobody(no_ray, monkeypatch):
     with connect(cpus=1):
         assert [os.environ[name] for name in names] == ["0", "0", "0", "1"]
     assert [os.environ.get(name) for name in names] == [None, None, None, "1"]
+
+
+def test_what_outlives_the_session_starts_no_other(no_ray, monkeypatch):
+    """Ray starts itself when it is spoken to: for Tune's thread after Ctrl-C."""
+    begun = []
+    with connect(cpus=1):
+        monkeypatch.setattr(ray, "init", lambda **_: begun.append("a session"))
+    with pytest.raises(ray.exceptions.RaySystemError, match="not been started"):
+        ray.put(1)
+    assert begun == []
+
+
+@pytest.mark.parametrize("ending", [signal.default_int_handler, signal.SIG_DFL])
+def test_a_command_keeps_its_own_way_to_end(no_ray, monkeypatch, ending):
+    """Ray's handler of SIGTERM aborts; who has none keeps Ray's."""
+    before = signal.signal(signal.SIGTERM, ending)
+
+    def aborts(*_: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(ray, "init", lambda **_: signal.signal(signal.SIGTERM, aborts))
+    try:
+        with connect(cpus=1):
+            assert signal.getsignal(signal.SIGTERM) is (ending if callable(ending) else aborts)
+    finally:
+        signal.signal(signal.SIGTERM, before)

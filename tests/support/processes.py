@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-COMMAND = [sys.executable, "-c", "from dpdist.commands.cli import main; main()"]
+COMMAND = [sys.executable, "-m", "dpdist"]
 
 
 def start(*arguments: object, cwd: Path, **environment: str) -> subprocess.Popen:
