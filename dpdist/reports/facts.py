@@ -136,7 +136,9 @@ class Facts:
         about = read_json(self.folder.pretrained, {"part": str, "saw": str})
         frozen = about["part"]
         if frozen == "initial":
-            return {"initial weights trained on": about["saw"]}
+            before = read_json(self.folder.model / "model.json").get("denoiser")
+            behind = {} if before is None else {"frozen denoiser": "came with the initial weights"}
+            return {"initial weights trained on": about["saw"], **behind}
         trained = "denoiser" if frozen == "classifier" else "classifier"
         saw = {
             f"{trained} trained on": f"the private records of {self.recipe.data.name}, in this run",

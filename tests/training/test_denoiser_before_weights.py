@@ -119,8 +119,10 @@ def test_a_private_run_trains_what_is_behind_it_only(weights, tmp_path):
         for a, b in zip(before.parameters(), after.parameters(), strict=True):
             assert torch.equal(a, b) == same
     assert models.read_spec(folder.model).denoiser == models.read_spec(weights).denoiser
-    saw = read_facts(folder).card()["extra"]["initial weights trained on"]
+    card = read_facts(folder).card()["extra"]
+    saw = card["initial weights trained on"]
     assert "public records of digits" in saw and "compared by content" in saw
+    assert card["frozen denoiser"] == "came with the initial weights"
     # What was trained may begin another run, and its denoiser comes with it.
     other = parse(raw(folder.model, public=None), "test")
     assert model_spec(other, dataset).denoiser == models.read_spec(weights).denoiser

@@ -128,7 +128,9 @@ def test_a_run_begins_with_them_and_its_card_says_what_they_saw(weights, tmp_pat
     loop.run(job, Reducer(0, 1, torch.device("cpu")))
     # One little step from weights that classify is far from one from random ones.
     assert accuracy(models.load(folder.model).eval(), dataset) > 0.5
-    saw = read_facts(folder).card()["extra"]["initial weights trained on"]
+    card = read_facts(folder).card()["extra"]
+    saw = card["initial weights trained on"]
+    assert "frozen denoiser" not in card
     assert "public records of digits" in saw and "compared by content" in saw
 
 
