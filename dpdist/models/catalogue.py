@@ -13,6 +13,7 @@ ZOO: Mapping[str, str] = {
     "linear": "zoo:linear",
     "mlp": "zoo:mlp",
     "tf-cnn": "zoo:tf_cnn",
+    "unet-cnn": "zoo:unet_cnn",
     "hgm-cnn": "zoo:hgm_cnn",
     "small-cnn": "zoo:small_cnn",
     "resnet-gn": "residual:resnet_gn",

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from dpdist.models.activations import activation_layer
+from dpdist.models.denoiser import unet
 
 
 def _flat_size(features: nn.Sequential, input_shape: Sequence[int]) -> int:
@@ -86,6 +88,28 @@ def tf_cnn(
         nn.Linear(flat, 2 * width),
         activation_layer(activation),
         nn.Linear(2 * width, classes),
+    )
+
+
+def unet_cnn(
+    input_shape: Sequence[int],
+    classes: int,
+    channels: Sequence[int] = (16, 32),
+    kernel: int = 6,
+    activation: str = "relu",
+    width: int = 16,
+    dense: bool = False,
+) -> nn.Module:
+    """`tf_cnn` behind a `unet`, as one network: what clears the noise is trained with what reads.
+
+    channels, kernel: of the U-Net (`dpdist.models.denoiser.unet`); activation, width, dense: of the
+    CNN. 43,563 parameters on 1x28x28.
+    """
+    return nn.Sequential(
+        OrderedDict(
+            unet=unet(input_shape, classes, channels, kernel),
+            cnn=tf_cnn(input_shape, classes, activation, width, dense),
+        )
     )
 
 

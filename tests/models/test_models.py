@@ -24,10 +24,11 @@ def test_sizes_are_the_papers():
     assert size(ModelSpec("tf-cnn", (1, 28, 28), 10)) == 26_010
     assert size(ModelSpec("tf-cnn", (1, 28, 28), 10, {"dense": False})) == 14_394
     assert size(ModelSpec("tf-cnn", (3, 32, 32), 10)) == 37_274
+    assert size(ModelSpec("unet-cnn", (1, 28, 28), 10)) == 43_563
     assert size(ModelSpec("linear", (1, 8, 8), 10)) == 650
 
 
-@pytest.mark.parametrize("name", ["linear", "mlp", "tf-cnn", "small-cnn", "resnet-gn"])
+@pytest.mark.parametrize("name", ["linear", "mlp", "tf-cnn", "unet-cnn", "small-cnn", "resnet-gn"])
 def test_every_model_runs_saves_and_loads(name, tmp_path):
     shape = (3, 32, 32)
     spec = ModelSpec(name, shape, 7, mean=(0.5, 0.4, 0.3), std=(0.2,))
@@ -39,6 +40,23 @@ def test_every_model_runs_saves_and_loads(name, tmp_path):
     assert not loaded.training
     assert torch.equal(loaded(inputs), module.eval()(inputs))
     assert module(inputs).shape == (2, 7)
+
+
+def test_a_cnn_behind_a_unet_is_one_network_of_the_two():
+    spec = ModelSpec(
+        "unet-cnn", (1, 16, 16), 3,
+        {"channels": [4], "kernel": 4, "activation": "tanh", "width": 5, "dense": True},
+    )  # fmt: skip
+    whole = models.build(spec)
+    unet = models.build(ModelSpec("unet", (1, 16, 16), 3, {"channels": [4], "kernel": 4}))
+    options = {"activation": "tanh", "width": 5, "dense": True}
+    cnn = models.build(ModelSpec("tf-cnn", (1, 16, 16), 3, options))
+    parts = zip(whole.network.children(), (unet.network, cnn.network), strict=True)
+    for ours, theirs in parts:
+        ours.load_state_dict(theirs.state_dict())
+    inputs = torch.rand(2, 1, 16, 16)
+    assert torch.equal(whole(inputs), cnn(unet(inputs)))
+    assert all(parameter.requires_grad for parameter in whole.parameters())
 
 
 def test_initial_weights_depend_on_the_seed_only():
