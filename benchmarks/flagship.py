@@ -54,10 +54,11 @@ ENDS = (0.5, 2.9)  # where the line of what has no epsilon begins and ends
 RESULTS = Path(__file__).with_suffix(".jsonl")
 RECIPE, SEARCH = "mnist-flagship", "mnist-flagship-search"
 WIDE, WIDE_SEARCH = "mnist-flagship-wide", "mnist-flagship-wide-search"
+WIDEST = "mnist-flagship-widest"
 PUBLIC, PUBLIC_SEARCH = "mnist-flagship-public", "mnist-flagship-public-search"
 CIFAR = "cifar10-flagship-no-public"
 BEGUN = dict.fromkeys((RECIPE, SEARCH), "strokes-")  # what lies in the folder of initial weights
-BEGUN |= dict.fromkeys((WIDE, WIDE_SEARCH), "denoised-strokes-")
+BEGUN |= dict.fromkeys((WIDE, WIDE_SEARCH), "denoised-strokes-") | {WIDEST: "unet-cnn-strokes-"}
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class Row:
     @property
     def mode(self) -> str:
         """Of the certificates of the evenly spaced images."""
-        return "target" if self.recipe == CIFAR else "fixed"
+        return "target" if self.recipe in (CIFAR, WIDEST) else "fixed"
 
     def runs(self) -> list[str]:
         """Names of its run folders."""
@@ -223,6 +224,23 @@ ROWS = [
         repeats=3,
         compared=True,
         recipe=WIDE,
+    ),
+    Row(
+        "denoised-1.0-rate-8",
+        "the same, without consistency, training noise 1.0, learning rate 8",
+        1.0,
+        changes={"method.sigma": 1.0, "method.consistency": 0.0, "training.learning_rate": 8.0},
+        repeats=3,
+        recipe=WIDE,
+    ),
+    Row(
+        "widest",
+        "noise 1.0, what clears the noise is trained too, epsilon 2.9",
+        1.0,
+        changes={"method.sigma": 1.0},
+        repeats=3,
+        compared=True,
+        recipe=WIDEST,
     ),
     Row(
         "denoised-searched",

@@ -51,7 +51,7 @@ def test_a_cnn_behind_a_unet_is_one_network_of_the_two():
     unet = models.build(ModelSpec("unet", (1, 16, 16), 3, {"channels": [4], "kernel": 4}))
     options = {"activation": "tanh", "width": 5, "dense": True}
     cnn = models.build(ModelSpec("tf-cnn", (1, 16, 16), 3, options))
-    parts = zip(whole.network.children(), (unet.network, cnn.network), strict=True)
+    parts = zip(whole.children(), (unet, cnn), strict=True)
     for ours, theirs in parts:
         ours.load_state_dict(theirs.state_dict())
     inputs = torch.rand(2, 1, 16, 16)
