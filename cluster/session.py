@@ -91,16 +91,8 @@ def connect(
     else:
         _check_reachable(address)
     handler: logging.Handler | None = None
-    ending = signal.getsignal(signal.SIGTERM)
     try:
-        try:
-            ray.init(**_options(address, cpus, worker_setup))
-        except Exception as error:  # Ray raises a bare Exception when its own start takes too long
-            where = f"RAY_ADDRESS={address}" if address else "a new local session"
-            raise ClusterError(f"no Ray cluster at {where}: {_first_line(error)}") from error
-        if callable(ending):
-            with contextlib.suppress(ValueError):  # a thread other than the first may not
-                signal.signal(signal.SIGTERM, ending)  # Ray's aborts, with a stack trace
+        _start(address, _options(address, cpus, worker_setup))
         handler = _log_to(log_file)
         yield _describe(address)
     finally:
@@ -112,6 +104,22 @@ def connect(
             logging.getLogger("ray").removeHandler(handler)
             with contextlib.suppress(OSError):
                 handler.close()
+
+
+def _start(address: str | None, options: dict[str, Any]) -> None:
+    """`ray.init`; a command that ends on SIGTERM in its own way keeps it: Ray's aborts, with a
+    stack trace."""
+    import ray
+
+    ending = signal.getsignal(signal.SIGTERM)
+    try:
+        ray.init(**options)
+    except Exception as error:  # Ray raises a bare Exception when its own start takes too long
+        where = f"RAY_ADDRESS={address}" if address else "a new local session"
+        raise ClusterError(f"no Ray cluster at {where}: {_first_line(error)}") from error
+    if callable(ending):
+        with contextlib.suppress(ValueError):  # a thread other than the first may not
+            signal.signal(signal.SIGTERM, ending)
 
 
 def _options(
