@@ -84,7 +84,7 @@ class Row:
     @property
     def mode(self) -> str:
         """Of the certificates of the evenly spaced images."""
-        return "target" if self.recipe in (CIFAR, WIDEST) else "fixed"
+        return "target" if self.recipe == CIFAR else "fixed"
 
     def runs(self) -> list[str]:
         """Names of its run folders."""

@@ -18,6 +18,9 @@ from dpdist.base.errors import ClusterError
 # Ray listens on all interfaces even with a loopback node address unless it takes the machine for a
 # single desktop.
 _LOOPBACK_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+# A thread that outlives the session, as Tune's does an interrupt, would start another one by its
+# next word to Ray, without a token.
+_START_BY_ITSELF_VARIABLE = "RAY_ENABLE_AUTO_CONNECT"
 _LOCAL_ENVIRONMENT = {
     _LOOPBACK_VARIABLE: "0",
     "RAY_AUTH_MODE": "token",
@@ -31,9 +34,7 @@ _LOCAL_ENVIRONMENT = {
 _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_TRAIN_V2_ENABLED": "1",
-    # A thread that outlives the session, as Tune's does an interrupt, would start another one by
-    # its next word to Ray, without a token.
-    "RAY_ENABLE_AUTO_CONNECT": "0",
+    _START_BY_ITSELF_VARIABLE: "0",
 }
 _CONNECT_SECONDS = 5.0
 
@@ -144,7 +145,7 @@ def read_environment_again() -> None:
     from ray._private import auto_init_hook, ray_constants
     from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
-    auto_init_hook.enable_auto_connect = ray_constants.env_bool("RAY_ENABLE_AUTO_CONNECT", True)
+    auto_init_hook.enable_auto_connect = ray_constants.env_bool(_START_BY_ITSELF_VARIABLE, True)
     ray_constants.ENABLE_RAY_CLUSTER = ray_constants.env_bool(_LOOPBACK_VARIABLE, True)
     Config.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()

@@ -136,9 +136,9 @@ class Facts:
         about = read_json(self.folder.pretrained, {"part": str, "saw": str})
         frozen = about["part"]
         if frozen == "initial":
-            before = read_json(self.folder.model / "model.json").get("denoiser")
-            behind = {} if before is None else {"frozen denoiser": "came with the initial weights"}
-            return {"initial weights trained on": about["saw"], **behind}
+            began = {"initial weights trained on": about["saw"]}
+            came = {"frozen denoiser": "came with the initial weights"}
+            return began | came if about.get("denoiser") else began
         trained = "denoiser" if frozen == "classifier" else "classifier"
         saw = {
             f"{trained} trained on": f"the private records of {self.recipe.data.name}, in this run",

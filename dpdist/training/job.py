@@ -240,7 +240,8 @@ def _check_same_pretrained(folder: RunFolder, about: dict[str, Any] | None) -> N
     """Raise UserError when what others trained was replaced since the run was begun."""
     if about is None or not folder.pretrained.exists():
         return
-    found = {key: value for key, value in about.items() if key != "assumed"}  # it follows from them
+    follow = ("assumed", "denoiser")  # from the others; a run begun earlier may not say the second
+    found = {key: value for key, value in about.items() if key not in follow}
     if not found.items() <= read_json(folder.pretrained).items():  # there may be more: "joined"
         raise UserError(
             f"{folder.path}: model.{about['part']} has changed since this run was begun; restore "

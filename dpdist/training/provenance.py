@@ -208,7 +208,8 @@ def check_pretrained(recipe: Recipe, private: data.Dataset, where: str) -> dict[
     """What the model's public part is and saw, as JSON types; None when there is none.
 
     private: all records of the data set that are not declared public. "assumed": what the privacy
-    card must add to what the guarantee rests on, because no record could be compared. Raises
+    card must add to what the guarantee rests on, because no record could be compared. "denoiser":
+    of initial weights, that they stand behind a frozen one. Raises
     UserError when a private record is among those that the part was trained on, or nobody says what
     it saw, or it was made by another section public than the recipe's.
     """
@@ -221,7 +222,9 @@ def check_pretrained(recipe: Recipe, private: data.Dataset, where: str) -> dict[
         frozen_spec(recipe, private)
     folder = section.folder
     begin = f"{where}: model.{part}.folder: {folder}"
-    about = {"part": part, "model": models.model_hash(folder)}
+    about: dict[str, Any] = {"part": part, "model": models.model_hash(folder)}
+    if part == "initial":
+        about["denoiser"] = _denoiser_before(recipe, private) is not None
     compared = _compared(folder, private, begin)
     if (folder / PROVENANCE).exists():
         if recipe.public is not None:

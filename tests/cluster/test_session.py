@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import ray
@@ -89,5 +90,20 @@ def test_a_command_keeps_its_own_way_to_end(no_ray, monkeypatch, ending):
     try:
         with connect(cpus=1):
             assert signal.getsignal(signal.SIGTERM) is (ending if callable(ending) else aborts)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_session_may_begin_in_a_thread(no_ray):
+    """Where no handler of a signal can be set."""
+
+    def local() -> bool:
+        with connect(cpus=1) as session:
+            return session.local
+
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(local).result()
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
+from support.here import command, without_ray
 
 from dpdist import models
 from dpdist.base.errors import UserError
@@ -126,6 +128,32 @@ def test_a_private_run_trains_what_is_behind_it_only(weights, tmp_path):
     # What was trained may begin another run, and its denoiser comes with it.
     other = parse(raw(folder.model, public=None), "test")
     assert model_spec(other, dataset).denoiser == models.read_spec(weights).denoiser
+
+
+def test_a_run_begun_before_its_card_told_of_the_denoiser_continues(weights, tmp_path):
+    recipe, folder = parse(raw(weights), "test"), RunFolder(tmp_path / "run")
+    prepare(recipe, folder, "test")
+    about = json.loads(folder.pretrained.read_text())
+    assert about.pop("denoiser") is True
+    folder.pretrained.write_text(json.dumps(about))
+    prepare(recipe, folder, "test")
+    folder.pretrained.write_text(json.dumps(about | {"saw": "others"}))
+    with pytest.raises(UserError, match="initial has changed since this run was begun"):
+        prepare(recipe, folder, "test")
+
+
+def test_a_run_that_releases_no_model_tells_of_it_too(weights, tmp_path, monkeypatch, capsys):
+    described = raw(
+        weights,
+        method={"name": "private-prediction", "teachers": 3, "logit_bound": 2.0, "queries": 2},
+        privacy={"noise_multiplier": 2.0, "delta": 1e-4, "nominal_records": 1400},
+    )
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump(described))
+    without_ray(monkeypatch)
+    done = command(monkeypatch, capsys, tmp_path, "run", "r.yaml")
+    assert done.code == 0, done.err
+    card = read_facts(RunFolder(tmp_path / "runs" / "run")).card()["extra"]
+    assert card["frozen denoiser"] == "came with the initial weights"
 
 
 def test_private_records_that_the_denoiser_saw_are_told(weights, tmp_path):

@@ -64,6 +64,15 @@ def test_a_row_behind_a_denoiser_runs(flagship, tmp_path, monkeypatch):
     assert described["denoiser"]["name"] == "unet"
 
 
+def test_a_row_of_another_network_runs(flagship, tmp_path, monkeypatch):
+    without_ray(monkeypatch)
+    monkeypatch.setattr(flagship, "connect", session.connect)
+    flagship.main(["--quick", "--out", str(tmp_path), "--only", "widest-0", "--all"])
+    text = (tmp_path / "table.md").read_text()
+    # Among the evenly spaced images, and among all.
+    assert text.count("| noise 1.0, what clears the noise is trained too, epsilon 2.9 |") == 2
+
+
 def test_the_table_shows_the_runs_beside_what_is_published(flagship, tmp_path, monkeypatch):
     without_ray(monkeypatch)
     monkeypatch.setattr(flagship, "connect", session.connect)
