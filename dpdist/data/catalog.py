@@ -1,4 +1,4 @@
-"""Data sets by name: scikit-learn's digits and drawn strokes built in, others as Parquet."""
+"""Data sets by name: scikit-learn's digits and drawn images built in, others as Parquet."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ import pyarrow.parquet as pq
 
 from dpdist.base.errors import UserError
 from dpdist.base.storage import built_aside, private_folder, written_aside
+from dpdist.data import scenes, strokes
 from dpdist.data.dataset import Dataset
 from dpdist.data.hashes import write_hashes
 from dpdist.data.parquet import Columns, load_parquet, split_files
 from dpdist.data.sealed import seal
-from dpdist.data.strokes import CLASSES, RECORDS, invented
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,8 @@ class Source:
     names: tuple[str, ...] = ()
 
 
-BUILT_IN = {"digits": 10, "strokes": CLASSES}
+INVENTED = {"strokes": strokes, "scenes": scenes}
+BUILT_IN = {"digits": 10, **{name: module.CLASSES for name, module in INVENTED.items()}}
 FETCHABLE = ("mnist", "cifar10", "cifar100", "svhn")
 
 
@@ -74,7 +75,9 @@ def _whole(source: Source, split: str, cache: Path) -> Dataset:
             )
         if source.columns.text is not None:
             raise UserError(f"data.text: {source.name} are images; leave it out")
-        return (_strokes if source.name == "strokes" else _digits)(split, cache)
+        if source.name in INVENTED:
+            return _invented(source.name, split, cache)
+        return _digits(split, cache)
     files = split_files(source.root, source.name, source.train if split == "train" else source.test)
     return load_parquet(files, name, source.classes, source.columns, cache, source.names)
 
@@ -119,13 +122,14 @@ def _digits(split: str, cache: Path) -> Dataset:
     return Dataset.open(folder)
 
 
-def _strokes(split: str, cache: Path) -> Dataset:
-    """Signs that `strokes` draws: for training, and others of the same classes for testing."""
-    folder = cache / f"strokes-{split}-1"
+def _invented(name: str, split: str, cache: Path) -> Dataset:
+    """What a computer draws for training, and others of the same classes for testing."""
+    folder = cache / f"{name}-{split}-1"
     if not folder.exists():
-        count, seed = (RECORDS, 0) if split == "train" else (RECORDS // 10, 1)
-        inputs, labels = invented(count, seed)
-        meta = _meta(f"strokes/{split}", CLASSES, inputs, labels)
+        made = INVENTED[name]
+        count, seed = (made.RECORDS, 0) if split == "train" else (made.RECORDS // 10, 1)
+        inputs, labels = made.invented(count, seed)
+        meta = _meta(f"{name}/{split}", made.CLASSES, inputs, labels)
         _write(folder, inputs, labels, meta)
     return Dataset.open(folder)
 

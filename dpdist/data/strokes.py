@@ -13,6 +13,7 @@ from __future__ import annotations
 import numpy as np
 
 CLASSES, RECORDS, SIDE = 200, 60_000, 28
+SHAPE = (1, SIDE, SIDE)
 _STROKES, _POINTS = 3, 40  # of a sign at most; of a stroke
 _BOX = 20.0  # pixels that the longer side of a sign takes up
 _CHUNK = 2000  # records drawn at a time
@@ -26,7 +27,7 @@ def invented(records: int, seed: int, classes: int = CLASSES) -> tuple[np.ndarra
     signs, weights = _signs(np.random.Generator(np.random.Philox(key=0)), classes)
     draw = np.random.Generator(np.random.Philox(key=1 + seed))
     labels = np.arange(records, dtype=np.int64) % classes
-    images = np.empty((records, 1, SIDE, SIDE), dtype=np.uint8)
+    images = np.empty((records, *SHAPE), dtype=np.uint8)
     for start in range(0, records, _CHUNK):
         which = labels[start : start + _CHUNK]
         points = _framed(_rewritten(signs[which], draw), weights[which] > 0, draw)

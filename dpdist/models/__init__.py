@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from dpdist.models.patches import Patches, patches_of
     from dpdist.models.place import device_of
     from dpdist.models.residual import residual_blocks
-    from dpdist.models.shifts import check_shifts
     from dpdist.models.split import SplitModel, require_split, split_first
+    from dpdist.models.views import check_views
 
 __all__ = [
     "CLASSIFIER",
@@ -53,8 +53,8 @@ __all__ = [
     "check_denoiser",
     "check_name",
     "check_outputs",
-    "check_shifts",
     "check_trusted",
+    "check_views",
     "device_of",
     "initialise",
     "is_base",
@@ -84,7 +84,7 @@ _WITH_TORCH = {
     "patches": ("Patches", "patches_of"),
     "place": ("device_of",),
     "residual": ("residual_blocks",),
-    "shifts": ("check_shifts",),
+    "views": ("check_views",),
     "split": ("SplitModel", "require_split", "split_first"),
 }  # fmt: skip
 

@@ -15,6 +15,7 @@ ZOO: Mapping[str, str] = {
     "tf-cnn": "zoo:tf_cnn",
     "unet-cnn": "zoo:unet_cnn",
     "hgm-cnn": "zoo:hgm_cnn",
+    "pool-cnn": "zoo:pool_cnn",
     "small-cnn": "zoo:small_cnn",
     "resnet-gn": "residual:resnet_gn",
     "resnet-rp": "residual:resnet_rp",

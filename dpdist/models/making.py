@@ -23,8 +23,8 @@ from dpdist.models.base_folder import is_base, load_base
 from dpdist.models.catalogue import ZOO, factory_of
 from dpdist.models.hidden import attach_block_noise, attach_silence, drop_noise
 from dpdist.models.normalised import Normalised
-from dpdist.models.shifts import ShiftAverage, check_shifts
 from dpdist.models.spec import CLASSIFIER, DENOISER, ModelSpec, check_trusted, read_spec
+from dpdist.models.views import ViewAverage, check_views
 
 _GLOBAL_GENERATOR = threading.Lock()
 
@@ -222,7 +222,7 @@ def _constant(spec: ModelSpec, which: str, default: float) -> Tensor:
 
 def save(module: nn.Module, spec: ModelSpec, folder: Path) -> None:
     """Write model.safetensors and model.json into `folder`, each whole or not at all."""
-    if isinstance(module, ShiftAverage):
+    if isinstance(module, ViewAverage):
         module = module.network  # the description says that it is averaged
     folder.mkdir(parents=True, exist_ok=True)
     # Copies, because tied weights share their memory, which safetensors refuses.
@@ -235,15 +235,15 @@ def save(module: nn.Module, spec: ModelSpec, folder: Path) -> None:
 
 
 def load(folder: Path, *, trusted_factory: str | None = None) -> nn.Module:
-    """The saved model in eval mode, with its average over shifts where it has one.
+    """The saved model in eval mode, with its average over views where it has one.
 
     A model.json may come from somebody else, so a factory outside the zoo is imported only when the
     caller names that same factory (from the own recipe) as trusted. Raises UserError otherwise.
     """
     module, spec = _loaded(folder, trusted_factory)
-    if not spec.shifts:
+    if not spec.averages:
         return module
-    return ShiftAverage(module, spec.shifts, spec.denoised_shifts).eval()
+    return ViewAverage(module, spec.shifts, spec.denoised_shifts, spec.mirrored).eval()
 
 
 def load_network(folder: Path, *, trusted_factory: str | None = None) -> nn.Module:
@@ -255,8 +255,7 @@ def _loaded(folder: Path, trusted_factory: str | None) -> tuple[nn.Module, Model
     """The saved network in eval mode, and its description."""
     spec = read_spec(folder)
     check_trusted(spec, trusted_factory, folder)
-    if spec.shifts:
-        check_shifts(spec.shifts, spec.input_shape)
+    check_views(spec)
     module = build(spec)
     load_weights(module, folder)
     return module.eval(), spec

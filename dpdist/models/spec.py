@@ -10,7 +10,7 @@ from typing import Any
 
 from dpdist.base.errors import UserError
 from dpdist.base.reading import NoSuchFile, check_shape, read_bytes, read_json
-from dpdist.base.shifts import MOST_SHIFTS
+from dpdist.base.views import MOST_SHIFTS
 from dpdist.models.base_folder import base_hash, is_base
 from dpdist.models.catalogue import ZOO
 
@@ -39,8 +39,8 @@ class ModelSpec:
     tensors (`dpdist.models.hidden`). classifier: a frozen network behind this one, which then is a
     denoiser: images to images of the same shape. denoiser: a frozen one before this one, which then
     is a classifier. following: it says at each position of an input what comes next. shifts: once
-    trained, it answers by its average over moves by up to so many pixels (`dpdist.models.shifts`);
-    denoised_shifts: of what its denoiser shows.
+    trained, it answers by its average over moves by up to so many pixels (`dpdist.models.views`);
+    mirrored: and over mirror images; denoised_shifts: of what its denoiser shows.
     """
 
     name: str
@@ -56,11 +56,17 @@ class ModelSpec:
     following: bool = False
     shifts: int = 0
     denoised_shifts: bool = False
+    mirrored: bool = False
 
     @property
     def noisy(self) -> bool:
         """Whether the model carries noise of its own."""
         return self.hidden_noise or self.block_noise is not None
+
+    @property
+    def averages(self) -> bool:
+        """Whether it answers by an average over views."""
+        return self.shifts > 0 or self.mirrored
 
     @property
     def factories(self) -> tuple[str, ...]:
@@ -75,10 +81,10 @@ class ModelSpec:
 
 
 def _described(spec: dict[str, Any]) -> dict[str, Any]:
-    """Noise in modules, that it follows, and shifts are said only where they are: descriptions name
+    """Noise in modules, that it follows, and views are said only where they are: descriptions name
     models in keys."""
     inner = {part: _described(spec[part]) for part in (CLASSIFIER, DENOISER) if spec[part]}
-    unsaid = ("block_noise", "following", "shifts", "denoised_shifts")
+    unsaid = ("block_noise", *_SAID_WHERE_SET)
     return {k: v for k, v in (spec | inner).items() if v or k not in unsaid}
 
 
@@ -98,13 +104,14 @@ def read_spec(folder: Path) -> ModelSpec:
 _SHAPE = {
     "name": str, "input_shape": list, "classes": int, "options": dict, "mean": list, "std": list,
     "hidden_noise": bool, "following": bool, "shifts": int, "denoised_shifts": bool,
+    "mirrored": bool,
 }  # fmt: skip
+_SAID_WHERE_SET = {"following": False, "shifts": 0, "denoised_shifts": False, "mirrored": False}
 _MOST_NUMBERS = 2**28  # of one input, and classes
 
 
 def _spec(description: dict[str, Any], where: str) -> ModelSpec:
-    unsaid = {"hidden_noise": False, "following": False, "shifts": 0, "denoised_shifts": False}
-    check_shape({**unsaid, **description}, where, _SHAPE)
+    check_shape({"hidden_noise": False, **_SAID_WHERE_SET, **description}, where, _SHAPE)
     sizes = [*description["input_shape"], description["classes"]]
     good = len(sizes) > 1 and all(type(size) is int and size >= 1 for size in sizes)
     if not good or math.prod(sizes) > _MOST_NUMBERS:
@@ -124,20 +131,23 @@ def _spec(description: dict[str, Any], where: str) -> ModelSpec:
         spec = ModelSpec(**description)
     except TypeError as error:
         raise UserError(f"{where}: damaged: {error}") from error
-    if spec.shifts:
-        _check_shifts(spec, where)
-    if spec.denoised_shifts and not (spec.shifts and spec.denoiser):
-        raise UserError(f"{where}: damaged: denoised_shifts needs shifts and a denoiser")
+    if spec.shifts or spec.mirrored:
+        _check_views(spec, where)
+    if spec.denoised_shifts and not (spec.averages and spec.denoiser):
+        raise UserError(
+            f"{where}: damaged: denoised_shifts needs shifts, or mirrored, and a denoiser"
+        )
     return spec
 
 
-def _check_shifts(spec: ModelSpec, where: str) -> None:
+def _check_views(spec: ModelSpec, where: str) -> None:
     """Raise UserError for an average that no training of ours leaves behind."""
-    if not 0 < spec.shifts <= MOST_SHIFTS:
+    if not 0 <= spec.shifts <= MOST_SHIFTS:
         raise UserError(f"{where}: damaged: shifts must be 0 to {MOST_SHIFTS}, got {spec.shifts}")
     if spec.noisy or spec.following:
         raise UserError(
-            f"{where}: damaged: shifts go with no noise of the model's own, nor with tokens"
+            f"{where}: damaged: an average over shifts or mirror images goes with no noise of the "
+            "model's own, nor with tokens"
         )
 
 

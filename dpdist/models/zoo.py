@@ -158,6 +158,35 @@ def small_cnn(
     )
 
 
+def pool_cnn(
+    input_shape: Sequence[int],
+    classes: int,
+    filters: Sequence[int] = (32, 64, 128),
+    kernels: Sequence[int] = (5, 3, 3),
+    groups: int = 0,
+    activation: str = "relu",
+) -> nn.Module:
+    """Convolutions that keep their maps' size, the first of stride 2, each other one before a 2x2
+    max pool, and a last layer that reads what they see: 115,274 parameters on 3x32x32.
+
+    kernels: odd. groups: of a GroupNorm behind each convolution, 0 for none.
+    """
+    if not len(filters) == len(kernels) > 0 or not all(kernel % 2 for kernel in kernels):
+        raise ValueError("filters and kernels must be lists of one length, kernels odd")
+    layers: list[nn.Module] = []
+    widths = itertools.pairwise([input_shape[0], *filters])
+    for depth, ((width_in, width), kernel) in enumerate(zip(widths, kernels, strict=True)):
+        stride = 1 if depth else 2
+        layers.append(nn.Conv2d(width_in, width, kernel, stride=stride, padding=kernel // 2))
+        if groups:
+            layers.append(nn.GroupNorm(groups, width))
+        layers.append(activation_layer(activation))
+        if depth:
+            layers.append(nn.MaxPool2d(2))
+    features = nn.Sequential(*layers, nn.Flatten())
+    return nn.Sequential(*features, nn.Linear(_flat_size(features, input_shape), classes))
+
+
 class _Tokens(nn.Module):
     """Embeds the token numbers of a feature row: (B, length) floats to (B, length, width)."""
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from dpdist.base.shifts import averaged
+from dpdist.base.views import averaged
 from dpdist.privacy.guarantee import format_epsilon
 from dpdist.release.description import Certified, Description
 from dpdist.release.files import ARCHITECTURE, CARD, CARD_TEXT, DESCRIPTION, SUMS, WEIGHTS
@@ -82,8 +82,8 @@ _LIMITS = """\
 def _what(spec: ModelSpec) -> str:
     if spec.following:
         return "predictor of the next token"
-    found = averaged("classifier", spec.shifts)
-    return f"{found}," if spec.shifts else found
+    found = averaged("classifier", spec.shifts, spec.mirrored)
+    return f"{found}," if spec.averages else found
 
 
 def _metadata(about: Description, spec: ModelSpec) -> dict[str, Any]:

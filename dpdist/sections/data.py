@@ -72,7 +72,8 @@ class TextRecipe(Section):
 
 
 class DataRecipe(Section):
-    """The data set: a built-in name (digits, strokes), or a folder NAME of Parquet files in `root`.
+    """The data set: a built-in name (digits, strokes, scenes), or a folder NAME of Parquet files
+    in `root`.
 
     classes: of the files. names: of the classes, by number; a label column of text holds these.
     labels: use the records of these alone, renumbered in this order. text: one document is one

@@ -23,7 +23,7 @@ from dpdist.base.fields import (
     Text,
     of_key,
 )
-from dpdist.base.shifts import MOST_SHIFTS, averaged
+from dpdist.base.views import MOST_SHIFTS, averaged
 from dpdist.certification.catalogue import AnyCertificate
 from dpdist.sections.audit import AnyAudit, CanaryAudit
 from dpdist.sections.data import DataRecipe
@@ -53,7 +53,7 @@ class ModelRecipe(Section):
     which then is a classifier. trained: names of the modules that the run trains, with all that is
     in them; the others keep the public weights that they begin with. shifts: the trained model
     answers by the average over the image and moves of it by up to so many pixels: 4 for each, and
-    as many passes.
+    as many passes. mirrored: and over the mirror image of each: twice as many.
     """
 
     name: Text
@@ -68,11 +68,19 @@ class ModelRecipe(Section):
     shifts: Annotated[int, Number, Field(ge=0, le=MOST_SHIFTS)] = Field(
         default=0, description="answer by the average over moves by up to so many pixels"
     )
+    mirrored: bool = Field(
+        default=False, description="answer by the average over the image and its mirror image"
+    )
 
     @property
     def title(self) -> str:
         """What answers."""
-        return averaged(self.name, self.shifts)
+        return averaged(self.name, self.shifts, self.mirrored)
+
+    @property
+    def averages(self) -> str | None:
+        """Which of its keys asks for an average over views."""
+        return "shifts" if self.shifts else "mirrored" if self.mirrored else None
 
     @field_validator("initial", "classifier", "denoiser", mode="before")
     @classmethod
@@ -242,8 +250,8 @@ class Sections(Section):
                 )
             if pretrained[0] != "initial" and self.public.model is None:
                 raise ValueError("public.model: required, the network of the frozen part")
-            if self.public.model is not None and self.public.model.shifts:
-                raise ValueError("public.model.shifts: of the model that is trained; leave it out")
+            if self.public.model is not None and (key := self.public.model.averages):
+                raise ValueError(f"public.model.{key}: of the model that is trained; leave it out")
             if self.public.denoiser is not None:
                 self._check_denoiser(self.public)
         return self
@@ -280,10 +288,10 @@ class Sections(Section):
         return self
 
     @model_validator(mode="after")
-    def _shifts_fit(self) -> Sections:
-        if self.model.shifts and self.method.carries_noise:
+    def _views_fit(self) -> Sections:
+        if (key := self.model.averages) and self.method.carries_noise:
             raise ValueError(
-                f"model.shifts: method {self.method.name} leaves noise inside the model, which "
+                f"model.{key}: method {self.method.name} leaves noise inside the model, which "
                 "several passes of one draw would not share; leave it out"
             )
         return self
@@ -293,6 +301,7 @@ class Sections(Section):
         asked = {
             "certify": self.certify is not None,
             "model.shifts": self.model.shifts > 0,
+            "model.mirrored": self.model.mirrored,
             "training.crop, flip": self.training.augmented,
             f"method {self.method.name}": not self.method.takes_tokens,
         }

@@ -37,11 +37,11 @@ def model_spec(recipe: Recipe, dataset: data.Dataset) -> ModelSpec:
         std=tuple(section.std),
         following=recipe.data.following,
         shifts=section.shifts,
+        mirrored=section.mirrored,
     )
-    if spec.shifts:
-        models.check_shifts(spec.shifts, spec.input_shape)
+    models.check_views(spec)
     whole = with_frozen(spec, recipe, dataset)
-    denoised = bool(whole.shifts) and whole.denoiser is not None
+    denoised = whole.averages and whole.denoiser is not None
     return dataclasses.replace(whole, denoised_shifts=denoised)
 
 

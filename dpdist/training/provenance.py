@@ -111,7 +111,7 @@ def frozen_spec(recipe: Recipe, dataset: data.Dataset) -> ModelSpec:
     if spec.noisy:
         raise UserError(f"{begin} has noise of its own; take one without")
     # The whole model's average is the recipe's.
-    spec = dataclasses.replace(spec, shifts=0, denoised_shifts=False)
+    spec = dataclasses.replace(spec, shifts=0, denoised_shifts=False, mirrored=False)
     if part == models.DENOISER:
         spec = _denoiser_of(spec)
     elif tuple(spec.input_shape) != dataset.input_shape or spec.classes != dataset.classes:

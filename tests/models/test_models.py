@@ -25,10 +25,14 @@ def test_sizes_are_the_papers():
     assert size(ModelSpec("tf-cnn", (1, 28, 28), 10, {"dense": False})) == 14_394
     assert size(ModelSpec("tf-cnn", (3, 32, 32), 10)) == 37_274
     assert size(ModelSpec("unet-cnn", (1, 28, 28), 10)) == 43_563
+    assert size(ModelSpec("pool-cnn", (3, 32, 32), 10)) == 115_274
+    assert size(ModelSpec("pool-cnn", (3, 32, 32), 10, {"groups": 8})) == 115_722
     assert size(ModelSpec("linear", (1, 8, 8), 10)) == 650
 
 
-@pytest.mark.parametrize("name", ["linear", "mlp", "tf-cnn", "unet-cnn", "small-cnn", "resnet-gn"])
+@pytest.mark.parametrize(
+    "name", ["linear", "mlp", "tf-cnn", "unet-cnn", "pool-cnn", "small-cnn", "resnet-gn"]
+)
 def test_every_model_runs_saves_and_loads(name, tmp_path):
     shape = (3, 32, 32)
     spec = ModelSpec(name, shape, 7, mean=(0.5, 0.4, 0.3), std=(0.2,))
@@ -57,6 +61,19 @@ def test_a_cnn_behind_a_unet_is_one_network_of_the_two():
     inputs = torch.rand(2, 1, 16, 16)
     assert torch.equal(whole(inputs), cnn(unet(inputs)))
     assert all(parameter.requires_grad for parameter in whole.parameters())
+
+
+def test_a_pooled_cnn_is_its_layers_in_order():
+    options = {"filters": [4, 6], "kernels": [5, 3], "groups": 2, "activation": "tanh"}
+    network = models.build(ModelSpec("pool-cnn", (1, 9, 12), 3, options))
+    first, norm, _, second, other_norm, _, _, _, last = network
+    x = torch.rand(2, 1, 9, 12)
+    found = norm(torch.conv2d(x, first.weight, first.bias, 2, 2)).tanh()
+    found = other_norm(torch.conv2d(found, second.weight, second.bias, 1, 1)).tanh()
+    found = last(torch.max_pool2d(found, 2).flatten(1))
+    assert torch.equal(network(x), found) and norm.num_groups == other_norm.num_groups == 2
+    plain = models.build(ModelSpec("pool-cnn", (1, 9, 12), 3, options | {"groups": 0}))
+    assert not any(isinstance(layer, nn.GroupNorm) for layer in plain)
 
 
 def test_initial_weights_depend_on_the_seed_only():
@@ -118,6 +135,10 @@ def test_own_factory_by_name(tmp_path, monkeypatch):
         (ModelSpec("no_such_module:f", (4,), 2), "cannot import"),
         (ModelSpec("linear", (4,), 2, options={"depth": 3}), "cannot be built"),
         (ModelSpec("mlp", (4,), 2, options={"activation": "sin"}), "unknown 'sin'"),
+        (ModelSpec("pool-cnn", (3, 8, 8), 2, options={"kernels": [5, 3]}), "lists of one length"),
+        (ModelSpec("pool-cnn", (3, 8, 8), 2, options={"kernels": [4, 3, 3]}), "kernels odd"),
+        (ModelSpec("pool-cnn", (3, 8, 8), 2, options={"groups": 5}), "divisible by num_groups"),
+        (ModelSpec("pool-cnn", (3, 2, 2), 2), "too small for its layers"),
         (ModelSpec("builtins:len", (4,), 2), "cannot be built"),
         (ModelSpec("linear", (3, 4, 4), 2, mean=(0.1, 0.2)), "1 or 3 values"),
         (ModelSpec("linear", (4,), 2, std=(0.0,)), "must be > 0"),

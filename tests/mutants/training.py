@@ -408,13 +408,13 @@ FAULTS: list[Fault] = [
         ("return not self.encoder  #", "return True  #", "filters are learned from what no network sees"),
     ),
     *group(
-        "dpdist/models/shifts.py", "training/test_denoiser_before_weights",
+        "dpdist/models/views.py", "training/test_denoiser_before_weights",
         ("x = network.get_submodule(DENOISER)(x)", "pass", "an average leaves the denoiser out"),
         ("if self._denoised:", "if hasattr(network, DENOISER):", "parts are told by their names"),
     ),
     *group(
         "dpdist/training/building.py", "training/test_denoiser_before_weights",
-        ("denoised = bool(whole.shifts) and whole.denoiser is not None", "denoised = False", "the image is moved"),
+        ("denoised = whole.averages and whole.denoiser is not None", "denoised = False", "the image is moved"),
     ),
     *group(
         "dpdist/training/pretrain.py", "training/test_denoiser_before_weights",

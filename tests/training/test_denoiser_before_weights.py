@@ -16,7 +16,7 @@ from support.here import command, without_ray
 from dpdist import models
 from dpdist.base.errors import UserError
 from dpdist.data import catalog
-from dpdist.models.shifts import ShiftAverage
+from dpdist.models.views import ViewAverage
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse
@@ -327,7 +327,7 @@ def test_what_is_averaged_is_told_by_the_description_not_by_names(weights, tmp_p
     network, x = Named(*parts(weights)), torch.rand(4, 1, 8, 8)
     with torch.no_grad():
         moved = [network(x.roll(m, (2, 3))).log_softmax(1) for m in MOVES]
-        torch.testing.assert_close(ShiftAverage(network, 1)(x), sum(moved) / 5)
+        torch.testing.assert_close(ViewAverage(network, 1)(x), sum(moved) / 5)
     # As a model of before, whose description says nothing of it.
     spec = dataclasses.replace(models.read_spec(weights), shifts=1)
     models.save(models.load_network(weights), spec, tmp_path)

@@ -1,4 +1,4 @@
-"""The moves of an image that a model's answers may be averaged over (`dpdist.models.shifts`)."""
+"""The views of an image that a model's answers may be averaged over (`dpdist.models.views`)."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ def shifts_within(reach: int) -> list[tuple[int, int]]:
     return [(0, 0)] + [(d * y, d * x) for d in range(1, reach + 1) for y, x in ways]
 
 
-def averaged(name: str, reach: int) -> str:
+def averaged(name: str, reach: int, mirrored: bool) -> str:
     """What a model of that name is, with its average."""
-    return f"{name}, averaged over {len(shifts_within(reach))} shifts" if reach else name
+    over = [f"{len(shifts_within(reach))} shifts"] if reach else []
+    over += ["the image and its mirror image"] if mirrored else []
+    return f"{name}, averaged over {', each of '.join(over)}" if over else name

@@ -1,4 +1,4 @@
-"""The average over shifts: part of the trained model wherever it answers, and of no training."""
+"""The average over views: part of the trained model wherever it answers, and of no training."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from support.here import without_ray
 import dpdist
 from dpdist import models
 from dpdist.base.errors import UserError
-from dpdist.base.shifts import shifts_within
+from dpdist.base.views import shifts_within
 from dpdist.certification import job, table
 from dpdist.certification.bank import split_first_layer
 from dpdist.certification.classifier import ExecutedClassifier
@@ -23,7 +23,7 @@ from dpdist.certification.cohen import Cohen
 from dpdist.commands.releasing import release
 from dpdist.evaluation import evaluate_stage, load_model
 from dpdist.models import ModelSpec
-from dpdist.models.shifts import ShiftAverage
+from dpdist.models.views import ViewAverage
 from dpdist.randomness.units import RandomWords, UnitSource
 from dpdist.release.files import CARD
 from dpdist.runs.folder import RunFolder
@@ -40,16 +40,20 @@ SPEC = ModelSpec("small-cnn", (2, 6, 6), 3, {"width": 4}, mean=(0.4,), std=(0.5,
 MOVES = [(0, 0), (1, 0), (-1, 0), (0, 1), (0, -1), (2, 0), (-2, 0), (0, 2), (0, -2)]
 
 
-def averaged(network: torch.nn.Module, x: torch.Tensor, moves: list[tuple[int, int]]) -> np.ndarray:
-    """By the definition, in float64: moved[i, j] = x[i - dy, j - dx], around the edge."""
+def averaged(
+    network: torch.nn.Module, x: torch.Tensor, moves: list[tuple[int, int]], mirrored: bool = False
+) -> np.ndarray:
+    """By the definition, in float64: moved[i, j] = x[i - dy, j - dx], around the edge; mirrored[i,
+    j] = moved[i, -1 - j]."""
     height, width = x.shape[2:]
     found = []
     for dy, dx in moves:
         rows = [(i - dy) % height for i in range(height)]
         columns = [(j - dx) % width for j in range(width)]
-        with torch.no_grad():
-            logits = network(x[:, :, rows][:, :, :, columns]).double().numpy()
-        found.append(log_softmax(logits, axis=1))
+        for order in (columns, columns[::-1]) if mirrored else (columns,):
+            with torch.no_grad():
+                logits = network(x[:, :, rows][:, :, :, order]).double().numpy()
+            found.append(log_softmax(logits, axis=1))
     return np.mean(found, axis=0)
 
 
@@ -70,6 +74,19 @@ def test_a_loaded_model_is_the_mean_log_probability_over_its_moves(tmp_path):
     np.testing.assert_allclose(np.exp(averaged(network, x, MOVES[:1])).sum(1), 1)
 
 
+@pytest.mark.parametrize(("shifts", "moves"), [(0, 1), (1, 5)])
+def test_a_mirrored_model_is_the_mean_over_mirror_images_too(tmp_path, shifts, moves):
+    spec = dataclasses.replace(SPEC, shifts=shifts, mirrored=True)
+    network, x = saved(tmp_path, spec), torch.rand(4, 2, 6, 6)
+    assert models.read_spec(tmp_path) == spec
+    with torch.no_grad():
+        found = models.load(tmp_path)(x).numpy()
+        turned = models.load(tmp_path)(x.flip(3)).numpy()
+    np.testing.assert_allclose(found, averaged(network, x, MOVES[:moves], True), atol=1e-5)
+    assert np.abs(found - averaged(network, x, MOVES[:moves])).max() > 1e-3
+    np.testing.assert_allclose(found, turned, atol=1e-5)  # as it cannot tell them apart
+
+
 def test_the_file_has_the_network_alone(tmp_path):
     """So that the weights begin other trainings, and saving what was loaded changes nothing."""
     network, x = saved(tmp_path / "a"), torch.rand(4, 2, 6, 6)
@@ -80,7 +97,8 @@ def test_the_file_has_the_network_alone(tmp_path):
     files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("a", "plain")]
     assert files[0] == files[1]
     assert models.model_hash(tmp_path / "a") != models.model_hash(tmp_path / "plain")
-    assert "shifts" not in json.loads((tmp_path / "plain/model.json").read_text())
+    described = json.loads((tmp_path / "plain/model.json").read_text())
+    assert not {"shifts", "denoised_shifts", "mirrored", "following"} & set(described)
     again = models.initialise(plain, 7).eval()
     models.load_weights(again, tmp_path / "a")
     with torch.no_grad():
@@ -100,6 +118,10 @@ def test_the_file_has_the_network_alone(tmp_path):
         ({"hidden_noise": True}, "no noise of the model's own"),
         ({"block_noise": {"modules": [], "mode": "additive"}}, "no noise of the model's own"),
         ({"following": True}, "nor with tokens"),
+        ({"mirrored": 1}, "mirrored must be bool"),
+        ({"shifts": 0, "mirrored": True, "input_shape": [72]}, r"model\.mirrored: needs images"),
+        ({"shifts": 0, "mirrored": True, "hidden_noise": True}, "no noise of the model's own"),
+        ({"shifts": 0, "denoised_shifts": True}, "needs shifts, or mirrored, and a denoiser"),
     ],
 )
 def test_a_description_that_no_training_leaves_is_refused(tmp_path, change, said):
@@ -113,7 +135,7 @@ def test_a_description_that_no_training_leaves_is_refused(tmp_path, change, said
 def test_an_averaged_model_is_not_cut_behind_its_first_layer():
     """Noise drawn once behind that layer would be another model's."""
     network = models.initialise(ModelSpec("mlp", (1, 6, 6), 3), 0)
-    average = ShiftAverage(network, 1).eval()
+    average = ViewAverage(network, 1).eval()
     assert split_first_layer(network) is not None and split_first_layer(average) is None
     with pytest.raises(UserError, match="needs a model that is a sequence"):
         models.require_split(average)
@@ -164,10 +186,11 @@ def test_training_sees_nothing_of_it_and_the_answers_all_of_it(tmp_path):
     assert [int(i) for i in wrong.split()] == np.flatnonzero(answers != test.labels).tolist()
 
 
-def test_the_certified_votes_are_those_of_the_average(tmp_path, monkeypatch):
-    """Every count again: the unit's stream, the noise from it, the network on each moved image."""
+@pytest.mark.parametrize("mirrored", [False, True])
+def test_the_certified_votes_are_those_of_the_average(tmp_path, monkeypatch, mirrored):
+    """Every count again: the unit's stream, the noise from it, the network on each view."""
     without_ray(monkeypatch)
-    network = saved(tmp_path / "model")
+    network = saved(tmp_path / "model", dataclasses.replace(SPEC, mirrored=mirrored))
     settings = Cohen(sigma=0.5, n0=30, n=250, batch=100, seed="5", form="eager")
 
     class Images:
@@ -188,17 +211,18 @@ def test_the_certified_votes_are_those_of_the_average(tmp_path, monkeypatch):
             settings.smoothing.draw(words, noise.numpy().ravel())
             noisy, draws = Images().batch(slice(i, i + 1)) + noise, min(100, 250 - block * 100)
             for moves, into in ((MOVES, histogram), (MOVES[:1], alone)):
-                votes = averaged(network, noisy, moves).argmax(1)[:draws]
+                votes = averaged(network, noisy, moves, mirrored).argmax(1)[:draws]
                 into += np.bincount(votes, minlength=3)
         assert row["histogram"] == histogram.tolist()
         assert row["histogram"] != alone.tolist()
 
 
 def test_every_form_of_the_executed_classifier_is_the_average(tmp_path):
-    network, x = saved(tmp_path), torch.rand(10, 2, 6, 6)
+    spec = dataclasses.replace(SPEC, mirrored=True)
+    network, x = saved(tmp_path, spec), torch.rand(10, 2, 6, 6)
     for form in ("eager", "channels-last", "frozen"):
         found = ExecutedClassifier(models.load(tmp_path), form, [(10, 2, 6, 6)]).logits(x)
-        np.testing.assert_allclose(found, averaged(network, x, MOVES), atol=1e-5)
+        np.testing.assert_allclose(found, averaged(network, x, MOVES, True), atol=1e-5)
 
 
 def test_a_denoiser_before_it_keeps_the_runs_average(tmp_path):
@@ -226,12 +250,12 @@ def test_a_denoiser_before_it_keeps_the_runs_average(tmp_path):
 
 def test_a_frozen_classifier_is_its_network(tmp_path):
     """What is averaged is the whole model, where its own recipe says so."""
-    run = train(raw(), tmp_path / "run")
+    run = train(raw(model=PLAIN | {"shifts": 1, "mirrored": True}), tmp_path / "run")
     behind = {"name": "conv-autoencoder", "options": {"channels": [4]}}
     behind["classifier"] = {"folder": str(run.model), "saw": "digits"}
     recipe = parse(raw(model=behind), "test")
     spec = model_spec(recipe, training_data(recipe, source_of(recipe)))
-    assert spec.shifts == 0 and spec.classifier.shifts == 0
+    assert not spec.averages and not spec.classifier.averages
     assert models.read_spec(run.model).shifts == 1
 
 
@@ -245,6 +269,15 @@ def test_a_frozen_classifier_is_its_network(tmp_path):
             {"public": {"model": {**PLAIN, "shifts": 1}, "training": raw()["training"]},
              "model": {"name": "mlp", "classifier": "c", "shifts": 1}},
             r"public\.model\.shifts: of the model that is trained",
+        ),
+        (
+            {"public": {"model": {**PLAIN, "mirrored": True}, "training": raw()["training"]},
+             "model": {"name": "mlp", "classifier": "c"}},
+            r"public\.model\.mirrored: of the model that is trained",
+        ),
+        (
+            {"method": PIXELDP, "certify": None, "model": {**PLAIN, "mirrored": True}},
+            r"model\.mirrored: method pixeldp leaves noise inside the model",
         ),
     ],
 )  # fmt: skip
@@ -273,3 +306,27 @@ def test_a_release_answers_by_it_and_says_so(tmp_path):
     )
     assert "A classifier, averaged over 5 shifts, of digits" in page
     assert card["extra"]["model"] == "small-cnn, averaged over 5 shifts"
+
+
+@pytest.mark.parametrize(
+    ("views", "said"),
+    [
+        ({"mirrored": True}, "averaged over the image and its mirror image"),
+        (
+            {"shifts": 1, "mirrored": True},
+            "averaged over 5 shifts, each of the image and its mirror image",
+        ),
+    ],
+)
+def test_a_mirrored_run_answers_by_both_and_says_so(tmp_path, views, said):
+    recipe = raw(model=PLAIN | views, privacy=raw()["privacy"] | {"run_key": None})
+    run = train(recipe, tmp_path / "run")
+    assert models.read_spec(run.model).mirrored
+    evaluate_stage(run.read_recipe(), run)
+    release(run)
+    assert f"A classifier, {said}, of digits" in (run.release / "README.md").read_text()
+    x, network = torch.rand(5, 1, 8, 8), models.load_network(run.model)
+    moves = MOVES[: 1 + 4 * views.get("shifts", 0)]
+    with torch.no_grad():
+        found = dpdist.load(run.release).model(x)
+    np.testing.assert_allclose(found, averaged(network, x, moves, True), atol=1e-5)
