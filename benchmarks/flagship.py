@@ -56,9 +56,11 @@ RECIPE, SEARCH = "mnist-flagship", "mnist-flagship-search"
 WIDE, WIDE_SEARCH = "mnist-flagship-wide", "mnist-flagship-wide-search"
 WIDEST = "mnist-flagship-widest"
 PUBLIC, PUBLIC_SEARCH = "mnist-flagship-public", "mnist-flagship-public-search"
-CIFAR = "cifar10-flagship-no-public"
+CIFAR, SCENES = "cifar10-flagship-no-public", "cifar10-flagship-scenes"
+PHOTOGRAPHS = (CIFAR, SCENES)
 BEGUN = dict.fromkeys((RECIPE, SEARCH), "strokes-")  # what lies in the folder of initial weights
-BEGUN |= dict.fromkeys((WIDE, WIDE_SEARCH), "denoised-strokes-") | {WIDEST: "unet-cnn-strokes-"}
+BEGUN |= dict.fromkeys((WIDE, WIDE_SEARCH), "denoised-strokes-")
+BEGUN |= {WIDEST: "unet-cnn-strokes-", SCENES: "scenes-"}
 
 
 @dataclass(frozen=True)
@@ -79,12 +81,12 @@ class Row:
     @property
     def task(self) -> tuple[str, float]:
         """Data set and sigma."""
-        return ("CIFAR-10" if self.recipe == CIFAR else "MNIST", self.sigma)
+        return ("CIFAR-10" if self.recipe in PHOTOGRAPHS else "MNIST", self.sigma)
 
     @property
     def mode(self) -> str:
         """Of the certificates of the evenly spaced images."""
-        return "target" if self.recipe == CIFAR else "fixed"
+        return "target" if self.recipe in (*PHOTOGRAPHS, WIDEST) else "fixed"
 
     def runs(self) -> list[str]:
         """Names of its run folders."""
@@ -239,7 +241,6 @@ ROWS = [
         1.0,
         changes={"method.sigma": 1.0},
         repeats=3,
-        compared=True,
         recipe=WIDEST,
     ),
     Row(
@@ -250,6 +251,7 @@ ROWS = [
         recipe=WIDE_SEARCH,
     ),
     Row("cifar10", "no public data: a head on scattering", repeats=3, recipe=CIFAR),
+    Row("scenes", "no public data: begun from drawn scenes", repeats=3, recipe=SCENES),
     Row(
         "no-public",
         "random initial weights",
@@ -296,24 +298,31 @@ class Bench:
 
     def recipe(self, row: Row, name: str) -> Path:
         """The row's recipe as a file of its own."""
+        found = load(find(row.recipe), {**self._changes(row), "name": name})
+        path = self.out / "recipes" / f"{name}.yaml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(found.to_yaml())
+        return path
+
+    def _changes(self, row: Row) -> dict[str, Any]:
+        if row.recipe == CIFAR:
+            return row.changes
         changes: dict[str, Any] = dict(QUICK) if self.quick else {}
         if self.quick:  # the private half and the public half of the digits
             changes |= {"data.public": 0.5, "public.data": None}
         begun = f"{BEGUN.get(row.recipe, '')}sigma"
         changes["model.initial"] = str(self.out / "public" / f"{begun}-{row.sigma:g}")
-        changes |= dict.fromkeys(("public.sigma", "certify.sigma"), row.sigma)
-        changes["method.sigma"] = 1.2 * row.sigma
-        changes["certify.radii"] = [radius for radius in PUBLISHED[row.task] if radius]
+        if row.recipe != SCENES:
+            changes |= dict.fromkeys(("public.sigma", "certify.sigma"), row.sigma)
+            changes["method.sigma"] = 1.2 * row.sigma
+            radii = [radius for radius in PUBLISHED[row.task] if radius or row.mode == "target"]
+            changes["certify.radii"] = radii
         if "method" in row.changes:
             del changes["method.sigma"]
-        changes = dict(row.changes) if row.recipe == CIFAR else changes | row.changes
+        changes |= row.changes
         if changes.get("model.initial", True) is None:
             changes = {k: v for k, v in changes.items() if not k.startswith("public.")}
-        found = load(find(row.recipe), {**changes, "name": name})
-        path = self.out / "recipes" / f"{name}.yaml"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(found.to_yaml())
-        return path
+        return changes
 
     def make(self, row: Row, name: str) -> None:
         """One `dpdist run`."""

@@ -51,6 +51,9 @@ def test_every_row_changes_what_it_says(flagship, tmp_path):
     assert behind.public.denoiser.name == "unet" and plain.public.denoiser is None
     assert behind.model.initial.folder.name == "denoised-strokes-sigma-0.5"
     assert plain.model.initial.folder.name == "strokes-sigma-0.5"
+    scenes = found["scenes"]
+    assert scenes.model.initial.folder.name == "scenes-sigma-0.25" and scenes.model.mirrored
+    assert scenes.method.sigma == scenes.public.sigma == scenes.certify.sigma == 0.25
     assert found["no-public"].model.initial is None and found["no-public"].public is None
 
 
@@ -67,10 +70,11 @@ def test_a_row_behind_a_denoiser_runs(flagship, tmp_path, monkeypatch):
 def test_a_row_of_another_network_runs(flagship, tmp_path, monkeypatch):
     without_ray(monkeypatch)
     monkeypatch.setattr(flagship, "connect", session.connect)
-    flagship.main(["--quick", "--out", str(tmp_path), "--only", "widest-0", "--all"])
+    flagship.main(["--quick", "--out", str(tmp_path), "--only", "widest-0"])
     text = (tmp_path / "table.md").read_text()
-    # Among the evenly spaced images, and among all.
-    assert text.count("| noise 1.0, what clears the noise is trained too, epsilon 2.9 |") == 2
+    assert text.count("| noise 1.0, what clears the noise is trained too, epsilon 2.9 |") == 1
+    line = json.loads((tmp_path / "results.jsonl").read_text())
+    assert line["row"] == "widest" and line["certified"].keys() == {"0", "0.5", "1", "1.5"}
 
 
 def test_the_table_shows_the_runs_beside_what_is_published(flagship, tmp_path, monkeypatch):
