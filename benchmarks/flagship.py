@@ -1,7 +1,7 @@
 """The flagship recipe against what is published, and what each of its ingredients gives.
 
-Every row is `dpdist run` of recipes/mnist-flagship.yaml with the changes below (some: of its
-relatives with public data, or with a search), under a fresh key.
+Every row is `dpdist run` of a recipe of the flagship's family (recipes/mnist-flagship*.yaml,
+recipes/cifar10-flagship-*.yaml) with the changes below, under a fresh key.
 Rows share the pre-training. What is done is not done again: the same command continues.
 
     python benchmarks/flagship.py --data-root data [--out DIR] [--only PATTERN ...] [--quick]
@@ -462,7 +462,7 @@ def _markdown(head: list[str], rows: list[list[str]]) -> list[str]:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--out", type=Path, default=Path("runs/flagship"))
-    parser.add_argument("--data-root", type=Path, help="folder with mnist/ as Parquet")
+    parser.add_argument("--data-root", type=Path, help="folder with mnist/ and cifar10/ as Parquet")
     parser.add_argument("--only", nargs="*", default=["*"], help="runs by name, in this order")
     parser.add_argument("--all", action="store_true", help="all test images too, early stopping")
     parser.add_argument("--quick", action="store_true", help="digits, three steps: a smoke test")

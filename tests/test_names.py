@@ -47,6 +47,7 @@ SEVERAL = {
     "about": "of each kind of table: called by its module's name",
     "read": "of each kind of table: called by its module's name",
     "read_table": "of any file, and of a bulk job's, held against its settings",
+    "invented": "of strokes and of scenes: called by its module's name",
     "run": "of the pipeline, of the training loop, of a bulk job",
     "row": "of each kind of table: called by its module's name",
     "describe": "of each kind of thing: called by its module's name",

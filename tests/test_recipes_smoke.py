@@ -124,7 +124,8 @@ def test_recipe_trains(path, tmp_path, monkeypatch):
         if recipe.public.weights is not None:
             small["public.weights"] = None  # nothing is downloaded here
         small["public.training"] = {"batch_size": 2, "steps": 1, "learning_rate": 0.01}
-        monkeypatch.setattr(catalog, "RECORDS", 400)
+        for made in catalog.INVENTED.values():
+            monkeypatch.setattr(made, "RECORDS", 400)
     recipe = load(path, small)
     if recipe.public is not None:
         pretrain(recipe, str(path))

@@ -16,9 +16,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+import dpdist.data.scenes as scenes
+import dpdist.data.strokes as strokes
 from dpdist.base.errors import UserError
 from dpdist.base.storage import built_aside, private_folder, written_aside
-from dpdist.data import scenes, strokes
 from dpdist.data.dataset import Dataset
 from dpdist.data.hashes import write_hashes
 from dpdist.data.parquet import Columns, load_parquet, split_files

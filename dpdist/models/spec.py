@@ -125,6 +125,8 @@ def _spec(description: dict[str, Any], where: str) -> ModelSpec:
         if description.get(part) is not None:
             inner = check_shape(description, where, {part: dict})[part]
             description[part] = _spec(inner, f"{where}: {part}")
+            if description[part].averages:
+                raise UserError(f"{where}: damaged: {part}: an average is of the whole model")
     if description.get("block_noise") is not None:
         description["block_noise"] = _block_noise(description, where)
     try:

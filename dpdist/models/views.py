@@ -8,6 +8,8 @@ model certifies it. It costs as many passes a draw as it has views; where the de
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from torch import Tensor, nn
 
 from dpdist.base.errors import UserError
@@ -47,13 +49,14 @@ class ViewAverage(nn.Module):
         if self._denoised:
             x = network.get_submodule(DENOISER)(x)
             network = network.get_submodule(CLASSIFIER)
-        views = self._views(x)
-        total = network(views[0]).log_softmax(1)
-        for view in views[1:]:
-            total = total + network(view).log_softmax(1)
-        return total / len(views)
+        total, views = network(x).log_softmax(1), 1
+        for view in self._others(x):
+            total, views = total + network(view).log_softmax(1), views + 1
+        return total / views
 
-    def _views(self, x: Tensor) -> list[Tensor]:
-        """x itself first."""
-        moved = [x, *(x.roll(shift, (2, 3)) for shift in self._shifts[1:])]
-        return moved + [view.flip(3) for view in moved] if self._mirrored else moved
+    def _others(self, x: Tensor) -> Iterator[Tensor]:
+        """The views but x itself, one at a time: a batch of them all would be many."""
+        for shift in self._shifts[1:]:
+            yield x.roll(shift, (2, 3))
+        for shift in self._shifts if self._mirrored else []:
+            yield x.roll(shift, (2, 3)).flip(3)

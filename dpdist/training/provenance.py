@@ -67,6 +67,16 @@ def made_by(section: PublicRecipe) -> dict[str, Any]:
         del settings["data"]["root"]
     if section.weights is not None:
         settings["weights"] = Path(section.weights).name
+    return _without_views(settings)
+
+
+def _without_views(settings: dict[str, Any]) -> dict[str, Any]:
+    """What a model answers by once it is trained decides no weights, and older folders do not name
+    all of it."""
+    network = settings.get("model")
+    if isinstance(network, dict):
+        kept = {key: value for key, value in network.items() if key not in ("shifts", "mirrored")}
+        return settings | {"model": kept}
     return settings
 
 
@@ -76,7 +86,7 @@ def _check_made(folder: Path, section: PublicRecipe, begin: str) -> None:
     made = read_json(folder / PROVENANCE).get("made_by")
     if made is None:
         return
-    for name, before, now in differing(made, made_by(section), "public"):
+    for name, before, now in differing(_without_views(made), made_by(section), "public"):
         raise UserError(
             f"{begin}: made with {name}: {shown(before)}, the recipe says {shown(now)}; name "
             "another folder, or remove this one, and it is made anew"

@@ -118,6 +118,10 @@ def test_the_file_has_the_network_alone(tmp_path):
         ({"hidden_noise": True}, "no noise of the model's own"),
         ({"block_noise": {"modules": [], "mode": "additive"}}, "no noise of the model's own"),
         ({"following": True}, "nor with tokens"),
+        (
+            {"denoiser": {k: v for k, v in SPEC.described.items() if k != "format"}},
+            "denoiser: an average is of the whole model",
+        ),
         ({"mirrored": 1}, "mirrored must be bool"),
         ({"shifts": 0, "mirrored": True, "input_shape": [72]}, r"model\.mirrored: needs images"),
         ({"shifts": 0, "mirrored": True, "hidden_noise": True}, "no noise of the model's own"),

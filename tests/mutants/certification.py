@@ -25,8 +25,9 @@ FAULTS: list[Fault] = [
     *group(
         "dpdist/models/views.py", "models/test_views",
         ("network(view).log_softmax(1)", "network(view)", "shifted answers are no probabilities"),
-        ("view.flip(3)", "view.flip(2)", "images are turned over"),
-        ("for view in moved] if self._mirrored", "for view in moved[:1]] if self._mirrored", "moved images have no mirror image"),
+        (".flip(3)", ".flip(2)", "images are turned over"),
+        ("in self._shifts if self._mirrored", "in self._shifts[:1] if self._mirrored", "moved images have no mirror image"),
+        ("return total / views", "return total", "an average is a sum"),
         ("if spec.averages and len(shape) != 3:", "if spec.shifts and len(shape) != 3:", "what is no image is mirrored"),
                 ("spec.shifts >= min(shape[1:])", "spec.shifts > max(shape[1:])", "an image is moved all around"),
     ),
@@ -40,6 +41,7 @@ FAULTS: list[Fault] = [
     *group(
         "dpdist/models/spec.py", "models/test_views",
         ("if spec.shifts or spec.mirrored:", "if spec.shifts:", "what carries noise is mirrored"),
+        ("if description[part].averages:", "if False:", "a part's average is passed over in silence"),
         ("if spec.noisy or spec.following:", "if spec.following:", "noise of the model's own is left out"),
         ("unsaid = (\"block_noise\", *_SAID_WHERE_SET)", "unsaid = (\"block_noise\",)",
          "models of before get another hash"),

@@ -415,6 +415,7 @@ FAULTS: list[Fault] = [
     *group(
         "dpdist/training/building.py", "training/test_denoiser_before_weights",
         ("denoised = whole.averages and whole.denoiser is not None", "denoised = False", "the image is moved"),
+        ("denoised = whole.averages and", "denoised = whole.shifts > 0 and", "the image is mirrored"),
     ),
     *group(
         "dpdist/training/pretrain.py", "training/test_denoiser_before_weights",

@@ -188,6 +188,21 @@ def test_recipes_with_a_denoiser_that_do_not_hold_together(changes, message):
         parse({**with_denoiser(Path("d")), **changes}, "test")
 
 
+def test_a_part_made_before_there_were_mirror_images_is_still_of_its_section(tmp_path):
+    """Folders of then say that there are no shifts, and nothing of mirror images."""
+    described = with_denoiser(tmp_path / "d")
+    recipe = parse(described, "test")
+    pretrain(recipe, "test")
+    path = tmp_path / "d" / "provenance.json"
+    about = json.loads(path.read_text())
+    about["made_by"]["model"] |= {"shifts": 0}
+    path.write_text(json.dumps(about))
+    prepare(recipe, RunFolder(tmp_path / "run"), "test")
+    described["public"]["model"] = described["public"]["model"] | {"mean": [0.5]}
+    with pytest.raises(UserError, match=r"made with public\.model\.mean"):
+        prepare(parse(described, "test"), RunFolder(tmp_path / "other"), "test")
+
+
 def test_denoisers_that_do_not_fit_are_refused(public, tmp_path):
     described = with_denoiser(public / "classifier")
     described["model"]["denoiser"] = {"folder": str(public / "classifier")}

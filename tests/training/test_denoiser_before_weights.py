@@ -15,7 +15,7 @@ from support.here import command, without_ray
 
 from dpdist import models
 from dpdist.base.errors import UserError
-from dpdist.data import catalog
+from dpdist.data import strokes
 from dpdist.models.views import ViewAverage
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
@@ -290,7 +290,7 @@ def test_the_same_holds_of_a_denoiser_alone(weights, tmp_path):
 
 
 def test_weights_of_which_nothing_but_the_denoiser_fits_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(catalog, "RECORDS", 400)
+    monkeypatch.setattr(strokes, "RECORDS", 400)
     monkeypatch.setenv("DPDIST_CACHE", str(tmp_path / "cache"))
     described = raw(tmp_path / "w", data={"name": "digits"})
     described["model"] = {"name": "linear", "initial": str(tmp_path / "w")}
@@ -339,17 +339,20 @@ def test_what_is_averaged_is_told_by_the_description_not_by_names(weights, tmp_p
     path = tmp_path / "model.json"
     damaged = json.loads(path.read_text()) | {"denoised_shifts": True, "denoiser": None}
     path.write_text(json.dumps(damaged))
-    with pytest.raises(UserError, match="denoised_shifts needs shifts and a denoiser"):
+    with pytest.raises(
+        UserError, match="denoised_shifts needs shifts, or mirrored, and a denoiser"
+    ):
         models.load(tmp_path)
 
 
 MOVES = ((0, 0), (1, 0), (-1, 0), (0, 1), (0, -1))
 
 
-def test_the_average_over_shifts_moves_what_the_denoiser_shows(weights, tmp_path):
+@pytest.mark.parametrize("views", [{"shifts": 1}, {"mirrored": True}])
+def test_the_average_moves_and_mirrors_what_the_denoiser_shows(weights, tmp_path, views):
     model = models.load_network(weights)
     described = raw(weights)
-    described["model"]["shifts"] = 1
+    described["model"] |= views
     recipe = parse(described, "test")
     spec = model_spec(recipe, training_data(recipe, source_of(recipe)))
     assert spec.denoised_shifts
@@ -360,6 +363,8 @@ def test_the_average_over_shifts_moves_what_the_denoiser_shows(weights, tmp_path
     loaded.network.get_submodule(models.DENOISER).register_forward_hook(lambda *_: calls.append(1))
     with torch.no_grad():
         seen = denoiser(x)
-        each = [classifier(seen.roll(move, (2, 3))).log_softmax(1) for move in MOVES]
-        torch.testing.assert_close(loaded(x), sum(each) / 5)
+        moved = [seen.roll(move, (2, 3)) for move in MOVES] if "shifts" in views else [seen]
+        moved += [seen.flip(3)] if "mirrored" in views else []
+        each = [classifier(view).log_softmax(1) for view in moved]
+        torch.testing.assert_close(loaded(x), sum(each) / len(moved))
     assert len(calls) == 1

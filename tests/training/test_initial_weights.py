@@ -12,7 +12,7 @@ import torch
 
 from dpdist import models, pipeline
 from dpdist.base.errors import UserError
-from dpdist.data import catalog
+from dpdist.data import strokes
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse, resolve
@@ -172,7 +172,7 @@ def drawn(folder: Path, **sections) -> dict:
 
 
 def test_public_records_of_other_classes_teach_all_but_the_head(tmp_path, monkeypatch):
-    monkeypatch.setattr(catalog, "RECORDS", 400)
+    monkeypatch.setattr(strokes, "RECORDS", 400)
     monkeypatch.setenv("DPDIST_CACHE", str(tmp_path / "cache"))
     recipe = parse(drawn(tmp_path / "weights"), "test")
     folder, _ = pretrain(recipe, "test")
