@@ -6,6 +6,25 @@ from mutants.fault import Fault, group
 
 FAULTS: list[Fault] = [
     *group(
+        "dpdist/data/scenes.py",
+        "data/test_invented",
+        ("Philox(key=1 + seed)", "Philox(key=1)", "every seed draws the same"),
+        ("Philox(key=0)), classes", "Philox(key=seed)), classes", "each seed has its own things"),
+        ("image.mean(1, keepdims=True)", "image", "nothing has its own saturation"),
+        ("squared ** (-_over(exponent) / 2)", "squared ** 0.5", "clouds are noise of pixels"),
+    ),
+    *group(
+        "dpdist/models/zoo.py",
+        "models/test_models",
+        ("stride = 1 if depth else 2", "stride = 2 if depth else 1", "maps have another size"),
+        ("if groups:", "if groups > 99:", "GroupNorm is left out"),
+    ),
+    *group(
+        "dpdist/training/provenance.py",
+        "training/test_denoised_smoothing",
+        ("differing(_without_views(made), made_by", "differing(made, made_by", "older parts are refused"),
+    ),
+    *group(
         "dpdist/data/sealed.py",
         "data/test_sealed",
         ("!= said and _digest(path) != said[-1]", "!= said and False", "any bits are the records'"),
