@@ -34,6 +34,7 @@ from typing import Any
 
 from dpdist.base import vision
 from dpdist.base.errors import UserError
+from dpdist.certification.reading import CertificateTable
 from dpdist.cluster.session import connect
 from dpdist.commands.cli import app
 from dpdist.privacy.guarantee import format_epsilon
@@ -82,11 +83,6 @@ class Row:
     def task(self) -> tuple[str, float]:
         """Data set and sigma."""
         return ("CIFAR-10" if self.recipe in PHOTOGRAPHS else "MNIST", self.sigma)
-
-    @property
-    def mode(self) -> str:
-        """Of the certificates of the evenly spaced images."""
-        return "target" if self.recipe in (*PHOTOGRAPHS, WIDEST) else "fixed"
 
     def runs(self) -> list[str]:
         """Names of its run folders."""
@@ -241,6 +237,7 @@ ROWS = [
         1.0,
         changes={"method.sigma": 1.0},
         repeats=3,
+        compared=True,
         recipe=WIDEST,
     ),
     Row(
@@ -251,7 +248,13 @@ ROWS = [
         recipe=WIDE_SEARCH,
     ),
     Row("cifar10", "no public data: a head on scattering", repeats=3, recipe=CIFAR),
-    Row("scenes", "no public data: begun from drawn scenes", repeats=3, recipe=SCENES),
+    Row(
+        "scenes",
+        "no public data: begun from drawn scenes",
+        changes={"method.sigma": 0.25},
+        repeats=3,
+        recipe=SCENES,
+    ),
     Row(
         "no-public",
         "random initial weights",
@@ -312,11 +315,12 @@ class Bench:
             changes |= {"data.public": 0.5, "public.data": None}
         begun = f"{BEGUN.get(row.recipe, '')}sigma"
         changes["model.initial"] = str(self.out / "public" / f"{begun}-{row.sigma:g}")
-        if row.recipe != SCENES:
-            changes |= dict.fromkeys(("public.sigma", "certify.sigma"), row.sigma)
-            changes["method.sigma"] = 1.2 * row.sigma
-            radii = [radius for radius in PUBLISHED[row.task] if radius or row.mode == "target"]
-            changes["certify.radii"] = radii
+        changes |= dict.fromkeys(("public.sigma", "certify.sigma"), row.sigma)
+        changes["method.sigma"] = 1.2 * row.sigma
+        # Where draws stop early, 0 is decided with the others.
+        decides_zero = 0 in load(find(row.recipe)).certify.radii
+        radii = [radius for radius in PUBLISHED[row.task] if radius or decides_zero]
+        changes["certify.radii"] = radii
         if "method" in row.changes:
             del changes["method.sigma"]
         changes |= row.changes
@@ -347,18 +351,26 @@ class Bench:
         return (self.runs / name / "report" / "index.html").exists()
 
     def all_done(self, name: str) -> bool:
-        return self.done(name) and 0.0 in certified(self.facts(name), "target", [0.0])
+        return self.done(name) and 0.0 in certified(self.facts(name), True, [0.0])
 
     def facts(self, name: str) -> Facts:
         return read_facts(RunFolder(self.runs / name))
 
 
-def certified(facts: Facts, mode: str, radii: Iterable[float]) -> dict[float, float]:
-    """The share certified at each of the radii that the run's tables of that mode decide."""
+def tables_of(facts: Facts, more: bool) -> list[CertificateTable]:
+    """The run's tables of the evenly spaced images that its recipe certifies; or (more) the others,
+    of all images."""
+    assert facts.evaluation is not None and facts.recipe.certify is not None
+    spaced = math.ceil(facts.evaluation["inputs"] / facts.recipe.certify.every)
+    return [table for table in facts.tables if (len(table.index) > spaced) == more]
+
+
+def certified(facts: Facts, more: bool, radii: Iterable[float]) -> dict[float, float]:
+    """The share certified at each of the radii that those tables decide."""
     found = {}
     for radius in radii:
-        for each in (table for table in facts.tables if table.mode == mode):
-            if mode == "fixed" or {radius, radius or NEAR_ZERO} & set(each.radii):
+        for each in tables_of(facts, more):
+            if each.mode == "fixed" or {radius, radius or NEAR_ZERO} & set(each.radii):
                 found[radius] = each.certified_accuracy(radius)
     return found
 
@@ -386,10 +398,10 @@ def table(bench: Bench) -> str:
             guarantee = facts[0].guarantee
             begin = [row.title, format_epsilon(guarantee.epsilon), f"{guarantee.delta:g}"]
             clean = percent([f.evaluation["accuracy"] for f in facts if f.evaluation])
-            found = [certified(f, row.mode, published) for f in facts]
+            found = [certified(f, False, published) for f in facts]
             spaced.append([*begin, clean, *(percent([f[r] for f in found]) for r in published)])
-            every = certified(facts[0], "target", published)
-            if every and row.mode != "target":
+            every = certified(facts[0], True, published)
+            if every:
                 whole.append(begin + [percent([every[r]]) if r in every else "" for r in published])
         head = [f"{task[0]}, sigma {task[1]:g}", "epsilon", "delta"]
         radii = [f"certified at {radius:g}" for radius in published]
@@ -406,11 +418,11 @@ def results(bench: Bench) -> list[dict[str, Any]]:
     done = [(row, name) for row in ROWS for name in row.runs() if bench.done(name)]
     for row, name in done:
         facts = bench.facts(name)
-        for mode in ("fixed", "target"):
-            shares = certified(facts, mode, PUBLISHED[row.task])
+        for more in (False, True):
+            shares = certified(facts, more, PUBLISHED[row.task])
             if not shares:
                 continue
-            images = next(len(table.index) for table in facts.tables if table.mode == mode)
+            images = len(tables_of(facts, more)[0].index)
             proved = facts.guarantee.epsilon
             found.append({
                 "row": row.name, "runs": 1, "sigma": row.sigma,

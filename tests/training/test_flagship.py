@@ -70,11 +70,13 @@ def test_a_row_behind_a_denoiser_runs(flagship, tmp_path, monkeypatch):
 def test_a_row_of_another_network_runs(flagship, tmp_path, monkeypatch):
     without_ray(monkeypatch)
     monkeypatch.setattr(flagship, "connect", session.connect)
-    flagship.main(["--quick", "--out", str(tmp_path), "--only", "widest-0"])
+    flagship.main(["--quick", "--out", str(tmp_path), "--only", "widest-0", "--all"])
     text = (tmp_path / "table.md").read_text()
-    assert text.count("| noise 1.0, what clears the noise is trained too, epsilon 2.9 |") == 1
-    line = json.loads((tmp_path / "results.jsonl").read_text())
-    assert line["row"] == "widest" and line["certified"].keys() == {"0", "0.5", "1", "1.5"}
+    # Among the evenly spaced images, and among all, though both are certified in one mode.
+    assert text.count("| noise 1.0, what clears the noise is trained too, epsilon 2.9 |") == 2
+    lines = [json.loads(line) for line in (tmp_path / "results.jsonl").open()]
+    assert [line["row"] for line in lines] == ["widest"] * 2 and lines[0]["n"] < lines[1]["n"]
+    assert all(line["certified"].keys() == {"0", "0.5", "1", "1.5"} for line in lines)
 
 
 def test_the_table_shows_the_runs_beside_what_is_published(flagship, tmp_path, monkeypatch):
