@@ -66,7 +66,7 @@ class ModelSpec:
     @property
     def averages(self) -> bool:
         """Whether it answers by an average over views."""
-        return self.shifts > 0 or self.mirrored
+        return self.shifts != 0 or self.mirrored
 
     @property
     def factories(self) -> tuple[str, ...]:
@@ -133,7 +133,7 @@ def _spec(description: dict[str, Any], where: str) -> ModelSpec:
         spec = ModelSpec(**description)
     except TypeError as error:
         raise UserError(f"{where}: damaged: {error}") from error
-    if spec.shifts or spec.mirrored:
+    if spec.averages:
         _check_views(spec, where)
     if spec.denoised_shifts and not (spec.averages and spec.denoiser):
         raise UserError(

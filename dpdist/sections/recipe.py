@@ -78,7 +78,7 @@ class ModelRecipe(Section):
         return averaged(self.name, self.shifts, self.mirrored)
 
     @property
-    def averages(self) -> str | None:
+    def key_of_average(self) -> str | None:
         """Which of its keys asks for an average over views."""
         return "shifts" if self.shifts else "mirrored" if self.mirrored else None
 
@@ -250,7 +250,7 @@ class Sections(Section):
                 )
             if pretrained[0] != "initial" and self.public.model is None:
                 raise ValueError("public.model: required, the network of the frozen part")
-            if self.public.model is not None and (key := self.public.model.averages):
+            if self.public.model is not None and (key := self.public.model.key_of_average):
                 raise ValueError(f"public.model.{key}: of the model that is trained; leave it out")
             if self.public.denoiser is not None:
                 self._check_denoiser(self.public)
@@ -289,7 +289,7 @@ class Sections(Section):
 
     @model_validator(mode="after")
     def _views_fit(self) -> Sections:
-        if (key := self.model.averages) and self.method.carries_noise:
+        if (key := self.model.key_of_average) and self.method.carries_noise:
             raise ValueError(
                 f"model.{key}: method {self.method.name} leaves noise inside the model, which "
                 "several passes of one draw would not share; leave it out"

@@ -40,7 +40,7 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/models/spec.py", "models/test_views",
-        ("if spec.shifts or spec.mirrored:", "if spec.shifts:", "what carries noise is mirrored"),
+        ("if spec.averages:", "if spec.shifts:", "what carries noise is mirrored"),
         ("if description[part].averages:", "if False:", "a part's average is passed over in silence"),
         ("if spec.noisy or spec.following:", "if spec.following:", "noise of the model's own is left out"),
         ("unsaid = (\"block_noise\", *_SAID_WHERE_SET)", "unsaid = (\"block_noise\",)",
@@ -57,7 +57,7 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/sections/recipe.py", "models/test_views",
-        ("if (key := self.model.averages) and self.method.carries_noise:", "if (key := self.model.averages) and False:", "noise inside is left out of an average"),
+        ("if (key := self.model.key_of_average) and self.method.carries_noise:", "if (key := self.model.key_of_average) and False:", "noise inside is left out of an average"),
     ),
     *group(
         "dpdist/certification/bounds.py", "certification/test_bounds",
