@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,8 +36,10 @@ def rebound(table: pa.Table, alpha: float) -> pa.Table:
     )
 
 
-# What may differ between tables of the same certification done in shares.
+# What may differ between tables of the same certification done in shares: the inputs, and what was
+# seen of the executed classifier on some of them.
 _SHARE = ("start", "every", "max_inputs")
+_OF_CHECK = ("check", "notes")
 
 
 def merge(parts: Sequence[pa.Table]) -> pa.Table:
@@ -48,12 +51,9 @@ def merge(parts: Sequence[pa.Table]) -> pa.Table:
     if not parts:
         raise UserError("nothing to merge")
     notes = [tables.about(part) for part in parts]
-    first = identity(parts[0])
     rows: dict[int, dict[str, Any]] = {}
     for part in parts:
-        other = identity(part)
-        different = sorted(k for k in first.keys() | other.keys() if first.get(k) != other.get(k))
-        if different:
+        if different := differing(parts[0], part):
             raise UserError(f"cannot merge results that differ in {', '.join(different)}")
         for row in part.to_pylist():
             if rows.setdefault(row["index"], row) != row:
@@ -70,10 +70,27 @@ def shares(parts: Sequence[pa.Table]) -> list[list[int]]:
     A merged table is no share. The same counts certified at another alpha are another one.
     """
     groups: dict[str, list[int]] = {}
-    for place, part in enumerate(parts):
-        if "seeds" not in tables.about(part):
-            groups.setdefault(json.dumps(identity(part), sort_keys=True), []).append(place)
+    for place in _unmerged(parts):
+        groups.setdefault(json.dumps(identity(parts[place]), sort_keys=True), []).append(place)
     return [group for group in groups.values() if len(group) > 1]
+
+
+def closest(parts: Sequence[pa.Table]) -> tuple[int, int, list[str]] | None:
+    """The two tables (by place) that are nearest to being shares, and by what they are none; None
+    where there are no two. Merged tables aside, as in `shares`."""
+    pairs = itertools.combinations(_unmerged(parts), 2)
+    found = ((one, other, differing(parts[one], parts[other])) for one, other in pairs)
+    return min(found, key=lambda pair: len(pair[2]), default=None)
+
+
+def _unmerged(parts: Sequence[pa.Table]) -> list[int]:
+    return [place for place, part in enumerate(parts) if "seeds" not in tables.about(part)]
+
+
+def differing(first: pa.Table, second: pa.Table) -> list[str]:
+    """By what the two are no shares of one certification."""
+    one, other = identity(first), identity(second)
+    return sorted(k for k in one.keys() | other.keys() if one.get(k) != other.get(k))
 
 
 _ABOUT = {"settings": dict, "classifier": dict, "model": str, "data": str}
@@ -85,7 +102,8 @@ def identity(table: pa.Table) -> dict[str, Any]:
     if "settings" not in note:
         raise UserError("cannot merge a table that does not say what it was computed from")
     check_shape(note, "the table's description", _ABOUT)
-    classifier = {f"classifier.{k}": v for k, v in note["classifier"].items() if k != "check"}
+    executed = {k: v for k, v in note["classifier"].items() if k not in _OF_CHECK}
+    classifier = {f"classifier.{k}": v for k, v in executed.items()}
     settings = {k: v for k, v in note["settings"].items() if k not in _SHARE}
     rebound = {name: note.get(name) for name in ("rebound_alpha", "rebound_bound")}
     about = {"model": note["model"], "data": note["data"], "alpha": found.alpha}

@@ -271,16 +271,20 @@ def _asked(folder: RunFolder, given: dict[str, Any], data_root: Path | None) -> 
 def _merged(folder: RunFolder, output: Path | None) -> list[tuple[pa.Table, Path]]:
     """The shares of each certification of the run, each merged into a table of its own."""
     from dpdist.certification import table as tables
-    from dpdist.certification.rebound import merge, shares
+    from dpdist.certification.rebound import closest, merge, shares
 
     sources = _stored(folder.certificates)
     found = [tables.read(source) for source in sources]
     groups = shares(found)
     if not groups:
-        raise UserError(
+        text = (
             f"{folder.certificates}: no two tables are shares of one certification (the same but "
             "for --start, --every and --max-inputs)"
         )
+        if nearest := closest(found):
+            one, other = (sources[place].parent.name for place in nearest[:2])
+            text += f": {one} and {other} differ in {', '.join(nearest[2])}"
+        raise UserError(text)
     if output is not None and len(groups) > 1:
         raise UserError(
             f"--output: holds one table, there are shares of {len(groups)} certifications; leave "

@@ -134,6 +134,16 @@ def test_merging_knows_which_tables_are_shares(here: None, runs: Path) -> None:
     assert sigmas == {0.2, 0.3}
 
 
+def test_what_keeps_two_tables_apart_is_said(here: None, runs: Path) -> None:
+    for start, sigma in enumerate((0.3, 0.2)):
+        shares = ("--every", 2, "--max-inputs", 3, "--start", start, "--sigma", sigma)
+        good("certify", "small", "--runs", runs, *shares)
+    result = call("certify", "small", "--runs", runs, "--merge")
+    assert isinstance(result.exception, UserError)
+    names = "sigma-0.2-fixed-n-1000-every-2-from-1 and sigma-0.3-fixed-n-1000-every-2"
+    assert str(result.exception).endswith(f"{names} differ in sigma")
+
+
 def test_results_of_another_model_are_never_taken_over(here: None, runs: Path) -> None:
     good("certify", "small", "--runs", runs)
     folder = runs / "small/certificates/sigma-0.3-fixed-n-1000"

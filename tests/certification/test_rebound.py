@@ -12,7 +12,13 @@ from dpdist.base.errors import UserError
 from dpdist.certification import reading
 from dpdist.certification import table as tables
 from dpdist.certification.catalogue import settings_of
-from dpdist.certification.rebound import certified_accuracy_band, merge, rebound, shares
+from dpdist.certification.rebound import (
+    certified_accuracy_band,
+    closest,
+    merge,
+    rebound,
+    shares,
+)
 
 CLASSIFIER = {"form": "frozen", "batch": 100, "check": "c"}
 
@@ -114,6 +120,22 @@ def test_shares_are_found_among_other_tables() -> None:
     assert shares(parts) == [[0, 4], [1, 6], [3, 5]]
     assert shares(parts[:4]) == []
     assert reading.of(merge(looser)).alpha == 0.05
+
+
+def test_what_was_seen_on_check_inputs_keeps_no_shares_apart() -> None:
+    def half(start: int, **classifier: object) -> pa.Table:
+        part = make(HISTOGRAMS[start::2], LABELS[start::2], start=start, every=2)
+        about = tables.about(part)
+        about["classifier"] = {**about["classifier"], **classifier}
+        return tables.build(part.to_pylist(), about)
+
+    parts = [half(0), half(1, check="other", notes=["channels-last: cannot be built"])]
+    assert shares(parts) == [[0, 1]] and merge(parts).num_rows == 4
+    far = make(HISTOGRAMS, LABELS, alpha=0.05, noise="laplace")
+    parts = [far, merge(parts), half(0), half(1, form="eager")]
+    assert shares(parts) == []
+    assert closest(parts) == (2, 3, ["classifier.form"])
+    assert closest(parts[:2]) is None  # a merged one is no share
 
 
 N, DRAWS = 60, 1000

@@ -7,7 +7,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from scipy import stats
 from torch import nn
 
-from dpdist.certification.classifier import ExecutedClassifier, choose
+from dpdist.certification.classifier import ExecutedClassifier, check_digest, choose
 from dpdist.certification.noises import NOISES, Noise
 from dpdist.certification.sampling import SCORE_UNIT, HiddenNoiseSampler, Sampler
 from dpdist.randomness import units
@@ -164,6 +164,32 @@ def test_a_form_that_disagrees_is_refused_and_named() -> None:
     assert any(note.startswith("frozen: argmax differs") for note in spec.notes)
     batch = torch.randn(10, 1, 2, 2)
     assert (classify(batch) == batch.flatten(1)[:, :3].argmax(1)).all()
+
+
+class Close(nn.Module):
+    """Two classes, of which the second leads by `lead`; when traced, the first."""
+
+    def __init__(self, lead: float) -> None:
+        super().__init__()
+        self.lead = lead
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        size = x.flatten(1)[:, :1] * 0 + 10
+        return torch.cat([size, size + self.lead * (-1 if torch.jit.is_tracing() else 1)], 1)
+
+
+def test_what_rounding_decides_refuses_no_form() -> None:
+    """Else the luck of the noise chose the form: with it, which shares can be merged."""
+    batch = torch.randn(64, 1, 2, 2)
+    spec, classify = choose(Close(1e-5), batch)
+    assert (spec.form, spec.notes) == ("frozen", ())
+    assert classify(batch).sum() == 0 and Close(1e-5)(batch).argmax(1).all()
+    # Workers execute the form: the digest is of its answers.
+    assert spec.check == check_digest(classify(batch)) != check_digest(torch.ones(64))
+    spec, _ = choose(Close(1e-3), batch)
+    assert spec.form != "frozen" and spec.notes == (
+        "frozen: argmax differs on 64 of 64 check inputs",
+    )
 
 
 def test_a_form_that_cannot_be_built_is_skipped() -> None:

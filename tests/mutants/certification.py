@@ -430,6 +430,21 @@ FAULTS: list[Fault] = [
         ("ERROR / len(pairs)", "ERROR", "every run's curve spends the whole error"),
     ),
     *group(
+        "dpdist/certification/classifier.py", "certification/test_sampling",
+        ("tied = _TIE *", "tied = 0 *", "a tie that rounding decides refuses a form"),
+        ("_TIE = 1e-5", "_TIE = 1e-3", "other answers pass as rounding"),
+        ("check_digest(answers[best])", 'check_digest(answers["eager"])',
+         "workers are held to answers of a form they do not execute"),
+    ),
+    *group(
+        "dpdist/certification/rebound.py", "certification/test_rebound",
+        ('_OF_CHECK = ("check", "notes")', '_OF_CHECK = ("check",)',
+         "what was seen on random inputs keeps shares apart"),
+        ('_OF_CHECK = ("check", "notes")', '_OF_CHECK = ("check", "notes", "form")',
+         "tables of two executed classifiers are merged"),
+        ('if "seeds" not in tables.about(part)', "if True", "a merged table is a share"),
+    ),
+    *group(
         "dpdist/certification/smoothing.py", "reports/test_reading_runs",
         ('return ("input", sigma) if noise == Gaussian.name else None', 'return "input", sigma',
          "another kind of noise is taken for the same classifier"),
