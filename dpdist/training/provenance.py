@@ -7,12 +7,14 @@ records they were trained, and none of these may be among the run's.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from pydantic import ValidationError
 
 from dpdist import data, models
 from dpdist.base.errors import UserError
@@ -67,26 +69,18 @@ def made_by(section: PublicRecipe) -> dict[str, Any]:
         del settings["data"]["root"]
     if section.weights is not None:
         settings["weights"] = Path(section.weights).name
-    return _without_views(settings)
-
-
-def _without_views(settings: dict[str, Any]) -> dict[str, Any]:
-    """What a model answers by once it is trained decides no weights, and older folders do not name
-    all of it."""
-    network = settings.get("model")
-    if isinstance(network, dict):
-        kept = {key: value for key, value in network.items() if key not in ("shifts", "mirrored")}
-        return settings | {"model": kept}
     return settings
 
 
 def _check_made(folder: Path, section: PublicRecipe, begin: str) -> None:
     """Raise UserError where `pretrain` made the folder by other settings than the recipe's. Older
-    folders do not say by which."""
+    folders do not say by which, or not of keys that came later, which have their defaults."""
     made = read_json(folder / PROVENANCE).get("made_by")
     if made is None:
         return
-    for name, before, now in differing(_without_views(made), made_by(section), "public"):
+    with contextlib.suppress(ValidationError):  # by keys that are no more: compared as they stand
+        made = made_by(PublicRecipe.model_validate(made))
+    for name, before, now in differing(made, made_by(section), "public"):
         raise UserError(
             f"{begin}: made with {name}: {shown(before)}, the recipe says {shown(now)}; name "
             "another folder, or remove this one, and it is made anew"

@@ -188,19 +188,24 @@ def test_recipes_with_a_denoiser_that_do_not_hold_together(changes, message):
         parse({**with_denoiser(Path("d")), **changes}, "test")
 
 
-def test_a_part_made_before_there_were_mirror_images_is_still_of_its_section(tmp_path):
-    """Folders of then say that there are no shifts, and nothing of mirror images."""
+def test_a_part_made_before_a_key_there_was_is_still_of_its_section(tmp_path):
+    """Folders of then say nothing of it: it has its default."""
     described = with_denoiser(tmp_path / "d")
     recipe = parse(described, "test")
     pretrain(recipe, "test")
     path = tmp_path / "d" / "provenance.json"
     about = json.loads(path.read_text())
-    about["made_by"]["model"] |= {"shifts": 0}
+    for section, key in (("model", "mirrored"), ("model", "mean"), ("training", "ema")):
+        del about["made_by"][section][key]
     path.write_text(json.dumps(about))
     prepare(recipe, RunFolder(tmp_path / "run"), "test")
     described["public"]["model"] = described["public"]["model"] | {"mean": [0.5]}
-    with pytest.raises(UserError, match=r"made with public\.model\.mean"):
+    with pytest.raises(UserError, match=r"made with public\.model\.mean: \[\], the recipe says"):
         prepare(parse(described, "test"), RunFolder(tmp_path / "other"), "test")
+    about["made_by"]["model"]["gone"] = 1  # a key that only another version knows
+    path.write_text(json.dumps(about))
+    with pytest.raises(UserError, match=r"made with public\.model\.gone: 1, the recipe says None"):
+        prepare(recipe, RunFolder(tmp_path / "third"), "test")
 
 
 def test_denoisers_that_do_not_fit_are_refused(public, tmp_path):
