@@ -271,6 +271,8 @@ def test_tokens_are_not_noised(root):
         ({"method": {"name": "input-noise", "sigma": 0.1}}, "method input-noise"),
         ({"method": {"name": "dplis", "sigma": 0.1}}, "method dplis"),
         ({"training": {"flip": True}}, "training.crop, flip"),
+        ({"model": {"shifts": 1}}, "model.shifts"),
+        ({"model": {"mirrored": True}}, "model.mirrored"),
     ):
         with pytest.raises(UserError, match=f"test: {what}{refused}: leave it out"):
             recipe_of(root, **sections)

@@ -49,4 +49,11 @@ FAULTS: list[Fault] = [
         ("nn.functional.pad(x, (0, 0, self.count - 1, 0))",
          "nn.functional.pad(x, (0, 0, 0, self.count - 1))", "the next words are read before they are said"),
     ),
+    *group(
+        "dpdist/sections/recipe.py", "models/test_transformer",
+        ('"model.shifts": self.model.shifts > 0', '"model.shifts": False',
+         "a model of texts is shifted by pixels"),
+        ('"model.mirrored": self.model.mirrored', '"model.mirrored": False',
+         "a model of texts is mirrored"),
+    ),
 ]  # fmt: skip
