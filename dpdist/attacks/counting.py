@@ -48,8 +48,7 @@ def fix_form(counted: Counted, source: UnitSource) -> ClassifierSpec:
     """The executed classifier, chosen by a short probe, or of the form and batch that it has."""
     like = counted.spec
     network, batch = _executed(counted, counted.cut, source, like.batch if like else None)
-    spec, _ = choose(network, batch, (like.form,) if like else ())
-    return replace(spec, form=like.form) if like else spec
+    return like.here(network, batch) if like else choose(network, batch)[0]
 
 
 def require_logits(counted: Counted) -> None:

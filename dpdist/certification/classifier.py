@@ -70,6 +70,13 @@ class ClassifierSpec:
         batch = min(self.batch, _CPU_ROWS)
         return replace(self, device=CPU.type, generator=Aes.name, batch=batch)
 
+    def here(self, model: nn.Module, check_batch: Tensor) -> ClassifierSpec:
+        """The same form, as this machine executes it: with its answers to another check batch."""
+        executed = ExecutedClassifier(model, self.form, [tuple(check_batch.shape)])
+        machine = devices.name(check_batch.device)
+        check = check_digest(executed(check_batch))
+        return replace(self, torch_version=torch.__version__, machine=machine, check=check)
+
 
 class ExecutedClassifier:
     """Argmax of the model's logits, always on batches of the declared shapes on the device."""
@@ -102,12 +109,12 @@ class ExecutedClassifier:
 
 
 def choose(
-    model: nn.Module, check_batch: Tensor, forms: tuple[str, ...] = ()
+    model: nn.Module, check_batch: Tensor, asked: str | None = None
 ) -> tuple[ClassifierSpec, ExecutedClassifier]:
     """A fast form that builds here and agrees with the original model on ``check_batch``.
 
-    forms: the candidates, the preferred one first; the original ("eager") always is one. It is
-    executed where the batch lies.
+    asked: the form to take if it does; if not, the original ("eager") is taken. It is executed
+    where the batch lies.
     """
     batch, device = len(check_batch), check_batch.device
     shapes = [tuple(check_batch.shape)]
@@ -116,7 +123,8 @@ def choose(
     candidates = {"eager": original}
     answers = {"eager": logits.argmax(1)}
     notes = []
-    forms = forms or (DEFAULT_FORMS if device == CPU else DEVICE_FORMS)
+    defaults = DEFAULT_FORMS if device == CPU else DEVICE_FORMS
+    forms = (asked,) if asked is not None else defaults
     for form in forms:
         if form in candidates:
             continue
@@ -135,7 +143,7 @@ def choose(
             continue
         candidates[form], answers[form] = built, answer
     times = _seconds(candidates, check_batch)
-    best = _preferred(times, forms)
+    best = asked if asked in candidates else _preferred(times, forms)
     spec = ClassifierSpec(
         best,
         batch,

@@ -105,8 +105,7 @@ def probe(assignment: Assignment) -> ClassifierSpec:
         raise ValueError("its outputs are not finite numbers (did the training diverge?)")
     if found := mixing(network, batch):
         raise ValueError(f"it looks at its batch: {found}; no certificate holds for such a model")
-    form = assignment.settings.form
-    spec, _ = choose(network, batch, (form,) if form else ())
+    spec, _ = choose(network, batch, assignment.settings.form)
     return replace(spec, generator=assignment.stream.name)
 
 

@@ -50,10 +50,24 @@ class Line:
 
 @dataclass(frozen=True)
 class Axis:
-    """From 0 to `end`."""
+    """From 0 to `end`; or from `begin` > 0 to `end` by doublings, all equally wide."""
 
     title: str
     end: float
+    begin: float | None = None
+
+    def share(self, value: float) -> float:
+        """How far along it a value lies, from 0 to 1; one beyond an end lies at the end."""
+        if self.begin is None:
+            return max(0.0, min(value, self.end)) / self.end
+        within = min(max(value, self.begin), self.end)
+        return math.log(within / self.begin) / math.log(self.end / self.begin)
+
+    def ticks(self) -> list[float]:
+        if self.begin is None:
+            return ticks(self.end)
+        doublings = int(math.log2(self.end / self.begin) + 1e-9)
+        return [self.begin * 2**i for i in range(doublings + 1)]
 
 
 def style() -> str:
@@ -125,12 +139,12 @@ def _legend(lines: Sequence[Line]) -> tuple[list[str], int]:
 def _axes(x: Axis, y: Axis, top: int) -> list[str]:
     right, bottom = _WIDTH - _RIGHT, top + _HEIGHT
     found = []
-    for value in ticks(y.end):
-        at = bottom - _HEIGHT * value / y.end
+    for value in y.ticks():
+        at = bottom - _HEIGHT * y.share(value)
         found.append(f'<path class="grid" d="M{_LEFT} {at:.1f}H{right}"/>')
         found.append(f'<text x="{_LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{value:g}</text>')
-    for value in ticks(x.end):
-        at = _LEFT + (right - _LEFT) * value / x.end
+    for value in x.ticks():
+        at = _LEFT + (right - _LEFT) * x.share(value)
         found.append(f'<text x="{at:.1f}" y="{bottom + 16}" text-anchor="middle">{value:g}</text>')
     middle = (_LEFT + right) / 2
     found.append(
@@ -148,9 +162,7 @@ def _curves(lines: Sequence[Line], x: Axis, y: Axis, top: int) -> list[str]:
     wide, bottom = _WIDTH - _RIGHT - _LEFT, top + _HEIGHT
 
     def place(point: tuple[float, float]) -> tuple[float, float]:
-        across, up = (
-            min(value, axis.end) / axis.end for value, axis in zip(point, (x, y), strict=True)
-        )
+        across, up = x.share(point[0]), y.share(point[1])
         return round(_LEFT + wide * across, 1), round(bottom - _HEIGHT * up, 1)
 
     found = []

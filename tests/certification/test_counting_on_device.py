@@ -262,7 +262,7 @@ def test_another_number_format_is_a_classifier_of_its_own() -> None:
     model, _ = network("gaussian")
     batch = torch.rand(50, *SHAPE)
     for device in (CPU, simulated()):
-        spec, classify = choose(model.to(device).eval(), batch.to(device), ("bf16",))
+        spec, classify = choose(model.to(device).eval(), batch.to(device), "bf16")
         assert spec.form == "bf16" and classify.logits(batch.to(device)).dtype == torch.float32
         want = model.bfloat16()(batch.to(device).bfloat16()).argmax(1)
         assert torch.equal(classify(batch.to(device)), want)

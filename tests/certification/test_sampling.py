@@ -7,6 +7,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from scipy import stats
 from torch import nn
 
+from dpdist.certification import classifier as executed
 from dpdist.certification.classifier import ExecutedClassifier, check_digest, choose
 from dpdist.certification.noises import NOISES, Noise
 from dpdist.certification.sampling import SCORE_UNIT, HiddenNoiseSampler, Sampler
@@ -192,8 +193,16 @@ def test_what_rounding_decides_refuses_no_form() -> None:
     )
 
 
+def test_a_form_that_was_asked_for_is_taken_whatever_its_speed(monkeypatch) -> None:
+    slow = {"frozen": 9.0, "eager": 1.0, "channels-last": 1.0}
+    monkeypatch.setattr(executed, "_seconds", lambda forms, _: {form: slow[form] for form in forms})
+    model, batch = nn.Linear(5, 3), torch.randn(16, 5)
+    forms = [choose(model, batch, asked)[0].form for asked in (None, "frozen", "eager")]
+    assert forms == ["eager", "frozen", "eager"]
+
+
 def test_a_form_that_cannot_be_built_is_skipped() -> None:
-    spec, _ = choose(nn.Linear(5, 3), torch.randn(16, 5), ("channels-last", "eager"))
+    spec, _ = choose(nn.Linear(5, 3), torch.randn(16, 5), "channels-last")
     assert spec.form == "eager"
     assert spec.notes == ("channels-last: cannot be built (ValueError)",)
 

@@ -198,6 +198,27 @@ def test_an_attack_counts_and_differentiates_under_all_the_noise(place: Several)
     assert place.smoothed(0.25) == replace(place, input_std=0.25)
 
 
+class Torn(nn.Module):
+    """Two classes that only the order of a sum tells apart: as executed, the other one leads."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        last = 1e-6 * (1 if torch.jit.is_tracing() else -1)
+        return torch.cat([1 + 0 * x, 1 + 0 * x + last], 1)
+
+
+def test_an_attack_executes_the_form_that_was_certified() -> None:
+    """And its workers are held to the answers of that form, ties included."""
+    counted = Counted(Torn(), OnInput(0.25), 2, X.numpy()[None])
+    counted = replace(counted, spec=fix_form(counted, SOURCE))
+    for form, leads in (("frozen", 1), ("eager", 0)):
+        assert counted.spec is not None
+        like = replace(counted, spec=replace(counted.spec, form=form))
+        fixed = fix_form(like, SOURCE)
+        assert fixed.form == form
+        counters = Counters(replace(like, spec=fixed), SOURCE)
+        assert count(counters.named("a"), X, 0, "s", 100, counters.batch)[leads] == 100
+
+
 # ---- training draws the same
 
 

@@ -435,6 +435,13 @@ FAULTS: list[Fault] = [
         ("_TIE = 1e-5", "_TIE = 1e-3", "other answers pass as rounding"),
         ("check_digest(answers[best])", 'check_digest(answers["eager"])',
          "workers are held to answers of a form they do not execute"),
+        ("asked if asked in candidates else", "asked if False else",
+         "the form that was asked for is one among others"),
+    ),
+    *group(
+        "dpdist/attacks/counting.py", "models/test_places",
+        ("like.here(network, batch) if like else", "replace(choose(network, batch)[0], form=like.form) if like else",
+         "an attack is held to answers of another form than it executes"),
     ),
     *group(
         "dpdist/certification/rebound.py", "certification/test_rebound",

@@ -329,6 +329,17 @@ def test_charts_have_round_ticks_and_stand_alone() -> None:
     ElementTree.fromstring(whole)
 
 
+def test_an_axis_by_doublings() -> None:
+    axis = Axis("epsilon", 8, 0.25)
+    assert axis.ticks() == [0.25, 0.5, 1, 2, 4, 8]
+    assert [axis.share(tick) for tick in axis.ticks()] == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1])
+    assert (axis.share(0.01), axis.share(99)) == (0, 1)
+    line = Line("l", [(0.25, 0), (0.5, 1), (8, 0)], dots=True)
+    drawn = chart([line], axis, Axis("y", 1), about="", name="n", title="t")
+    assert re.findall(r'cx="([\d.]+)"', drawn) == ["46", "106.8", "350"]
+    assert '<text x="106.8" y="' in drawn and ">0.5</text>" in drawn
+
+
 def test_one_page_over_all_runs(run: RunFolder, tmp_path: Path) -> None:
     runs = run.path.parent
     unfinished = runs / "unfinished"
