@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import BeforeValidator, Field
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from dpdist.certification.reading import CertificateTable
     from dpdist.certification.sampling import Counter
 
+# How a network can be executed (`dpdist.certification.classifier.FORMS`).
+FormName = Literal["eager", "channels-last", "frozen", "compiled", "bf16"]
 Partial = dict[str, Any]  # JSON: what the first unit says once, then counts
 _ONCE = ("selected", "u")
 
@@ -93,7 +95,7 @@ class Certificate(Section):
     max_inputs: Count | None = None
     batch: Count | None = None
     seed: Annotated[Text | None, BeforeValidator(_text)] = None
-    form: Text | None = None
+    form: FormName | None = None
     generator: Generator | None = Field(
         default=None, description="of the noise; default: aes on CPUs, philox on GPUs"
     )

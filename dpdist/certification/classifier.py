@@ -27,8 +27,9 @@ from dpdist.certification.streams import CPU, Aes
 
 Form = Callable[[Tensor], Tensor]
 _CPU_ROWS = 500
-# Of the larger of two logits: what their order may owe to rounding (FORMS sum in other orders).
-_TIE = 1e-5
+# What the order of two logits may owe to rounding (FORMS sum in other orders), of the larger one of
+# the two classes' largest in a batch; and the share of a batch that may be so close.
+_TIE, _MANY = 1e-5, 0.01
 
 
 @dataclass(frozen=True)
@@ -71,11 +72,18 @@ class ClassifierSpec:
         return replace(self, device=CPU.type, generator=Aes.name, batch=batch)
 
     def here(self, model: nn.Module, check_batch: Tensor) -> ClassifierSpec:
-        """The same form, as this machine executes it: with its answers to another check batch."""
-        executed = ExecutedClassifier(model, self.form, [tuple(check_batch.shape)])
-        machine = devices.name(check_batch.device)
-        check = check_digest(executed(check_batch))
-        return replace(self, torch_version=torch.__version__, machine=machine, check=check)
+        """The same form where another check batch lies, with noise by AES."""
+        device = check_batch.device
+        executed = ExecutedClassifier(model, self.form, [tuple(check_batch.shape)], device)
+        return ClassifierSpec(
+            self.form,
+            len(check_batch),
+            torch.__version__,
+            devices.name(device),
+            check_digest(executed(check_batch)),
+            self.rate,
+            device=device.type,
+        )
 
 
 class ExecutedClassifier:
@@ -131,10 +139,10 @@ def choose(
         try:
             built = ExecutedClassifier(model, form, shapes, device)
             answer = built(check_batch)
+            differing = differing_rows(logits, answer)
         except Exception as error:  # a form may fail in any way; the original remains
             notes.append(f"{form}: cannot be built ({type(error).__name__})")
             continue
-        differing = _differing(logits, answer)
         if differing:
             notes.append(f"{form}: argmax differs on {differing} of {batch} check inputs")
         if form in OTHER_FORMATS:
@@ -157,13 +165,16 @@ def choose(
     return spec, candidates[best]
 
 
-def _differing(logits: Tensor, answer: Tensor) -> int:
-    """Of how many rows the answer is not the largest of the logits, ties aside: about one noisy
+def differing_rows(logits: Tensor, answer: Tensor) -> int:
+    """In how many rows the answer is not the largest of the logits, ties aside: about one noisy
     input in a million has two classes so close that the order of a sum decides."""
-    rows, own = torch.arange(len(logits), device=logits.device), logits.argmax(1)
+    own = logits.argmax(1)
+    rows = (answer != own).nonzero()[:, 0]
+    first, other = own[rows], answer[rows]
     sizes = logits.abs().amax(0)
-    tied = _TIE * torch.maximum(sizes[own], sizes[answer])
-    return int((logits[rows, own] - logits[rows, answer] > tied).sum())
+    tied = _TIE * torch.maximum(sizes[first], sizes[other])
+    beyond = int((~(logits[rows, first] - logits[rows, other] <= tied)).sum())
+    return len(rows) if beyond or len(rows) > max(1, _MANY * len(logits)) else 0
 
 
 def check_digest(classes: Tensor) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,9 +35,10 @@ def rebound(table: pa.Table, alpha: float) -> pa.Table:
     )
 
 
-# What may differ between tables of the same certification done in shares: the inputs, and what was
-# seen of the executed classifier on some of them.
+# What may differ between tables of the same certification done in shares: the inputs; what was
+# asked of the executed classifier, which is compared itself; what was seen of it on some inputs.
 _SHARE = ("start", "every", "max_inputs")
+_ASKED = ("form", "batch", "generator")
 _OF_CHECK = ("check", "notes")
 
 
@@ -60,7 +60,10 @@ def merge(parts: Sequence[pa.Table]) -> pa.Table:
                 raise UserError(f"cannot merge: two different results for input {row['index']}")
     seeds = sorted({seed for note in notes for seed in note.get("seeds", [note["seed"]])})
     settings = {k: v for k, v in notes[0]["settings"].items() if k not in _SHARE}
-    about = {**notes[0], "settings": settings, "seed": seeds[0], "seeds": seeds}
+    classifier = {k: v for k, v in notes[0]["classifier"].items() if k != "check"}
+    classifier["notes"] = sorted({why for note in notes for why in note["classifier"]["notes"]})
+    about = notes[0] | {"settings": settings, "classifier": classifier}
+    about |= {"seed": seeds[0], "seeds": seeds}
     return tables.build(list(rows.values()), about, parts[0].schema.remove_metadata())
 
 
@@ -75,12 +78,16 @@ def shares(parts: Sequence[pa.Table]) -> list[list[int]]:
     return [group for group in groups.values() if len(group) > 1]
 
 
-def closest(parts: Sequence[pa.Table]) -> tuple[int, int, list[str]] | None:
-    """The two tables (by place) that are nearest to being shares, and by what they are none; None
-    where there are no two. Merged tables aside, as in `shares`."""
-    pairs = itertools.combinations(_unmerged(parts), 2)
-    found = ((one, other, differing(parts[one], parts[other])) for one, other in pairs)
-    return min(found, key=lambda pair: len(pair[2]), default=None)
+def apart(parts: Sequence[pa.Table]) -> list[tuple[int, int, list[str]]]:
+    """The tables (by place) that `shares` leaves out though they are not merged ones, each with the
+    nearest other one and by what it differs from that; the nearest first. None without another."""
+    places, grouped = _unmerged(parts), {place for group in shares(parts) for place in group}
+    found = []
+    for place in places:
+        if place not in grouped and len(places) > 1:
+            others = ((o, differing(parts[place], parts[o])) for o in places if o != place)
+            found.append((place, *min(others, key=lambda other: len(other[1]))))
+    return sorted(found, key=lambda left: len(left[2]))
 
 
 def _unmerged(parts: Sequence[pa.Table]) -> list[int]:
@@ -93,7 +100,7 @@ def differing(first: pa.Table, second: pa.Table) -> list[str]:
     return sorted(k for k in one.keys() | other.keys() if one.get(k) != other.get(k))
 
 
-_ABOUT = {"settings": dict, "classifier": dict, "model": str, "data": str}
+_ABOUT = {"settings": dict, "classifier.notes": list, "model": str, "data": str}
 
 
 def identity(table: pa.Table) -> dict[str, Any]:
@@ -104,10 +111,11 @@ def identity(table: pa.Table) -> dict[str, Any]:
     check_shape(note, "the table's description", _ABOUT)
     executed = {k: v for k, v in note["classifier"].items() if k not in _OF_CHECK}
     classifier = {f"classifier.{k}": v for k, v in executed.items()}
-    settings = {k: v for k, v in note["settings"].items() if k not in _SHARE}
+    settings = {k: v for k, v in note["settings"].items() if k not in (*_SHARE, *_ASKED)}
     rebound = {name: note.get(name) for name in ("rebound_alpha", "rebound_bound")}
     about = {"model": note["model"], "data": note["data"], "alpha": found.alpha}
-    return {**settings, **classifier, **rebound, **about}
+    whole = {**settings, **classifier, **rebound, **about}
+    return {k: v for k, v in whole.items() if v is not None}  # or there was no such key yet
 
 
 @dataclass(frozen=True)

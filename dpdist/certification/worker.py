@@ -15,7 +15,7 @@ from torch import nn
 from dpdist.base.errors import UserError
 from dpdist.certification import device as devices
 from dpdist.certification.certificate import Certificate
-from dpdist.certification.classifier import ClassifierSpec, check_digest, choose
+from dpdist.certification.classifier import ClassifierSpec, check_digest, choose, differing_rows
 from dpdist.certification.places import SampledPlace
 from dpdist.certification.streams import CPU, STREAMS, Stream, usual
 from dpdist.models import mixing
@@ -106,7 +106,26 @@ def probe(assignment: Assignment) -> ClassifierSpec:
     if found := mixing(network, batch):
         raise ValueError(f"it looks at its batch: {found}; no certificate holds for such a model")
     spec, _ = choose(network, batch, assignment.settings.form)
-    return replace(spec, generator=assignment.stream.name)
+    spec = replace(spec, generator=assignment.stream.name)
+    return _with_bank(assignment, spec, logits) if _banked(assignment) else spec
+
+
+def _banked(assignment: Assignment) -> bool:
+    return getattr(assignment.settings, "noise_bank", False)
+
+
+def _with_bank(
+    assignment: Assignment, spec: ClassifierSpec, logits: torch.Tensor
+) -> ClassifierSpec:
+    """With the answers of a noise bank, which sums the first layer in another order. Raises
+    UserError where more than rounding tells them from the model's."""
+    _, answer = assignment.place.sampler(assignment, spec)
+    if differing := differing_rows(logits, answer):
+        raise UserError(
+            f"with a noise bank {differing} of {len(logits)} check inputs get another class than "
+            "the model's: certify with noise_bank=False"
+        )
+    return replace(spec, check=check_digest(answer))
 
 
 def _sized(assignment: Assignment) -> Assignment:
@@ -173,10 +192,9 @@ def sampler_of(assignment: Assignment) -> Any:
         )
     sampler, answer = assignment.place.sampler(assignment.placed(), spec)
     if check_digest(answer) != spec.check:
-        bank = getattr(assignment.settings, "noise_bank", False)
         raise UserError(
             "this worker computes other classes on the check batch than the model did when the "
             f"certification began ({spec.machine}, torch {spec.torch_version}): use workers of "
-            "one kind" + (", or no noise bank" if bank else "")
+            "one kind"
         )
     return sampler

@@ -271,20 +271,21 @@ def _asked(folder: RunFolder, given: dict[str, Any], data_root: Path | None) -> 
 def _merged(folder: RunFolder, output: Path | None) -> list[tuple[pa.Table, Path]]:
     """The shares of each certification of the run, each merged into a table of its own."""
     from dpdist.certification import table as tables
-    from dpdist.certification.rebound import closest, merge, shares
+    from dpdist.certification.rebound import apart, merge, shares
 
     sources = _stored(folder.certificates)
     found = [tables.read(source) for source in sources]
     groups = shares(found)
+    left = [
+        f"{sources[place].parent.name} differs from {sources[nearest].parent.name} in "
+        f"{', '.join(names)}"
+        for place, nearest, names in apart(found)
+    ]
     if not groups:
-        text = (
+        raise UserError(
             f"{folder.certificates}: no two tables are shares of one certification (the same but "
-            "for --start, --every and --max-inputs)"
+            "for --start, --every and --max-inputs)" + "".join(f": {why}" for why in left[:1])
         )
-        if nearest := closest(found):
-            one, other = (sources[place].parent.name for place in nearest[:2])
-            text += f": {one} and {other} differ in {', '.join(nearest[2])}"
-        raise UserError(text)
     if output is not None and len(groups) > 1:
         raise UserError(
             f"--output: holds one table, there are shares of {len(groups)} certifications; leave "
@@ -297,6 +298,8 @@ def _merged(folder: RunFolder, output: Path | None) -> list[tuple[pa.Table, Path
         made.append((table, _derived(output or folder.certificates / name)))
     for table, path in made:
         tables.write(table, path)
+    for why in left:
+        typer.echo(f"left alone: {why}", err=True)
     return made
 
 

@@ -56,6 +56,10 @@ class Axis:
     end: float
     begin: float | None = None
 
+    def __post_init__(self) -> None:
+        if self.begin is not None and not 0 < self.begin < self.end:
+            raise ValueError(f"an axis by doublings from {self.begin} to {self.end}")
+
     def share(self, value: float) -> float:
         """How far along it a value lies, from 0 to 1; one beyond an end lies at the end."""
         if self.begin is None:

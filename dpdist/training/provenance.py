@@ -78,9 +78,14 @@ def _check_made(folder: Path, section: PublicRecipe, begin: str) -> None:
     made = read_json(folder / PROVENANCE).get("made_by")
     if made is None:
         return
-    with contextlib.suppress(ValidationError):  # by keys that are no more: compared as they stand
-        made = made_by(PublicRecipe.model_validate(made))
-    for name, before, now in differing(made, made_by(section), "public"):
+    if isinstance(made, dict):
+        weights = {"weights": made.get("weights")}  # of those a name is kept, which is no path
+        with contextlib.suppress(ValidationError):  # by keys that are no more: as it stands
+            made = made_by(PublicRecipe.model_validate(made | {"weights": None})) | weights
+    different = sorted(
+        differing(made, made_by(section), "public"), key=lambda found: found[1] is None
+    )
+    for name, before, now in different:
         raise UserError(
             f"{begin}: made with {name}: {shown(before)}, the recipe says {shown(now)}; name "
             "another folder, or remove this one, and it is made anew"

@@ -125,7 +125,10 @@ def test_merging_knows_which_tables_are_shares(here: None, runs: Path) -> None:
         good("certify", "small", "--runs", runs, "--start", start, *shares, "--sigma", 0.2)
     result = call("certify", "small", "--runs", runs, "--merge", "--output", runs / "one")
     assert isinstance(result.exception, UserError) and "2 certifications" in str(result.exception)
-    output = good("certify", "small", "--runs", runs, "--merge")
+    result = call("certify", "small", "--runs", runs, "--merge")
+    output = result.stdout
+    alone = "left alone: sigma-0.3-fixed-n-1000-every-2-alpha-0.05 differs from"
+    assert f"{alone} sigma-0.3-fixed-n-1000-every-2 in alpha, rebound_alpha" in result.stderr
     sigmas = {
         reading.read(path / "certificates.parquet").sigma
         for path in folder.glob("merged-*")
@@ -140,8 +143,8 @@ def test_what_keeps_two_tables_apart_is_said(here: None, runs: Path) -> None:
         good("certify", "small", "--runs", runs, *shares)
     result = call("certify", "small", "--runs", runs, "--merge")
     assert isinstance(result.exception, UserError)
-    names = "sigma-0.2-fixed-n-1000-every-2-from-1 and sigma-0.3-fixed-n-1000-every-2"
-    assert str(result.exception).endswith(f"{names} differ in sigma")
+    names = "sigma-0.2-fixed-n-1000-every-2-from-1 differs from sigma-0.3-fixed-n-1000-every-2"
+    assert str(result.exception).endswith(f"max-inputs): {names} in sigma")
 
 
 def test_results_of_another_model_are_never_taken_over(here: None, runs: Path) -> None:

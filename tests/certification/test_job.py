@@ -14,7 +14,8 @@ from support.certificates import changed
 from dpdist import models
 from dpdist.base.errors import UserError
 from dpdist.bulk import job as bulk_job
-from dpdist.certification import job, table
+from dpdist.certification import job, table, worker
+from dpdist.certification.bank import BankSampler
 from dpdist.certification.classifier import ClassifierSpec
 from dpdist.certification.cohen import Cohen
 from dpdist.certification.places import SmoothedPlace
@@ -279,6 +280,31 @@ def test_a_noise_bank_is_independent_of_workers_too(here: None, tmp_path: Path, 
     )
     assert raw(tmp_path / "1") == raw(tmp_path / "2")
     assert table.about(table.read(tmp_path / "1" / job.TABLE))["settings"]["noise_bank"]
+
+
+def test_what_a_noise_bank_rounds_otherwise_stops_nothing(
+    here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its sums are in another order: workers are held to its own answers, which were compared with
+    the model's, ties aside."""
+    spec = models.ModelSpec("mlp", (1, 6, 6), 3)
+    models.save(models.initialise(spec, 3), spec, tmp_path / "model")
+    real = BankSampler.classes_of
+
+    def one_other(self: BankSampler, *parts: torch.Tensor) -> torch.Tensor:
+        classes = real(self, *parts).clone()
+        classes[0] = (classes[0] + 1) % 3
+        return classes
+
+    monkeypatch.setattr(BankSampler, "classes_of", one_other)
+    settings = changed(SETTINGS, noise_bank=True, n=100)
+    work = (tmp_path / "model", FakeData(), settings, tmp_path / "out")
+    with pytest.raises(
+        UserError, match="with a noise bank 1 of 100 check inputs get another class"
+    ):
+        job.certify(*work, actors=1)
+    monkeypatch.setattr(worker, "differing_rows", lambda *_: 0)  # as where the two are close
+    job.certify(*work, actors=1)
 
 
 @pytest.mark.parametrize(

@@ -13,14 +13,14 @@ from dpdist.certification import reading
 from dpdist.certification import table as tables
 from dpdist.certification.catalogue import settings_of
 from dpdist.certification.rebound import (
+    apart,
     certified_accuracy_band,
-    closest,
     merge,
     rebound,
     shares,
 )
 
-CLASSIFIER = {"form": "frozen", "batch": 100, "check": "c"}
+CLASSIFIER = {"form": "frozen", "batch": 100, "check": "c", "notes": []}
 
 
 def make(histograms: Any, labels: Any, mode: str = "fixed", **changes: Any) -> pa.Table:
@@ -122,20 +122,44 @@ def test_shares_are_found_among_other_tables() -> None:
     assert reading.of(merge(looser)).alpha == 0.05
 
 
-def test_what_was_seen_on_check_inputs_keeps_no_shares_apart() -> None:
-    def half(start: int, **classifier: object) -> pa.Table:
-        part = make(HISTOGRAMS[start::2], LABELS[start::2], start=start, every=2)
-        about = tables.about(part)
-        about["classifier"] = {**about["classifier"], **classifier}
-        return tables.build(part.to_pylist(), about)
+def half(start: int, settings: dict[str, Any] | None = None, **classifier: object) -> pa.Table:
+    part = make(HISTOGRAMS[start::2], LABELS[start::2], start=start, every=2)
+    about = tables.about(part)
+    about["classifier"] = {**about["classifier"], **classifier}
+    about["settings"] = {**about["settings"], **(settings or {})}
+    return tables.build(part.to_pylist(), about)
 
-    parts = [half(0), half(1, check="other", notes=["channels-last: cannot be built"])]
+
+def test_what_was_seen_on_check_inputs_keeps_no_shares_apart() -> None:
+    parts = [half(0, notes=["b"]), half(1, check="other", notes=["a", "b"])]
+    assert shares(parts) == [[0, 1]] and apart(parts) == []
+    classifier = tables.about(merge(parts))["classifier"]
+    assert classifier["notes"] == ["a", "b"] and "check" not in classifier
+    assert classifier["form"] == CLASSIFIER["form"]
+
+
+@pytest.mark.parametrize("more", [{"form": "frozen"}, {"batch": 9}, {"generator": "aes"}])
+def test_what_was_asked_for_is_not_what_is_executed(more: dict[str, Any]) -> None:
+    parts = [half(0), half(1, settings=more)]
     assert shares(parts) == [[0, 1]] and merge(parts).num_rows == 4
+    # A key that there was not, and one that is not set, are the same.
+    assert shares([half(0), half(1, settings={"new": None})]) == [[0, 1]]
+    assert shares([half(0), half(1, settings={"new": 0})]) == []
+
+
+def test_what_is_left_apart_is_said() -> None:
     far = make(HISTOGRAMS, LABELS, alpha=0.05, noise="laplace")
-    parts = [far, merge(parts), half(0), half(1, form="eager")]
+    whole = merge([half(0), half(1)])
+    parts = [far, whole, half(0), half(1, form="eager")]
     assert shares(parts) == []
-    assert closest(parts) == (2, 3, ["classifier.form"])
-    assert closest(parts[:2]) is None  # a merged one is no share
+    assert [(place, near, names) for place, near, names in apart(parts)][:2] == [
+        (2, 3, ["classifier.form"]),
+        (3, 2, ["classifier.form"]),
+    ]
+    assert apart([whole, far]) == []  # nothing else is near, a merged one is no share
+    # Beside shares that are merged, too.
+    parts = [half(0), half(1, form="eager"), half(1)]
+    assert shares(parts) == [[0, 2]] and apart(parts) == [(1, 0, ["classifier.form"])]
 
 
 N, DRAWS = 60, 1000

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import get_args
+
 import numpy as np
 import pytest
 import torch
@@ -7,8 +9,11 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from scipy import stats
 from torch import nn
 
+from dpdist.base.errors import UserError
 from dpdist.certification import classifier as executed
-from dpdist.certification.classifier import ExecutedClassifier, check_digest, choose
+from dpdist.certification.catalogue import settings_of
+from dpdist.certification.certificate import FormName
+from dpdist.certification.classifier import ExecutedClassifier, check_digest, choose, differing_rows
 from dpdist.certification.noises import NOISES, Noise
 from dpdist.certification.sampling import SCORE_UNIT, HiddenNoiseSampler, Sampler
 from dpdist.randomness import units
@@ -168,7 +173,8 @@ def test_a_form_that_disagrees_is_refused_and_named() -> None:
 
 
 class Close(nn.Module):
-    """Two classes, of which the second leads by `lead`; when traced, the first."""
+    """The second of two classes leads: by a whole, but by `lead` where an input begins with 0, and
+    when traced it is behind by that."""
 
     def __init__(self, lead: float) -> None:
         super().__init__()
@@ -176,21 +182,41 @@ class Close(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         size = x.flatten(1)[:, :1] * 0 + 10
-        return torch.cat([size, size + self.lead * (-1 if torch.jit.is_tracing() else 1)], 1)
+        lead = self.lead * (-1 if torch.jit.is_tracing() else 1)
+        return torch.cat([size, size + torch.where(x.flatten(1)[:, :1] == 0, lead, 1.0)], 1)
+
+
+def with_zeros(count: int) -> torch.Tensor:
+    batch = torch.rand(200, 1, 2, 2) + 1
+    batch[:count] = 0
+    return batch
 
 
 def test_what_rounding_decides_refuses_no_form() -> None:
-    """Else the luck of the noise chose the form: with it, which shares can be merged."""
-    batch = torch.randn(64, 1, 2, 2)
+    """Else the luck of the noise chose the form, and with it which shares can be merged."""
+    batch = with_zeros(1)
     spec, classify = choose(Close(1e-5), batch)
     assert (spec.form, spec.notes) == ("frozen", ())
-    assert classify(batch).sum() == 0 and Close(1e-5)(batch).argmax(1).all()
+    assert classify(batch)[0] == 0 and Close(1e-5)(batch).argmax(1).all()
     # Workers execute the form: the digest is of its answers.
-    assert spec.check == check_digest(classify(batch)) != check_digest(torch.ones(64))
-    spec, _ = choose(Close(1e-3), batch)
-    assert spec.form != "frozen" and spec.notes == (
-        "frozen: argmax differs on 64 of 64 check inputs",
-    )
+    assert spec.check == check_digest(classify(batch)) != check_digest(torch.ones(200))
+    # More than rounding, or more often than by luck.
+    for model, count in ((Close(1e-3), 1), (Close(1e-5), 3)):
+        spec, _ = choose(model, with_zeros(count))
+        assert spec.form != "frozen"
+        assert spec.notes == (f"frozen: argmax differs on {count} of 200 check inputs",)
+
+
+def test_a_number_that_is_none_is_no_tie() -> None:
+    logits = torch.tensor([[1.0, float("nan")], [1.0, 2.0]])
+    assert differing_rows(logits, torch.tensor([0, 1])) == 1
+    assert differing_rows(logits, torch.tensor([1, 1])) == 0
+
+
+def test_forms_have_one_list_of_names() -> None:
+    assert set(get_args(FormName)) == set(executed.FORMS)
+    with pytest.raises(UserError, match=r"form: .*'frozen'"):
+        settings_of({"sigma": 0.5, "form": "frozn"})
 
 
 def test_a_form_that_was_asked_for_is_taken_whatever_its_speed(monkeypatch) -> None:

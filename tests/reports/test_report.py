@@ -334,6 +334,9 @@ def test_an_axis_by_doublings() -> None:
     assert axis.ticks() == [0.25, 0.5, 1, 2, 4, 8]
     assert [axis.share(tick) for tick in axis.ticks()] == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1])
     assert (axis.share(0.01), axis.share(99)) == (0, 1)
+    for begin in (0, -1, 8, 9):
+        with pytest.raises(ValueError, match="by doublings"):
+            Axis("epsilon", 8, begin)
     line = Line("l", [(0.25, 0), (0.5, 1), (8, 0)], dots=True)
     drawn = chart([line], axis, Axis("y", 1), about="", name="n", title="t")
     assert re.findall(r'cx="([\d.]+)"', drawn) == ["46", "106.8", "350"]

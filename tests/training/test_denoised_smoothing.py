@@ -202,9 +202,13 @@ def test_a_part_made_before_a_key_there_was_is_still_of_its_section(tmp_path):
     described["public"]["model"] = described["public"]["model"] | {"mean": [0.5]}
     with pytest.raises(UserError, match=r"made with public\.model\.mean: \[\], the recipe says"):
         prepare(parse(described, "test"), RunFolder(tmp_path / "other"), "test")
-    about["made_by"]["model"]["gone"] = 1  # a key that only another version knows
+    about["made_by"]["model"]["zeal"] = 1  # a key that only another version knows
     path.write_text(json.dumps(about))
-    with pytest.raises(UserError, match=r"made with public\.model\.gone: 1, the recipe says None"):
+    with pytest.raises(UserError, match=r"made with public\.model\.zeal: 1, the recipe says None"):
+        prepare(recipe, RunFolder(tmp_path / "third"), "test")
+    about["made_by"] = ["what"]
+    path.write_text(json.dumps(about))
+    with pytest.raises(UserError, match=r"made with public: \['what'\], the recipe says"):
         prepare(recipe, RunFolder(tmp_path / "third"), "test")
 
 

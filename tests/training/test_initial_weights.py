@@ -12,12 +12,14 @@ import torch
 
 from dpdist import models, pipeline
 from dpdist.base.errors import UserError
+from dpdist.base.storage import write_json
 from dpdist.data import strokes
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse, resolve
+from dpdist.sections.recipe import PublicRecipe
 from dpdist.sections.training import AugmentRecipe
-from dpdist.training import loop
+from dpdist.training import loop, provenance
 from dpdist.training.augment import deformed
 from dpdist.training.building import initial_model, model_spec
 from dpdist.training.job import prepare
@@ -217,6 +219,22 @@ def test_built_in_recipes_of_one_public_folder_make_it_alike():
             folder = recipe.model.pretrained[1].folder
             assert made.setdefault(folder, made_by(recipe.public)) == made_by(recipe.public), path
     assert len(made) > 1
+
+
+def test_public_weights_are_known_by_their_name(tmp_path, monkeypatch):
+    """It is no path: whatever lies under that name where the command runs is something else."""
+    sections = [
+        PublicRecipe.model_validate(
+            raw(tmp_path)["public"] | {"weights": str(tmp_path / "w" / name)}
+        )
+        for name in ("blob.safetensors", "other.safetensors")
+    ]
+    write_json(tmp_path / PROVENANCE, {"made_by": made_by(sections[0])})
+    (tmp_path / "blob.safetensors").symlink_to(tmp_path / "w" / "deep.safetensors")
+    monkeypatch.chdir(tmp_path)
+    provenance._check_made(tmp_path, sections[0], "begin")
+    with pytest.raises(UserError, match=r"made with public\.weights: 'blob\.safetensors', the"):
+        provenance._check_made(tmp_path, sections[1], "begin")
 
 
 def test_weights_that_nobody_vouches_for_are_refused(weights, tmp_path):
