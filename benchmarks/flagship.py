@@ -52,8 +52,9 @@ PUBLISHED = {  # by data set and sigma: certified at radii, in %
 }
 NEAR_ZERO = 0.001  # the radius of a test that decides whether any is certified
 PUBLISHED_AT_HALF = ((1.0, 89.3), (2.9, 92.8))  # certified at 0.5, sigma 0.25: by epsilon
-# Beside the recipe's own, in the figure. The noise that is added to the weights grows with the
-# steps too: a smaller epsilon has fewer in proportion, a larger one the recipe's.
+# In the figure, beside the recipe's own, and what else changes with them. The noise that is added
+# to the weights grows with the steps too: a smaller epsilon has fewer in proportion, a larger one
+# as many. Rows with public weights have steps of their own.
 EPSILONS: dict[float, dict[str, Any]] = {
     8.0: {},
     1.0: {"training.steps": 500},
@@ -436,6 +437,8 @@ def table(bench: Bench) -> str:
             every = [shares for f in facts if (shares := certified(f, True, published))]
             if every:
                 cells = ([shares[r] for shares in every if r in shares] for r in published)
+                if len(every) < len(facts):
+                    begin[0] += f", {len(every)} of {len(facts)} runs"
                 whole.append(begin + [percent(cell) if cell else "" for cell in cells])
         head = [f"{task[0]}, sigma {task[1]:g}", "epsilon", "delta"]
         radii = [f"certified at {radius:g}" for radius in published]
@@ -495,7 +498,11 @@ def figure(lines: list[dict[str, Any]]) -> str:
         Line(label, p, quiet="published" in label, dots="not private" not in label)
         for label, p in drawn
     ]
-    axes = Axis("epsilon at delta = 1e-6", ENDS[1], ENDS[0]), Axis("not certified, %", 20.0)
+    highest = max(y for line in shown for _, y in line.points)
+    axes = (
+        Axis("epsilon at delta = 1e-6", ENDS[1], ENDS[0]),
+        Axis("not certified, %", max(20.0, 5 * math.ceil(highest / 5))),
+    )
     return alone(chart(shown, *axes, about="; ".join(said), name="flagship", title=title), title)
 
 

@@ -111,6 +111,24 @@ def test_the_table_shows_the_runs_beside_what_is_published(flagship, tmp_path, m
     assert (tmp_path / "table.md").read_text() == text
 
 
+def test_all_images_are_of_every_run_that_is_named(flagship, tmp_path, monkeypatch):
+    without_ray(monkeypatch)
+    monkeypatch.setattr(flagship, "connect", session.connect)
+    quick = ["--quick", "--out", str(tmp_path), "--only"]
+    flagship.main([*quick, "strokes-0", "strokes-1"])
+    flagship.main([*quick, "strokes-1", "--all"])
+    title = "one answer for an image, no consistency, epsilon 2.9"
+    text = (tmp_path / "table.md").read_text()
+    assert text.count(f"| {title} |") == 1 and text.count(f"| {title}, 1 of 2 runs |") == 1
+    flagship.main([*quick, "strokes-0", "strokes-1", "--all"])
+    text = (tmp_path / "table.md").read_text()
+    assert text.count(f"| {title} |") == 2
+    folders = [tmp_path / "runs" / f"strokes-{k}" for k in (0, 1)]
+    shares = [100 * certified(folder, "target", every=1) for folder in folders]
+    row = text.rsplit(f"| {title} | ", 1)[1].splitlines()[0].split(" | ")
+    assert row[3] == f"{np.mean(shares):.1f} ({min(shares):.1f} to {max(shares):.1f})"
+
+
 def certified(folder: Path, mode: str, every: int, radius: float = 0.3) -> float:
     """From the file itself: the share that is right and certified at the radius."""
     of = "" if mode == "fixed" else f"-r-{radius:g}-"
@@ -143,3 +161,5 @@ def test_the_figure_draws_the_committed_results(flagship, tmp_path):
     assert drawn == (PATH.parents[1] / "docs" / "flagship.svg").read_text()
     line = next(x for x in map(json.loads, flagship.RESULTS.open()) if x["row"] == "epsilon-1")
     assert f"{100 * (1 - line['certified']['0.5']):.1f} % at {line['epsilon']:g}" in drawn
+    lines = [{**line, "certified": {"0.5": 0.71}}]
+    assert ">30</text>" in flagship.figure(lines)  # nothing is drawn lower than it is
