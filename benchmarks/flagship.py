@@ -34,7 +34,7 @@ from statistics import mean
 from typing import Any
 
 from dpdist.base import vision
-from dpdist.base.errors import UserError
+from dpdist.base.errors import ClusterError, UserError
 from dpdist.certification.reading import CertificateTable
 from dpdist.cluster.session import connect
 from dpdist.commands.cli import app
@@ -546,7 +546,7 @@ def main(arguments: list[str] | None = None) -> None:
                         bench.make(row, name)
                     if name in whole:
                         bench.certify_all(name)
-                except UserError as error:  # a search that ended without a model, too
+                except (UserError, ClusterError) as error:  # a search without a model, too
                     failed.append(f"{name}: {error}")
                     print(failed[-1], file=sys.stderr)
     text = table(bench)

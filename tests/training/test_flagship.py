@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from support.here import without_ray
 
+from dpdist.base.errors import ClusterError
 from dpdist.cluster import session
 from dpdist.runs.recipe import load
 from dpdist.tuning.search import NoModel
@@ -139,20 +140,24 @@ def certified(folder: Path, mode: str, every: int, radius: float = 0.3) -> float
     return np.mean([row["prediction"] == row["label"] and row["radius"] >= radius for row in table])
 
 
-def test_a_search_without_a_model_stops_no_other_row(flagship, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "error",
+    [NoModel("the search ended without a model"), ClusterError("2 workers need 2 CPUs")],
+)
+def test_a_row_that_fails_stops_no_other(flagship, tmp_path, monkeypatch, capsys, error):
     monkeypatch.setattr(flagship, "connect", lambda *_, **__: contextlib.nullcontext())
     made = []
 
     def make(bench, row, name):
         made.append(name)
         if name == "searched-0":
-            raise NoModel("the search ended without a model")
+            raise error
 
     monkeypatch.setattr(flagship.Bench, "make", make)
     with pytest.raises(SystemExit):
         flagship.main(["--out", str(tmp_path), "--only", "searched-0", "flagship-0"])
     assert made == ["searched-0", "flagship-0"]
-    assert "searched-0: the search ended without a model" in capsys.readouterr().err
+    assert f"searched-0: {error}" in capsys.readouterr().err
 
 
 def test_the_figure_draws_the_committed_results(flagship, tmp_path):
