@@ -53,7 +53,7 @@ def merge(parts: Sequence[pa.Table]) -> pa.Table:
     notes = [tables.about(part) for part in parts]
     rows: dict[int, dict[str, Any]] = {}
     for part in parts:
-        if different := differing(parts[0], part):
+        if different := kept_apart_by(parts[0], part):
             raise UserError(f"cannot merge results that differ in {', '.join(different)}")
         for row in part.to_pylist():
             if rows.setdefault(row["index"], row) != row:
@@ -85,7 +85,7 @@ def apart(parts: Sequence[pa.Table]) -> list[tuple[int, int, list[str]]]:
     found = []
     for place in places:
         if place not in grouped and len(places) > 1:
-            others = ((o, differing(parts[place], parts[o])) for o in places if o != place)
+            others = ((o, kept_apart_by(parts[place], parts[o])) for o in places if o != place)
             found.append((place, *min(others, key=lambda other: len(other[1]))))
     return sorted(found, key=lambda left: len(left[2]))
 
@@ -94,7 +94,7 @@ def _unmerged(parts: Sequence[pa.Table]) -> list[int]:
     return [place for place, part in enumerate(parts) if "seeds" not in tables.about(part)]
 
 
-def differing(first: pa.Table, second: pa.Table) -> list[str]:
+def kept_apart_by(first: pa.Table, second: pa.Table) -> list[str]:
     """By what the two are no shares of one certification."""
     one, other = identity(first), identity(second)
     return sorted(k for k in one.keys() | other.keys() if one.get(k) != other.get(k))
