@@ -1,10 +1,10 @@
-"""Every name is used, and has one meaning."""
+"""Every name is used."""
 
 from __future__ import annotations
 
 import ast
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -33,35 +33,6 @@ KEPT = {
     "ceiling": "of every ROC, for membership inference", "largest_rejected": "for audits of a plan",
     "one_run_mu": "one-run audits of many runs at once",
     "answerer": "a release's answers, from Python",
-}  # fmt: skip
-
-# Names that several modules define, and why each may.
-SEVERAL = {
-    "command": "one in each module of a command line's command",
-    "check": "a command of two command groups, and what comes before a run or search",
-    "export": "the command and what it runs", "fetch": "the command and what it runs",
-    "restore": "the command and what it runs", "show": "a command of two groups",
-    "load": "of a data set, a model, a recipe, a release: always called by its package's name",
-    "build": "of a model and of a table: called by its module's name",
-    "save": "of a model and of a checkpoint: called by its module's name",
-    "about": "of each kind of table: called by its module's name",
-    "read": "of each kind of table: called by its module's name",
-    "read_table": "of any file, and of a bulk job's, held against its settings",
-    "invented": "of strokes and of scenes: called by its module's name",
-    "run": "of the pipeline, of the training loop, of a bulk job",
-    "row": "of each kind of table: called by its module's name",
-    "describe": "of each kind of thing: called by its module's name",
-    "digest": "of settings, of tensors, of files: called by its module's name",
-    "reserve": "of a plan on the budgets, and of a run", "settle": "as reserve",
-    "join": "of processes, and of counts", "linear": "a rule for gradients, and a model",
-    "probe": "of a classifier, and of a model in training",
-    "shares": "of a certificate's draws, and of noise",
-    "grid": "of attacks and of differences",
-    "Assignment": "what a worker of each kind of bulk job is given", "Worker": "as Assignment",
-    "Data": "the data of each kind of bulk job", "Inputs": "of a certification, and of overlap",
-    "certify": "of a command, of a data set and, Cohen's, of one input's counts",
-    "Piece": "of a bulk job and of a certificate", "Task": "of a bulk job and of a method",
-    "prepare": "of a training and of a search", "public_data": "of a training and of a trial",
 }  # fmt: skip
 
 
@@ -119,17 +90,3 @@ def test_unused_names_are_found():
     text = "def a(): return a()\ndef b(): return c\nclass K:\n    def m(self): return self.m\nb()"
     tree = ast.parse(text)
     assert _unused({"x": tree}, _uses(tree)) == ["x: a", "x: K", "x: m"]
-
-
-def test_a_name_has_one_meaning():
-    places: defaultdict[str, list[str]] = defaultdict(list)
-    for path, tree in _trees().items():
-        for node in tree.body:
-            if isinstance(node, DEFINITIONS) and not node.name.startswith("_"):
-                places[node.name].append(str(path.relative_to(ROOT)))
-    ours = {
-        name: found
-        for name, found in places.items()
-        if len([place for place in found if not place.startswith("benchmarks/")]) > 1
-    }
-    assert {name: found for name, found in ours.items() if name not in SEVERAL} == {}
