@@ -22,6 +22,7 @@ from dpdist.audits.scores import log_odds
 from dpdist.base.errors import UserError
 from dpdist.certification.classifier import quiet_threads
 from dpdist.gradients.clipping import clipping_for, rounding_slack, sum_slack
+from dpdist.gradients.forms import squared_lengths
 from dpdist.gradients.noise import add_noise
 from dpdist.gradients.perturbations import Draws
 from dpdist.gradients.sampling import poisson_sample
@@ -177,11 +178,11 @@ class Trainings:
         gradients, _ = torch.func.vmap(
             torch.func.grad(self._loss, has_aux=True), in_dims=(None, 0, 0)
         )(flat, inputs, labels)
-        squared = gradients.square().sum(1)[None]
+        squared = squared_lengths(gradients)[None]
         slack = rounding_slack(torch.float32) + sum_slack(torch.float32)
         finite = squared.isfinite()
         factors = self._clipping.factors(torch.where(finite, squared, 0.0), slack)
-        weights = (factors * finite)[0] * real
+        weights = ((factors * finite)[0] * real).to(gradients)
         return (weights @ gradients.nan_to_num(0.0, 0.0, 0.0)).double()
 
     def _loss(self, flat: Tensor, example: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:

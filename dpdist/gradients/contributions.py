@@ -19,6 +19,7 @@ from dpdist.gradients.forms import (
     Order,
     Outer,
     Rows,
+    add_embedding_rows,
     add_products,
     add_rows,
     dense_sum,
@@ -117,6 +118,8 @@ class PerExampleGradient:
         return tuple(shape)
 
     def _add_dense(self, values: Tensor, order: Order, *, fresh: bool) -> None:
+        if values.dtype in (torch.float16, torch.bfloat16):  # norms and sums would round in half
+            values, fresh = values.float(), True
         values = values.reshape(len(values), *self._stored_shape(order))
         if self._dense_only and order is not None:  # other modules may store in another order
             values = values.permute(0, *(1 + place for place in order)).contiguous()
@@ -184,9 +187,7 @@ class PerExampleGradient:
         for piece in self._outer:
             add_products(piece, factors, total)
         for rows in self._rows:
-            values = rows.values.double() * factors[:, None, None]
-            live = rows.ids >= 0
-            total.index_add_(0, rows.ids[live], values[live])
+            add_embedding_rows(rows, factors, total)
         if self._order is not None:
             out += total.permute(self._order)
 

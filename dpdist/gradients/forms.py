@@ -14,7 +14,6 @@ that brings such a gradient to the parameter's own shape, applied to the sum onl
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -32,10 +31,14 @@ _LARGE = 1 << 18
 _CHUNK_BYTES = 3 << 19
 # Below this many positions a product is bound by writing its result.
 FEW_POSITIONS = 64
-# Factors are widened to float64 this many bytes at a time.
+# Factors are widened to float64, and products of them made, this many bytes at a time.
 _WIDE_BYTES = 32 << 20
-# Squares below this may be lost to underflow in float32.
-_LOST = 2.0**-125
+# Squares are added up in their own precision this many at a time: the bound on a norm's rounding
+# grows with it (`squared_lengths`), so `dpdist.gradients.clipping.rounding_slack` rests on it.
+_BLOCK = 128
+# The smallest squared norm of a gradient of T positions, in units of T^2 (sum_t |l_t| |r_t|)^2:
+# `dpdist.gradients.clipping.sum_slack` rests on it.
+_CANCELLATION_FLOOR = 2.0**-42
 
 
 Order = tuple[int, ...] | None
@@ -171,10 +174,20 @@ def add_rows(values: Tensor, factors: Tensor, total: Tensor, run: int) -> None:
 
 
 def add_products(piece: Outer, factors: Tensor, total: Tensor) -> None:
-    """total (o * i) += sum over examples and positions of factor * left ⊗ right."""
+    """Add sum_b factors[b] * sum_t left[b, t] ⊗ right[b, t], made in float64, to `total`.
+
+    The products are made apart and added to `total` once. A product that began with `total` would
+    round its large intermediate terms differently after every change of another record.
+
+    Args:
+        piece: (B, T, o) and (B, T, i).
+        factors: float64 (B,).
+        total: float64, o * i numbers, contiguous.
+    """
     left, right = piece.left, piece.right
     matrix = total.view(left.shape[2], right.shape[2])
     step = max(1, _WIDE_BYTES // (8 * left.shape[1] * (left.shape[2] + right.shape[2])))
+    rows = max(1, _WIDE_BYTES // (8 * right.shape[2]))
     for start in range(0, len(left), step):
         some = slice(start, start + step)
         one, other, weights = left[some].double(), right[some].double(), factors[some, None, None]
@@ -182,51 +195,134 @@ def add_products(piece: Outer, factors: Tensor, total: Tensor) -> None:
             one = one * weights
         else:
             other = other * weights
-        matrix.addmm_(one.flatten(0, 1).t(), other.flatten(0, 1))
+        one, other = one.flatten(0, 1).t(), other.flatten(0, 1)
+        for target, part in zip(matrix.split(rows), one.split(rows), strict=True):
+            target += part @ other
+
+
+def add_embedding_rows(piece: Rows, factors: Tensor, total: Tensor) -> None:
+    """Add sum_b factors[b] * the gradient of example b to `total`, in float64.
+
+    As in `add_products`, what one pass adds to a row is summed apart and added once.
+
+    Args:
+        piece: (B, T) ids and (B, T, d) values.
+        factors: float64 (B,).
+        total: float64 (rows, d).
+    """
+    live = piece.ids >= 0
+    ids, place = piece.ids[live].unique(return_inverse=True)
+    values = (piece.values.double() * factors[:, None, None])[live]
+    sums = total.new_zeros(len(ids), total.shape[1]).index_add_(0, place, values)
+    total.index_add_(0, ids, sums)
 
 
 def squared_lengths(values: Tensor) -> Tensor:
-    """(B,) squared norms of rows (B, n) in float64, not below the true ones by underflow."""
-    lengths = torch.linalg.vector_norm(values, dim=1).double().square()
-    return lengths if values.dtype == torch.float64 else lengths + values.shape[1] * _LOST
+    """Return the squared norms of the rows, of which none is too small by more than its rounding.
+
+    Guarantee: the computed norm is at least (1 - 2^-17.9) times the true one for float32, and
+    (1 - 2^-44) times for float64, for rows of up to 2^28 numbers and any order of summation.
+    `_BLOCK` squares are added in the precision of `values`: their sum is off by at most
+    128 u / (1 - 128 u) of itself, u = 2^-24 (Higham, Accuracy and Stability of Numerical
+    Algorithms, section 3.1), and its root by u more. Everything after that is float64, again in
+    blocks. A sum of all entries in float32 can be too small by any factor: many equal entries all
+    round down. What may be lost to underflow is added.
+
+    Args:
+        values: (B, n), float32 or float64.
+
+    Returns:
+        (B,), float64.
+    """
+    width = values.shape[1]
+    whole = width - width % _BLOCK
+    parts = [values[:, :whole].unflatten(1, (-1, _BLOCK))] if whole else []
+    parts += [values[:, None, whole:]] if whole < width or not width else []
+    lengths = torch.cat([torch.linalg.vector_norm(part, dim=2) for part in parts], dim=1)
+    squares = lengths.double().square()
+    while squares.shape[1] > _BLOCK:
+        missing = -squares.shape[1] % _BLOCK
+        squares = torch.nn.functional.pad(squares, (0, missing)).unflatten(1, (-1, _BLOCK)).sum(2)
+    return squares.sum(1) + width * _lost(values.dtype)
+
+
+def _lost(dtype: torch.dtype) -> float:
+    """Return a bound on the part of a square that underflow takes in this precision."""
+    return 2 * torch.finfo(dtype).smallest_normal
 
 
 def outer_squared_norms(piece: Outer) -> Tensor:
+    """Return the squared norms of sum_t left[b, t] ⊗ right[b, t] without making it: float64 (B,).
+
+    Guarantee: never below the true ones by more than `squared_lengths` allows, see
+    `_gram_squared_norms`.
+    """
     left, right = piece.left, piece.right
     if left.shape[1] == 1:
         return squared_lengths(left[:, 0]) * squared_lengths(right[:, 0])
-    grams = [torch.bmm(factor, factor.transpose(1, 2)) for factor in (left, right)]
-    total = grams[0].mul(grams[1]).sum((1, 2))
-    return _gram_product(grams[0], grams[1], total, left.shape[2], right.shape[2])
+    positions, widths = left.shape[1], left.shape[2] + right.shape[2]
+    example = 8 * positions * (widths + 3 * positions)
+    norms = [
+        _gram_squared_norms(_gram(one), _gram(other), widths)
+        for one, other in zip(*_in_pieces(example, left, right), strict=True)
+    ]
+    return torch.cat(norms)
 
 
 def rows_squared_norms(piece: Rows) -> Tensor:
-    live = piece.ids >= 0
-    same = (piece.ids[:, :, None] == piece.ids[:, None, :]) & live[:, :, None]
-    gram = torch.bmm(piece.values, piece.values.transpose(1, 2))
-    total = gram.masked_fill(~same, 0).sum((1, 2))
-    return _gram_product(gram, same.to(gram.dtype), total, piece.values.shape[2], 0)
+    """Return the squared norms of an embedding's per-example gradients: float64 (B,).
+
+    Guarantee: as of `outer_squared_norms`; an embedding's left factors are the unit vectors of the
+    looked-up rows, so that their Gram matrix is exact.
+    """
+    positions, width = piece.values.shape[1:]
+    example = 8 * positions * (width + 3 * positions)
+    norms = []
+    for ids, values in zip(*_in_pieces(example, piece.ids, piece.values), strict=True):
+        same = (ids[:, :, None] == ids[:, None, :]) & (ids >= 0)[:, :, None]
+        norms.append(_gram_squared_norms(_gram(values), same.double(), width))
+    return torch.cat(norms)
 
 
-def _gram_product(
-    gram_left: Tensor, gram_right: Tensor, total: Tensor, width_left: int, width_right: int
-) -> Tensor:
-    """`total` in float64, raised by bounds on its rounding when positions cancel each other and on
-    its underflow.
+def _in_pieces(example_bytes: int, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
+    """Split the batch so that what one piece needs in float64 stays small."""
+    step = max(1, _WIDE_BYTES // max(1, example_bytes))
+    return [tensor.split(step) for tensor in tensors]
 
-    |rounding| <= c u (sum_t |left_t| |right_t|)^2: without it, an example whose positions nearly
-    cancel could get a norm of zero and escape the clip. An entry of a Gram matrix is a sum of
-    `width` products, each of which may lose 2^-125; the other matrix multiplies the loss, and the
-    sum of its entries is at most T times its trace. width 0: the matrix is exact.
+
+def _gram(factor: Tensor) -> Tensor:
+    """(B, T, w) to float64 (B, T, T)."""
+    wide = factor.double()
+    return torch.bmm(wide, wide.transpose(1, 2))
+
+
+def _gram_squared_norms(gram_left: Tensor, gram_right: Tensor, widths: int) -> Tensor:
+    """Return sum_st gram_left[s, t] gram_right[s, t], raised by a bound on its rounding.
+
+    Guarantee: never below the true squared norm N^2 of sum_t l_t ⊗ r_t, for every number of
+    positions T and every width, but for a relative 2^-50. With M = (sum_t |l_t| |r_t|)^2 and
+    u = 2^-53, an entry of a Gram matrix of w products is off by at most w u |l_s| |l_t| (Higham,
+    section 3.1, and Cauchy-Schwarz), the product of two entries by (w_l + w_r + 1) u of
+    |l_s| |l_t| |r_s| |r_t|, and the sum of T^2 products by T^2 u more: at most
+    (w_l + w_r + T^2 + 1) u M in all. Twice that is added, which covers terms of second order and
+    the rounding of M. Where positions cancel, N^2 is far below M; a bound that did not grow with
+    the widths, or Gram matrices in float32, would let such a gradient escape the clip.
+
+    A further `_CANCELLATION_FLOOR` T^2 M keeps N^2 / M, and so what rounding adds to the sum of
+    clipped gradients, from becoming arbitrarily small: see `dpdist.gradients.clipping.sum_slack`.
+
+    Args:
+        gram_left, gram_right: float64 (B, T, T).
+        widths: w_l + w_r; an exact Gram matrix counts as 0.
+
+    Returns:
+        (B,), float64.
     """
     positions = gram_left.shape[1]
-    squares = [
-        gram.diagonal(dim1=1, dim2=2).double().clamp(min=0) for gram in (gram_left, gram_right)
-    ]
+    total = (gram_left * gram_right).sum((1, 2)).clamp(min=0)
+    squares = [gram.diagonal(dim1=1, dim2=2) for gram in (gram_left, gram_right)]
     magnitude = (squares[0] * squares[1]).sqrt().sum(1).square()
-    unit = torch.finfo(total.dtype).eps * math.sqrt(positions)
-    bounded = total.double().clamp(min=0) + 4 * unit * magnitude
-    if total.dtype == torch.float64:
-        return bounded
-    lost = width_left * squares[1].sum(1) + width_right * squares[0].sum(1) + positions
-    return bounded + positions * _LOST * lost
+    rounding = (widths + positions**2 + 8) * 2.0**-52
+    bounded = total + (rounding + positions**2 * _CANCELLATION_FLOOR) * magnitude
+    lost = widths * sum(square.sum(1) for square in squares) + positions
+    return bounded + positions * _lost(torch.float64) * lost

@@ -126,7 +126,8 @@ class Noised:
         inputs = self._records.batch(indices).double().flatten(1).numpy()
         inputs = np.where(np.isfinite(inputs), inputs, 0.0)
         norms = np.linalg.norm(inputs, axis=1, keepdims=True)
-        inputs = inputs * np.minimum(1.0, self.norm / np.maximum(norms, 1e-300))
+        # Below the norm by more than the rounding of its computation and of this product.
+        inputs = inputs * np.minimum(1.0, self.norm * (1 - 1e-9) / np.maximum(norms, 1e-300))
         noisy = [
             add_noise(row, derive_key(self._key, "input", place), self.std)
             for place, row in zip(self._places[indices].tolist(), inputs, strict=True)

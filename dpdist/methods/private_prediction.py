@@ -124,4 +124,5 @@ def bounded(scores: np.ndarray, bound: float) -> np.ndarray:
     largest = np.maximum(np.abs(known).max(axis=1, keepdims=True), 1.0)
     centred = known / largest - (known / largest).mean(axis=1, keepdims=True)
     norms = np.linalg.norm(centred, axis=1, keepdims=True)
-    return centred * np.minimum(largest, bound / np.maximum(norms, 1e-300))
+    # Below the bound by more than the rounding of the norm and of this product.
+    return centred * np.minimum(largest, bound * (1 - 1e-9) / np.maximum(norms, 1e-300))

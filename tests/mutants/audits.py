@@ -110,7 +110,7 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/audits/vectorised.py", MANY,
-        ("weights = (factors * finite)[0] * real", "weights = (factors * finite)[0]",
+        ("weights = ((factors * finite)[0] * real)", "weights = (factors * finite)[0]",
          "padding counts as records"),
         ("noise_key = derive_key(key, \"noise\", attempt, step)",
          "noise_key = derive_key(key, \"sample\", attempt, step)",
