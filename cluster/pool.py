@@ -27,7 +27,7 @@ _MAX_ATTEMPTS = 5  # of one chunk: a chunk that fails or kills its actor this of
 _MAX_DEATHS_WITHOUT_RESULT = 6
 _GROW_EVERY = 2.0  # seconds between looks at the size of the cluster
 _STALL_EVERY = 1.0  # seconds between looks for stalled actors
-AHEAD = 64  # chunks taken from the caller before they are needed, at least
+_AHEAD = 64  # chunks taken from the caller before they are needed, at least
 _CALL_SECONDS = 0.1  # how long a call should take
 _CALLS_PER_SECOND = 500  # of all actors: one driver handles a few thousand, at most
 _LARGEST_CALL = 64  # chunks
@@ -47,8 +47,7 @@ class PoolSettings:
     """actors: None uses the whole cluster and grows with it. Times in seconds.
 
     stall_after: an actor that has returned nothing for this long, and for 20 median chunks, is
-    replaced. start_timeout: how long to wait for the first actor to start. ahead: chunks taken from
-    the caller before they are needed, at least.
+    replaced. start_timeout: how long to wait for the first actor to start.
     """
 
     actors: int | None = None
@@ -58,7 +57,6 @@ class PoolSettings:
     stall_after: float = 60.0
     start_timeout: float = 600.0
     poll: float = 0.5
-    ahead: int = AHEAD
 
     def __post_init__(self) -> None:
         if self.actors is not None and self.actors < 1:
@@ -185,7 +183,7 @@ class _Pool:
     def _read_ahead(self) -> None:
         """Keep the queue long enough for every actor, and no longer."""
         calls = max(self.limit, sum(slot.size for slot in self.slots))
-        ahead = max(self.settings.ahead, 2 * self.settings.in_flight * calls)
+        ahead = max(_AHEAD, 2 * self.settings.in_flight * calls)
         while not self.exhausted and len(self.queue) < ahead:
             chunk = next(self.source, None)
             if chunk is None:

@@ -17,14 +17,13 @@ from dpdist.base.errors import UserError
 from dpdist.base.fields import rule_of
 from dpdist.base.reading import shown
 from dpdist.bulk.evaluation import Evaluation
-from dpdist.certification.decision import Decision
 from dpdist.poisoning.voting import Poisoning
 from dpdist.privacy.audited import Audited
 from dpdist.runs.recipe import Recipe
 from dpdist.sections.audit import AuditOptions, CanaryAudit, ManyRunsAudit, MechanismAudit
 
 EVALUATIONS: tuple[type[Evaluation], ...] = (
-    AttackSettings, CheckSettings, Decision, AuditResult, PrivateAuditResult, Membership, Poisoning
+    AttackSettings, CheckSettings, AuditResult, PrivateAuditResult, Membership, Poisoning
 )  # fmt: skip
 
 # How far it is: done, in all.

@@ -37,35 +37,6 @@ def clopper_pearson_upper(hits: ArrayLike, draws: ArrayLike, alpha: ArrayLike) -
     return _lower(n - k, n, a)[1][()]
 
 
-def randomised_lower(hits: int, draws: int, alpha: float, u: float) -> float:
-    """One-sided lower bound by a number u in (0, 1] that is uniform and independent of the draws.
-
-    The largest p with Pr[X > hits] + u Pr[X = hits] <= alpha for X ~ Binomial(draws, p), rounded
-    down: over u the true probability lies below it with probability alpha, and no less. At u = 1 it
-    is Clopper and Pearson's; a larger u than was drawn makes it smaller. Source: Stevens,
-    Biometrika 1950.
-
-    Raises as ``clopper_pearson_lower``, and ValueError for u outside (0, 1].
-    """
-    if not 0 < u <= 1:
-        raise ValueError(f"u must lie in (0, 1], got {u}")
-    low = float(clopper_pearson_lower(hits, draws, alpha))
-    high = float(clopper_pearson_lower(hits + 1, draws, alpha)) if hits < draws else 1.0
-    if u == 1.0:
-        return low
-
-    def chance(p: float) -> float:
-        """Increasing in p."""
-        more = scipy.special.betainc(hits + 1, draws - hits, p) if hits < draws else 0.0
-        same = scipy.special.betainc(hits, draws - hits + 1, p) if hits else 1.0
-        return float(u * same + (1 - u) * more)
-
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if chance(middle) <= alpha * (1 - MARGIN) else (low, middle)
-    return low * (1 - MARGIN)
-
-
 def clopper_pearson_interval(
     hits: ArrayLike, draws: ArrayLike, alpha: ArrayLike
 ) -> tuple[Bound, Bound]:

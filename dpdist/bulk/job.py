@@ -49,7 +49,7 @@ import pyarrow as pa
 from dpdist import bulk
 from dpdist.base.table_files import Column
 from dpdist.bulk import Kind, Progress
-from dpdist.cluster.pool import AHEAD, Chunk, PoolSettings, run_chunks, run_here
+from dpdist.cluster.pool import Chunk, PoolSettings, run_chunks, run_here
 
 Item = int | str
 Partial = Any  # JSON: what is known of some units of an item
@@ -73,15 +73,13 @@ class Cut:
     """How work is cut: at most `budget` units in a chunk, `step` of one item in a piece.
 
     silence: seconds after which a worker that says nothing must be hanging. across: one stretch of
-    units after the other for all items, not one item after the other. ahead: chunks that are cut
-    before they are needed, at least.
+    units after the other for all items, not one item after the other.
     """
 
     budget: int = 1
     step: int = 1
     silence: float = 60.0
     across: bool = False
-    ahead: int = AHEAD
 
 
 class Task:
@@ -133,14 +131,6 @@ class Task:
     def rows(self, item: Item, partial: Partial) -> list[Row]:
         """The item's rows of the table, from what is known of all its units."""
         return partial
-
-    def wanted(self, item: Item, rows: Mapping[Item, list[Row]]) -> bool:
-        """Whether a missing item is to be done when its turn comes. rows: of the finished ones."""
-        return True
-
-    def unfinished(self, rows: Mapping[Item, list[Row]]) -> bool:
-        """Whether more is to be done once all was that was wanted in its turn."""
-        return False
 
     def weight(self, item: Item) -> int:
         """What a finished item adds to the progress."""
@@ -231,13 +221,9 @@ def run(
             meter.show()
 
         cut = task.cut(chunk_seconds)
-        pool = PoolSettings(
-            actors=actors, num_gpus=task.gpus, stall_after=cut.silence, ahead=cut.ahead
-        )
+        pool = PoolSettings(actors=actors, num_gpus=task.gpus, stall_after=cut.silence)
         execute = run_here if here else run_chunks
         execute(task.worker, task.shared, chunks(book, cut), on_result, pool)
-        while task.unfinished(book.rows):
-            execute(task.worker, task.shared, chunks(book, cut), on_result, pool)
     bulk.write_table(work.build(work.finish(book, output), about), finished)
     parts.remove()
     return work.load(finished)
@@ -331,7 +317,7 @@ def _pieces(book: Book, cut: Cut) -> Iterator[Piece]:
         places = ((item, at) for item in book.task.items for at in grid)
     for item, at in places:
         for low, high in book.missing(item):
-            if low < at + cut.step and at < high and book.task.wanted(item, book.rows):
+            if low < at + cut.step and at < high:
                 yield Piece(item, max(low, at), min(high, at + cut.step))
 
 

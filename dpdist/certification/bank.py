@@ -79,10 +79,6 @@ class BankSampler:
         counts = torch.bincount(self._classify(noisy)[:draws], minlength=self._classes)
         return counts.cpu().numpy()
 
-    def uniform(self, index: int, stage: str) -> float:
-        """Of the input alone."""
-        return self._units.uniform(index, stage)
-
     def classes_of(self, noise: Tensor, inputs: Tensor) -> Tensor:
         """What this form says about inputs + noise, row by row: for the check against the model."""
         with torch.inference_mode():

@@ -10,11 +10,9 @@ from pydantic import BeforeValidator, Discriminator, Tag, TypeAdapter, Validatio
 from dpdist.base.errors import UserError
 from dpdist.base.fields import of_key, rule_of
 from dpdist.base.reading import shown
-from dpdist.certification.betting_scores import BettingScores
 from dpdist.certification.certificate import Certificate
 from dpdist.certification.cohen import Cohen
-from dpdist.certification.randomised import Randomised
-from dpdist.certification.scores import ExpectedScores
+from dpdist.certification.scores import BettingScores, ExpectedScores
 from dpdist.certification.stopping import Anytime, TargetRadius
 from dpdist.certification.stopping_scores import TargetScores
 from dpdist.certification.two_class import TwoClass
@@ -23,8 +21,9 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 CERTIFICATES: tuple[type[Certificate], ...] = (
-    Cohen, TargetRadius, Anytime, Randomised, TwoClass, TargetScores, BettingScores, ExpectedScores
+    Cohen, TargetRadius, Anytime, TwoClass, TargetScores, BettingScores, ExpectedScores
 )  # fmt: skip
+_REMOVED = "randomised"  # a mode of earlier tables: fixed, with a randomised bound
 BY_MODE = {kind.mode_name(): kind for kind in CERTIFICATES}
 
 # What says nothing when it is written among the settings of a certificate that does not have it:
@@ -41,6 +40,9 @@ def _own(section: Any) -> Any:
         return section
     kind = BY_MODE[_mode(section)]
     own = dict(section)
+    mode = own.get("mode")
+    if "mode" in kind.model_fields and mode not in (None, kind.mode_name()):
+        raise of_key("mode", f"must be one of {', '.join(_modes(section))}, got {shown(mode)}")
     for name, nothing in _SAYS_NOTHING.items():
         if name in own and name not in kind.model_fields:
             value = own.pop(name)
@@ -68,7 +70,6 @@ AnyCertificate = Annotated[
     Annotated[Cohen, Tag("fixed")]
     | Annotated[TargetRadius, Tag("target")]
     | Annotated[Anytime, Tag("anytime")]
-    | Annotated[Randomised, Tag("randomised")]
     | Annotated[TwoClass, Tag("two-class")]
     | Annotated[TargetScores, Tag("target-scores")]
     | Annotated[BettingScores, Tag("betting")]
@@ -105,6 +106,11 @@ def _complaint(item: Any) -> str:
 def kind_of(table: pa.Table, where: object = "the table") -> type[Certificate]:
     """The certificate that a table is of. Raises UserError when there is none such, or several."""
     modes = table["mode"].unique().to_pylist()
+    if modes == [_REMOVED]:
+        raise UserError(
+            f"{where}: its certificates are of mode {_REMOVED}, which was removed and is not read "
+            "any more; delete its folder and certify again with mode fixed"
+        )
     if len(modes) != 1 or modes[0] not in BY_MODE:
         raise UserError(
             f"{where}: its rows differ in mode ({', '.join(sorted(modes))}), or it is one that "

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 # How a network can be executed (`dpdist.certification.classifier.FORMS`).
 FormName = Literal["eager", "channels-last", "frozen", "compiled", "bf16"]
 Partial = dict[str, Any]  # JSON: what the first unit says once, then counts
-_ONCE = ("selected", "u")
+_ONCE = ("selected",)
 
 _MAX_BATCH_NUMBERS = 16 * 2**20  # larger inputs get smaller batches: one stays within 64 MiB
 

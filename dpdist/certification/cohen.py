@@ -13,8 +13,8 @@ canonical blocks, so that a block can be counted anywhere and again: see ``dpdis
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 
@@ -56,18 +56,13 @@ class Cohen(Smoothing):
         partial: Partial = {}
         if low == 0:
             partial["selected"] = select(counter, self.n0, x, index)
-            partial |= self.beside(counter, index)
         blocks = [sample(counter, x, index, block, batch, self.n) for block in range(low, high)]
         return partial | {"histogram": np.sum(blocks, axis=0).tolist()}
-
-    def beside(self, counter: Counter, index: int) -> Partial:
-        """What an input is given once, beside its counts."""
-        return {}
 
     def verdict(self, partials: Sequence[Partial], place: SmoothedPlace) -> Verdict:
         """The certificate, from the counts of all blocks."""
         counts = totals(partials, "histogram", self.n)
-        return certify(selected_by(partials), counts, self.alpha, place.certified, self.bound)
+        return certify(selected_by(partials), counts, self.alpha, place.certified)
 
     def label(
         self, counter: Counter, x: Tensor, index: int, batch: int, place: SmoothedPlace
@@ -101,20 +96,14 @@ class Cohen(Smoothing):
         return float(clopper_pearson_lower(hits, draws, alpha))
 
 
-def certify(
-    selected: int,
-    counts: np.ndarray,
-    alpha: float,
-    noise: Noise,
-    bound: Callable[[int, int, float], Any] = clopper_pearson_lower,
-) -> Verdict:
+def certify(selected: int, counts: np.ndarray, alpha: float, noise: Noise) -> Verdict:
     """CERTIFY, given a class chosen by other draws and the counts of n draws: int (classes,).
 
     With probability at least 1 - alpha over the draws: the smoothed classifier says the prediction
     in the ball of the radius around the input, or the verdict abstains.
     """
     k, n = int(counts[selected]), int(counts.sum())
-    p_lower = float(bound(k, n, alpha))
+    p_lower = Cohen.bound(k, n, alpha)
     certified = p_lower > 0.5
     return Verdict(
         prediction=selected if certified else ABSTAIN,

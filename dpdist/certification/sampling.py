@@ -27,10 +27,6 @@ class Counter(Protocol):
         self, x: Tensor, index: int, stage: str, block: int, rows: int, draws: int
     ) -> np.ndarray: ...
 
-    def uniform(self, index: int, stage: str) -> float:
-        """One number of the input beside the draws."""
-        ...
-
 
 class Sampler:
     """Counts classes over canonical blocks of noisy copies of an input.
@@ -70,9 +66,6 @@ class Sampler:
         noisy = self._noisy(x, self._units.key(None if self._bank else index, stage, block), rows)
         counts = torch.bincount(self._classify(noisy)[:draws], minlength=self._classes)
         return counts.cpu().numpy()
-
-    def uniform(self, index: int, stage: str) -> float:
-        return self._units.uniform(index, stage)
 
     def _noisy(self, x: Tensor, key: bytes, rows: int) -> Tensor:
         if rows not in self._buffers:
@@ -138,9 +131,6 @@ class HiddenNoiseSampler:
     ) -> np.ndarray:
         """Argmax counts of the first ``draws`` of a block's ``rows``, as ``Sampler`` gives them."""
         return self._scores(x, index, stage, block, rows, draws).histogram
-
-    def uniform(self, index: int, stage: str) -> float:
-        return self._units.uniform(index, stage)
 
     def block(
         self,

@@ -157,15 +157,10 @@ class Smoothing(Certificate):
         raise NotImplementedError
 
     @classmethod
-    def bound_again(cls, row: dict[str, Any], alpha: float) -> float:
-        """The same, of a row of its table."""
-        return cls.bound(row["k"], row["n"], alpha)
-
-    @classmethod
     def rebound(cls, table: pa.Table, alpha: float) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         rows, noise = [], certified_by(table)
         for row in table.to_pylist():
-            p_lower = cls.bound_again(row, alpha)
+            p_lower = cls.bound(row["k"], row["n"], alpha)
             radius = float(noise.radius(p_lower))
             prediction = row["selected"] if p_lower > 0.5 else ABSTAIN
             new = {"alpha": alpha, "p_lower": p_lower, "radius": radius, "prediction": prediction}

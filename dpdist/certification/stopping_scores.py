@@ -32,7 +32,7 @@ from dpdist.base.errors import UserError
 from dpdist.certification import betting
 from dpdist.certification.certificate import CertifiedSizes, Partial, require, select
 from dpdist.certification.expected_score_bounds import SCORE_UNIT
-from dpdist.certification.scores import OfHiddenNoise
+from dpdist.certification.scores import BettingScores, OfHiddenNoise
 from dpdist.certification.stopping import FUTILE
 from dpdist.certification.verdict import ABSTAIN, Verdict
 
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from torch import Tensor, nn
 
-    from dpdist.certification.betting_scores import BettingScores
     from dpdist.certification.places import ScoredPlace
     from dpdist.certification.reading import CertificateTable
     from dpdist.certification.sampling import HiddenNoiseSampler
@@ -205,7 +204,6 @@ class TargetScores(OfHiddenNoise):
         cls, found: CertificateTable, norm: str, batch: int
     ) -> tuple[BettingScores, ScoredPlace]:
         """By bets on the class alone at the cap, whatever stopped the table's own."""
-        from dpdist.certification.betting_scores import BettingScores
         from dpdist.certification.expected_score_bounds import Sensitivity
         from dpdist.certification.places import ScoredPlace
 

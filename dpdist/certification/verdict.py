@@ -13,7 +13,7 @@ class Verdict:
 
     k of n draws returned ``selected``. looks: how many times a decision could be made.
     target: the radius that a test decided on (the smallest one when it failed). histogram: counts
-    of all classes, at fixed n. u: of a randomised bound. p_upper: of a bounded runner-up.
+    of all classes, at fixed n. p_upper: of a bounded runner-up.
     """
 
     prediction: int
@@ -25,5 +25,4 @@ class Verdict:
     looks: int = 1
     target: float | None = None
     histogram: tuple[int, ...] | None = None
-    u: float | None = None
     p_upper: float | None = None

@@ -48,7 +48,7 @@ _N = Annotated[int | None, option("Draws per input (sequential: at most).", Coun
 _N0 = Annotated[int | None, option("Draws that choose the class.", Count)]
 _Alpha = Annotated[float | None, option("Error of each certificate.", Probability)]
 _Mode = Annotated[
-    str | None, option("fixed, randomised, two-class, target, anytime; of scores: target-scores.")
+    str | None, option("fixed, two-class, target, anytime; of scores: target-scores.")
 ]
 _Radii = Annotated[str | None, option("Radii to decide, ascending: 0.25,0.5,0.75.")]
 _Noise = Annotated[str | None, option("gaussian, laplace or uniform.")]
@@ -62,13 +62,6 @@ _At = Annotated[
     option(
         "At attacked copies, as papers measure it; no certificate of the clean input.",
         metavar="attacked:ATTACK,SIZE[,NORM]",
-    ),
-]
-_Decide = Annotated[
-    str | None,
-    option(
-        "Answer only this of the whole set, with as few draws; --alpha: error of that.",
-        metavar="'accuracy>=SHARE@RADIUS'",
     ),
 ]
 _Rebound = Annotated[
@@ -100,7 +93,6 @@ def command(
     actors: Actors = None,
     output: Output = None,
     at: _At = None,
-    decide: _Decide = None,
     rebound: _Rebound = None,
     merge: _Merge = False,
     tsv: _Tsv = None,
@@ -119,12 +111,10 @@ def command(
     model with noise on its input is smoothed by that noise unless --sigma says otherwise, and noise
     that it has further inside is drawn with it.
 
-    --decide draws only until one statement about the whole set is sure: inputs in random order,
-    each until its own test ends, more draws for open ones when all were seen.
-
     Settings not given are the recipe's. --rebound and --merge work on stored counts, without the
     model: on the table in --output, or on all tables of the run.
     """
+    from dpdist.bulk.evaluation import refuse_decisions
     from dpdist.runs.archive import open_anywhere
 
     release = release_at(run, trust_factory, signer)
@@ -134,8 +124,8 @@ def command(
         "start": start, "every": every, "max_inputs": max_inputs,
     }  # fmt: skip
     if release is not None:
-        if merge or rebound is not None or at is not None or decide is not None:
-            raise UserError("--merge, --rebound, --at, --decide: of a run, not of a release")
+        if merge or rebound is not None or at is not None:
+            raise UserError("--merge, --rebound, --at: of a run, not of a release")
         from dpdist.commands.certifying import certify_release
 
         table, path = certify_release(release, given, data_root, output, actors)
@@ -143,10 +133,7 @@ def command(
         _show(release.name, [path], [], as_json)
         return
     folder = open_anywhere(run, runs)
-    if decide is not None:
-        others = {"at": at, "rebound": rebound, "merge": merge or None, "tsv": tsv, "csv": csv}
-        _decide(decide, folder, given, others, data_root, output, actors)
-        return
+    refuse_decisions(folder, output)
     measured: list[tuple[str, str]] = []
     if at is not None:
         if merge or rebound is not None:
@@ -190,42 +177,6 @@ def _certified(
     with pipeline.session(folder):
         path = pipeline.certify_stage(recipe, folder, chosen, output, actors)
     return tables.read(path), path
-
-
-def _decide(
-    text: str,
-    folder: RunFolder,
-    given: dict[str, Any],
-    others: dict[str, Any],
-    data_root: Path | None,
-    output: Path | None,
-    actors: int | None,
-) -> None:
-    """Answer a question about the whole set, and print the answer. others: what does not go with
-    it."""
-    from dpdist import pipeline
-    from dpdist.base import console
-    from dpdist.certification.decision import Decision
-    from dpdist.certification.paired import ERROR
-
-    others = others | {
-        name: given[name] for name in ("n0", "mode", "radii", "bound", "one_sided", "norm")
-    }
-    if wrong := [
-        f"--{name.replace('_', '-')}" for name, value in others.items() if value is not None
-    ]:
-        raise UserError(f"--decide: has tests of its own, and does not go with {', '.join(wrong)}")
-    Decision.parsed(text)  # before the model is loaded
-    alpha = given["alpha"]
-    recipe, _, like = _asked(folder, given, data_root)
-    settings = Decision.asked(text, like, ERROR if alpha is None else alpha)
-    with pipeline.session(folder):
-        path = pipeline.evaluation_stage(recipe, folder, settings, output, actors)
-    if folder.archive.exists():
-        pipeline.archive_stage(folder)
-    found = settings.read(path)
-    rows = [found.line, ("states", found.stated), ("table", str(path))]
-    typer.echo(console.table(rows, title=f"decided, sigma {settings.certificate.sigma:g}"))
 
 
 def _certified_at(

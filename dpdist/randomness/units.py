@@ -50,11 +50,6 @@ class UnitSource:
             digest.update(len(raw).to_bytes(4, "little") + raw)
         return digest.digest()
 
-    def uniform(self, index: int, stage: str) -> float:
-        """One number of an input, uniform on (0, 1]."""
-        word = int.from_bytes(self.key(index, stage, 0)[:8], "little")
-        return ((word >> 11) + 1) * 2.0**-53
-
 
 class RandomWords:
     """Streams of 32-byte keys as int32 words, in a buffer that is used again."""

@@ -16,7 +16,7 @@ from dpdist.audits import catalogue
 from dpdist.audits.result import AuditResult
 from dpdist.base.errors import UserError
 from dpdist.base.reading import check_shape, read_json
-from dpdist.bulk.evaluation import Evaluation
+from dpdist.bulk.evaluation import Evaluation, refuse_decisions
 from dpdist.certification import population, reading
 from dpdist.certification.reading import CertificateTable
 from dpdist.privacy.audited import Audited
@@ -300,6 +300,7 @@ def read_facts(folder: RunFolder | str | Path) -> Facts:
     whole = dataclasses.replace(plan, phases=ledger.phases(plan))
     if search is not None:
         whole = released(search, plan, ledger)
+    refuse_decisions(folder)
     tables = [reading.read(path) for path in sorted(folder.certificates.glob(_TABLES))]
     public = [kind for kind in catalogue.EVALUATIONS if not kind.private]
     evaluations = {kind: kind.results(folder) for kind in public}

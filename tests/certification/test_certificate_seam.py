@@ -14,7 +14,7 @@ from dpdist.certification.certificate import Certificate
 from dpdist.runs.recipe import parse
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-OWN = {"cohen", "stopping", "scores", "smoothing", "certificate", "catalogue", "betting_scores"}
+OWN = {"cohen", "stopping", "scores", "smoothing", "certificate", "catalogue"}
 CLASSES = {"Certificate", "Smoothing", *(kind.__name__ for kind in CERTIFICATES)}
 BOUNDS = {"hoeffding", "bernstein", "counts"}
 OF_OTHERS = {"fixed"}  # the name of other things too: a branch only beside the word "mode"
@@ -114,6 +114,10 @@ def test_complaints_name_the_key() -> None:
     for section, complaint in (
         ({"sigma": -1}, r"certify\.sigma: must be > 0, got -1"),
         ({"sigma": 0.5, "mode": "never"}, r"certify\.mode: must be one of"),
+        (
+            {"sigma": 0.5, "mode": "randomised"},
+            r"certify\.mode: must be one of fixed, target, anytime, two-class, got 'randomised'",
+        ),
         ({"sigma": 0.5, "bound": "counts"}, r"certify\.bound: must be left out with sigma"),
         ({"sigma": 0.5, "mode": "target"}, r"certify\.radii: must be given when mode is target"),
         ({"sigma": 0.5, "beta": 1}, r"certify\.beta: unknown key"),

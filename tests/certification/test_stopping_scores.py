@@ -14,13 +14,13 @@ from torch import nn
 from dpdist import models
 from dpdist.base.errors import UserError
 from dpdist.certification import betting, job, reading
-from dpdist.certification.betting_scores import BettingScores
 from dpdist.certification.catalogue import settings_of
 from dpdist.certification.expected_score_bounds import SCORE_UNIT
 from dpdist.certification.places import ScoredPlace, sensitivity
 from dpdist.certification.predict import Predictor
 from dpdist.certification.rebound import rebound
 from dpdist.certification.sampling import HiddenNoiseSampler
+from dpdist.certification.scores import BettingScores
 from dpdist.certification.stopping_scores import LeadTest, TargetScores
 from dpdist.randomness import units
 from dpdist.randomness.places import place_of

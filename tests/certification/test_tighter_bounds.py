@@ -1,8 +1,7 @@
-"""Randomised Clopper-Pearson and betting: errors by exact sums, bounds against exact oracles."""
+"""Betting: errors by exact sums, bounds against exact oracles."""
 
 from __future__ import annotations
 
-import itertools
 import math
 from pathlib import Path
 
@@ -14,106 +13,26 @@ from scipy import optimize, special, stats
 from support.certificates import Data
 
 from dpdist import models
-from dpdist.base.binomial import clopper_pearson_lower, randomised_lower
 from dpdist.base.errors import UserError
 from dpdist.certification import betting, job, reading
 from dpdist.certification.betting import ENDS, at_ends, lower_bound, one_score_bound, score_bounds
-from dpdist.certification.betting_scores import BettingScores
 from dpdist.certification.catalogue import settings_of
 from dpdist.certification.expected_score_bounds import (
     SCORE_UNIT,
     score_bounds_bernstein,
     score_bounds_hoeffding,
 )
-from dpdist.certification.randomised import LEAST, Randomised
-from dpdist.certification.rebound import merge, rebound
-from dpdist.certification.scores import ExpectedScores
-
-# ---- randomised Clopper-Pearson
+from dpdist.certification.rebound import rebound
+from dpdist.certification.scores import BettingScores, ExpectedScores
 
 
-@pytest.mark.parametrize("alpha", [0.05, 0.001])
-@pytest.mark.parametrize("p", [0.8, 0.99])
-def test_the_randomised_error_is_alpha_to_the_last_bit(p: float, alpha: float) -> None:
-    """Exact: over all counts, and all u, of which each count's largest wrong one is found."""
-    n, wrong, capped, plain = 20, 0.0, 0.0, 0.0
-    for k in range(n + 1):
-        chance = stats.binom.pmf(k, n, p)
-        plain += chance * (clopper_pearson_lower(k, n, alpha) > p)
-        if randomised_lower(k, n, alpha, 1e-12) <= p:
-            continue
-        most = 1.0
-        if randomised_lower(k, n, alpha, 1.0) <= p:
-            most = optimize.bisect(
-                lambda u, k=k: randomised_lower(k, n, alpha, u) - p, 1e-12, 1.0, xtol=1e-10
-            )
-        wrong += chance * most
-        capped += chance * (most if most >= LEAST else 0.0)
-    assert wrong == pytest.approx(alpha, rel=1e-5)
-    assert plain <= capped <= alpha * (1 + 1e-9)
-
-
-def test_randomised_bounds_solve_their_equation() -> None:
-    for k, n, alpha, u in itertools.product(
-        (0, 1, 500, 990, 1000), (1000,), (0.05, 1e-6), (0.1, 0.7)
-    ):
-        found = randomised_lower(k, n, alpha, u)
-        chance = stats.binom.sf(k, n, found) + u * stats.binom.pmf(k, n, found)
-        if k or u > alpha:
-            assert chance == pytest.approx(alpha, rel=1e-6) or found == 0
-        low = float(clopper_pearson_lower(k, n, alpha))
-        assert found >= low * (1 - 1e-12)
-    assert randomised_lower(700, 1000, 0.01, 1.0) == clopper_pearson_lower(700, 1000, 0.01)
-    assert randomised_lower(1000, 1000, 0.01, 0.5) == pytest.approx(0.02 ** (1 / 1000), rel=1e-12)
-    with pytest.raises(ValueError, match="u must"):
-        randomised_lower(1, 2, 0.1, 0.0)
-
-
-def folder_of(path: Path, noisy: bool) -> Path:
-    spec = models.ModelSpec("small-cnn", (1, 6, 6), 3, {"width": 4}, hidden_noise=noisy)
+def folder_of(path: Path) -> Path:
+    spec = models.ModelSpec("small-cnn", (1, 6, 6), 3, {"width": 4}, hidden_noise=True)
     module = models.initialise(models.ModelSpec("small-cnn", (1, 6, 6), 3, {"width": 4}), 3)
-    if noisy:
-        split = models.require_split(module)
-        models.attach_noise(module, torch.full(split.hidden_shape((1, 6, 6)), 0.3))
+    split = models.require_split(module)
+    models.attach_noise(module, torch.full(split.hidden_shape((1, 6, 6)), 0.3))
     models.save(module, spec, path)
     return path
-
-
-def test_a_randomised_table_keeps_what_it_was_made_of(here: None, tmp_path: Path) -> None:
-    settings = settings_of(
-        {"sigma": 0.5, "n": 1130, "n0": 50, "batch": 100, "seed": "5", "form": "eager"}
-    )
-    model = folder_of(tmp_path / "model", noisy=False)
-    plain = job.certify(model, Data(), settings, tmp_path / "plain", actors=1)
-    kind = settings_of({**settings.model_dump(), "mode": "randomised"})
-    assert type(kind) is Randomised and kind.folder_name.startswith("sigma-0.5-randomised")
-    table = job.certify(model, Data(), kind, tmp_path / "r", actors=1)
-    again = job.certify(model, Data(), kind, tmp_path / "r2", actors=2, chunk_seconds=1e-3)
-    assert table.equals(again, check_metadata=True)
-    # The same draws, each bound by its own keyed number.
-    assert table["k"].equals(plain["k"]) and len(set(table["u"].to_pylist())) > 1
-    for row in table.to_pylist():
-        expected = randomised_lower(row["k"], row["n"], 0.001, row["u"])
-        assert row["p_lower"] == expected >= clopper_pearson_lower(row["k"], row["n"], 0.001)
-        assert LEAST <= row["u"] <= 1
-    found = reading.read(tmp_path / "r" / job.TABLE)
-    other = rebound(found.table, 0.01)
-    assert other["p_lower"].to_pylist() == [
-        randomised_lower(row["k"], row["n"], 0.01, row["u"]) for row in table.to_pylist()
-    ]
-    with pytest.raises(UserError, match=r"alpha: must be below 0\.1 for mode randomised, got 0\.1"):
-        rebound(found.table, 0.1)
-    assert merge([table]).num_rows == 6
-    with pytest.raises(UserError, match="'u' must lie"):
-        broken = table.set_column(
-            table.schema.get_field_index("u"), table.schema.field("u"), pa.array([0.0] * 6)
-        )
-        Randomised.check(broken, "x")
-    with pytest.raises(UserError, match=r"below 0\.1 when mode is randomised"):
-        settings_of({"sigma": 0.5, "mode": "randomised", "alpha": 0.2})
-
-
-# ---- betting
 
 
 def test_betting_errs_no_more_often_than_allowed() -> None:
@@ -188,7 +107,7 @@ def test_betting_is_tighter_where_scores_vary_little() -> None:
 
 
 def test_a_table_of_bets(here: None, tmp_path: Path) -> None:
-    model = folder_of(tmp_path / "model", noisy=True)
+    model = folder_of(tmp_path / "model")
     section = {"n": 1130, "n0": 50, "alpha": 0.05, "batch": 100, "seed": "5", "form": "eager"}
     plain = job.certify(model, Data(3), settings_of(section), tmp_path / "plain", actors=1)
     for one_sided in (False, True):

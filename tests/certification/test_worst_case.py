@@ -131,10 +131,6 @@ class ByStage:
         bins = betting.binned(each) if binned else ()
         return Scores(votes * SCORE_UNIT, votes * SCORE_UNIT**2, votes, draws, *bins)
 
-    def uniform(self, index: int, stage: str) -> float:
-        assert stage not in (units.SELECT, units.ESTIMATE, units.CHECK)
-        return 0.5
-
 
 def settings_in(mode: str, **settings: Any) -> Certificate:
     """Of every mode with a radius that can be decided."""
@@ -193,8 +189,7 @@ def test_every_block_of_a_certification_has_its_own_noise(mode: str) -> None:
     for index in (0, 1):
         worker([Piece(index, 0, assignment.units, at(0.3).numpy())])
     stages = {stage for _, stage, _, _ in RECORDED}
-    assert stages - {"bound"} == {units.CHECK, units.SELECT, units.ESTIMATE}
-    assert ("bound" in stages) == (mode == "randomised")
+    assert stages == {units.CHECK, units.SELECT, units.ESTIMATE}
     drawn = [entry for entry in RECORDED if entry[1] != units.CHECK]
     assert {index for index, *_ in drawn} == {0, 1}
     keys = [key for *_, key in drawn]

@@ -314,15 +314,6 @@ FAULTS: list[Fault] = [
          "Holm corrects for nothing"),
     ),
     *group(
-        "dpdist/base/binomial.py", "certification/test_tighter_bounds",
-        ("u * same + (1 - u) * more", "u * more + (1 - u) * same", "the number fills the other gap"),
-    ),
-    *group(
-        "dpdist/certification/randomised.py", "certification/test_tighter_bounds",
-        ("max(LEAST, counter.uniform(index, _BOUND))", "LEAST", "the number is the luckiest one"),
-        ("alpha, row[\"u\"]))", "alpha, LEAST))", "a bound is made again with another number"),
-    ),
-    *group(
         "dpdist/certification/betting.py", "certification/test_tighter_bounds",
         (" - math.log(len(stakes))", "", "the capital is that of all stakes together"),
         ("/ (2 * len(counts))", "/ 1", "each class and side spends the whole error"),
@@ -357,29 +348,6 @@ FAULTS: list[Fault] = [
          "every look sees the same draws"),
         ("scale = getattr(place.norms, self.norm) / place.sigma", "scale = place.norms.l2 / place.sigma",
          "L-infinity radii are tested as L2 ones"),
-    ),
-    *group(
-        "dpdist/certification/set_level.py", "certification/test_decision",
-        ("return Side(each, truly + int(scipy.stats.binom.isf(allowed, others, each)))",
-         "return Side(each, truly)", "nothing is allowed for inputs shown wrongly"),
-        ("limit = -math.log((1 - _OF_ALLOWANCE) * self.error)", "limit = 0.5",
-         "little evidence decides a set"),
-        ("self.shown[what] > needs.most", "self.shown[what] >= needs.most", "one input less decides a set"),
-        ("truly = {PASSES: needed - 1, FAILS: self.inputs - needed}",
-         "truly = {PASSES: self.inputs - needed, FAILS: needed - 1}", "yes needs what no needs"),
-        ("p = self._above if what == PASSES else 1 - self._below", "p = 0.5",
-         "inputs pass whose label has any majority"),
-        ("- math.log(inputs - most) - null", "- null", "the mixture over larger sets is not normalised"),
-    ),
-    *group(
-        "dpdist/certification/deciding.py", "certification/test_decision",
-        ("sorted(self._indices, key=lambda index: assignment.source.key(index, _ORDER, 0))",
-         "list(self._indices)", "inputs come in no random order"),
-        ("counts[visit.label]", "counts.max()", "any class counts for the label"),
-    ),
-    *group(
-        "dpdist/certification/decision.py", "certification/test_decision",
-        ("if like.noise_bank:", "if False:", "inputs share one noise bank, and count as independent"),
     ),
     *group(
         "dpdist/certification/curves.py", "certification/test_curves",
@@ -482,6 +450,16 @@ FAULTS: list[Fault] = [
          "private results lie where they are published"),
         ("if self.private and around and not", "if False and not",
          "private results may be written where they are published"),
+        ('f"*/{_DECISION}"', '"*/none"', "answers that nothing reads are passed over"),
+    ),
+    *group(
+        "dpdist/commands/certify.py", "certification/test_certify_command",
+        ("refuse_decisions(folder, output)", "refuse_decisions(folder)",
+         "certificates are written beside an answer that nothing reads"),
+    ),
+    *group(
+        "dpdist/certification/catalogue.py", "certification/test_certify_command",
+        ("if modes == [_REMOVED]:", "if False:", "tables of a removed mode are refused without its reason"),
     ),
     *group(
         "dpdist/reports/facts.py", "attacks/test_evaluations",
@@ -549,7 +527,7 @@ FAULTS: list[Fault] = [
         ("deltas = left / (1 + np.exp(epsilons))", "deltas = left", "delta is paid once"),
     ),
     *group(
-        "dpdist/certification/betting_scores.py",
+        "dpdist/certification/scores.py",
         "certification/test_scores certification/test_tighter_bounds certification/test_rebound",
         (
             "selected, 1 - self.alpha)",
