@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import os
 import secrets
+import shutil
 import signal
 import socket
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +40,10 @@ _ENVIRONMENT = {
     _START_BY_ITSELF_VARIABLE: "0",
 }
 _CONNECT_SECONDS = 5.0
+_FOLDER = "dpdist-ray-"
+_LOCK = "session.lock"
+# A socket's path has at most 107 bytes, of which Ray takes about 70 below its folder.
+_LONGEST_ROOT = 20
 
 
 @dataclass(frozen=True)
@@ -68,9 +75,10 @@ def connect(
     """One Ray session for a whole command; reuses the session of an enclosing `connect`.
 
     With RAY_ADDRESS set (as inside `ray job submit`), that cluster; otherwise a new local session
-    with every port on loopback and a fresh access token. Ray's chatter goes to `log_file`.
-    `worker_setup` runs once in every worker process. `cpus` limits a local session (default: the
-    CPUs this process may use).
+    with every port on loopback, a fresh access token, and Ray's own files (logs, sockets, staged
+    artifacts) in a folder that only this user can read and that goes with the session. Ray's
+    chatter goes to `log_file`. `worker_setup` runs once in every worker process. `cpus` limits a
+    local session (default: the CPUs this process may use).
 
     Raises ClusterError when nothing answers at RAY_ADDRESS.
     """
@@ -92,19 +100,70 @@ def connect(
     else:
         _check_reachable(address)
     handler: logging.Handler | None = None
+    with contextlib.ExitStack() as after:
+        options = _options(address, cpus, worker_setup)
+        try:
+            if address is None:
+                options["_temp_dir"] = str(after.enter_context(_session_folder()))
+            _start(address, options)
+            handler = _log_to(log_file)
+            yield _describe(address)
+        finally:
+            ray.shutdown()
+            for name in added:
+                os.environ.pop(name, None)
+            read_environment_again()
+            if handler is not None:
+                logging.getLogger("ray").removeHandler(handler)
+                with contextlib.suppress(OSError):
+                    handler.close()
+
+
+@contextlib.contextmanager
+def _session_folder() -> Iterator[Path]:
+    """Make a folder for the files of a local session, and remove it with them at the end.
+
+    Ray's own place, /tmp/ray, is readable by every user of the machine and is never emptied: a
+    search's number of trials and their scores lay there. A process that was killed leaves its
+    folder behind; the next session removes those whose lock nobody holds.
+    """
+    root = Path(tempfile.gettempdir())
+    if len(os.fsencode(root)) > _LONGEST_ROOT:
+        root = Path("/tmp")
+    for left in root.glob(f"{_FOLDER}*"):
+        _remove_if_left(left)
+    folder = Path(tempfile.mkdtemp(prefix=_FOLDER, dir=root))  # mode 0700
     try:
-        _start(address, _options(address, cpus, worker_setup))
-        handler = _log_to(log_file)
-        yield _describe(address)
+        with (folder / _LOCK).open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield folder / "ray"  # which Ray opens to all; the one around it stays closed
     finally:
-        ray.shutdown()
-        for name in added:
-            os.environ.pop(name, None)
-        read_environment_again()
-        if handler is not None:
-            logging.getLogger("ray").removeHandler(handler)
-            with contextlib.suppress(OSError):
-                handler.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_if_left(folder: Path) -> None:
+    """Remove a session's folder if it is this user's and its process is gone."""
+    with contextlib.suppress(OSError):
+        if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+            return
+        with (folder / _LOCK).open("r+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def staged_artifacts() -> Path:
+    """Return the folder where Ray Train and Tune stage files on this node, closed to other users.
+
+    They stage in Ray's session folder even when `storage_path` is set; a cluster's session folder
+    is readable by all users of the node.
+    """
+    from ray.train.constants import _get_ray_train_session_dir
+
+    folder = Path(_get_ray_train_session_dir())
+    with contextlib.suppress(OSError):  # of another user's session
+        folder.mkdir(mode=0o700, exist_ok=True)
+        folder.chmod(0o700)
+    return folder
 
 
 def _start(address: str | None, options: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Any
 
 from dpdist.base.storage import private_folder
 from dpdist.cluster.packages import fingerprint
+from dpdist.cluster.session import staged_artifacts
 from dpdist.randomness.keys import derive_key
 from dpdist.runs.recipe import Recipe
 from dpdist.sections.search import TuneRecipe
@@ -53,6 +55,7 @@ def one_pass(
             reduction_factor=factor,
             max_t=factor ** (section.rungs - 1),
         )
+    staged, name = staged_artifacts(), f"search-{time.time_ns()}"
     tuner = tune.Tuner(
         tune.with_resources(_trainable(folder.run.path, factor), trial_resources(recipe.resources)),
         tune_config=tune.TuneConfig(
@@ -63,14 +66,18 @@ def one_pass(
             reuse_actors=scheduler is None,
         ),
         run_config=tune.RunConfig(
-            name=f"search-{time.time_ns()}",
+            name=name,
             storage_path=str(private_folder(folder.ray)),
             failure_config=tune.FailureConfig(max_failures=0, fail_fast=False),
             callbacks=[JsonLoggerCallback()],
             verbose=0,
         ),
     )
-    tuner.fit()
+    try:
+        tuner.fit()
+    finally:  # Tune leaves K and every score there
+        for left in staged.glob(f"*/{name}"):
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def _suggestions(folder: SearchFolder, section: TuneRecipe) -> Any:
@@ -96,6 +103,7 @@ def _trainable(path: Path, factor: int) -> Callable[[dict[str, Any]], None]:
         def report(rung: int, value: float) -> None:
             tune.report({"score": value, "reached": factor ** (rung - 1)})
 
+        staged_artifacts()  # of a node without the driver
         run_trial(path, packages, config["trial"], report)
 
     return trial

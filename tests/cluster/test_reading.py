@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from dpdist.base import reading
 from dpdist.base.errors import UserError
 from dpdist.base.reading import NoSuchFile, parse_json, read_bytes, read_json, usable_path
 from dpdist.base.storage import write_json
@@ -138,3 +139,22 @@ def test_a_column_that_is_there_twice(tmp_path):
     (tmp_path / "t.parquet").write_bytes((tmp_path / "t.parquet").read_bytes()[:-20])
     with pytest.raises(UserError, match="not a readable Parquet table"):
         read_table(tmp_path / "t.parquet", {"i": (int, None)})
+
+
+class CountedKey(str):
+    """A key that counts how often it is compared."""
+
+    compared = 0
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        CountedKey.compared += 1
+        return str.__eq__(self, other)
+
+
+def test_equal_keys_cost_one_comparison_each():
+    """A request of 400 KB with many equal keys stopped a server for a minute."""
+    pairs = [(CountedKey(f"k{i}"), i) for i in range(1000)] + [(CountedKey("k999"), 0)] * 1000
+    with pytest.raises(ValueError, match="'k999' is given twice"):
+        reading._unique(pairs)
+    assert CountedKey.compared <= 10

@@ -3,10 +3,14 @@ otherwise."""
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import signal
+import stat
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import ray
@@ -107,3 +111,45 @@ def test_a_session_may_begin_in_a_thread(no_ray):
             assert pool.submit(local).result()
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def folders() -> set[Path]:
+    return set(Path("/tmp").glob("dpdist-ray-*"))
+
+
+def test_a_sessions_files_are_its_users_and_go_with_it(no_ray, monkeypatch):
+    """Ray writes below /tmp/ray otherwise, for all to read, and leaves it there."""
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp")
+    seen, before = [], folders()
+
+    def init(**options) -> None:
+        place = Path(options["_temp_dir"])
+        place.mkdir(mode=0o777)
+        (place / "result.json").write_text("a private score")
+        seen.extend((place.parent, stat.S_IMODE(place.parent.stat().st_mode)))
+
+    monkeypatch.setattr(ray, "init", init)
+    with connect(cpus=1):
+        assert seen[0] in folders() - before
+    assert seen[1] == 0o700 and not seen[0].exists()
+
+
+def test_the_folder_of_a_killed_session_goes_with_the_next_start(no_ray, monkeypatch):
+    """One that another process holds stays, and so does what is not a session's."""
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp")
+    left, held, link = (Path(tempfile.mkdtemp(prefix="dpdist-ray-", dir="/tmp")) for _ in range(3))
+    for folder in (left, held):
+        (folder / "session.lock").touch()
+        (folder / "ray").mkdir()
+    link.rmdir()
+    link.symlink_to(held)
+    try:
+        with (held / "session.lock").open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            with connect(cpus=1):
+                assert not left.exists() and (held / "ray").is_dir() and link.is_symlink()
+    finally:
+        link.unlink()
+        (held / "ray").rmdir()
+        (held / "session.lock").unlink()
+        held.rmdir()

@@ -4,6 +4,7 @@ of its own; the others share a session of Ray, two CPUs, with this process as th
 from __future__ import annotations
 
 import json
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from support.here import Done, command, without_ray
 from support.processes import descendants, kill, parameters, start, wait_for
 
 from dpdist.base import vision
-from dpdist.cluster.session import connect
+from dpdist.cluster.session import connect, staged_artifacts
 from dpdist.privacy.ledger import Ledger
 from dpdist.runs.folder import RunFolder
 from dpdist.tuning.manifest import SearchFolder, read_trials
@@ -112,6 +113,11 @@ def test_trials_of_two_workers(recipe, tune, tmp_path):
     assert len(shown) == 2 and all(len(row["scores"]) == 1 for row in shown)
     ledger = Ledger.read(run / "private" / "ledger.jsonl")
     assert ledger.attempts[0]["identity"]["world_size"] == "2" and ledger.superseded == 0
+    # Tune staged K and the scores in Ray's session folder, 0644, and left them there.
+    staged = staged_artifacts()
+    assert stat.S_IMODE(staged.stat().st_mode) == 0o700
+    assert list(staged.glob("*/search-*")) == []
+    assert [path for path in staged.rglob("*") if "result" in path.name] == []
 
 
 def test_more_trials_at_once_than_fit_are_refused_at_once(recipe, tmp_path, monkeypatch, capsys):
