@@ -1,4 +1,4 @@
-"""`dpdist serve` on Ray Serve, under a modest load, while a replica dies."""
+"""`dpdist serve` on Ray actors, under a modest load, while a replica dies."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from support.extras import needs_serve
 from support.training import make, train
@@ -24,6 +26,7 @@ from dpdist.serving.gate import Limits
 
 needs_serve()
 
+LOOPBACK = {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 DRAWS, REQUESTS, CLIENTS = 2000, 400, 100
 
 
@@ -63,11 +66,21 @@ def get(address: str, path: str) -> str:
 
 def kill_one() -> None:
     """One of the processes that answer, without a word."""
-    import ray
+    tree = psutil.Process().children(recursive=True)
+    next(process for process in tree if "Classifier" in " ".join(process.cmdline())).kill()
 
-    named = ray.util.list_named_actors(all_namespaces=True)
-    replica = next(entry for entry in named if "Classifier" in entry["name"])
-    ray.kill(ray.get_actor(replica["name"], namespace=replica["namespace"]))
+
+def listened_on() -> set[str]:
+    """The addresses that this process and all it started accept connections on."""
+    found = set()
+    for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
+        with suppress(psutil.NoSuchProcess):
+            found |= {
+                each.laddr.ip
+                for each in process.net_connections("inet")
+                if each.status == psutil.CONN_LISTEN
+            }
+    return found
 
 
 @pytest.mark.long
@@ -89,6 +102,7 @@ def test_many_clients_and_a_replica_that_dies(released, capsys):
         ThreadPoolExecutor(CLIENTS) as clients,
     ):
         assert json.loads(get(address, "/"))["draws"] == DRAWS
+        assert listened_on() <= LOOPBACK  # Ray Serve's replicas listened on [::]
         began = time.monotonic()
         first = list(clients.map(lambda k: post(address, bodies[k % 40]), range(REQUESTS)))
         rate = REQUESTS / (time.monotonic() - began)

@@ -49,10 +49,10 @@ def command(
     from dpdist import pipeline
     from dpdist.base import console
     from dpdist.release.reading import load
-    from dpdist.serving.deployments import Serving, deployed, require_serve
+    from dpdist.serving.deployments import Serving, deployed, require_server
     from dpdist.serving.gate import Limits
 
-    require_serve()
+    require_server()
     if not _is_loopback(host):
         console.say(f"serve: {host} is not this machine's own: whoever reaches it can ask")
     found = load(release, trusted_factory=trust_factory, signer=signer)

@@ -1,19 +1,24 @@
-"""The same on Ray Serve: replicas that hold the model, and before them one gate, with HTTP of its
-own."""
+"""A release behind HTTP: Ray actors that hold the model, and the gate in this process.
+
+Not Ray Serve: its replicas open a gRPC port on every interface of the machine, which unpickles what
+it is sent.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dpdist.base.errors import ClusterError
+from dpdist.base.errors import ClusterError, UserError
 from dpdist.base.extras import library
 from dpdist.serving.batches import Batches
 from dpdist.serving.gate import Gate, Limits, Lost
@@ -23,6 +28,7 @@ if TYPE_CHECKING:
     from dpdist.release.reading import Release
 
 _CALLS = 2  # of a replica: it works on one while the next one waits there
+_REST_SECONDS = 5.0  # that a replica which was lost is asked only when no other is left
 
 
 @dataclass(frozen=True)
@@ -54,11 +60,11 @@ class Classifier:
             raise ReleaseError(f"{serving.folder}: changed since it is served; start serve again")
         self._answer = release.answerer(serving.sigma, serving.n, serving.alpha)
 
-    async def __call__(self, images: list[np.ndarray]) -> tuple[list[dict[str, Any] | None], float]:
-        """An answer to each, None for a fault of ours; and the seconds that all of them took.
+    def ready(self) -> None:
+        """Return once the model is there."""
 
-        A coroutine that never waits: the next call must not begin in a thread beside it.
-        """
+    def answer(self, images: list[np.ndarray]) -> tuple[list[dict[str, Any] | None], float]:
+        """Return an answer to each, None for a fault of ours, and the seconds that all took."""
         began = time.perf_counter()
         return [self._one(image) for image in images], time.perf_counter() - began
 
@@ -66,44 +72,41 @@ class Classifier:
         try:
             return self._answer(image).as_json
         except Exception:  # the others of its call are not to suffer
-            logging.getLogger("ray.serve").exception("an image ended in a fault")
+            logging.getLogger(__name__).exception("an image ended in a fault")
             return None
 
 
-class Ingress:
-    """Every request comes here first, by HTTP of its own. calls: of replicas, at a time."""
+class Replicas:
+    """Ray actors of `Classifier`, asked in turn. Belongs to one event loop.
 
-    async def __init__(  # type: ignore[misc]
-        self,
-        classifier: Any,
-        about: dict[str, Any],
-        shape: tuple[int, ...],
-        limits: Limits,
-        calls: int,
-        where: tuple[str, int],
-    ) -> None:
-        self._classifier = classifier
-        batches = Batches(self._ask, calls, limits.seconds)
-        self._http = speak(Gate(about, shape, batches, limits), listen(*where))
+    A replica whose process dies is started again by Ray.
+    """
 
-    async def _ask(self, images: list[np.ndarray]) -> tuple[list[dict[str, Any] | None], float]:
+    def __init__(self, actors: list[Any], clock: Callable[[], float] = time.monotonic) -> None:
+        self._actors, self._clock = actors, clock
+        self._asked = [0] * len(actors)  # calls under way
+        self._lost = [-_REST_SECONDS] * len(actors)  # when it was lost last
+
+    async def __call__(self, images: list[np.ndarray]) -> tuple[list[dict[str, Any] | None], float]:
+        """Return the answers of the replica with the fewest calls. Raises Lost if it dies."""
         from ray.exceptions import RayActorError
-        from ray.serve.exceptions import ReplicaUnavailableError
 
+        now = self._clock()
+        rests = [now - lost < _REST_SECONDS for lost in self._lost]
+        chosen = min(range(len(rests)), key=lambda i: (rests[i], self._asked[i], self._lost[i]))
+        self._asked[chosen] += 1
         try:
-            return await self._classifier.remote(images)
-        except (RayActorError, ReplicaUnavailableError) as error:
+            return await self._actors[chosen].answer.remote(images)
+        except RayActorError as error:
+            self._lost[chosen] = self._clock()
             raise Lost(str(error)) from error
-
-    def check_health(self) -> None:
-        """Serve asks now and then, and starts another where this raises."""
-        if self._http.done():
-            raise RuntimeError("nobody listens any more")
+        finally:
+            self._asked[chosen] -= 1
 
 
-def require_serve() -> Any:
-    """ray.serve. Raises UserError where what it needs is not installed."""
-    return library("ray.serve", "serve", "dpdist serve")
+def require_server() -> Any:
+    """Return the HTTP server's module. Raises UserError where it is not installed."""
+    return library("uvicorn", "serve", "dpdist serve")
 
 
 def _about(release: Release, serving: Serving) -> dict[str, Any]:
@@ -122,42 +125,62 @@ def _about(release: Release, serving: Serving) -> dict[str, Any]:
 
 @contextmanager
 def deployed(release: Release, serving: Serving, host: str, port: int) -> Iterator[str]:
-    """The release behind HTTP while the context lasts; gives its address. Ray must be initialised.
+    """Answer by HTTP while the context lasts; gives the address. Ray must be initialised.
 
-    Raises UserError where that cannot be listened on, ClusterError when Serve cannot start it.
+    Raises UserError where that cannot be listened on, ClusterError when no replica starts.
     """
     import ray
 
-    serve = require_serve()
-    listen(host, port).close()  # what cannot be is said before anything starts
-    serve.start(proxy_location="Disabled")
+    require_server()
+    listen(host, port).close()  # said before anything starts
+    replica = ray.remote(num_cpus=1, max_restarts=-1)(Classifier)
+    actors = [replica.remote(serving, release.sums) for _ in range(serving.replicas)]
     try:
-        classifier = serve.deployment(
-            num_replicas=serving.replicas,
-            ray_actor_options={"num_cpus": 1},
-            max_ongoing_requests=_CALLS,
-            max_constructor_retry_count=1,
-            health_check_period_s=2,
-            graceful_shutdown_timeout_s=2,
-        )(Classifier)
-        here = {f"node:{ray.util.get_node_ip_address()}": 0.001}  # whose address it listens on
-        ingress = serve.deployment(
-            ray_actor_options={"num_cpus": 0, "resources": here},
-            health_check_period_s=2,
-            graceful_shutdown_timeout_s=2,
-        )(Ingress)
-        app = ingress.bind(
-            classifier.bind(serving, release.sums),
-            _about(release, serving),
-            tuple(release.spec.input_shape),
-            serving.limits,
-            _CALLS * serving.replicas,
-            (host, port),
-        )
         try:
-            serve.run(app, name="dpdist", route_prefix=None)
-        except RuntimeError as error:
-            raise ClusterError(f"Ray Serve did not start the model: {error}") from error
-        yield f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+            ray.get([actor.ready.remote() for actor in actors])
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, UserError):
+                raise error.cause from None
+            raise ClusterError(f"no replica could start: {error.cause}") from error
+        except ray.exceptions.RayActorError as error:
+            raise ClusterError(f"no replica could start: {_why(error)}") from error
+        limits, shape = serving.limits, tuple(release.spec.input_shape)
+        batches = Batches(Replicas(actors), _CALLS * serving.replicas, limits.seconds)
+        with _spoken(Gate(_about(release, serving), shape, batches, limits), host, port):
+            yield f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     finally:
-        serve.shutdown()
+        for actor in actors:
+            ray.kill(actor)
+
+
+def _why(error: Exception) -> str:
+    cause = error.__cause__ or error
+    return (str(cause).strip().splitlines() or [type(cause).__name__])[-1]
+
+
+@contextmanager
+def _spoken(gate: Gate, host: str, port: int) -> Iterator[None]:
+    """Speak HTTP in a thread with an event loop of its own: this one waits for the user's end."""
+    loop = asyncio.new_event_loop()
+    listening = listen(host, port)
+
+    async def begin() -> asyncio.Task[None]:
+        return speak(gate, listening)
+
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    speaking = asyncio.run_coroutine_threadsafe(begin(), loop).result()
+
+    async def end() -> None:
+        speaking.cancel()
+        with suppress(asyncio.CancelledError):
+            await speaking
+
+    try:
+        yield
+    finally:
+        asyncio.run_coroutine_threadsafe(end(), loop).result(timeout=10)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(timeout=10)
+        loop.close()
+        listening.close()

@@ -17,6 +17,7 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 _CONNECTIONS = 1000
+_HEADER_BYTES = 64 * 2**10
 _LINGER = 1.0  # seconds
 
 
@@ -84,6 +85,8 @@ def speak(gate: Gate, listening: socket.socket) -> asyncio.Task[None]:
     server = uvicorn.Server(
         uvicorn.Config(
             Application(gate),
+            http="h11",  # the other one reads headers of any size
+            h11_max_incomplete_event_size=_HEADER_BYTES,
             lifespan="off",
             ws="none",
             log_config=None,
