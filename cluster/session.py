@@ -113,10 +113,7 @@ def connect(
             for name in added:
                 os.environ.pop(name, None)
             read_environment_again()
-            if handler is not None:
-                logging.getLogger("ray").removeHandler(handler)
-                with contextlib.suppress(OSError):
-                    handler.close()
+            _stop_logging(handler)
 
 
 @contextlib.contextmanager
@@ -252,6 +249,13 @@ def _log_to(log_file: Path | None) -> logging.Handler:
         handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
     logger.addHandler(handler)
     return handler
+
+
+def _stop_logging(handler: logging.Handler | None) -> None:
+    if handler is not None:
+        logging.getLogger("ray").removeHandler(handler)
+        with contextlib.suppress(OSError):
+            handler.close()
 
 
 def _first_line(error: BaseException) -> str:

@@ -6,7 +6,8 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ def one_pass(
             reduction_factor=factor,
             max_t=factor ** (section.rungs - 1),
         )
-    staged, name = staged_artifacts(), f"search-{time.time_ns()}"
+    name = f"search-{time.time_ns()}"
     tuner = tune.Tuner(
         tune.with_resources(_trainable(folder.run.path, factor), trial_resources(recipe.resources)),
         tune_config=tune.TuneConfig(
@@ -73,9 +74,16 @@ def one_pass(
             verbose=0,
         ),
     )
-    try:
+    with _removed(staged_artifacts(), name):
         tuner.fit()
-    finally:  # Tune leaves K and every score there
+
+
+@contextmanager
+def _removed(staged: Path, name: str) -> Iterator[None]:
+    """Remove at the end what Tune staged of an experiment: K and every score."""
+    try:
+        yield
+    finally:
         for left in staged.glob(f"*/{name}"):
             shutil.rmtree(left, ignore_errors=True)
 
