@@ -8,7 +8,7 @@ PYTEST_ARGS ?=
 # Two processes, each of which takes the next file of tests.
 TESTS = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo check quick test test-all lint mutants matrix bench docs notebook clean install
+.PHONY: demo check quick test test-all lint mutants audit-zoo matrix bench docs notebook clean install
 .DEFAULT_GOAL := help
 
 .PHONY: help
@@ -19,6 +19,7 @@ help:
 	@echo "make test-all  the same, with the long tests (Ray's jobs, kills, hosts, faults, generated input)"
 	@echo "make lint    ruff and mypy only"
 	@echo "make mutants plant faults, one at a time: do the tests notice? (under an hour; docs/testing.md)"
+	@echo "make audit-zoo  what the audits find of planted faults (seconds; docs/audits.md)"
 	@echo "make matrix  other Pythons, other versions of torch (some GB and half an hour)"
 	@echo "make bench   speed and memory, side by side with peers"
 	@echo "make docs    the documentation as a static site with an API reference, in site/"
@@ -60,6 +61,9 @@ test-all: install
 
 mutants: install
 	@$(BIN)/python tests/mutants/run.py
+
+audit-zoo: install
+	@$(BIN)/python tests/audits/zoo.py
 
 matrix: install
 	@$(BIN)/python tests/matrix.py

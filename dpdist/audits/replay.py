@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -26,15 +25,6 @@ def reuses_noise(driven: Driven, steps: int = 4) -> bool:
         released += [driven.seen(np.arange(0), step) for step in range(steps)]
     noise = np.concatenate([seen.ravel() for seen in released if seen is not None])
     return len(noise) - len(np.unique(noise)) >= _COMMON
-
-
-def depends_on_records(
-    make: Callable[[np.ndarray], Mapping[str, np.ndarray]], records: np.ndarray
-) -> list[str]:
-    """Names of what is made before the first step and differs without the first record: none of it
-    may, unless it was paid for. `make` must use the same randomness both times."""
-    whole, without = make(records), make(records[1:])
-    return [name for name in whole if not np.array_equal(whole[name], without[name])]
 
 
 def forgets_releases(ledger: type[Ledger] = Ledger, steps: int = 5) -> bool:

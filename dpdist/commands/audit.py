@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dpdist.base.errors import UserError
-from dpdist.commands.options import RUNS, DataRoot, Output, Runs, flag, option
+from dpdist.commands.options import RUNS, DataRoot, Output, Runs, option
 
 if TYPE_CHECKING:
     from dpdist.audits.result import AuditResult
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from dpdist.runs.recipe import Recipe
 
 _Name = Annotated[
-    str | None,
+    str,
     typer.Argument(metavar="RECIPE|RUN", help="A recipe, or a trained run (by name or path)."),
 ]
 _Kind = Annotated[str | None, option("mechanism (default), or that of the recipe's audit section.")]
@@ -32,30 +32,20 @@ _Set = Annotated[
         metavar="NAME=VALUE",
     ),
 ]
-_Zoo = Annotated[
-    bool,
-    flag("--zoo", "Audit planted faults instead: a table of what is found."),
-]
 
 
 def command(
-    name: _Name = None,
+    name: _Name,
     kind: _Kind = None,
     options: _Set = None,
     runs: Runs = RUNS,
     data_root: DataRoot = None,
     output: Output = None,
-    zoo: _Zoo = False,
 ) -> None:
     """Measure how much leaks at least: an empirical lower bound of epsilon, beside what is proved.
 
     Exit code 1 when it exceeds what is proved, and code or proof is wrong, or what is claimed.
     """
-    if zoo:
-        _visit_zoo()
-        return
-    if name is None:
-        raise UserError("give a recipe or a run, or --zoo")
     if output is not None and output.exists() and not output.is_dir():
         raise UserError(f"--output: {output}: must be a folder")
     of_audit = [each for each in options or () if "." not in each.partition("=")[0]]
@@ -136,20 +126,3 @@ def _rows(found: Audited) -> list[tuple[str, str]]:
     rows = [("epsilon", found.three), ("audited", found.line)]
     rows += [("it rests on", line) for line in found.assumptions]
     return rows + [(key.replace("_", " "), str(value)) for key, value in found.details.items()]
-
-
-def _visit_zoo() -> None:
-    """Exit code 1 when a fault is missed, or sound pieces are accused."""
-    from dpdist.audits import zoo
-    from dpdist.base import console
-
-    rows, right = [], True
-    with console.progress("audit, zoo", "faults", "faults") as show:
-        for fault, found in zoo.visit(lambda done, total: show(done, total, 0.0)):
-            right = right and bool(found) == (fault in zoo.FAULTS)
-            verdict = f"found: {', '.join(found)}" if found else "nothing found"
-            rows.append([fault.name, verdict, f"{fault.words} ({fault.seen})"])
-    typer.echo(console.columns(["fault", "verdict", "what it is"], rows))
-    typer.echo(f"each verdict is wrong with probability at most {zoo.ERROR:g}")
-    if not right:
-        raise typer.Exit(1)

@@ -10,7 +10,7 @@ import pytest
 from support.here import command
 from support.training import make, train
 
-from dpdist.audits import driving, mechanism, zoo
+from dpdist.audits import driving, mechanism
 from dpdist.audits.target import Target
 from dpdist.privacy.audited import Audited
 from dpdist.privacy.claims import Claim
@@ -102,20 +102,9 @@ def test_of_a_recipe(dpdist, tmp_path):
     assert Audited.read(path).model is None
 
 
-def test_the_zoo(dpdist, monkeypatch):
-    kept = [fault for fault in zoo.FAULTS if fault.replay is not None]
-    monkeypatch.setattr(zoo, "SOUND", zoo.SOUND[2:])
-    monkeypatch.setattr(zoo, "FAULTS", tuple(kept))
-    done = dpdist("audit", "--zoo")
-    assert done.code == 0 and "found: replay of a restart" in done.out
-    monkeypatch.setattr(zoo, "FAULTS", (*kept, *zoo.SOUND[:1]))  # one that is not found
-    assert dpdist("audit", "--zoo").code == 1
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ((), "give a recipe or a run, or --zoo"),
         (("nothing-here",), "no such recipe"),
         (("digits", "--kind", "magic"), "audit.kind: must be one of mechanism"),
         (("digits", "--set", "releases=1"), "audit.releases: must be"),

@@ -1,12 +1,13 @@
 """Planted faults, as libraries have shipped them: what the audits say of each.
 
-A fault is the real mechanism with one piece replaced.
+A fault is the real mechanism with one piece replaced. `make audit-zoo` prints the table.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,8 @@ from torch import Tensor
 
 from dpdist.audits.driving import Driven
 from dpdist.audits.mechanism import SCENES, play
-from dpdist.audits.replay import depends_on_records, forgets_releases, reuses_noise
+from dpdist.audits.replay import forgets_releases, reuses_noise
+from dpdist.base import console
 from dpdist.gradients.clipping import clipping_for
 from dpdist.gradients.engine import ClippedSum
 from dpdist.gradients.noise import add_noise
@@ -170,6 +172,15 @@ class Forgetful(Ledger):
         super()._apply(record)
 
 
+def depends_on_records(
+    make: Callable[[np.ndarray], Mapping[str, np.ndarray]], records: np.ndarray
+) -> list[str]:
+    """Names of what is made before the first step and differs without the first record: none of it
+    may, unless it was paid for. `make` must use the same randomness both times."""
+    whole, without = make(records), make(records[1:])
+    return [name for name in whole if not np.array_equal(whole[name], without[name])]
+
+
 def private_redistribution(records: np.ndarray) -> Mapping[str, np.ndarray]:
     """r from the mean gradient of the records themselves."""
     weights = np.abs(records).mean(0)
@@ -225,12 +236,22 @@ FAULTS = (
 )  # fmt: skip
 
 
-def visit(
-    show: Callable[[int, int], None] = lambda done, total: None,
-) -> Iterator[tuple[Fault, list[str]]]:
-    """Every fault, the sound pieces first, with what found it."""
-    everything = (*SOUND, *FAULTS)
-    for place, fault in enumerate(everything):
-        show(place, len(everything))
-        yield fault, fault.found()
-    show(len(everything), len(everything))
+def main() -> int:
+    """Print what is found of every fault, the sound pieces first; return the exit code, 1 when a
+    fault is missed or sound pieces are accused."""
+    rows, right, everything = [], True, (*SOUND, *FAULTS)
+    with console.progress("audit, zoo", "faults", "faults") as show:
+        for place, fault in enumerate(everything):
+            show(place, len(everything), 0.0)
+            found = fault.found()
+            right = right and bool(found) == (fault in FAULTS)
+            verdict = f"found: {', '.join(found)}" if found else "nothing found"
+            rows.append([fault.name, verdict, f"{fault.words} ({fault.seen})"])
+        show(len(everything), len(everything), 0.0)
+    print(console.columns(["fault", "verdict", "what it is"], rows))
+    print(f"each verdict is wrong with probability at most {ERROR:g}")
+    return 0 if right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
