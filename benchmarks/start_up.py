@@ -58,7 +58,6 @@ CASES = (
     "report nothing",
     "compare nothing other",
     "release begun",
-    "landscape begun",
     "denoise begun --name new --classifier nowhere",
     "membership small.yaml --attack nothing",
     "membership begun.yaml",

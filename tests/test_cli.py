@@ -17,7 +17,7 @@ import yaml
 from dpdist.commands.cli import main
 
 COMMANDS = [
-    "run", "train", "tune", "certify", "attack", "predict", "report", "release", "landscape",
+    "run", "train", "tune", "certify", "attack", "predict", "report", "release",
     "account", "budget", "radius", "recipes", "data",
 ]  # fmt: skip
 

@@ -21,7 +21,6 @@ from dpdist.commands import (
     data,
     denoise,
     init,
-    landscape,
     log,
     membership,
     poison,
@@ -63,7 +62,6 @@ app.command("release")(release.command)
 app.command("verify")(verify.command)
 app.command("serve")(serve.command)
 app.command("log")(log.command)
-app.command("landscape")(landscape.command)
 app.command("membership")(membership.command)
 app.command("poison")(poison.command)
 app.add_typer(account.app, name="account")

@@ -20,15 +20,6 @@ _COLOURS = ("#0b5cad", "#c1440e", "#3a7d44", "#7b4fa3", "#8a6d00")
 Curves = Mapping[str, tuple[np.ndarray, np.ndarray]]
 
 
-def loss_landscape(alphas: Sequence[float], losses: Sequence[float]) -> bytes:
-    """Mean loss along a filter-normalised random direction through the parameters."""
-    figure, axes = _axes()
-    axes.plot(alphas, losses, color=_COLOURS[0])
-    axes.set_xlabel("alpha: distance along a filter-normalised random direction")
-    axes.set_ylabel("mean loss on test data")
-    return png(figure)
-
-
 def noise_scales(delta: float, sensitivity: float, form: str) -> bytes:
     """Noise of one release against epsilon, a line for each Gaussian mechanism (HGM, IJCAI 2019,
     Figure 1). form: png, pdf or svg."""

@@ -21,8 +21,7 @@ from dpdist.release.files import RELEASED, SIGNATURE
 from dpdist.runs.folder import RunFolder
 
 PUBLISHABLE = (
-    "recipe.yaml", "evaluation.json", "landscape.json", "release", "certificates", "attacks",
-    "audit", "report",
+    "recipe.yaml", "evaluation.json", "release", "certificates", "attacks", "audit", "report",
 )  # fmt: skip
 MAX_BYTES = 200 * 2**20
 _BEGIN, _END = "-----BEGIN DPDIST EXPORT-----", "-----END DPDIST EXPORT "

@@ -190,7 +190,6 @@ OPTIONS = {
                       "certificates": "a"},
     ("predict", "x", "i.npy"): {"sigma": 0.5, "n": 50, "alpha": 0.1, "runs": "runs"},
     ("compare", "x", "x"): {"l2": "0.1", "linf": "0.1", "picture": "p.png", "runs": "runs"},
-    ("landscape", "x"): {"inputs": 5, "iterations": 1},
     ("denoise", "x"): {"name": "n", "classifier": "runs/x/private/model", "saw": "s"},
     ("tune", "digits", "--plan"): {"trials": "3", "records": 100, "plot": "p.png"},
     ("run", "digits", "--dry-run"): {"name": "n", "workers": 1, "archive": "file:///nowhere/x"},
@@ -232,7 +231,7 @@ READERS = [
     ["certify", "x", "--rebound", "alpha=0.01", "--output", "runs/x/certificates/a"],
     ["predict", "x", "i.npy", "--n", "50"], ["cluster", "export", "x"], ["train", "x.yaml"],
     ["budget"], ["attack", "x", "--smoothed"], ["certify", "x"],
-    ["landscape", "x", "--inputs", "2"], ["attack", "x", "--check-certificates"],
+    ["attack", "x", "--check-certificates"],
     ["denoise", "x", "--name", "y", "--classifier", "runs/x/private/model", "--saw", "s"],
 ]  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""DPlis' scale, draws and flatness measures."""
+"""DPlis' scale and draws."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from dpdist.base.errors import UserError
 from dpdist.gradients.clipping import FlatClipping
 from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.perturbations import Draws
-from dpdist.gradients.sharpness import loss_picture, sharpness
 from dpdist.methods.base import Fixed, Method
 from dpdist.methods.dp_sgd import DPSGD
 from dpdist.methods.dplis import DPlis, dplis_scale
@@ -84,69 +83,3 @@ def test_smoothed_gradient_of_a_quadratic():
     # The error is |x| s z / sqrt(400) along x: below 6 standard deviations but for 2e-9.
     bound = 6 * 6.6e-3 * float(inputs.norm()) ** 2 / 20
     assert 0 < float((smooth - reference).norm()) < bound
-
-
-# ---- flatness
-
-
-class _Quadratic(nn.Module):
-    """Mean loss = sum_i curvature_i theta_i^2, whatever the inputs."""
-
-    def __init__(self, theta: Tensor, curvature: Tensor) -> None:
-        super().__init__()
-        self.theta, self.curvature = nn.Parameter(theta), curvature
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return (self.curvature * self.theta.square()).sum().expand(len(inputs), 1)
-
-
-def as_loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    return outputs[:, 0]
-
-
-def test_sharpness_of_a_quadratic_is_known():
-    """The largest value is at the corner away from zero: curvature * (|t| + e(|t| + 1))^2."""
-    theta, curvature = torch.tensor([1.0, -2.0, 0.5]), torch.tensor([1.0, 3.0, 10.0])
-    model = _Quadratic(theta.double(), curvature.double())
-    inputs, targets = torch.zeros(7, 1), torch.zeros(7)
-    result = sharpness(model, as_loss, inputs, targets, epsilon=0.01, batch_size=3)
-    corner = theta.abs() + 0.01 * (theta.abs() + 1)
-    loss, worst = float((curvature * theta**2).sum()), float((curvature * corner**2).sum())
-    assert result.loss == pytest.approx(loss)
-    assert result.worst_loss == pytest.approx(worst, rel=1e-6)
-    assert result.value == pytest.approx(100 * (worst - loss) / (1 + loss), rel=1e-5)
-    assert torch.equal(model.theta.detach(), theta.double())
-
-
-def test_sharper_is_larger():
-    values = []
-    for steepness in (1.0, 10.0):
-        model = _Quadratic(torch.ones(4), steepness * torch.ones(4))
-        values.append(sharpness(model, as_loss, torch.zeros(2, 1), torch.zeros(2)).value)
-    assert 0 < values[0] < values[1]
-
-
-def test_loss_picture_is_filter_normalised():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3))
-    before = [p.detach().clone() for p in model.parameters()]
-    inputs, targets = torch.rand(20, 1, 8, 8), torch.randint(0, 3, (20,))
-    picture = loss_picture(
-        model, cross_entropy, inputs, targets, key=KEY, alphas=(-0.5, 0.0, 0.5), batch_size=8
-    )
-    loss = float(cross_entropy(model(inputs), targets).mean())
-    accuracy = float((model(inputs).argmax(1) == targets).float().mean())
-    assert picture.losses[1] == pytest.approx(loss, rel=1e-5)
-    assert picture.accuracies[1] == pytest.approx(accuracy)
-    assert picture.losses[0] != picture.losses[1] != picture.losses[2]
-    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
-    # Doubling a filter and its direction's scale leaves the function's relative picture in place:
-    # the direction has the filters' norms and no component on biases.
-    from dpdist.gradients.sharpness import _filter_normalised
-
-    weight = model[0].weight.detach()
-    direction = _filter_normalised(torch.randn_like(weight), weight)
-    torch.testing.assert_close(direction.flatten(1).norm(dim=1), weight.flatten(1).norm(dim=1))
-    assert not _filter_normalised(torch.randn(4), model[0].bias.detach()).any()
-    again = loss_picture(model, cross_entropy, inputs, targets, key=KEY, alphas=(0.5,))
-    assert again.losses[0] == pytest.approx(picture.losses[2], rel=1e-5)

@@ -23,7 +23,6 @@ from dpdist.evaluation import _following, evaluate_stage
 from dpdist.gradients.clipping import FlatClipping
 from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.perturbations import ParameterDraws
-from dpdist.gradients.sharpness import loss_picture
 from dpdist.gradients.task import cross_entropy
 from dpdist.models import ModelSpec
 from dpdist.pipeline import report_stage
@@ -134,15 +133,6 @@ def test_what_is_said_depends_on_nothing_that_comes_later(name):
     longer, (more, targets) = make(name, 12), documents(12)
     torch.testing.assert_close(longer(more)[:, :LENGTH], before, rtol=1e-9, atol=1e-12)
     assert (targets[:, LENGTH - 1 :] < 0).all()
-
-
-def test_loss_pictures_have_the_share_said_rightly():
-    model, (inputs, targets) = make("next-word-mlp"), documents()
-    shown = loss_picture(model, cross_entropy, inputs, targets, key=bytes(32), alphas=[0.0])
-    right = ((model(inputs).argmax(2) == targets) & (targets >= 0)).sum(1) / (targets >= 0).sum(1)
-    assert shown.accuracies[0] == pytest.approx(float(right.mean()))
-    wanted = cross_entropy(model(inputs), targets).detach()
-    assert shown.losses[0] == pytest.approx(float(wanted.mean()))
 
 
 def test_a_document_without_words_says_nothing():
