@@ -18,22 +18,8 @@ CALLED_FROM_OUTSIDE = {
     "_repr_html_": "notebooks", "check_health": "ray.serve",
 }  # fmt: skip
 
-# Not called by us yet, or only from Python by users, and why it is here.
-KEPT = {
-    "record_event": "the write-ahead entry of a release that is no training step",
-    "laplace_epsilon": "inverse of laplace_scale; the oracle of the Laplace accounting's tests",
-    "heterogeneous_std": "HGM's noise by component, for one release that is no training step",
-    "functional_mechanism_scale": "the noise of DPAL and AdLM as published",
-    "harmonic": "the rule for certificates of two passes with noise in two places",
-    "laplace_size": "PixelDP's Laplace certificate",
-    "l1_to_l1": "an operator norm of PixelDP", "l1_to_l2": "an operator norm of PixelDP",
-    "linf_to_l1": "an operator norm of PixelDP",
-    "certified_accuracy_band": "an interval over a table of certificates",
-    "certified_accuracy_ceiling": "what no table of certificates can exceed",
-    "ceiling": "of every ROC, for membership inference", "largest_rejected": "for audits of a plan",
-    "one_run_mu": "one-run audits of many runs at once",
-    "answerer": "a release's answers, from Python",
-}  # fmt: skip
+# Called by users from Python only.
+KEPT = {"answerer": "a release's answers"}
 
 
 @cache

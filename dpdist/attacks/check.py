@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pyarrow as pa
 import torch
 from scipy import stats
 
@@ -35,8 +34,7 @@ from dpdist.attacks.reading import VERDICT
 from dpdist.attacks.worker import Assignment, Attacker, Block
 from dpdist.base.errors import UserError
 from dpdist.base.storage import write_json
-from dpdist.bulk import Progress
-from dpdist.bulk.job import Book, Item, Row, run
+from dpdist.bulk.job import Book, Item, Row
 from dpdist.certification import reading
 from dpdist.certification.certificate import Certificate
 from dpdist.certification.classifier import ClassifierSpec
@@ -233,30 +231,6 @@ class Check(Attacking):
         }
         write_json(output / VERDICT, about)
         return rows
-
-
-def check_certificates(
-    model_folder: Path,
-    dataset: Data,
-    path: Path,
-    settings: AttackSettings,
-    output: Path,
-    *,
-    actors: int | None = None,
-    claim: str | None = None,
-    progress: Progress | None = None,
-    trusted_factory: str | None = None,
-) -> tuple[pa.Table, Plausibility]:
-    """Attack every certificate of the table at ``path`` within its radius; return what was found.
-
-    settings, claim: as ``attack`` and ``claim`` of ``CheckSettings``. ``output`` receives
-    check.parquet, check.json (the verdict) and what `dpdist.bulk.job.run` says; called again it
-    continues.
-
-    Raises UserError for certificates of another model, of other data, or in L1.
-    """
-    work = Check(model_folder, dataset, path, settings, claim, trusted_factory)
-    return run(work, output, actors=actors, progress=progress), work.verdict
 
 
 def _refuse_others(found: reading.CertificateTable, model_folder: Path, dataset: Data) -> None:

@@ -3,7 +3,7 @@
 That layer is affine, so layer(x + noise) = layer(noise) + layer(x) - layer(0): what it makes
 of the noise is kept and only shifted for each input. Each certificate is as valid as with noise of
 its own; but the errors of different inputs can coincide, so statements about a whole set need
-Bonferroni's inequality (``rebound.certified_accuracy_band`` insists on it).
+Bonferroni's inequality.
 """
 
 from __future__ import annotations

@@ -136,12 +136,6 @@ def heterogeneous_gaussian_size(
     )
 
 
-def laplace_size(bounds: ScoreBounds, scale: float, sensitivity: float) -> float:
-    """Laplace noise of that scale: delta = 0, size = scale / (2 sensitivity) ln(p_a / p_b)."""
-    _check(scale, sensitivity)
-    return scale * pure_epsilon(bounds) / sensitivity
-
-
 def exact_gaussian_size(bounds: ScoreBounds, std: float, sensitivity: float) -> float:
     """The exact Gaussian certificate, std / (2 sensitivity) (Phi^-1(p_a) - Phi^-1(p_b)).
 

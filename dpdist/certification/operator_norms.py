@@ -53,29 +53,6 @@ def linf_to_l2(
     return min(by_rows, math.sqrt(math.prod(input_shape)) * l2)
 
 
-def l1_to_l2(
-    layer: nn.Linear | nn.Conv2d, input_shape: tuple[int, ...], weights: Tensor | None = None
-) -> float:
-    """The largest L2 norm of a column (one input's outgoing weights): exact."""
-    shape = _apply(layer, torch.zeros(1, *input_shape, dtype=torch.float64), None).shape[1:]
-    share = 1 / _root(weights).square().expand(shape)
-    squares = _transposed(layer, input_shape, layer.weight.detach().double().square(), share)
-    return math.sqrt(float(squares.max())) * _ROUNDING
-
-
-def linf_to_l1(layer: nn.Linear | nn.Conv2d, input_shape: tuple[int, ...]) -> float:
-    """The sum of all |weights| of the layer's matrix: an upper bound of that norm."""
-    return float(_row_sums(layer, input_shape).sum()) * _ROUNDING
-
-
-def l1_to_l1(layer: nn.Linear | nn.Conv2d, input_shape: tuple[int, ...]) -> float:
-    """The largest column sum of |W|: exact."""
-    shape = _apply(layer, torch.zeros(1, *input_shape, dtype=torch.float64), None).shape[1:]
-    ones = torch.ones(shape, dtype=torch.float64)
-    absolute = layer.weight.detach().double().abs()
-    return float(_transposed(layer, input_shape, absolute, ones).max()) * _ROUNDING
-
-
 def hgm_linf_to_l2_as_printed(
     layer: nn.Linear | nn.Conv2d,
     input_shape: tuple[int, ...],

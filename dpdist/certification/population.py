@@ -12,7 +12,7 @@ q <= A + alpha (1 - A), and A >= (q - alpha) / (1 - alpha). An input that counts
 upper bound of its label's probability that reaches r with probability at least 1 - alpha, so the
 share w of inputs with such a bound has (1 - alpha) C <= w. Clopper-Pearson bounds q from below and
 w from above. False certificates are thus paid for by alpha itself, once: not by a quantile of their
-number (`rebound.certified_accuracy_band`, which speaks of the table's own inputs).
+number.
 
 Both fall with r: what is stated at one radius holds at all below (A), or beyond (C).
 """

@@ -1,15 +1,13 @@
-"""From stored counts, without the model: other alphas, merged tables, whole-set statements."""
+"""From stored counts, without the model: other alphas, merged tables, what labels could reach."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import scipy
 
 from dpdist.base.binomial import clopper_pearson_upper
 from dpdist.base.errors import UserError
@@ -118,94 +116,19 @@ def identity(table: pa.Table) -> dict[str, Any]:
     return {k: v for k, v in whole.items() if v is not None}  # or there was no such key yet
 
 
-@dataclass(frozen=True)
-class Band:
-    """Certified accuracy at one radius, and what holds with confidence for the whole set.
-
-    accuracy: share of inputs with a right, certified prediction; each certificate errs with
-    probability alpha on its own. lower: at most the share of inputs on which the smoothed
-    classifier is right and robust at the radius. certifiable: at least the share of inputs whose
-    label's own probability p allows a radius of this size, R(p) >= radius: what this kind of
-    certificate could reach with any number of draws. None where the counts of all classes were
-    not kept. Both hold together, and for all radii together, with probability 1 - error.
-
-    Nothing bounds the share that is right and robust from above but 1: R(p) is the largest radius
-    that p alone allows, and a classifier with p = 0.6 everywhere is robust at every radius. Only an
-    attack that finds another class shows that an input is not robust.
-    """
-
-    radius: float
-    accuracy: float
-    lower: float
-    certifiable: float | None
-    error: float
-    method: str
-
-
-def certified_accuracy_band(
-    table: pa.Table, at: Sequence[float], *, error: float = 0.05, bonferroni: bool = False
-) -> list[Band]:
-    """Certified accuracy at the given radii with a simultaneous band for this set of inputs.
-
-    By default the number of false certificates among N inputs with independent noise is at most
-    a Binomial(N, alpha) quantile; each false certificate is the same event at every radius. With
-    ``bonferroni`` (the only choice for a shared noise bank) every certificate is made anew at
-    error / (2N), so that none is false; possible at fixed n and for anytime results.
-
-    Proof. Input i has label probability p_i, certified class probability bound l_i and the upper
-    bound u_i of p_i from the label's count, each wrong with probability at most alpha. lower: a
-    right certificate of radius >= r that is not false names a right and robust input, so certified
-    minus false counts are at most the robust count. certifiable: R is increasing, so R(p_i) >= r
-    implies R(u_i) >= r unless p_i > u_i; the count of R(u_i) >= r plus false u_i is at least
-    the count of R(p_i) >= r. Neither count of false bounds depends on r, and each exceeds the
-    allowance with probability at most error / 2: stochastically at most Binomial(N, alpha) by
-    independence, or none by the union bound over N bounds at error / (2N).
-
-    Raises UserError for an empty table or a noise bank without ``bonferroni``.
-    """
-    found = reading.of(table)
-    count = table.num_rows
-    if not found.kind.votes:
-        raise UserError("a band is made of counts; these certificates are of expected scores")
-    bank = bool(tables.about(table).get("settings", {}).get("noise_bank"))
-    if bank and not bonferroni:
-        raise UserError(
-            "these certificates share one noise bank, so their errors can coincide: "
-            "only a Bonferroni band holds for the whole set"
-        )
-    plain = [found.certified_accuracy(r) for r in at]
-    if bonferroni:
-        level, allowance = error / (2 * count), 0
-        found = reading.of(rebound(table, level))
-        method = f"Bonferroni: each certificate at alpha = {level:.3g}"
-    else:
-        level = found.alpha
-        allowance = int(scipy.stats.binom.isf(error / 2, count, level))
-        method = f"at most {allowance} of {count} certificates at alpha = {level:g} are false"
-    reach = label_reach(table, level)
-    bands = []
-    for r, accuracy in zip(at, plain, strict=True):
-        lower = max(0.0, found.certified_accuracy(r) - allowance / count)
-        certifiable = None
-        if reach is not None:
-            certifiable = min(1.0, (int((reach >= r).sum()) + allowance) / count)
-        bands.append(Band(r, accuracy, lower, certifiable, error, method))
-    return bands
-
-
-def label_reach(table: pa.Table, alpha: float | None = None) -> np.ndarray | None:
+def label_reach(table: pa.Table) -> np.ndarray | None:
     """The radius R(u) that an upper bound u of each label's own probability could certify by the
     table's kind of certificate: float64 (N,).
 
-    Each u is below that probability with probability at most alpha (None: the table's own), and R
-    is rounded up; negative where there is none. None where the counts of all classes were not
+    Each u is below that probability with probability at most the table's alpha, and R is rounded
+    up; negative where there is none. None where the counts of all classes were not
     kept, as in the modes that stop early.
     """
     counted = table.select(["histogram", "label", "n", "alpha"]).to_pylist()
     if any(row["histogram"] is None for row in counted):
         return None
     hits = [row["histogram"][row["label"]] for row in counted]
-    errors = alpha or [row["alpha"] for row in counted]
+    errors = [row["alpha"] for row in counted]
     upper = np.minimum(clopper_pearson_upper(hits, [row["n"] for row in counted], errors), 1.0)
     # It rounds down; here it must not.
     return kind_of(table).reach(table, upper) * (1 + 1e-11)

@@ -17,7 +17,7 @@ mechanism is in that family; without that, a rejected curve refutes that curve a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -329,19 +329,6 @@ def log_likelihood_ratio(sums: ArrayLike, sigma: float, rate: float) -> Array:
 def epsilon_of_mu(mu: float, delta: float) -> float:
     """epsilon at delta of mu-Gaussian DP; 0 for mu 0."""
     return float(gaussian_epsilon(delta, 1.0, mu)) if mu > 0 else 0.0
-
-
-def largest_rejected(
-    audit: ManyRuns | OneRun, family: Iterable[tuple[float, Curve]], size: int = 1
-) -> float:
-    """Of a family (epsilon, curve), epsilons ascending and curves falling, the epsilon below which
-    all are rejected; 0 when the first is not. A bound if the mechanism is in the family."""
-    found = 0.0
-    for epsilon, curve in family:
-        if not audit.rejects(of_group(curve, size)):
-            break
-        found = epsilon
-    return found
 
 
 def _largest(rejects: Callable[[Array], ArrayLike], low: ArrayLike, high: ArrayLike) -> Array:

@@ -78,7 +78,7 @@ def card(
         "clip_norm": whole.clip_norm if whole.clips else "none",
         "records": plan.records if show_records else None,
         "records_are": "declared" if plan.nominal else "counted",
-        "released_besides": [] if ledger is None else [e["name"] for e in ledger.events],
+        "released_besides": [],  # of the format: nothing is released but the phases
         "superseded_releases": 0 if ledger is None else ledger.superseded,
         "data_set": None if data_set is None else data_set.to_dict(),
         # With the other entries at hand, the fingerprint would give N away to a search.
@@ -177,8 +177,7 @@ def recomputed(described: Mapping[str, Any], plan: PrivacyPlan) -> dict[str, Any
         )
     except (ValueError, OverflowError) as error:
         raise UserError(f"its phases cannot be accounted: {error}") from error
-    besides = [_line(name) for name in described["released_besides"]]
-    return again | {name: described[name] for name in _STATED} | {"released_besides": besides}
+    return again | {name: described[name] for name in _STATED}
 
 
 def _terms(described: Mapping[str, Any]) -> list[str]:
@@ -221,7 +220,6 @@ def card_markdown(described: Mapping[str, Any]) -> str:
         "## Mechanism",
         "",
         *[f"* {line}" for line in described["mechanism"]],
-        *[f"* besides: {name}" for name in described["released_besides"]],
         "",
         "## Epsilon at other deltas",
         "",

@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from dpdist.privacy.catalogue import phase_from_dict
 from dpdist.privacy.guarantee import Guarantee
 from dpdist.privacy.journal import Anchor, ChainedJournal, JournalError, OnJournal
 from dpdist.privacy.phases import Phase
@@ -51,7 +50,6 @@ class Ledger(OnJournal):
         self._attempts: list[dict[str, Any]] = []
         self._releases: dict[tuple[int, int], str] = {}
         self._per_step: Counter[int] = Counter()
-        self._events: dict[str, dict[str, Any]] = {}
         self._asked: list[str] = []
         self._answers: dict[str, list[float]] = {}
         for record in journal.records:
@@ -92,8 +90,6 @@ class Ledger(OnJournal):
         elif kind == "release":
             self._releases[record["epoch"], record["step"]] = record["id"]
             self._per_step[record["step"]] += 1
-        elif kind == "event":
-            self._events[record["id"]] = record
         elif kind == "asked":
             self._asked.append(record["id"])
         elif kind == "answered":
@@ -159,25 +155,6 @@ class Ledger(OnJournal):
                 "adding the same noise to this one would reveal their difference"
             )
         self._append({"kind": "release", "epoch": self._epoch, "step": step, "id": release_id})
-        return "new"
-
-    def record_event(
-        self, name: str, event: Phase | dict[str, Any], event_id: str
-    ) -> Literal["new", "replay"]:
-        """Record a release besides the training steps: a search, a paid query, a private scale.
-
-        event: a phase, or a phase's dict. event_id as in `record`; the same id and event again is a
-        replay, the same id with another event raises ReplayConflict.
-        """
-        phase = phase_from_dict(event) if isinstance(event, dict) else event
-        record = {"kind": "event", "name": name, "event": phase.to_dict(), "id": event_id}
-        _check_id(event_id)
-        known = self._events.get(event_id)
-        if known == record:
-            return "replay"
-        if known is not None:
-            raise ReplayConflict(f"event {event_id[:12]}... is already on record as another event")
-        self._append(record)
         return "new"
 
     def ask(self, question: str, plan: PrivacyPlan) -> int:
@@ -254,17 +231,12 @@ class Ledger(OnJournal):
         return len(later - self.steps_of(self._epoch))
 
     @property
-    def events(self) -> list[dict[str, Any]]:
-        """Other releases: name, event (a phase's dict), id."""
-        return [dict(event) for event in self._events.values()]
-
-    @property
     def superseded(self) -> int:
         """Releases charged beyond the first of each step."""
         return sum(self._per_step.values()) - len(self._per_step)
 
     def phases(self, plan: PrivacyPlan) -> tuple[Phase, ...]:
-        """What was released, as phases: the plan's with their real counts, then the other events.
+        """What was released, as phases: the plan's with their real counts.
 
         Raises LedgerError if the ledger was written under another plan.
         """
@@ -273,8 +245,7 @@ class Ledger(OnJournal):
         counts = [0 for _ in plan.counts()]
         for step, releases in self._per_step.items():
             counts[plan.phase_of(step)] += releases
-        others = [phase_from_dict(event["event"]) for event in self._events.values()]
-        return (*plan.with_counts(counts), *others)
+        return plan.with_counts(counts)
 
     def event(self, plan: PrivacyPlan) -> dpa.DpEvent:
         """The dp_accounting event of everything on record (the worst path, with parallel parts)."""

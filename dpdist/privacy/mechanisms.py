@@ -197,22 +197,6 @@ def weighted_sensitivity(component_bounds: ArrayLike, r: ArrayLike) -> float:
     return float(np.sqrt(np.sum(bounds**2 / (r.size * r))))
 
 
-def heterogeneous_std(
-    epsilon: float,
-    delta: float,
-    weighted: float,
-    r: ArrayLike,
-    scale: Callable[..., Array] = extended_gaussian_scale,
-) -> Array:
-    """Standard deviation per component, shape (K,): scale(epsilon, delta, weighted) sqrt(K r).
-
-    HGM Theorem 3 with the extended scale. Whitening shows that the noise is isotropic on
-    A / sqrt(K r), so `scale=analytic_gaussian_scale` gives the exact, smaller noise.
-    """
-    r = np.asarray(r, float)
-    return float(scale(epsilon, delta, weighted)) * np.sqrt(r.size * r)
-
-
 def mixed_gaussian_added_std(
     xi_low: float, xi_up: float, s_min: float, sigma: float, steps: int = 1
 ) -> float:
@@ -236,24 +220,6 @@ def laplace_scale(epsilon: ArrayLike, l1_sensitivity: ArrayLike = 1.0) -> Array:
     """b = l1_sensitivity / epsilon: pure epsilon-DP (Dwork et al. 2006)."""
     _check(epsilon)
     return np.asarray(l1_sensitivity, float) / np.asarray(epsilon, float)
-
-
-def laplace_epsilon(delta: ArrayLike, b: ArrayLike, l1_sensitivity: ArrayLike = 1.0) -> Array:
-    """The smallest epsilon at delta in [0, 1); at delta 0 it is l1_sensitivity / b."""
-    delta = np.asarray(delta, float)
-    if not np.all((delta >= 0) & (delta < 1)):
-        raise ValueError("delta must be in [0, 1)")
-    return np.maximum(0.0, _scales(b, l1_sensitivity) + 2 * np.log1p(-delta))
-
-
-def functional_mechanism_scale(epsilon: float, coefficient_l1_bound: float) -> float:
-    """Laplace scale on every coefficient of a polynomial objective summed over records.
-
-    coefficient_l1_bound: max over records of the L1 norm of ALL its coefficients. The sensitivity
-    is twice that under replace-one (Zhang et al. 2012, Lemma 1). For ONE release of the
-    coefficients; AdLM and DPAL reuse the noise while the coefficients change.
-    """
-    return float(laplace_scale(epsilon, 2 * coefficient_l1_bound))
 
 
 def dpal_encoder_sensitivity(inputs: int, hidden: int) -> int:

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 
 from dpdist.base.errors import UserError
 from dpdist.base.reading import read_json
-from dpdist.privacy.catalogue import phase_from_dict
 from dpdist.privacy.guarantee import Guarantee, format_epsilon
 from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.phases import Phase
@@ -99,11 +98,11 @@ def described(
 
 
 def released(search: SearchTerms, plan: PrivacyPlan, ledger: Ledger) -> PrivacyPlan:
-    """The search's plan with whatever else the winner's ledger says was released.
+    """The search's plan with the superseded releases of the winner's ledger.
 
     plan: of the winner's training, which the search covers once.
     """
-    others: list[Phase] = [phase_from_dict(event["event"]) for event in ledger.events]
+    others: list[Phase] = []
     for step, releases in ledger.releases.items():
         if releases > 1:
             todo = plan.step(step)

@@ -9,10 +9,11 @@ import pyarrow as pa
 import pytest
 import torch
 from scipy import stats
+from support.certificates import check_certificates
 from support.points import Points
 
 from dpdist import models
-from dpdist.attacks.check import check_certificates, plausibility
+from dpdist.attacks.check import plausibility
 from dpdist.attacks.settings import AttackSettings
 from dpdist.base.errors import UserError
 from dpdist.certification import job

@@ -46,7 +46,6 @@ def test_sizes_scale_with_noise_and_sensitivity() -> None:
         by_scores.classical_gaussian_size,
         by_scores.extended_gaussian_size,
         by_scores.analytic_gaussian_size,
-        by_scores.laplace_size,
         by_scores.exact_gaussian_size,
     ):
         one = size(bounds, 1.0, 1.0)
@@ -64,13 +63,6 @@ def test_hgm_as_printed_overstates() -> None:
     assert printed > 2 * sound
     # It exceeds what can be true of any classifier with these scores.
     assert printed > by_scores.exact_gaussian_size(confident, 1.0, 1.0)
-
-
-def test_laplace_is_tight_through_epsilon() -> None:
-    size = by_scores.laplace_size(of(0.8, 0.1), 2.0, 5.0)
-    assert size == pytest.approx(2.0 / 5.0 * np.log(8) / 2)
-    shift = mechanisms.laplace_epsilon(0.0, 2.0, 5.0 * size)
-    assert np.exp(2 * float(shift)) * 0.1 == pytest.approx(0.8)
 
 
 def test_bounds_pay_for_all_classes_and_both_sides() -> None:

@@ -43,8 +43,6 @@ def test_bounds_against_the_dense_matrix(
     spectral = float(torch.linalg.matrix_norm(matrix, 2))
     got = norms.l2_to_l2(layer, shape, weights)
     assert spectral <= got == pytest.approx(spectral, rel=1e-6)
-    columns = float(matrix.norm(dim=0).max())
-    assert columns <= norms.l1_to_l2(layer, shape, weights) == pytest.approx(columns, rel=1e-6)
     assert norms._schur(layer, shape, weights) >= spectral
     # Every sign vector, for small inputs: the largest is the exact L-infinity norm.
     if matrix.shape[1] <= 12:
@@ -52,11 +50,6 @@ def test_bounds_against_the_dense_matrix(
         images = signs.double() @ matrix.T
         worst = float(images.norm(dim=1).max())
         assert worst <= norms.linf_to_l2(layer, shape, weights) < 4 * worst
-        if not weighted:
-            assert float(images.abs().sum(1).max()) <= norms.linf_to_l1(layer, shape)
-    if not weighted:
-        total = float(matrix.abs().sum(0).max())
-        assert norms.l1_to_l1(layer, shape) == pytest.approx(total, rel=1e-6)
 
 
 def test_padding_and_stride_matter() -> None:

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-from dpdist.certification.plausibility import certified_accuracy_ceiling, contradictions
+from support.plausibility import certified_accuracy_ceiling, contradictions
 
 ROOT = Path(os.environ.get("DPDIST_DATA_ROOT", Path(__file__).parents[2] / "../shared/data"))
 

@@ -14,7 +14,7 @@ from dpdist.certification import table as tables
 from dpdist.certification.catalogue import settings_of
 from dpdist.certification.rebound import (
     apart,
-    certified_accuracy_band,
+    label_reach,
     merge,
     rebound,
     shares,
@@ -170,66 +170,10 @@ def counted(hits: Any, alpha: float) -> pa.Table:
     return make([[int(k), DRAWS - int(k)] for k in hits], [0] * len(hits), alpha=alpha)
 
 
-@pytest.mark.slow
-def test_the_band_holds_where_every_bound_is_at_its_edge() -> None:
-    # All inputs a hair below the probability that 0.5 needs (the truth is 0 robust, 0 certifiable),
-    # or a hair above (all certifiable): each bound errs as often as it may, 8.6 to 9.4 % here. With
-    # error 0.2 each side may be missed in 10 % of 100 seeded repetitions; more than 20 has
-    # probability 8e-4. Without an allowance nearly all are missed.
-    rng = np.random.default_rng(3)
-    missed = {"lower": 0, "certifiable": 0}
-    for _ in range(100):
-        hits = rng.binomial(DRAWS, BOUNDARY, N)
-        (band,) = certified_accuracy_band(counted(hits, 0.1), [0.5], error=0.2)
-        assert band.certifiable is not None
-        missed["lower"] += band.lower > 0
-        missed["certifiable"] += band.certifiable < 1
-    assert max(missed.values()) <= 20, missed
-    assert min(missed.values()) >= 1, missed  # the edge: a band twice as wide would miss none
-
-
-@pytest.mark.parametrize("error", [0.05, 0.2])
-def test_the_allowance_is_the_binomial_quantile(error: float) -> None:
-    table = counted([DRAWS] * N, 0.1)
-    (band,) = certified_accuracy_band(table, [0.5], error=error)
-    tail = [1 - sum(stats.binom.pmf(range(m + 1), N, 0.1)) for m in range(N)]
-    allowance = next(m for m, p in enumerate(tail) if p <= error / 2)
-    assert band.lower == pytest.approx(1 - allowance / N)
-
-
-def test_bonferroni_shares_the_error_among_inputs_and_sides() -> None:
-    # One count more, or less, than what error / (2N) needs: exact, nothing random.
-    k, error = np.arange(DRAWS + 1), 0.2
-    level = error / (2 * N)
-    enough = int(k[stats.beta.ppf(level, k, DRAWS - k + 1) > BOUNDARY].min())
-    few = int(k[:-1][stats.beta.ppf(1 - level, k[:-1] + 1, DRAWS - k[:-1]) < BOUNDARY].max())
-    for hits, lower, certifiable in (
-        (enough, 1.0, 1.0),
-        (enough - 1, 0.0, 1.0),
-        (few + 1, 0.0, 1.0),
-        (few, 0.0, 0.0),
-    ):
-        table = counted([hits] * N, 0.1)
-        (band,) = certified_accuracy_band(table, [0.5], error=error, bonferroni=True)
-        assert (band.lower, band.certifiable) == (lower, certifiable), hits
-
-
-def test_no_upper_bound_is_claimed_for_what_is_right_and_robust() -> None:
-    # A classifier that answers 0 with probability 0.6 at every point is right and robust on all
-    # inputs at every radius, whatever its counts say.
-    hits = np.random.default_rng(1).binomial(DRAWS, 0.6, N)
-    for bonferroni in (False, True):
-        for band in certified_accuracy_band(
-            counted(hits, 0.001), [0.1, 0.5, 5.0], bonferroni=bonferroni
-        ):
-            bounds = {name for name in vars(band) if "upper" in name or "at_most" in name}
-            assert not bounds and band.lower <= 1
-    assert band.certifiable is not None and band.certifiable < 0.05  # true: R(0.6) = 0.13
-
-
-def test_a_noise_bank_needs_bonferroni() -> None:
-    table = make(HISTOGRAMS, LABELS, noise_bank=True)
-    with pytest.raises(UserError, match="Bonferroni"):
-        certified_accuracy_band(table, [0.5])
-    (band,) = certified_accuracy_band(table, [0.5], bonferroni=True)
-    assert "Bonferroni" in band.method
+def test_the_reach_of_a_label_is_that_of_its_upper_bound_rounded_up() -> None:
+    k = np.arange(1, DRAWS, 37)
+    reach = label_reach(counted(k, 0.1))
+    wanted = 0.5 * stats.norm.ppf(stats.beta.ppf(0.9, k + 1, DRAWS - k))
+    assert reach is not None and (reach[wanted > 0] >= wanted[wanted > 0]).all()
+    assert reach[wanted > 0] == pytest.approx(wanted[wanted > 0], rel=1e-9)
+    assert (reach[wanted <= 0] <= 0).all()

@@ -178,8 +178,6 @@ FAULTS: list[Fault] = [
          "releases are not written"),
         ("counts[plan.phase_of(step)] += releases", "counts[-1] += releases",
          "steps are charged to the last phase"),
-        ("(*plan.with_counts(counts), *others)", "tuple(plan.with_counts(counts))",
-         "releases besides the steps are not charged"),
         ("if plan.fingerprint() != self.plan_fingerprint:\n            raise",
          "if False:\n            raise", "a ledger of another plan is read"),
     ),
@@ -285,12 +283,6 @@ FAULTS: list[Fault] = [
             "m = math.sqrt(queries / threshold_std**2 + answers / vote_std**2)",
             "a moved vote moves one count",
         ),
-        (
-            "return float(laplace_scale(epsilon, 2 * coefficient_l1_bound))",
-            "return float(laplace_scale(epsilon, coefficient_l1_bound))",
-            "replace-one counts as remove-one",
-        ),
-        ("+ 2 * np.log1p(-delta)", "+ 3 * np.log1p(-delta)", "Laplace's delta is worth too much"),
         (
             "return (1 - floor) * shares + floor / weights.size",
             "return shares",

@@ -16,11 +16,12 @@ from dp_accounting.pld import privacy_loss_distribution as library
 from hypothesis import given
 from hypothesis import strategies as st
 from support.cases import cases
+from support.mechanisms import laplace_epsilon
 
 from dpdist.privacy import accounting
 from dpdist.privacy.accounting import compose_rdp, delta_profile, epsilon
 from dpdist.privacy.losses import Unsupported, compose_pld, relation
-from dpdist.privacy.mechanisms import gaussian_delta, gaussian_epsilon, laplace_epsilon
+from dpdist.privacy.mechanisms import gaussian_delta, gaussian_epsilon
 from dpdist.privacy.subsampled import sampled_gaussian_pld, truncated_gaussian_pld
 
 BOTH = ["add-or-remove-one", "replace-one"]

@@ -19,7 +19,7 @@ from dpdist.privacy.card import (
 from dpdist.privacy.combined import ParallelParts, RepeatAndSelect
 from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.privacy.releases import LaplaceReleases
+from dpdist.privacy.releases import GaussianSteps, LaplaceReleases
 
 PLAN = PrivacyPlan.dp_sgd(records=1000, batch_size=50, noise_multiplier=1.5, steps=40, delta=1e-4)
 
@@ -29,13 +29,12 @@ def test_card_of_a_run(tmp_path):
         ledger.begin_attempt({"world_size": "1"})
         for step in range(25):
             ledger.record(step, f"{step:064x}")
-        ledger.record_event("noise scale from private data", LaplaceReleases(4.0), "cd" * 32)
         described = card(PLAN, ledger, extra={"model": "cnn"})
         proved = ledger.guarantee(PLAN)
     again = json.loads(json.dumps(described, allow_nan=False))
     assert again["guarantee"]["epsilon"] == proved.epsilon
     assert again["guarantee"]["kind"] == "proved"
-    assert again["released_besides"] == ["noise scale from private data"]
+    assert again["released_besides"] == []
     assert again["mechanism"][0].startswith("25 Gaussian steps")
     assert again["library"].startswith("dp-accounting ")
     deltas = {row["delta"]: row["epsilon"] for row in again["epsilon_at_delta"]}
@@ -89,14 +88,14 @@ def read_back(described: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_a_card_is_made_again_from_its_phases(tmp_path):
-    """What was released besides, superseded steps and groups included."""
-    plan = PrivacyPlan.dp_sgd(records=100, batch_size=10, noise_multiplier=3.0, steps=2, delta=1e-4)
+    """Superseded steps and groups included."""
+    phases = (LaplaceReleases(4.0), GaussianSteps(2, 3.0, 0.1))
+    plan = PrivacyPlan(100, phases, 1e-4)
     with Ledger.open(tmp_path / "private" / "ledger.jsonl", plan.fingerprint()) as ledger:
         for world_size in ("1", "2"):
             ledger.begin_attempt({"world_size": world_size})
             for step in range(2):
                 ledger.record(step, f"{step:064x}")
-        ledger.record_event("noise scale from private data", LaplaceReleases(4.0), "cd" * 32)
         described = read_back(
             card(plan, ledger, group_size=2, notes=["a note"], extra={"model": "cnn"})
         )

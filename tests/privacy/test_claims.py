@@ -7,10 +7,10 @@ import math
 import numpy as np
 import pytest
 from scipy import stats
+from support.mechanisms import heterogeneous_std
 
 from dpdist.privacy import claims
 from dpdist.privacy.mechanisms import (
-    heterogeneous_std,
     mixed_gaussian_added_std,
     redistribution,
 )

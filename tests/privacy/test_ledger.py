@@ -15,7 +15,7 @@ import pytest
 from dpdist.privacy.journal import Anchor, ChainedJournal, _parse, anchor_path
 from dpdist.privacy.ledger import Ledger, LedgerError, ReplayConflict
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.privacy.releases import GaussianSteps, LaplaceReleases
+from dpdist.privacy.releases import GaussianSteps
 
 PLAN = PrivacyPlan.dp_sgd(records=1000, batch_size=50, noise_multiplier=1.5, steps=40, delta=1e-4)
 ONE = {"world_size": "1"}
@@ -135,21 +135,6 @@ def test_superseded_steps_cost_their_own_phase(path):
         ledger.record(9, release(9, salt=1))
         expected = PrivacyPlan(1000, (phases[0], GaussianSteps(6, 1.0, 0.1)), 1e-4)
         assert ledger.guarantee(plan).epsilon == expected.guarantee().epsilon
-
-
-def test_other_releases_are_added(ledger):
-    ledger.begin_attempt(ONE)
-    ledger.record(0, release(0))
-    event = LaplaceReleases(2.0)
-    assert ledger.record_event("private scale", event, "ab" * 32) == "new"
-    assert ledger.record_event("private scale", event, "ab" * 32) == "replay"
-    with pytest.raises(ReplayConflict):
-        ledger.record_event("private scale", LaplaceReleases(1.0), "ab" * 32)
-    again = reopen(ledger)
-    assert [e["name"] for e in again.events] == ["private scale"]
-    assert again.guarantee(PLAN).epsilon == pytest.approx(
-        PrivacyPlan(1000, (GaussianSteps(1, 1.5, 0.05), event), 1e-4).guarantee().epsilon
-    )
 
 
 @pytest.mark.parametrize("cut", [1, 5, 60])

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
 
+from dpdist.attacks.check import Check, Plausibility
+from dpdist.attacks.settings import AttackSettings
+from dpdist.bulk.job import run
 from dpdist.certification.catalogue import settings_of
 from dpdist.certification.certificate import Certificate
 
@@ -14,6 +19,21 @@ from dpdist.certification.certificate import Certificate
 def changed(settings: Certificate, **changes: Any) -> Certificate:
     """The same settings but for these; another mode is another certificate."""
     return settings_of({**settings.model_dump(), **changes})
+
+
+def check_certificates(
+    model: Path,
+    dataset: Any,
+    path: Path,
+    settings: AttackSettings,
+    output: Path,
+    actors: int | None = None,
+    **more: Any,
+) -> tuple[pa.Table, Plausibility]:
+    """Attack every certificate of the table at `path` within its radius, as `dpdist attack
+    --check-certificates` does: what was found, and the verdict. more: as `Check`'s."""
+    work = Check(model, dataset, path, settings, **more)
+    return run(work, output, actors=actors), work.verdict
 
 
 class Data:

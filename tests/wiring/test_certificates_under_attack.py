@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.certificates import check_certificates
 from support.here import without_ray
 from support.points import Points
 
 from dpdist import models
-from dpdist.attacks.check import Plausibility, check_certificates
+from dpdist.attacks.check import Plausibility
 from dpdist.attacks.settings import AttackSettings
 from dpdist.certification import job
 from dpdist.certification import table as tables
