@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from dpdist import models
 from dpdist.base.errors import UserError
+from dpdist.base.reading import check_shape
 from dpdist.base.storage import json_number, write_json
 from dpdist.data import Dataset
 from dpdist.randomness.places import place_of
@@ -29,10 +30,11 @@ _SIDE = 96  # of an image in a report, at most
 def require_model(recipe: Recipe, folder: RunFolder) -> None:
     """Raise UserError unless the run has finished, with a model that may be used and that is there
     as it was trained."""
-    trained = folder.require_trained().get("model")  # runs of earlier versions did not say
+    trained = folder.require_trained()
     if recipe.method.withheld is not None:
         raise UserError(f"{folder.path}: {recipe.method.withheld}")
-    if trained is not None and models.model_hash(folder.model) != trained:
+    own = check_shape(trained, str(folder.trained), {"model": str})["model"]
+    if models.model_hash(folder.model) != own:
         raise UserError(
             f"{folder.model}: is not the model that this run trained (one of its files was damaged "
             "or replaced), and its guarantee does not speak of it; put the trained model back"

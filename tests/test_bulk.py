@@ -79,7 +79,7 @@ def test_a_journal_of_other_settings_is_refused(tmp_path: Path) -> None:
     (tmp_path / "b" / bulk.JOURNAL).write_bytes((tmp_path / "a" / bulk.JOURNAL).read_bytes())
     with pytest.raises(UserError, match=r"do not belong to settings\.json"):
         work(tmp_path / "b", model="B")
-    # Settings changed by hand, and a journal that does not say whose it is (an older one).
+    # Settings changed by hand, and a journal that does not say whose it is.
     path = tmp_path / "a" / bulk.SETTINGS
     path.write_text(path.read_text().replace('"n": 10', '"n": 99'))
     with pytest.raises(UserError, match=r"do not belong to settings\.json"):
@@ -88,7 +88,7 @@ def test_a_journal_of_other_settings_is_refused(tmp_path: Path) -> None:
     (tmp_path / "old" / bulk.JOURNAL).unlink()
     with Journal(tmp_path / "old" / bulk.JOURNAL) as journal:
         journal.append({"index": 3})
-    with pytest.raises(UserError, match=r"do not belong to settings\.json .* did not note"):
+    with pytest.raises(UserError, match=r"do not belong to settings\.json"):
         work(tmp_path / "old")
 
 
@@ -143,10 +143,10 @@ def test_a_table_whose_settings_were_replaced_is_damaged(tmp_path: Path) -> None
     pq.write_table(found.replace_schema_metadata(metadata), path)
     with pytest.raises(UserError, match="damaged"):
         read(path)
-    # One of an earlier version has no digest: its settings alone say what it is.
     del metadata[b"dpdist.settings"]
     pq.write_table(found.replace_schema_metadata(metadata), path)
-    assert read(path).num_rows == 1
+    with pytest.raises(UserError, match="damaged"):
+        read(path)
 
 
 @pytest.mark.parametrize(

@@ -293,7 +293,10 @@ def test_files_that_cannot_be_used(dpdist, tmp_path):
     folder = make_run(tmp_path)
     plan = {"records": 1439, "phases": [], "delta": 1e-4, "clip_norm": 1.0}
     (folder / "private" / "plan.json").write_text(json.dumps(plan))
-    trained = {"seconds": 1, "fallback_layers": [], "steps": -1}
+    trained = {
+        "seconds": 1, "fallback_layers": [], "steps": -1, "model": "",
+        "ledger": {"records": 1, "check": ""},
+    }  # fmt: skip
     (folder / "private" / "trained.json").write_text(json.dumps(trained))
     line = refused(dpdist("report", "small", cwd=tmp_path))
     assert "trained.json: damaged: steps must be a whole number >= 0, got -1" in line

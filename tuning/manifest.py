@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dpdist.base.errors import UserError
-from dpdist.base.reading import check_shape, read_json, shown
+from dpdist.base.reading import read_json, shown
 from dpdist.base.storage import private_folder, write_json
 from dpdist.privacy.plan import plan_of
 from dpdist.randomness.keys import derive_key, words
@@ -160,11 +160,15 @@ def read_settings(folder: SearchFolder, number: int) -> dict[str, Any]:
     return read_json(folder.settings(number), {"values": dict, "noise_multiplier": float})
 
 
+_TERMS = {
+    "data": str, "plan": dict, "trial": dict, "score_noise": float | None, "charge": str,
+    "assumed": list,
+}  # fmt: skip
+
+
 def read_terms(folder: SearchFolder) -> dict[str, Any]:
     """What was fixed before the first trial. Raises UserError for damaged ones."""
-    shape = {"data": str, "plan": dict, "score_noise": float | None, "charge": str}
-    terms = {"trial": {}, "assumed": [], **read_json(folder.terms, shape)}
-    return check_shape(terms, str(folder.terms), {"trial": dict, "assumed": list})
+    return read_json(folder.terms, _TERMS)
 
 
 def trial_limit(folder: SearchFolder) -> Limit:

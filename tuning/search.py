@@ -127,9 +127,7 @@ class Search:
             return self
         terms = self._terms()
         if self.folder.terms.exists():
-            begun = read_terms(self.folder)
-            if not begun["trial"]:  # of an older version, which checked no trial by its own plan
-                write_json(self.folder.terms, {**begun, "trial": terms["trial"]})
+            read_terms(self.folder)
             return self
         secret = self.recipe.privacy.run_key
         key = bytes.fromhex(secret) if secret else new_run_key()

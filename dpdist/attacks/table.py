@@ -8,7 +8,6 @@ from typing import Any
 import pyarrow as pa
 
 from dpdist import bulk
-from dpdist.base.errors import UserError
 from dpdist.base.reading import check_shape
 from dpdist.base.table_files import Column
 
@@ -63,8 +62,5 @@ def about(table: pa.Table) -> dict[str, Any]:
 def read(path: Path) -> pa.Table:
     """A table of attacks. Raises UserError when it is none, or not of its settings."""
     table = bulk.read_table(path, COLUMNS, KEY)
-    found = about(table)
-    if not found:
-        raise UserError(f"{path}: does not say what was attacked; run `dpdist attack` again")
-    check_shape(found, str(path), _ABOUT)
+    check_shape(about(table), str(path), _ABOUT)
     return table

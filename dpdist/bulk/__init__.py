@@ -110,9 +110,9 @@ def pin(
         journal.begin({"settings": digest(about)})
     except OtherHeader as error:
         raise UserError(
-            f"{output}: the results in journal.jsonl do not belong to settings.json (it was "
-            f"changed, or a version of dpdist began the {kind.name} that did not note whose "
-            "its results are); remove the folder, or choose another with --output"
+            f"{output}: the results in journal.jsonl do not belong to settings.json (one of the "
+            "two was changed or comes from elsewhere); remove the folder, or choose another with "
+            "--output"
         ) from error
     return about
 
@@ -184,7 +184,7 @@ def read_table(path: Path, columns: Mapping[str, Column], key: bytes) -> pa.Tabl
     """
     table = table_files.read_table(path, columns)
     own = digest(about_table(table, key, str(path)))
-    if (table.schema.metadata or {}).get(_DIGEST, own.encode()) != own.encode():
+    if (table.schema.metadata or {}).get(_DIGEST) != own.encode():
         raise UserError(f"{path}: damaged: the settings in it are not those of its results")
     beside = path.parent / SETTINGS
     if beside.exists() and own != digest(_read_settings(beside)):

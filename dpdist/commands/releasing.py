@@ -141,25 +141,17 @@ def _checked_model(facts: Facts, copied: Path) -> nn.Module:
     import torch
 
     where = facts.folder.model
-    trained = facts.trained.get("model")  # runs of earlier versions did not say
-    if trained is not None and models.model_hash(copied) != trained:
+    if models.model_hash(copied) != facts.trained["model"]:
         raise UserError(
             f"{where}: is not the model that this run trained, and its guarantee does not speak of "
             "it; put the trained model back"
         )
-    name, classes = facts.recipe.model.name, facts.recipe.data.told_apart
     try:
-        spec = models.read_spec(copied)
-        module = models.load(copied, trusted_factory=name)
-        models.check_outputs(module, spec)
+        module = models.load(copied, trusted_factory=facts.recipe.model.name)
+        models.check_outputs(module, models.read_spec(copied))
     except UserError as error:
         said = str(error).replace(str(copied), str(where))
         raise UserError(f"{where}: cannot be released: {said}") from error
-    if trained is None and (spec.name != name or spec.classes != classes):
-        raise UserError(
-            f"{where}: is {spec.name!r} for {spec.classes} classes, the recipe asks for {name!r} "
-            f"for {classes}"
-        )
     bad = [k for k, v in module.state_dict().items() if not bool(torch.isfinite(v).all())]
     if bad:
         raise UserError(f"{where}: {bad[0]} holds numbers that are not finite; train again")

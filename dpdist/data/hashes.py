@@ -56,8 +56,6 @@ def stored_hashes(folder: Path) -> np.ndarray:
         inputs = np.load(folder / "inputs.npy", mmap_mode="r", allow_pickle=False)
         write_hashes(folder, hashes_of(inputs).tobytes())
     raw = path.read_bytes()
-    if raw.startswith(b"\x93NUMPY"):  # of an earlier version, without a sum
-        return np.load(path, allow_pickle=False)
     if not raw or raw[-_BYTES:] != _sum(raw[:-_BYTES]):
         raise damaged(path)
     return np.frombuffer(raw[:-_BYTES], dtype=f"S{_BYTES}")

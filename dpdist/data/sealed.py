@@ -27,9 +27,9 @@ def seal(folder: Path) -> None:
 
 def check_sealed(folder: Path) -> None:
     """Raise UserError unless the files are those that were written. One whose size and time are
-    still the same is not read again. Folders of earlier versions are not sealed."""
+    still the same is not read again."""
     if not (folder / _SUMS).exists():
-        return
+        raise damaged(folder / _SUMS)
     for name, said in read_json(folder / _SUMS).items():
         path = folder / name
         if not isinstance(said, list) or not path.is_file():

@@ -111,7 +111,7 @@ _MOST_NUMBERS = 2**28  # of one input, and classes
 
 
 def _spec(description: dict[str, Any], where: str) -> ModelSpec:
-    check_shape({"hidden_noise": False, **_SAID_WHERE_SET, **description}, where, _SHAPE)
+    check_shape({**_SAID_WHERE_SET, **description}, where, _SHAPE)
     sizes = [*description["input_shape"], description["classes"]]
     good = len(sizes) > 1 and all(type(size) is int and size >= 1 for size in sizes)
     if not good or math.prod(sizes) > _MOST_NUMBERS:
@@ -154,12 +154,15 @@ def _check_views(spec: ModelSpec, where: str) -> None:
 
 
 def _block_noise(description: dict[str, Any], where: str) -> BlockNoise:
-    shape = {"block_noise": dict, "block_noise.modules": list, "block_noise.mode": str}
+    shape = {
+        "block_noise": dict, "block_noise.modules": list, "block_noise.mode": str,
+        "block_noise.floor": float,
+    }  # fmt: skip
     noise = check_shape(description, where, shape)["block_noise"]
     if not all(isinstance(name, str) for name in noise["modules"]):
         raise UserError(f"{where}: damaged: block_noise.modules must be names of modules")
-    floor = noise.get("floor", 0.0)
-    if not (type(floor) in (int, float) and math.isfinite(floor) and floor >= 0):
+    floor = noise["floor"]
+    if not (math.isfinite(floor) and floor >= 0):
         raise UserError(f"{where}: damaged: block_noise.floor must be a number >= 0, got {floor}")
     return BlockNoise(tuple(noise["modules"]), noise["mode"], float(floor))
 

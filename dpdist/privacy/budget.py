@@ -122,12 +122,14 @@ class DataBudget(OnJournal):
     def __init__(self, journal: ChainedJournal) -> None:
         header = journal.header
         self.path = journal.path
-        self.old: bool = "format" not in header
-        if not self.old and header["format"] != _FORMAT:
-            raise JournalError(f"{self.path} was written by a newer dpdist; upgrade to read it")
+        if header.get("format") != _FORMAT:
+            raise JournalError(
+                f"{self.path}: its format must be {_FORMAT}, got {header.get('format')!r}: another "
+                "dpdist wrote it; name a new folder"
+            )
         self.data_name: str = header["name"]
-        self.hashed: str | None = header.get("hashed")
-        self.terms = Terms() if self.old else Terms.from_dict(header["terms"])
+        self.hashed: str = header["hashed"]
+        self.terms = Terms.from_dict(header["terms"])
         self._journal = journal
 
     @classmethod

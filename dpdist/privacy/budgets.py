@@ -55,10 +55,8 @@ def reserve(
     enforce: False records what was done already, whatever it costs.
     """
     with _opened(Path(folder)) as (key, budgets):
-        if _on_an_old_one(budgets, charge.run, refuse=enforce):
-            return
         hashed = records.dtype.str
-        other = [budget.path for budget in budgets if not budget.old and budget.hashed != hashed]
+        other = [budget.path for budget in budgets if budget.hashed != hashed]
         if other and enforce:
             raise BudgetExceeded(
                 f"{other[0]} knows its records by hashes of another kind, as another dpdist makes "
@@ -90,8 +88,6 @@ def settle(folder: str | Path, run: str, phases: Sequence[Phase]) -> bool:
     """
     found = False
     with _opened(Path(folder)) as (_, budgets):
-        if _on_an_old_one(budgets, run, refuse=False):
-            return True
         for budget in budgets:
             for charge in budget.charges:
                 if charge.run == run:
@@ -122,7 +118,7 @@ def _opened(folder: Path) -> Iterator[tuple[bytes, list[DataBudget]]]:
                 raise JournalError(f"{anchor}: the budget it belongs to is gone; bring it back")
         text = file.read()
         if len(text) != 2 * _KEY_BYTES:
-            if any(not budget.old for budget in budgets):
+            if budgets:
                 raise JournalError(
                     f"{folder / _KEY}: lost or damaged, and with it which records the budgets "
                     "beside it hold; bring it back"
@@ -156,20 +152,3 @@ def _recognisable(key: bytes, records: NDArray) -> NDArray[np.uint64]:
 
 def _common(budget: DataBudget, known: NDArray[np.uint64]) -> bool:
     return len(np.intersect1d(budget.known, known, assume_unique=True)) > 0
-
-
-def _on_an_old_one(budgets: Sequence[DataBudget], run: str, *, refuse: bool) -> bool:
-    """Whether the run is on a budget that knows its data by their file only.
-
-    refuse: raise BudgetExceeded when it is not, but there is such a budget.
-    """
-    old = [budget for budget in budgets if budget.old]
-    if any(charge.run == run for budget in old for charge in budget.charges):
-        return True
-    if old and refuse:
-        raise BudgetExceeded(
-            f"{old[0].path} was kept by an older dpdist, which knew data by their file only: "
-            "see with `dpdist budget` what it has spent, then name a new folder in privacy.budget, "
-            "with a ceiling that leaves room for that"
-        )
-    return False

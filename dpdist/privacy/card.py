@@ -111,7 +111,7 @@ _ROUNDING = 1e-3  # relative: of what two accountants make of the same
 
 def accounted(described: dict[str, Any], where: str) -> PrivacyPlan:
     """The phases that a card from elsewhere speaks of, as a plan. Raises UserError for a card that
-    is damaged, or of an earlier version that named none."""
+    is damaged, or names none."""
     check_shape(described, where, _SHAPE)
     for name in ("mechanism", "released_besides", "assumptions", "notes"):
         if not all(isinstance(line, str) for line in described[name]):

@@ -25,7 +25,6 @@ from dpdist.base.reading import not_blocking
 from dpdist.base.storage import sync
 
 _VERSION = 2
-_WITHOUT_ANCHOR = 1  # the version before; still read, and continued with an anchor
 _LOCK_SECONDS = 15.0
 _TORN_READ_SECONDS = 0.05
 
@@ -134,7 +133,7 @@ def _check_anchor(
     """Raise JournalCut unless the file goes as far as its anchor."""
     if anchor is None:
         # A crash may come between the first line and the anchor, and then nothing is recorded.
-        if len(records) > 1 and records[0].get("version") != _WITHOUT_ANCHOR:
+        if len(records) > 1:
             raise JournalCut(
                 f"{anchor_path(path)} is missing: without it nobody can tell whether {path.name} "
                 "still holds all that was recorded"
@@ -301,7 +300,7 @@ class OnJournal:
 
 
 def _check_kind(header: dict[str, Any], kind: str, path: Path) -> None:
-    if header.get("kind") != kind or header.get("version") not in (_WITHOUT_ANCHOR, _VERSION):
+    if header.get("kind") != kind or header.get("version") != _VERSION:
         raise JournalError(f"{path} is not a {kind} file of version {_VERSION}")
 
 

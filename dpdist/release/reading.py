@@ -155,7 +155,7 @@ def load(
         plan = accounted(card, str(path / CARD))
         if card["guarantee"]["delta"] != plan.delta:
             raise UserError(f"{path / CARD}: states a delta that is not that of its phases")
-        if card["extra"].get("model hash", about.model) != about.model:
+        if card["extra"].get("model hash") != about.model:
             raise UserError(f"{path / CARD}: speaks of another model than {DESCRIPTION}")
     return Release(path, about, card, plan, sums, trusted_factory)
 

@@ -159,13 +159,6 @@ def _plain(first: Facts, later: Facts, notes: list[str]) -> list[Difference]:
                 "document are not independent; repeat the runs and compare perplexities."
             )
             return []
-        if "wrong" not in facts.evaluation:
-            path = facts.folder.evaluation
-            notes.append(
-                f"Plain accuracy of {later.folder.name} is not compared: {path} does not say which "
-                "inputs were wrong; remove it and run the recipe again (nothing is trained anew)."
-            )
-            return []
         two.append(_right(facts))
     if first.evaluation["fingerprint"] != later.evaluation["fingerprint"]:  # type: ignore[index]
         _refuse(first, later, "they were evaluated on different data")
@@ -180,7 +173,7 @@ def _right(facts: Facts) -> np.ndarray:
         wrong = sorted({int(index) for index in about["wrong"].split()})
         sound = 1 <= inputs <= MOST_INPUTS and about["accuracy"] == (inputs - len(wrong)) / inputs
         sound = sound and all(0 <= index < inputs for index in wrong[:1] + wrong[-1:])
-    except (AttributeError, ValueError):
+    except (AttributeError, KeyError, ValueError):
         sound = False
     if not sound or not isinstance(about.get("fingerprint"), str):
         raise UserError(f"{facts.folder.evaluation}: damaged: its wrong inputs are not its own")

@@ -33,7 +33,7 @@ from dpdist.runs.folder import RunFolder, open_run
 from dpdist.runs.recipe import Recipe
 from dpdist.runs.released import read_released
 
-_EVALUATION = {"accuracy": float, "inputs": int, "data": str}
+_EVALUATION = {"accuracy": float, "inputs": int, "correct": int, "data": str, "fingerprint": str}
 MOST_INPUTS = 10**9  # of an evaluation: a damaged file must not ask for all memory
 _TABLES = "*/certificates.parquet"
 
@@ -136,9 +136,10 @@ class Facts:
         about = read_json(self.folder.pretrained, {"part": str, "saw": str})
         frozen = about["part"]
         if frozen == "initial":
+            check_shape(about, str(self.folder.pretrained), {"denoiser": bool})
             began = {"initial weights trained on": about["saw"]}
             came = {"frozen denoiser": "came with the initial weights"}
-            return began | came if about.get("denoiser") else began
+            return began | came if about["denoiser"] else began
         trained = "denoiser" if frozen == "classifier" else "classifier"
         saw = {
             f"{trained} trained on": f"the private records of {self.recipe.data.name}, in this run",
@@ -291,9 +292,11 @@ def read_facts(folder: RunFolder | str | Path) -> Facts:
     if not isinstance(folder, RunFolder):
         folder = open_run(str(folder), Path("runs"))
     trained, search = folder.require_trained(), read_search(folder)
+    recipe = folder.read_recipe()
     if search is None:  # a search keeps its durations secret
         check_shape(trained, str(folder.trained), {"seconds": float})
-    recipe = folder.read_recipe()
+    if recipe.method.withheld is None:
+        check_shape(trained, str(folder.trained), {"model": str})
     by_run = read_released(folder)
     plan, ledger = by_run.plan, by_run.ledger
     evaluation = _read_evaluation(folder.evaluation) if folder.evaluation.exists() else None
@@ -331,10 +334,8 @@ def _read_evaluation(path: Path) -> dict[str, Any]:
     sound = 1 <= found["inputs"] <= MOST_INPUTS and 0 <= found["accuracy"] <= 1
     if "next_tokens" in found:
         check_shape(found, str(path), {"next_tokens": int, "perplexity": float})
-    if "correct" in found:  # earlier versions did not say
-        check_shape(found, str(path), {"correct": int})
-        asked = max(1, found.get("next_tokens", found["inputs"]))
-        sound &= found["accuracy"] == found["correct"] / asked
+    asked = max(1, found.get("next_tokens", found["inputs"]))
+    sound &= found["accuracy"] == found["correct"] / asked
     if not sound or not isinstance(pairs, list) or not all(map(_is_pair, pairs)):
         raise UserError(f"{path}: damaged: its accuracy is not that of its inputs and classes")
     return found
@@ -347,10 +348,10 @@ def _is_pair(value: Any) -> bool:
 
 
 def _check_models(trained: dict[str, Any], found: list[tuple[Path, str | None]]) -> None:
-    """Raise UserError for results of another model; where one of the two does not say, none is."""
+    """Raise UserError for results of another model than the run's; None where it never leaves."""
     own = trained.get("model")
     for path, model in found:
-        if own is not None and model is not None and model != own:
+        if model != own:
             alone = (path.parent / "run.json").exists()
             raise UserError(
                 f"{path}: of another model than this run's (it comes from another run, or the run "

@@ -25,7 +25,7 @@ _LIBRARIES = ("torch", "ray", "dp-accounting", "numpy", "scipy")
 def origin(facts: Facts, card: dict[str, Any], written: date | None) -> list[tuple[str, str]]:
     """Name and value of all that is known and may be told. written: None where a date could tell
     how long something secret took."""
-    begun = read_json(facts.folder.path / "run.json").get("dpdist", "unknown")
+    begun = read_json(facts.folder.path / "run.json", {"dpdist": str})["dpdist"]
     rows = [
         ("report written", "not told: when a search ended, or how long a training took, is secret"
          if written is None else f"{written.isoformat()} (UTC)"),
@@ -35,8 +35,8 @@ def origin(facts: Facts, card: dict[str, Any], written: date | None) -> list[tup
     rows.append(("page written by", f"dpdist {dpdist.__version__}{_commit()}, {_software()}"))
     if facts.evaluation is not None:
         about = facts.evaluation
-        mark = f", fingerprint {about['fingerprint']}" if "fingerprint" in about else ""
-        rows.append(("test data", f"{about['data']}, {about['inputs']:,} inputs{mark}"))
+        told = f"{about['data']}, {about['inputs']:,} inputs, fingerprint {about['fingerprint']}"
+        rows.append(("test data", told))
     rows.append(
         ("training data", f"{facts.recipe.data.name}; the fingerprint of the records stays private")
     )
@@ -62,10 +62,10 @@ def _training(facts: Facts) -> list[tuple[str, str]]:
     if facts.search is not None or not attempts:
         return []  # on which machine the best trial ran is the search's
     identity = attempts[-1]["identity"]
-    machines = str(identity.get("machines", "unknown")).replace("/", " ").replace(",", ", ")
-    workers, threads = identity.get("world_size", "?"), identity.get("threads", "?")
+    machines = identity["machines"].replace("/", " ").replace(",", ", ")
+    workers, threads = identity["world_size"], identity["threads"]
     several = "any number of workers" if workers == "any" else f"{workers} worker(s)"
-    rows = [("training code", f"digest {identity.get('code', 'unknown')}"),
+    rows = [("training code", f"digest {identity['code']}"),
             ("hardware", f"{several}, {threads} thread(s) each, on {machines}")]  # fmt: skip
     if not facts.times_hidden:
         rows.append(("training took", f"{facts.trained['seconds']:.0f} s"))

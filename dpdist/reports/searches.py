@@ -15,7 +15,7 @@ from dpdist.runs.folder import RunFolder
 
 _TERMS = {
     "plan": dict, "law": str, "fields": list, "objective": str, "scored_on": str,
-    "one_training.epsilon": float, "charge": str,
+    "one_training.epsilon": float, "charge": str, "assumed": list,
 }  # fmt: skip
 
 
@@ -69,7 +69,7 @@ def read_search(folder: RunFolder) -> SearchTerms | None:
         scored_on=record["scored_on"],
         one_training=float(record["one_training"]["epsilon"]),
         charge=record["charge"],
-        assumed=tuple(map(str, record.get("assumed", []))),
+        assumed=tuple(map(str, record["assumed"])),
     )
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dpdist.base.errors import UserError
-from dpdist.base.reading import read_json
+from dpdist.base.reading import check_shape, read_json
 from dpdist.privacy.journal import Anchor, JournalError
 from dpdist.privacy.ledger import Ledger, LedgerError
 from dpdist.privacy.plan import PrivacyPlan
@@ -33,12 +33,11 @@ class Released:
 
 @dataclass(frozen=True)
 class _Made:
-    """Something made of the releases of steps 0 to `steps` - 1. anchor: of the ledger then; None
-    where an earlier version wrote it."""
+    """Something made of the releases of steps 0 to `steps` - 1. anchor: of the ledger then."""
 
     what: str
     steps: int
-    anchor: Anchor | None
+    anchor: Anchor
 
 
 def begun(folder: RunFolder) -> bool:
@@ -86,10 +85,10 @@ def _check(folder: RunFolder, plan: PrivacyPlan, ledger: Ledger, all_made: list[
         if made.steps > plan.steps:
             raise LedgerError(f"{made.what} has more steps than {folder.plan}: {_LOST}")
         complete = ledger.releases.keys() >= set(range(made.steps))
-        if not complete or not (made.anchor is None or ledger.reaches(made.anchor)):
+        if not complete or not ledger.reaches(made.anchor):
             raise LedgerError(f"{ledger.path} lacks releases that {made.what} was made of: {_LOST}")
     if folder.trained.exists():
-        _check_counts(folder, plan, ledger)
+        _check_finished(folder, plan)
 
 
 def _made(folder: RunFolder) -> list[_Made]:
@@ -106,24 +105,10 @@ def _made(folder: RunFolder) -> list[_Made]:
     return found
 
 
-def _check_counts(folder: RunFolder, plan: PrivacyPlan, ledger: Ledger) -> None:
-    """A finished training has counted its steps, what was superseded and its attempts. Without an
-    anchor these numbers are all there is to tell a ledger that lost an attempt."""
+def _check_finished(folder: RunFolder, plan: PrivacyPlan) -> None:
     trained = read_json(folder.trained)
     if _number(trained, "steps", folder.trained) != plan.steps:
         raise LedgerError(f"{folder.trained} has other steps than {folder.plan}: {_LOST}")
-    if _anchor(trained, folder.trained) is not None:
-        return
-    counted = {
-        "superseded_releases": ledger.superseded,
-        "attempt_epochs": (ledger.epoch or 0) + 1,
-    }
-    for name, found in counted.items():
-        if _number(trained, name, folder.trained) != found:
-            raise LedgerError(
-                f"{ledger.path} holds {found} {name.replace('_', ' ')}, {folder.trained.name} says "
-                f"{trained[name]}: {_LOST}"
-            )
 
 
 def _number(record: dict[str, Any], key: str, where: object) -> int:
@@ -133,10 +118,8 @@ def _number(record: dict[str, Any], key: str, where: object) -> int:
     return value
 
 
-def _anchor(record: dict[str, Any], where: object) -> Anchor | None:
-    value = record.get("ledger")
-    if value is None:
-        return None
+def _anchor(record: dict[str, Any], where: object) -> Anchor:
+    value = check_shape(record, str(where), {"ledger": dict})["ledger"]
     try:
         return Anchor(**value)
     except (TypeError, ValueError) as error:

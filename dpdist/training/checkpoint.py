@@ -127,7 +127,7 @@ def _tensors(path: Path) -> dict[str, Tensor]:
     except SafetensorError as error:
         raise UserError(f"{path}: damaged: {reason(error)}") from error
     about = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")]).get("__metadata__", {})
-    if _SEAL in about and about[_SEAL] != _seal(tensors):  # earlier versions did not seal
+    if about.get(_SEAL) != _seal(tensors):
         raise UserError(f"{path}: damaged: its numbers are not those that were written")
     return tensors
 

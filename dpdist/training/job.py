@@ -212,7 +212,7 @@ def _check_kept(recipe: Recipe, folder: RunFolder, about: dict[str, Any] | None)
         if not path.exists():
             raise UserError(f"{path}: missing, and this run has begun; {PUT_BACK}")
     keys = {made["identity"].get("key") for made in read_released(folder).ledger.attempts}
-    if keys - {None, key_id(folder.read_key())}:  # earlier versions did not say
+    if keys - {key_id(folder.read_key())}:
         raise UserError(
             f"{folder.run_key}: is not the key that this run's releases were drawn under; "
             f"{PUT_BACK}"
@@ -224,12 +224,6 @@ def _check_same_data(folder: RunFolder, dataset: data.Dataset) -> None:
     if folder.data.exists():
         before = read_json(folder.data, {"train": str})["train"]
         if before != dataset.fingerprint:
-            if "-part-" in before or "-first-" in before:
-                raise UserError(
-                    f"{folder.path}: begun by an older dpdist, which chose the training records "
-                    "by another rule; choose another --name (what is finished can still be "
-                    "certified, attacked and released)"
-                )
             raise UserError(
                 f"{folder.path}: {dataset.name} has changed since this run was begun; restore it, "
                 "or choose another --name"
@@ -240,8 +234,7 @@ def _check_same_pretrained(folder: RunFolder, about: dict[str, Any] | None) -> N
     """Raise UserError when what others trained was replaced since the run was begun."""
     if about is None or not folder.pretrained.exists():
         return
-    follow = ("assumed", "denoiser")  # from the others; a run begun earlier may not say the second
-    found = {key: value for key, value in about.items() if key not in follow}
+    found = {key: value for key, value in about.items() if key != "assumed"}  # it follows
     if not found.items() <= read_json(folder.pretrained).items():  # there may be more: "joined"
         raise UserError(
             f"{folder.path}: model.{about['part']} has changed since this run was begun; restore "

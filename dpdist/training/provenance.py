@@ -42,8 +42,10 @@ _CARD = "privacy_card.json"
 _BEGAN = (
     "initial weights trained on", "frozen classifier trained on", "frozen denoiser trained on",
 )  # fmt: skip
-_WRITTEN = {"model": str, "records": int, "data": str, "fingerprint": str}
-_STATED = {"private": bool, "guarantee.epsilon": float | str, "guarantee.delta": float}
+_WRITTEN = {"model": str, "records": int, "data": str, "fingerprint": str, "inputs": list}
+_STATED = {
+    "private": bool, "guarantee.epsilon": float | str, "guarantee.delta": float, "extra": dict,
+}  # fmt: skip
 
 
 def write_provenance(folder: Path, dataset: data.Dataset, facts: dict[str, Any]) -> None:
@@ -73,11 +75,9 @@ def made_by(section: PublicRecipe) -> dict[str, Any]:
 
 
 def _check_made(folder: Path, section: PublicRecipe, begin: str) -> None:
-    """Raise UserError where `pretrain` made the folder by other settings than the recipe's. Older
-    folders do not say by which, or not of keys that came later, which have their defaults."""
-    made = read_json(folder / PROVENANCE).get("made_by")
-    if made is None:
-        return
+    """Raise UserError where `pretrain` made the folder by other settings than the recipe's. Keys
+    that it does not name have their defaults."""
+    made = read_json(folder / PROVENANCE, {"made_by": object})["made_by"]
     if isinstance(made, dict):
         weights = {"weights": made.get("weights")}  # of those a name is kept, which is no path
         with contextlib.suppress(ValidationError):  # by keys that are no more: as it stands
@@ -241,8 +241,7 @@ def check_pretrained(recipe: Recipe, private: data.Dataset, where: str) -> dict[
         return {**about, **_pretrained(folder, about["model"], begin, compared)}
     if (folder / _CARD).exists():
         card = _card(folder, begin)
-        extra = card.get("extra")  # cards of earlier versions do not name their weights
-        if isinstance(extra, dict) and extra.get("model hash", about["model"]) != about["model"]:
+        if card["extra"].get("model hash") != about["model"]:
             raise UserError(f"{begin}: the model is not the one that {_CARD} speaks of")
         return {**about, **_released(card, recipe, begin, compared)}
     return {**about, **_declared(part, section, begin, compared)}
@@ -297,16 +296,10 @@ def _seen(folder: Path) -> Inputs:
     written, path = read_json(folder / PROVENANCE, _WRITTEN), folder / RECORDS
     try:
         hashes = np.load(io.BytesIO(read_bytes(path)), allow_pickle=False)
-        if hashes.ndim != 1:
-            raise ValueError("must hold one hash for each record")
+        if hashes.ndim != 1 or hashes.dtype != np.dtype("S16"):
+            raise ValueError("must hold one hash of 16 bytes for each record")
     except (ValueError, EOFError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from error
-    if "inputs" not in written or hashes.dtype != np.dtype("S16"):
-        raise UserError(
-            f"{folder}: made by an older dpdist, which recognised records by other hashes; remove "
-            "it and make it again with `dpdist pretrain`"
-        )
-    written = read_json(folder / PROVENANCE, {"inputs": list})
     if len(hashes) != written["records"]:
         raise UserError(f"{path}: {len(hashes)} records, not {written['records']}")
     return Inputs(tuple(written["inputs"]), hashes)
@@ -338,8 +331,7 @@ def _pretrained(folder: Path, model: str, begin: str, compared: bool) -> dict[st
 
 
 def _released(card: dict[str, Any], recipe: Recipe, begin: str, compared: bool) -> dict[str, Any]:
-    extra = card.get("extra")
-    extra = extra if isinstance(extra, dict) else {}
+    extra = card["extra"]
     name = extra.get("training data")
     name = name if isinstance(name, str) else "an unnamed data set"
     if not compared and name.casefold() == recipe.data.name.casefold():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -18,11 +17,13 @@ from dpdist.base.errors import UserError
 from dpdist.certification import table as certificates
 from dpdist.commands import attack, certify
 from dpdist.privacy.ledger import Ledger
+from dpdist.randomness.keys import key_id
 from dpdist.reports.attacks import ball_factor, grid
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse
 from dpdist.training.job import prepare
+from dpdist.training.monitor import sum_up
 
 app = typer.Typer()
 app.command("attack")(attack.command)
@@ -47,9 +48,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     recipe = parse(RECIPE, "recipe")
     folder = RunFolder(base / "small")
     plan = prepare(recipe, folder, "recipe").plan
-    with Ledger.open(folder.ledger, plan.fingerprint()) as ledger:
-        ledger.begin_attempt({"by": "hand"})
-        ledger.record(0, "0" * 64)
     spec = models.ModelSpec("linear", train.input_shape, 10)
     model = models.build(spec)
     x, y = train.batch(slice(None)).flatten(1), torch.from_numpy(np.array(train.labels))
@@ -58,8 +56,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         model[1].weight.copy_(means)  # type: ignore[index, operator, union-attr]
         model[1].bias.copy_(-means.square().sum(1) / 2)  # type: ignore[index, operator, union-attr]
     models.save(model, spec, folder.model)
-    trained = {"seconds": 1.0, "fallback_layers": [], "steps": 1, "superseded_releases": 0}
-    folder.trained.write_text(json.dumps({**trained, "attempt_epochs": 1}))
+    with Ledger.open(folder.ledger, plan.fingerprint()) as ledger:
+        told = {"machines": "by hand", "world_size": "1", "threads": "1", "code": "none"}
+        ledger.begin_attempt({**told, "key": key_id(folder.read_key())})
+        ledger.record(0, "0" * 64)
+        own = models.model_hash(folder.model)
+        sum_up(folder, ledger, 1, 1.0, fallback_layers=[], model=own)
     return base
 
 

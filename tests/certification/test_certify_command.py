@@ -53,8 +53,13 @@ def runs(tmp_path: Path) -> Path:
         model[1].weight.copy_(means)
         model[1].bias.copy_(-means.square().sum(1) / 2)
     models.save(model, spec, folder.model)
-    folder.trained.write_text('{"steps": 1, "fallback_layers": []}')
+    finish(folder)
     return tmp_path
+
+
+def finish(folder: RunFolder) -> None:
+    trained = {"steps": 1, "fallback_layers": [], "model": models.model_hash(folder.model)}
+    folder.trained.write_text(json.dumps(trained))
 
 
 def call(*arguments: object) -> Result:
@@ -182,6 +187,7 @@ def test_results_of_another_model_are_never_taken_over(here: None, runs: Path) -
     model = runs / "small/private/model"
     spec = models.read_spec(model)
     models.save(models.initialise(spec, 7), spec, model)  # model B
+    finish(RunFolder(runs / "small"))
     (folder / "settings.json").unlink()
     result = call("certify", "small", "--runs", runs)
     assert isinstance(result.exception, UserError) and "model was" in str(result.exception)

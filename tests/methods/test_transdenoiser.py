@@ -358,7 +358,7 @@ def test_a_released_classifier_brings_its_card(public, tmp_path):
     card = {
         "private": True,
         "guarantee": {"epsilon": 2.0, "delta": 1e-5},
-        "extra": {"training data": "mnist"},
+        "extra": {"training data": "mnist", "model hash": models.model_hash(copy)},
     }
     (copy / "privacy_card.json").write_text(json.dumps(card))
     prepare(parse(raw(copy), "test"), RunFolder(tmp_path / "run"), "test")
@@ -370,6 +370,10 @@ def test_a_released_classifier_brings_its_card(public, tmp_path):
     card["extra"]["training data"] = "digits"
     (copy / "privacy_card.json").write_text(json.dumps(card))
     with pytest.raises(UserError, match="its cost would have to be added"):
+        prepare(parse(raw(copy), "test"), RunFolder(tmp_path / "other"), "test")
+    del card["extra"]["model hash"]
+    (copy / "privacy_card.json").write_text(json.dumps(card))
+    with pytest.raises(UserError, match=r"not the one that privacy_card\.json speaks of"):
         prepare(parse(raw(copy), "test"), RunFolder(tmp_path / "other"), "test")
 
 

@@ -116,7 +116,7 @@ def test_the_file_has_the_network_alone(tmp_path):
         ({"shifts": 6}, "must be below the image's sides, got 6 for"),
         ({"input_shape": [72]}, "needs images"),
         ({"hidden_noise": True}, "no noise of the model's own"),
-        ({"block_noise": {"modules": [], "mode": "additive"}}, "no noise of the model's own"),
+        ({"block_noise": {"modules": [], "mode": "additive", "floor": 0.0}}, "no noise of the"),
         ({"following": True}, "nor with tokens"),
         (
             {"denoiser": {k: v for k, v in SPEC.described.items() if k != "format"}},

@@ -263,7 +263,7 @@ FAULTS: list[Fault] = [
         ("elif journal.header is not None:", "elif False:", "results without settings are taken over"),
         ("if beside.exists() and own != digest(_read_settings(beside)):", "if False:",
          "a table is read beside other settings"),
-        ("if (table.schema.metadata or {}).get(_DIGEST, own.encode()) != own.encode():", "if False:",
+        ("if (table.schema.metadata or {}).get(_DIGEST) != own.encode():", "if False:",
          "a table with replaced settings is read"),
         ("if name not in kind.free and old.get(name) != value", "if False",
          "another job is continued in the same folder"),

@@ -27,7 +27,7 @@ FAULTS: list[Fault] = [
         ("if not bool(tensor.isfinite().all()):", "if False:", "weights that are not finite"),
         ('if card["guarantee"]["delta"] != plan.delta:', "if False:",
          "epsilon is stated at another delta than its phases'"),
-        ('if card["extra"].get("model hash", about.model) != about.model:', "if False:",
+        ('if card["extra"].get("model hash") != about.model:', "if False:",
          "the card speaks of another model"),
         ("        models.check_trusted(spec, self.trusted_factory, self.path)\n", "",
          "foreign code is complained of as damage"),

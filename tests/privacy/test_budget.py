@@ -357,19 +357,13 @@ def test_records_hashed_in_another_way_are_not_taken_for_others(folder):
         reserve(folder, "numbers")
 
 
-def test_a_budget_of_an_older_version_is_read_and_not_added_to(folder):
-    charge = Charge.of("old", "old run", PLAN, PLAN.phases).to_dict()
-    del charge["nominal"]
+@pytest.mark.parametrize("header", [{"data": "ab" * 16, "name": "toy"}, {"format": 9}], ids=repr)
+def test_a_budget_of_another_format_is_neither_read_nor_added_to(folder, header):
     path = folder / ("ab" * 16 + ".budget.jsonl")
-    journal = ChainedJournal.open(path, "budget", {"data": "ab" * 16, "name": "toy"})
-    journal.append(charge)
-    journal.close()
-    assert only(folder).guarantee(1e-4).epsilon == PLAN.guarantee().epsilon
-    with pytest.raises(BudgetExceeded, match=r"older dpdist.*name a new folder"):
-        reserve(folder, "new")
-    reserve(folder, "old")  # what is on it already stays as it is
-    assert budgets.settle(folder, "old", PLAN.phases)
-    assert len(only(folder).charges) == 1
+    ChainedJournal.open(path, "budget", header).close()
+    for opened in (lambda: only(folder), lambda: reserve(folder, "new")):
+        with pytest.raises(JournalError, match=r"its format must be 2, got .* name a new folder"):
+            opened()
 
 
 # --- the command

@@ -222,7 +222,7 @@ def test_tables_without_a_statement_are_refused(tmp_path: Path) -> None:
         [{"attack": "none", "size": 0.0, "index": 0, "label": 0, "distance": 0.0, "prediction": 0,
           "hits": 1, "n": 1}], schema=attack_tables.SCHEMA)  # fmt: skip
     pq.write_table(old, tmp_path / "attacks.parquet")
-    with pytest.raises(UserError, match=r"does not say what was attacked; run `dpdist attack`"):
+    with pytest.raises(UserError, match="damaged: the settings in it are not those"):
         read_attack(tmp_path / "attacks.parquet")
 
 

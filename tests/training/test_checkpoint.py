@@ -171,7 +171,8 @@ def test_records_of_a_pretrained_part_are_not_unpickled(tmp_path):
     buffer = io.BytesIO()
     np.save(buffer, np.array([Trap()], dtype=object), allow_pickle=True)
     (folder / provenance.RECORDS).write_bytes(buffer.getvalue())
-    about = {"data": "x", "fingerprint": "y", "records": 1, "model": models.model_hash(folder)}
+    about = {"data": "x", "fingerprint": "y", "records": 1, "inputs": [1, 8, 8]}
+    about["model"] = models.model_hash(folder)
     provenance.write_json(folder / provenance.PROVENANCE, about)
     model = {"name": "linear", "initial": str(folder)}
     recipe, _ = make(tmp_path, model=model)

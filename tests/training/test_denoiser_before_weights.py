@@ -130,14 +130,15 @@ def test_a_private_run_trains_what_is_behind_it_only(weights, tmp_path):
     assert model_spec(other, dataset).denoiser == models.read_spec(weights).denoiser
 
 
-def test_a_run_begun_before_its_card_told_of_the_denoiser_continues(weights, tmp_path):
+@pytest.mark.parametrize("change", [{"saw": "others"}, {"denoiser": False}], ids=repr)
+def test_weights_of_another_origin_stop_a_run_that_has_begun(weights, tmp_path, change):
     recipe, folder = parse(raw(weights), "test"), RunFolder(tmp_path / "run")
     prepare(recipe, folder, "test")
     about = json.loads(folder.pretrained.read_text())
-    assert about.pop("denoiser") is True
-    folder.pretrained.write_text(json.dumps(about))
+    assert about["denoiser"] is True
+    folder.pretrained.write_text(json.dumps(about | {"assumed": "less"}))
     prepare(recipe, folder, "test")
-    folder.pretrained.write_text(json.dumps(about | {"saw": "others"}))
+    folder.pretrained.write_text(json.dumps(about | change))
     with pytest.raises(UserError, match="initial has changed since this run was begun"):
         prepare(recipe, folder, "test")
 

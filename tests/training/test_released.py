@@ -186,33 +186,18 @@ def test_a_ledger_with_another_past(run, tmp_path, anchored):
         refused(recipe, folder)
 
 
-def test_an_old_run_without_anchors_is_held_against_its_counts(run, tmp_path):
-    """Written before there were anchors: accepted when all steps, attempts and superseded releases
-    that trained.json counted are there, refused otherwise."""
+@pytest.mark.parametrize("value", [None, 3, {"records": 9}], ids=repr)
+def test_what_does_not_name_its_ledger_is_damaged(run, value):
     recipe, folder = run
     for path in (folder.trained, *folder.checkpoints.glob("*/done.json")):
-        record = json.loads(path.read_text())
-        del record["ledger"]
+        kept = path.read_text()
+        record = json.loads(kept)
+        record |= {"ledger": value}
+        if value is None:
+            del record["ledger"]
         path.write_text(json.dumps(record))
-    kept = lines(folder)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dpdist.privacy.journal._VERSION", 1)
-        kept = rewritten(kept, tmp_path / "old.jsonl")
-        second = next(n for n, line in enumerate(kept) if n > 1 and b'"attempt"' in line)
-        without_first = rewritten([kept[0], *kept[second:]], tmp_path / "cut.jsonl")
-        third = json.dumps({"record": json.loads(kept[second])["record"] | {"epoch": 2}})
-        one_more = rewritten([*kept, third.encode()], tmp_path / "more.jsonl")
-    folder.anchor.unlink()
-    put(folder, kept)
-    assert read_facts(folder).ledger.superseded == 4
-    for left, why in (
-        (without_first, "holds 0 superseded releases, trained.json says 4"),
-        (one_more, "holds 3 attempt epochs, trained.json says 2"),
-        (kept[:-1], "lacks releases that"),
-        (kept[:1], "lacks releases that"),
-    ):
-        put(folder, left)
-        refused(recipe, folder, why)
+        refused(recipe, folder, "damaged: ledger")
+        path.write_text(kept)
 
 
 def test_a_paused_or_crashed_run_keeps_its_releases(tmp_path, monkeypatch):

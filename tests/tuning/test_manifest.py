@@ -76,7 +76,9 @@ def test_damaged_manifests_are_named(recipe, tmp_path):
         read_trials(folder)
 
 
-TERMS = {"data": "d", "plan": {}, "score_noise": None, "charge": "c"}
+TERMS = {
+    "data": "d", "plan": {}, "trial": {}, "score_noise": None, "charge": "c", "assumed": [],
+}  # fmt: skip
 STATE = {"scores": [0.5], "done": True, "failed": None}
 
 
