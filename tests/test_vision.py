@@ -14,6 +14,8 @@ import pytest
         "from dpdist.base.vision import torchvision; torchvision('models').resnet18()",
         "from dpdist.base import vision; vision.install(); vision.install(); "
         "import torchvision.transforms; vision.torchvision()",
+        "from dpdist.models.catalogue import factory_of; "
+        "factory_of('importlib:import_module')('torchvision')",
     ],
 )
 def test_torchvision_can_be_imported(code):

@@ -40,6 +40,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -47,9 +48,11 @@ from typing import Any, ClassVar
 import pyarrow as pa
 
 from dpdist import bulk
+from dpdist.base import vision
 from dpdist.base.table_files import Column
 from dpdist.bulk import Kind, Progress
 from dpdist.cluster.pool import Chunk, PoolSettings, run_chunks, run_here
+from dpdist.cluster.session import connect
 
 Item = int | str
 Partial = Any  # JSON: what is known of some units of an item
@@ -195,8 +198,9 @@ def run(
     and gives the identical table. actors: None uses the whole cluster and grows with it.
     progress(done, in all, per second). here: in this process, without Ray.
 
-    Ray must be initialised. Raises UserError when ``output`` holds other work (naming what differs)
-    or another process is working in it, ClusterError when the cluster cannot do it.
+    Without an enclosing `dpdist.connect` a session of its own is started, on loopback. Raises
+    UserError when ``output`` holds other work (naming what differs) or another process is working
+    in it, ClusterError when the cluster cannot do it.
     """
     finished, wanted = output / work.file, work.identity()
     if finished.exists() and not work.grows:
@@ -204,7 +208,8 @@ def run(
         found = bulk.about_table(table, work.key)
         bulk.refuse_difference(output, work.kind, found, wanted, work.seed)
         return table
-    with bulk.held(output, work.kind) as journal:
+    session = nullcontext() if here else connect(worker_setup=vision.install)
+    with session, bulk.held(output, work.kind) as journal:
         about = bulk.pin(journal, work.kind, wanted, work.seed, lambda: work.begin(output))
         task = work.open(about, output)
         book = Book(task)

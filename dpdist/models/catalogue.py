@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from dpdist.base import vision
 from dpdist.base.errors import UserError
 
 # Modules are those of this package.
@@ -37,11 +38,24 @@ def check_name(name: str) -> None:
     if name not in ZOO and ":" not in name:
         known = ", ".join(sorted(ZOO))
         raise UserError(f"model.name: unknown {name!r}; one of {known}, or package.module:factory")
+    if name.startswith("torchvision."):
+        architecture = name.partition(":")[2]
+        raise UserError(
+            f"model.name: must be a factory of input shape and classes, got {name!r}, which would "
+            "take the shape for a request of weights; use model: {name: torchvision, options: "
+            f"{{architecture: {architecture}}}}}"
+        )
+    if name.partition(":")[0] == "__main__":
+        raise UserError(
+            f"model.name: must be importable in every worker, got {name!r}: there __main__ is "
+            "another program; move the factory into a module beside the script"
+        )
 
 
 def factory_of(name: str) -> Callable[..., Any]:
     """What makes a model of that name. Raises UserError for a name that leads nowhere."""
     check_name(name)
+    vision.install()  # a user's module may import torchvision
     module, _, attribute = (f"{__package__}.{ZOO[name]}" if name in ZOO else name).partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)

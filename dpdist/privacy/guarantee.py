@@ -87,5 +87,7 @@ class Guarantee:
         }
 
     def __str__(self) -> str:
+        if math.isinf(self.epsilon):
+            return f"not private: no finite epsilon is {self.kind} ({self.relation})"
         epsilon = format_epsilon(self.epsilon, lower_bound=self.kind == "audited")
         return f"({epsilon}, {self.delta:.3g})-DP, {self.relation}, {self.kind} by {self.source}"

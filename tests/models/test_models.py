@@ -195,6 +195,8 @@ def test_tied_weights_are_saved(tmp_path):
     [
         (f"{__name__}:failing", "cannot be built: KeyError: 'no such layer'"),
         (":net", "cannot import ':net'"),
+        ("torchvision.models:resnet18", r"name: torchvision, options: {architecture: resnet18}"),
+        ("__main__:net", "must be importable in every worker, got '__main__:net'"),
     ],
 )
 def test_factories_that_fail(name, message):
