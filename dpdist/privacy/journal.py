@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from dpdist.base.reading import not_blocking
-from dpdist.base.storage import sync
+from dpdist.base.storage import make_folder, sync
 
 _VERSION = 2
 _WITHOUT_ANCHOR = 1  # the version before; still read, and continued with an anchor
@@ -182,8 +182,7 @@ class ChainedJournal:
         existing header equals `header` is for the caller to check.
         """
         path = Path(path)
-        created_folder = not path.parent.exists()
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_folder(path.parent, 0o700)
         if not path.exists() and (anchor := _read_anchor(path)):
             _check_anchor(anchor, [], [], path)
         not_blocking(path)
@@ -203,8 +202,6 @@ class ChainedJournal:
                 journal.header = {**header, "kind": kind, "version": _VERSION}
                 journal._write(journal.header)
                 sync(path.parent)
-                if created_folder:
-                    sync(path.parent.parent)
             journal._open_anchor()
             return journal
         except BaseException:
