@@ -16,6 +16,7 @@ import fcntl
 import hashlib
 import json
 import os
+import secrets
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -199,7 +200,9 @@ class ChainedJournal:
             file.truncate(intact)
             journal = cls(path, records, checks, file)
             if not records:
-                journal.header = {**header, "kind": kind, "version": _VERSION}
+                # No two journals begin alike: the anchor of an empty one is not met by a new file.
+                own = {"kind": kind, "version": _VERSION, "id": secrets.token_hex(8)}
+                journal.header = {**header, **own}
                 journal._write(journal.header)
                 sync(path.parent)
             journal._open_anchor()
