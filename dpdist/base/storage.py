@@ -28,7 +28,7 @@ def write_atomic(path: Path, data: bytes | str, *, durable: bool = True) -> None
 @contextmanager
 def written_aside(path: Path, *, durable: bool = True) -> Iterator[Path]:
     """A path beside `path` to write a file at, which then takes its place as in `write_atomic`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     aside = _aside(path)
     try:
         yield aside
@@ -100,6 +100,7 @@ def built_aside(folder: Path, *, replace: bool = False, first: bool = False) -> 
                 os.rename(folder, old)
             try:
                 os.rename(aside, folder)
+                sync(folder.parent)
             except OSError:
                 if not (first and folder.is_dir()):
                     raise
@@ -134,7 +135,7 @@ def _beside(folder: Path) -> Iterator[Path]:
     aside = _aside(folder)
     made = [above for above in folder.parents if not above.exists()]
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(folder.parent)
         yield aside
     finally:
         shutil.rmtree(aside, ignore_errors=True)
@@ -143,8 +144,20 @@ def _beside(folder: Path) -> Iterator[Path]:
                 above.rmdir()
 
 
+def make_folder(path: Path, mode: int = 0o777) -> None:
+    """Create a folder, and those above it, so that their names survive a crash: a file that was
+    synced is lost with the name of a folder around it.
+
+    mode: of `path` itself, if it is new.
+    """
+    new = [each for each in (path, *path.parents) if not each.exists()]
+    path.mkdir(parents=True, exist_ok=True, mode=mode)
+    for each in new:
+        sync(each.parent)
+
+
 def private_folder(path: Path) -> Path:
     """`path`, created for its owner only (mode 0700)."""
-    path.mkdir(parents=True, exist_ok=True)
+    make_folder(path)
     path.chmod(0o700)
     return path

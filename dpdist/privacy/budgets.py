@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from dpdist.base.storage import make_folder
 from dpdist.privacy.budget import SUFFIX, BudgetExceeded, Charge, DataBudget, Terms, check_fits
 from dpdist.privacy.guarantee import Neighbours
 from dpdist.privacy.journal import JournalError, anchor_path
@@ -104,7 +105,7 @@ def _files(folder: Path) -> list[Path]:
 @contextmanager
 def _opened(folder: Path) -> Iterator[tuple[bytes, list[DataBudget]]]:
     """The folder's key and all its budgets, for one process at a time."""
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    make_folder(folder, 0o700)
     descriptor = os.open(folder / _KEY, os.O_RDWR | os.O_CREAT, 0o600)
     with os.fdopen(descriptor, "r+") as file, ExitStack() as stack:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -16,13 +16,14 @@ import fcntl
 import hashlib
 import json
 import os
+import secrets
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any, Self
 
 from dpdist.base.reading import not_blocking
-from dpdist.base.storage import sync
+from dpdist.base.storage import make_folder, sync
 
 _VERSION = 2
 _LOCK_SECONDS = 15.0
@@ -181,8 +182,7 @@ class ChainedJournal:
         existing header equals `header` is for the caller to check.
         """
         path = Path(path)
-        created_folder = not path.parent.exists()
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_folder(path.parent, 0o700)
         if not path.exists() and (anchor := _read_anchor(path)):
             _check_anchor(anchor, [], [], path)
         not_blocking(path)
@@ -199,11 +199,11 @@ class ChainedJournal:
             file.truncate(intact)
             journal = cls(path, records, checks, file)
             if not records:
-                journal.header = {**header, "kind": kind, "version": _VERSION}
+                # No two journals begin alike: the anchor of an empty one is not met by a new file.
+                own = {"kind": kind, "version": _VERSION, "id": secrets.token_hex(8)}
+                journal.header = {**header, **own}
                 journal._write(journal.header)
                 sync(path.parent)
-                if created_folder:
-                    sync(path.parent.parent)
             journal._open_anchor()
             return journal
         except BaseException:

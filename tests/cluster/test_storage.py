@@ -37,7 +37,8 @@ def disk(monkeypatch):
 
 def test_bytes_are_on_the_disk_before_the_name_and_the_name_before_the_return(tmp_path, disk):
     write_atomic(tmp_path / "a" / "file", b"12345")
-    assert disk == [("synced", 5), ("renamed", "file"), ("folder",)]
+    above = ("folder",)  # the name of the new folder "a"
+    assert disk == [above, ("synced", 5), ("renamed", "file"), ("folder",)]
     assert (tmp_path / "a" / "file").read_bytes() == b"12345"
     assert [p.name for p in (tmp_path / "a").iterdir()] == ["file"]
 

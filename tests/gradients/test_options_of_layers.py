@@ -1,0 +1,128 @@
+"""Options of layers that are no defaults, and how sums are rounded, against plain autograd."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dpdist.gradients.blocks import LARGEST, Blocks
+from dpdist.gradients.clipping import FlatClipping, sum_slack
+from dpdist.gradients.contributions import PerExampleGradient
+from dpdist.gradients.engine import GradientEngine
+
+
+def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    flat = outputs.flatten(1)
+    weights = torch.linspace(0.5, 1.5, flat.shape[1], dtype=flat.dtype)
+    return ((flat - targets[:, None].to(flat.dtype)) * weights).square().sum(1)
+
+
+def by_autograd(model: nn.Module, inputs: Tensor, targets: Tensor, clip_norm: float) -> Tensor:
+    """Each example alone, clipped, added up."""
+    parameters = list(model.parameters())
+    total = torch.zeros(sum(p.numel() for p in parameters), dtype=torch.float64)
+    for example, target in zip(inputs, targets, strict=True):
+        value = loss(model(example[None]), target[None]).sum()
+        grads = torch.autograd.grad(value, parameters, allow_unused=True)
+        flat = torch.cat(
+            [
+                torch.zeros(p.numel()) if g is None else g.flatten()
+                for g, p in zip(grads, parameters, strict=True)
+            ]
+        )
+        total += flat * min(1.0, clip_norm / max(float(flat.norm()), 1e-30))
+    return total
+
+
+def check(model: nn.Module, inputs: Tensor) -> None:
+    model = model.double()
+    if inputs.is_floating_point():
+        inputs = inputs.double()
+    targets = torch.arange(len(inputs)) % 3
+    for clip_norm in (1e9, 0.1):
+        engine = GradientEngine(model, loss, clipping=FlatClipping(clip_norm))
+        found = engine.clipped_sum(inputs, targets).flat
+        expected = by_autograd(model, inputs, targets, clip_norm)
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("padding", [None, 0, 3, -2])
+def test_the_padding_s_row_is_the_one_that_the_layer_names(padding):
+    torch.manual_seed(0)
+    table = nn.Embedding(6, 4, padding_idx=padding)
+    nn.init.normal_(table.weight)
+    ids = torch.tensor([[0, 3, 4, 0], [1, 4, 4, 3], [5, 2, 0, 3], [4, 4, 4, 4]])
+    check(nn.Sequential(table, nn.Flatten(), nn.Linear(16, 3)), ids)
+
+
+@pytest.mark.parametrize("eps", [1e-5, 0.3, 2.0])
+@pytest.mark.parametrize("kind", ["layer", "group", "instance"])
+def test_a_norm_s_own_epsilon_counts(kind, eps):
+    torch.manual_seed(0)
+    norm = {
+        "layer": lambda: nn.LayerNorm([4, 5], eps=eps),
+        "group": lambda: nn.GroupNorm(2, 4, eps=eps),
+        "instance": lambda: nn.InstanceNorm1d(4, eps=eps, affine=True),
+    }[kind]()
+    for parameter in norm.parameters():
+        nn.init.normal_(parameter)
+    check(nn.Sequential(norm, nn.Flatten(), nn.Linear(20, 3)), torch.randn(5, 4, 5))
+
+
+# --- the rounding of sums
+
+
+class Slope(nn.Module):
+    """Whose per-example gradient is its input, kept as it is: no rule makes a product of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.weight).sum(1, keepdim=True)
+
+
+def engine(**setting) -> GradientEngine:
+    return GradientEngine(
+        Slope(), lambda outputs, _: outputs[:, 0], clipping=FlatClipping(1e4), **setting
+    )
+
+
+@pytest.mark.parametrize("key", [b"", bytes(32)], ids=["no key", "a key"])
+@pytest.mark.parametrize("blocks", [None, Blocks(1, 16)], ids=["no blocks", "blocks"])
+def test_large_batches_without_ids_are_not_added_up_in_float32(key, blocks):
+    """The sum's rounding comes on top of the sensitivity there, so it must be nothing. The entries
+    lose as much as they can whenever they are added to a sum of 16 to 32 of them."""
+    rows = 30_000
+    inputs = torch.full((rows, 64), 1 + 0.99 * 2.0**-20)
+    found = engine(blocks=blocks).clipped_sum(inputs, torch.zeros(rows), draw_key=key).flat
+    exact = rows * float(inputs[0, 0])
+    assert float((found - exact).abs().max()) <= 1e-6
+
+
+@pytest.mark.parametrize("capacity", [1, 16, 200, 256, 600, LARGEST])
+def test_the_rounding_of_a_block_s_sum_is_below_its_slack(capacity, monkeypatch):
+    """By the bound of `sum_slack`, at the runs that are executed: 2 (r + 2) u n of the float32
+    runs, and what it leaves to sums over positions."""
+    made, ids = engine(blocks=Blocks(1, capacity)), torch.arange(40)
+    inputs = torch.randn(40, 64, generator=torch.Generator().manual_seed(0))
+
+    def step() -> None:
+        made.clipped_sum(inputs, torch.zeros(40), draw_key=bytes(32), record_ids=ids)
+
+    step()  # looks at the model
+    runs = set()
+    real = PerExampleGradient.add_weighted_sum
+
+    def seen(self, factors, out, run):
+        runs.add(run)
+        real(self, factors, out, run)
+
+    monkeypatch.setattr(PerExampleGradient, "add_weighted_sum", seen)
+    step()
+    (run,) = runs
+    changed = capacity + 1  # rows that one record more or less can change
+    rounding = 0.0 if run == 1 else 2 * (run + 2) * 2.0**-24 * changed
+    assert rounding + 5e-4 <= sum_slack(torch.float32)

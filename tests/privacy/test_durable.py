@@ -1,0 +1,128 @@
+"""What a journal or a budget holds after a power cut or without its anchor, and of which kind."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.disk import Disk
+
+from dpdist.privacy import budgets
+from dpdist.privacy.budget import Charge, DataBudget, Terms
+from dpdist.privacy.journal import Anchor, ChainedJournal, JournalError, anchor_path
+from dpdist.privacy.ledger import Ledger
+from dpdist.privacy.plan import PrivacyPlan
+from dpdist.privacy.releases import GaussianReleases
+from dpdist.runs.folder import RunFolder
+from dpdist.runs.recipe import parse
+
+PLAN = PrivacyPlan(1000, (GaussianReleases(4.0),), 1e-5)
+
+
+@pytest.fixture
+def disk(tmp_path, monkeypatch):
+    return Disk(tmp_path, monkeypatch)
+
+
+def whole(disk: Disk, path: Path) -> bool:
+    return disk.content(path) == path.read_bytes()
+
+
+@pytest.mark.parametrize("below", ["", "private", "runs/demo/private"])
+def test_a_new_journal_survives_a_power_cut(tmp_path, disk, below):
+    """Itself, its anchor, and the names of all folders that were made for it."""
+    path = tmp_path / below / "ledger.jsonl"
+    with closing(ChainedJournal.open(path, "plan", {})):
+        assert whole(disk, path) and whole(disk, anchor_path(path))
+
+
+def test_a_record_survives_a_power_cut_and_its_anchor_never_says_more(tmp_path, disk):
+    path = tmp_path / "private" / "ledger.jsonl"
+    with closing(ChainedJournal.open(path, "plan", {})) as journal:
+        for number in range(3):
+            journal.append({"number": number})
+            left = disk.content(path)
+            assert left == path.read_bytes()
+            anchor = Anchor.from_line(disk.content(anchor_path(path)).decode())
+            assert anchor.records <= left.count(b"\n")
+    with closing(ChainedJournal.open(path, "plan", {})):  # from here on the anchor covers them
+        kept = Anchor.from_line(disk.content(anchor_path(path)).decode())
+        assert kept == Anchor.of(path.read_bytes())
+
+
+@pytest.mark.parametrize("below", ["budgets", "shared/team/budgets"])
+def test_a_reservation_survives_a_power_cut(tmp_path, disk, below):
+    """With the key that its records are recognised by, and the folder itself."""
+    folder = tmp_path / below
+    charge = Charge.of("run", "a run", PLAN, PLAN.phases)
+    budgets.reserve(folder, np.arange(10.0), charge, Terms(), PLAN.neighbours)
+    files = sorted(folder.iterdir())
+    assert len(files) == 3
+    for path in files:
+        if path.suffix == ".anchor":
+            assert disk.named(path)
+        else:
+            assert whole(disk, path)
+    assert budgets.settle(folder, "run", PLAN.phases)
+    (path,) = folder.glob("*.budget.jsonl")
+    assert whole(disk, path)
+
+
+def test_a_new_run_survives_a_power_cut(tmp_path, disk):
+    """All that a training needs to go on, and the ledger that it writes there."""
+    run = RunFolder(tmp_path / "runs" / "demo")
+    training = {"batch_size": 10, "steps": 2, "learning_rate": 0.1}
+    privacy = {"noise_multiplier": 1.0, "delta": 1e-5}
+    raw = {"name": "demo", "data": {"name": "digits"}, "model": "linear", "privacy": privacy}
+    run.begin(parse(raw | {"training": training}, "r.yaml"))
+    with Ledger.open(run.ledger, PLAN.fingerprint()):
+        files = [path for path in run.path.rglob("*") if path.is_file()]
+        assert run.ledger in files and run.recipe_file in files
+        assert all(whole(disk, path) for path in files)
+
+
+@pytest.mark.parametrize("records", [1, 2, 5])
+def test_a_journal_that_lost_its_anchor_is_refused_from_its_first_record_on(tmp_path, records):
+    path = tmp_path / "ledger.jsonl"
+    with closing(ChainedJournal.open(path, "plan", {})) as journal:
+        for number in range(records):
+            journal.append({"number": number})
+    anchor_path(path).unlink()
+    before = path.read_bytes()
+    with pytest.raises(JournalError, match="is missing"):
+        ChainedJournal.open(path, "plan", {})
+    with pytest.raises(JournalError, match="is missing"):
+        ChainedJournal.read(path, "plan")
+    assert path.read_bytes() == before and not anchor_path(path).exists()
+
+
+def test_no_other_kind_of_journal_is_a_ledger_or_a_budget(tmp_path):
+    """Nor one whose header happens to hold what the other kind's would."""
+    other = tmp_path / "other.jsonl"
+    header = {"plan": PLAN.fingerprint(), "format": 2, "name": "", "terms": Terms().to_dict()}
+    with closing(ChainedJournal.open(other, "something else", header)):
+        pass
+    for reading in (
+        lambda: Ledger.open(other, PLAN.fingerprint()),
+        lambda: Ledger.read(other),
+        lambda: DataBudget.open(other),
+        lambda: DataBudget.read(other),
+    ):
+        with pytest.raises(JournalError, match="is not a"):
+            reading()
+
+
+def test_a_journal_of_a_later_version_is_not_read(tmp_path, monkeypatch):
+    path = tmp_path / "ledger.jsonl"
+    with monkeypatch.context() as patch:
+        patch.setattr("dpdist.privacy.journal._VERSION", 99)
+        with closing(ChainedJournal.open(path, "plan", {})):
+            pass
+    before = path.read_bytes()
+    with pytest.raises(JournalError, match="version"):
+        ChainedJournal.open(path, "plan", {})
+    with pytest.raises(JournalError, match="version"):
+        ChainedJournal.read(path, "plan")
+    assert path.read_bytes() == before

@@ -1,0 +1,97 @@
+"""Groups of records and copies of a canary: each one counts, whatever the phase or the bound."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from scipy.stats import laplace, norm
+
+from dpdist.privacy.audit_bounds import ManyRuns, OneRun, epsilon_of_mu
+from dpdist.privacy.group import group_guarantee
+from dpdist.privacy.mechanisms import gaussian_delta, gaussian_epsilon
+from dpdist.privacy.plan import PrivacyPlan
+from dpdist.privacy.poisoning import Poisoned
+from dpdist.privacy.releases import GaussianAnswers, GaussianSteps, LaplaceReleases
+from dpdist.privacy.votes import NoisyVotes
+
+GRID, DELTA = 1e-3, 1e-4
+GAUSSIAN = {  # noise of one Gaussian that they are as private as
+    "full steps": (GaussianSteps(4, 24.0, 1.0), 12.0),
+    "answers": (GaussianAnswers(24.0, 4), 12.0),
+    "votes": (NoisyVotes(12.0, 20, 12, 0.2, 4, 0.1), 12.0),
+}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 10])
+@pytest.mark.parametrize("name", GAUSSIAN)
+def test_a_group_moves_a_gaussian_by_its_size(name, size):
+    phase, noise = GAUSSIAN[name]
+    found = phase.group_loss(size, GRID)
+    assert found is not None
+    exact = float(gaussian_epsilon(DELTA, noise, float(size)))
+    assert exact <= found[0].get_epsilon_for_delta(DELTA) <= 1.02 * exact + 2e-3
+    plan = PrivacyPlan(1000, (phase,), DELTA)
+    assert exact * (1 - 1e-9) <= group_guarantee(plan, size).epsilon <= 1.02 * exact + 2e-3
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_group_moves_laplace_noise_by_its_size(size):
+    found = LaplaceReleases(6.0).group_loss(size, GRID)
+    assert found is not None
+    for epsilon in (0.0, 0.1, 0.3):
+        far = max(0.0, size / 6.0 - epsilon) / 2  # where the likelihoods' ratio is e^epsilon
+        exact = laplace.cdf(far) - math.exp(epsilon) * laplace.cdf(far - size / 6.0)
+        exact = max(0.0, exact if epsilon < size / 6.0 else 0.0)
+        assert found[0].get_delta_for_epsilon(epsilon) >= exact - 1e-9
+
+
+@pytest.mark.slow  # the library builds mixtures point by point
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_sampled_group_is_a_mixture(size):
+    """One step: the hockey stick of the mixture against the noise alone, both ways, by
+    integration."""
+    rate, noise = 0.3, 4.0
+    found = GaussianSteps(1, noise, rate).group_loss(size, GRID)
+    assert found is not None
+    x = np.linspace(-60, 60 + size, 400_001)
+    base, mixed = norm.pdf(x, 0, noise), np.zeros_like(x)
+    for joined in range(size + 1):
+        weight = math.comb(size, joined) * rate**joined * (1 - rate) ** (size - joined)
+        mixed += weight * norm.pdf(x, joined, noise)
+    for epsilon in (0.0, 0.1, 0.4):
+        e = math.exp(epsilon)
+        exact = max(
+            np.maximum(0, one - e * other).sum() * (x[1] - x[0])
+            for one, other in ((base, mixed), (mixed, base))
+        )
+        assert exact - 1e-7 <= found[0].get_delta_for_epsilon(epsilon) <= exact + 2e-3
+
+
+@pytest.mark.parametrize("changes", [1, 2, 4])
+def test_poisoned_votes_need_what_a_gaussian_needs(changes):
+    phase, noise = GAUSSIAN["votes"]
+    exact = norm.cdf(norm.ppf(0.5) + changes / noise)
+    found = Poisoned(PrivacyPlan(1000, (phase,), DELTA)).needed(changes)
+    assert exact - 1e-12 <= found <= exact + 2e-3
+
+
+# --- copies of a canary
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_no_bound_of_one_canary_is_above_what_made_its_copies_visible(size):
+    """A Gaussian mechanism of mu: `size` copies move it by size * mu. Guesses as often right as
+    the best ones are on average, or a little more often."""
+    mu, count = 0.4, 2000
+    seen = norm.cdf(size * mu / 2)
+    runs = ManyRuns(round(count * seen), count, round(count * (1 - seen)), count)
+    one = OneRun(count, count, round(count * seen))
+    for audit in (runs, one):
+        assert 0 < audit.mu(size) <= mu
+        assert audit.gaussian_epsilon(DELTA, size) <= epsilon_of_mu(mu, DELTA)
+        assert audit.gaussian_epsilon(DELTA, size) == epsilon_of_mu(audit.mu(size), DELTA)
+        epsilon = audit.epsilon(DELTA, size)
+        assert epsilon > 0 and float(gaussian_delta(epsilon, 1.0, mu)) >= DELTA

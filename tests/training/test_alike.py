@@ -1,0 +1,230 @@
+"""What must not differ (kinds of release, parts of a checkpoint, block sizes) and what must."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.training import ThreadReducer, make, together
+
+from dpdist.base.errors import ClusterError
+from dpdist.methods.base import Fixed
+from dpdist.privacy.journal import Anchor
+from dpdist.randomness.keys import derive_key
+from dpdist.runs.folder import RunFolder
+from dpdist.training import checkpoint, optimizer, permit, sharding, teachers
+from dpdist.training.building import model_spec
+from dpdist.training.checkpoint import TrainState, latest, newest_step
+from dpdist.training.finite import Diverged
+from dpdist.training.fixed import digest, ensure_fixed, read_fixed
+from dpdist.training.job import prepare
+from dpdist.training.loop import shards_of
+from dpdist.training.permit import PermitGate
+from dpdist.training.reducer import Reducer
+from dpdist.training.sharding import Sharded, Whole, leaf_digests, release_id
+from dpdist.training.teachers import TeacherSetup, TeacherTrainer
+
+
+class InOrder(ThreadReducer):
+    """Adds up as a network does: from the first one's bits on, and nothing where it is alone."""
+
+    def all_sum(self, buffer: torch.Tensor) -> None:
+        first, *others = self._meet(buffer.clone())
+        for other in others:
+            first = first + other
+        buffer.copy_(first)
+
+
+ANCHOR = Anchor(1, "0" * 32)
+
+
+@pytest.fixture
+def small_leaves(monkeypatch):
+    for module in (optimizer, sharding):
+        monkeypatch.setattr(module, "LEAF", 8)
+
+
+# --- releases
+
+
+@pytest.mark.parametrize("reproducible", [True, False])
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_signs_of_zeros_are_the_same_in_both_kinds_of_release(small_leaves, workers, reproducible):
+    """A release's id covers the bits: a zero of either sign would make it another sum."""
+    size, ids = 30, {}
+    values = torch.tensor([-0.0, 0.0, -1.0, 1.0, -0.0]).double()
+    for kind in (Whole, Sharded):
+        parts: dict[int, torch.Tensor] = {}
+
+        def work(reducer: Any, kind=kind, parts=parts) -> None:
+            shards = shards_of(60, 60, reducer, reproducible)
+            rows = torch.zeros(shards.rows, size, dtype=torch.float64)
+            for row, begin, _ in shards.mine:
+                rows[row] = values[(torch.arange(size) + (begin == 0)) % 5]
+            total, _ = kind().sum(reducer, rows, shards, False)
+            parts[reducer.rank] = total.clone()
+
+        together(workers, work, InOrder)
+        whole = parts[0] if kind is Whole else torch.cat([parts[r] for r in range(workers)])
+        ids[kind] = release_id("x", leaf_digests("x", whole.numpy()))
+    assert ids[Whole] == ids[Sharded]
+
+
+@pytest.mark.parametrize("size", [5, 30])
+def test_an_id_names_whose_sum_it_is(small_leaves, size):
+    """One leaf or several: the same bits of another key, attempt or step are another release."""
+    summed = np.linspace(-1, 1, size)
+    ids = {release_id(label, leaf_digests(label, summed)) for label in ("k/0/1", "k/0/2", "k/1/1")}
+    assert len(ids) == 3
+    changed = summed.copy()
+    changed[-1] = np.nextafter(changed[-1], 2)
+    assert release_id("k/0/1", leaf_digests("k/0/1", changed)) not in ids
+
+
+def test_no_leaf_s_digest_is_that_of_another_sum(small_leaves):
+    """Also leaf by leaf, as workers exchange them."""
+    summed = np.zeros(30)
+    one, other = leaf_digests("k/0/1", summed), leaf_digests("k/0/2", summed)
+    assert not set(one) & set(other)
+
+
+# --- blocks
+
+
+@pytest.mark.parametrize("reproducible", [True, False])
+@pytest.mark.parametrize("planned", [50, 1000])
+def test_block_sizes_follow_the_declared_number_of_records_alone(planned, reproducible):
+    reducer = Reducer(0, 1, torch.device("cpu"))
+    found = {
+        shards_of(records, planned, reducer, reproducible).largest
+        for records in (planned - 30, planned - 1, planned, planned + 1, planned + 500)
+    }
+    assert len(found) == 1
+    count = shards_of(planned, planned, reducer, reproducible).rows
+    assert found == {-(-planned // count)}
+
+
+# --- checkpoints
+
+
+def test_the_newest_checkpoint_is_the_last_one(tmp_path):
+    assert newest_step(tmp_path) == 0
+    for step in (2, 7, 11):
+        checkpoint.save(tmp_path, TrainState(step, torch.full((3,), float(step)), {}), ANCHOR)
+        assert newest_step(tmp_path) == step
+        state = latest(tmp_path)
+        assert state is not None and state.step == step and float(state.flat[0]) == step
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 7])
+def test_parts_of_a_checkpoint_are_read_by_any_number_of_workers(tmp_path, workers):
+    size, saved = 20, [slice(0, 9), slice(9, 12), slice(12, 20)]
+    slots = {"mean": torch.arange(size) + 0.5, "square": -torch.arange(size) - 0.5}
+    for rank, part in enumerate(saved):
+        own = {name: slot[part] for name, slot in slots.items()}
+        checkpoint.save_part(tmp_path, 4, rank, len(saved), own)
+    checkpoint.save(tmp_path, TrainState(4, torch.zeros(size), {}), ANCHOR, len(saved))
+    cuts = [size * rank // workers for rank in range(workers + 1)]
+    for low, high in pairwise(cuts):
+        state = latest(tmp_path, slice(low, high))
+        assert state is not None
+        for name, slot in slots.items():
+            assert torch.equal(state.slots[name], slot[low:high])
+
+
+# --- what is fixed before the first step
+
+NET = {"name": "hgm-cnn", "options": {"filters": [3], "kernels": [3], "strides": [2], "dense": 6}}
+PAID = {
+    "name": "secure-sgd",
+    "sigma": 0.5,
+    "redistribution": {"source": "paid", "noise_multiplier": 5, "sample_rate": 0.1},
+}
+
+
+def fixed_in(folder: Path, **changes: Any) -> dict[str, torch.Tensor]:
+    recipe, run = make(folder, data={"name": "digits", "max_train": 60}, model=NET, method=PAID,
+                       training={"batch_size": 6, "steps": 2, "learning_rate": 0.1},
+                       **{"privacy__delta": 1e-3, **changes})  # fmt: skip
+    job = prepare(recipe, run, "test")
+    assert ensure_fixed(job, model_spec(recipe, job.records()))
+    return read_fixed(run)
+
+
+def test_what_is_fixed_is_repeatable_under_a_fixed_key_and_never_else(tmp_path):
+    one, again = fixed_in(tmp_path / "one"), fixed_in(tmp_path / "again")
+    assert one and one.keys() == again.keys()
+    assert all(torch.equal(one[name], again[name]) for name in one)
+    fresh = [fixed_in(tmp_path / name, privacy__run_key=None) for name in ("fresh", "other")]
+    assert any(not torch.equal(fresh[0][name], fresh[1][name]) for name in one)
+
+
+@pytest.mark.parametrize("name", ["a", "b", "c"])
+def test_the_digest_of_what_is_fixed_covers_every_tensor(name):
+    tensors = {each: torch.arange(3.0) for each in "abc"}
+    before = digest(Fixed(torch.nn.Identity(), tensors, bytes(32)))
+    changed = tensors | {name: torch.tensor([0.0, 1.0, 2.0001])}
+    assert digest(Fixed(torch.nn.Identity(), changed, bytes(32))) != before
+
+
+# --- keys
+
+
+def test_every_teacher_has_a_key_of_its_own(monkeypatch, tmp_path):
+    seen = []
+
+    def noted(recipe, plan, records, members, key, *_):
+        seen.append(key)
+        raise Diverged("noted")
+
+    recipe, _ = make(tmp_path, data={"name": "digits", "fraction": 0.1}, model="linear",
+                     method={"name": "private-prediction", "teachers": 4, "queries": 2,
+                             "logit_bound": 1},
+                     training={"batch_size": 6, "steps": 2, "learning_rate": 0.1})  # fmt: skip
+    monkeypatch.setattr(teachers, "trained_here", noted)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    shared = bytes(range(32))
+    trainer = TeacherTrainer(TeacherSetup(teachers.ordinary(recipe), 4, shared))
+    for number in (0, 1, 2, 3, 1):
+        trainer(number)
+    assert len(set(seen)) == 4 and seen[4] == seen[1]
+    assert not {shared, derive_key(shared, "shards")} & set(seen)
+
+
+# --- the archive's leave
+
+
+def gate(folder: Path, patch: pytest.MonkeyPatch, epoch: int, start: int = 0) -> PermitGate:
+    run = RunFolder(folder)
+    run.private.mkdir(parents=True, exist_ok=True)
+    run.archive.write_text(json.dumps({"private": True}))
+    patch.setattr(permit, "_PATIENCE", 0.05)
+    return PermitGate(run, epoch, start, 100)
+
+
+def test_leave_of_another_attempt_is_no_leave(tmp_path, monkeypatch):
+    run = RunFolder(tmp_path)
+    waiting = gate(tmp_path, monkeypatch, 3)
+    for epoch in (0, 2, 4):
+        run.permit.write_text(json.dumps({"epoch": epoch, "step": 0, "steps": 100}))
+        with pytest.raises(ClusterError, match="did not answer"):
+            waiting.wait(0)
+    assert permit.read_permit(run.permit_asked).epoch == 3
+    run.permit.write_text(json.dumps({"epoch": 3, "step": 0, "steps": 2}))
+    waiting.wait(0)
+    waiting.wait(1)
+    with pytest.raises(ClusterError, match="step 2"):
+        waiting.wait(2)
+
+
+def test_a_run_that_goes_on_asks_for_its_next_step(tmp_path, monkeypatch):
+    waiting = gate(tmp_path, monkeypatch, 0, start=7)
+    with pytest.raises(ClusterError, match="step 7"):
+        waiting.wait(7)
+    asked = permit.read_permit(RunFolder(tmp_path).permit_asked)
+    assert asked is not None and asked.step == 7

@@ -1,0 +1,95 @@
+"""What a recipe charges to a budget: at which delta, for which records, and when it was lost."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import dp_accounting.pld  # noqa: F401 - here, or the first test would wait for it
+import numpy as np
+import pytest
+
+from dpdist.base.errors import UserError
+from dpdist.privacy.budget import Charge
+from dpdist.privacy.budgets import budgets_in
+from dpdist.privacy.mechanisms import gaussian_epsilon
+from dpdist.privacy.plan import PrivacyPlan
+from dpdist.privacy.releases import GaussianReleases
+from dpdist.runs.recipe import Recipe, parse
+from dpdist.training import charging
+from dpdist.training.planning import plan_at
+
+RECORDS: Any = SimpleNamespace(hashes=np.array([f"record {i:9}" for i in range(40)], "S16"))
+NOISE = 4.0
+PLAN = PrivacyPlan(40, (GaussianReleases(NOISE),), 1e-3)
+CHARGE = Charge.of("run", "a run", PLAN, PLAN.phases)
+
+
+def recipe(**privacy: Any) -> Recipe:
+    raw = {
+        "name": "x",
+        "data": {"name": "digits"},
+        "model": "linear",
+        "privacy": {"noise_multiplier": NOISE, "delta": 1e-3, **privacy},
+        "training": {"batch_size": 10, "steps": 2, "learning_rate": 0.1},
+    }
+    return parse(raw, "r.yaml")
+
+
+def exact(delta: float) -> float:
+    return float(gaussian_epsilon(delta, NOISE))
+
+
+@pytest.mark.parametrize(("given", "delta"), [({}, 1e-3), ({"budget_delta": 1e-6}, 1e-6)])
+def test_a_ceiling_is_one_at_its_own_delta(tmp_path, given, delta):
+    """As a filter, and as a composition: what fits at the run's delta may not fit at it."""
+    limits = {"budget": str(tmp_path / "filter"), "budget_ceiling": 3.0, **given}
+    ceiling = charging.terms_of(recipe(**limits)).ceiling
+    assert ceiling is not None and (ceiling.epsilon, ceiling.delta) == (3.0, delta)
+    composed = limits | {"budget": str(tmp_path / "sum"), "budget_composition": "non-adaptive"}
+    low = recipe(**composed | {"budget_ceiling": 0.99 * exact(delta)})
+    with pytest.raises(UserError, match="above their ceiling"):
+        charging.reserve(low, RECORDS, CHARGE, "r.yaml", enforce=True)
+    assert charging.terms_of(low).ceiling is None
+    high = recipe(**composed | {"budget_ceiling": 1.01 * exact(delta)})
+    charging.reserve(high, RECORDS, CHARGE, "r.yaml", enforce=True)
+    assert exact(1e-6) > 1.2 * exact(1e-3)  # else this test shows nothing
+
+
+@pytest.mark.parametrize("relation", ["add-or-remove-one", "replace-one"])
+def test_a_ceiling_counts_under_the_recipe_s_relation(tmp_path, relation):
+    limits = {"budget": str(tmp_path), "budget_ceiling": 8.0, "neighbours": relation}
+    ceiling = charging.terms_of(recipe(**limits)).ceiling
+    assert ceiling is not None and ceiling.neighbours == relation
+
+
+def test_every_record_is_on_the_budget(tmp_path):
+    own = recipe(budget=str(tmp_path / "b"))
+    charging.reserve(own, RECORDS, CHARGE, "r.yaml", enforce=True)
+    (budget,) = budgets_in(tmp_path / "b")
+    assert len(budget.known) == len(RECORDS.hashes)
+    last = SimpleNamespace(hashes=RECORDS.hashes[-1:])
+    charging.reserve(own, last, Charge.of("two", "", PLAN, PLAN.phases), "r.yaml", enforce=True)
+    (budget,) = budgets_in(tmp_path / "b")  # the same one: it knows the last record
+    assert [charge.run for charge in budget.charges] == ["run", "two"]
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_a_finished_run_is_settled_whether_or_not_it_was_reserved(tmp_path, lost):
+    own = recipe(budget=str(tmp_path / "b"))
+    if not lost:
+        charging.reserve(own, RECORDS, CHARGE, "r.yaml", enforce=True)
+    released = Charge.of("run", "a run", PLAN, (GaussianReleases(NOISE, 3),))
+    charging.settle(own, RECORDS, released, "r.yaml")
+    (budget,) = budgets_in(tmp_path / "b")
+    (charge,) = budget.charges
+    assert (charge.phases, charge.status) == (released.phases, "settled")
+
+
+@pytest.mark.parametrize("cap", [None, 15])
+@pytest.mark.parametrize("relation", ["add-or-remove-one", "replace-one"])
+def test_a_plan_has_the_recipe_s_relation_and_cap(relation, cap):
+    plan = plan_at(recipe(neighbours=relation, batch_cap=cap), 1000, NOISE)
+    assert (plan.neighbours, plan.step(0).batch_cap) == (relation, cap)
+    dearer = PrivacyPlan(1000, plan.phases, plan.delta, neighbours=relation).guarantee()
+    assert plan.guarantee().epsilon == dearer.epsilon

@@ -1,0 +1,167 @@
+"""What a run believes of the weights that it begins with: nothing that contradicts itself, and no
+record that they saw or were chosen by."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from dpdist import data, models
+from dpdist.base.errors import UserError
+from dpdist.base.storage import write_json
+from dpdist.runs.folder import RunFolder
+from dpdist.runs.recipe import Recipe, parse
+from dpdist.training.building import initial_model, model_spec
+from dpdist.training.provenance import RECORDS, check_pretrained, write_provenance
+from dpdist.training.records import private_data, source_of, training_data
+
+SEEN, OWN = slice(0, 40), slice(40, 80)
+
+
+def images(which: slice | np.ndarray) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 256, (80, 4, 4), dtype=np.uint8)[which]
+
+
+def write(root: Path, name: str, chosen: np.ndarray) -> None:
+    """A data set of made-up images."""
+    (root / name).mkdir(parents=True, exist_ok=True)
+    made = np.random.default_rng(9).integers(0, 256, (10, 4, 4), dtype=np.uint8)
+    for split, rows in (("train", chosen), ("test", made)):
+        encoded = []
+        for image in rows:
+            buffer = io.BytesIO()
+            Image.fromarray(image).save(buffer, format="PNG")
+            encoded.append(buffer.getvalue())
+        table = pa.table({"image": encoded, "label": np.arange(len(rows)) % 3})
+        pq.write_table(table, root / name / f"{split}.parquet")
+
+
+def recipe(root: Path, name: str, initial: dict[str, Any] | None = None, **section: Any) -> Recipe:
+    model: dict[str, Any] = {"name": "linear"}
+    return parse(
+        {
+            "name": "run",
+            "data": {"name": name, "root": str(root), "classes": 3, **section},
+            "model": model | ({"initial": initial} if initial else {}),
+            "privacy": {"noise_multiplier": 1.0, "delta": 1e-3},
+            "training": {"batch_size": 5, "steps": 2, "learning_rate": 0.1},
+        },
+        "r.yaml",
+    )
+
+
+def records(described: Recipe) -> data.Dataset:
+    return private_data(described, source_of(described))
+
+
+def save(described: Recipe, folder: Path) -> None:
+    """The recipe's own network, as weights to begin with."""
+    spec = model_spec(described, records(described))
+    models.save(initial_model(described, spec), spec, folder)
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("DPDIST_CACHE", str(tmp_path / "cache"))
+    write(tmp_path, "seen", images(SEEN))
+    write(tmp_path, "own", images(OWN))
+    return tmp_path
+
+
+def begun(root: Path, folder: Path, saw: str | None = None, name: str = "own") -> Any:
+    """What a run on `name` finds out of the weights in `folder`."""
+    described = recipe(root, name, {"folder": str(folder), **({"saw": saw} if saw else {})})
+    return check_pretrained(described, records(described), "r.yaml")
+
+
+# --- a list of records
+
+
+def test_a_list_of_records_that_lacks_one_is_not_believed(root):
+    """Least of all the private one."""
+    weights, own = root / "weights", recipe(root, "own")
+    write(root, "both", images(slice(0, 41)))  # one of them is private
+    save(own, weights)
+    both = records(recipe(root, "both"))
+    write_provenance(weights, both, {})
+    with pytest.raises(UserError, match="1 of the 40 private records"):
+        begun(root, weights)
+    hidden = np.sort(both.hashes[~np.isin(both.hashes, records(own).hashes)])
+    np.save(weights / RECORDS, hidden)
+    with pytest.raises(UserError, match="40 records, not 41"):
+        begun(root, weights)
+    write_provenance(weights, records(recipe(root, "seen")), {})
+    found = begun(root, weights)
+    assert found["checked"] and found["assumed"] is None
+
+
+# --- a privacy card
+
+
+def card(folder: Path, name: str, **extra: str) -> None:
+    stated = {"private": True, "guarantee": {"epsilon": 1.0, "delta": 1e-5}}
+    write_json(folder / "privacy_card.json", stated | {"extra": {"training data": name, **extra}})
+
+
+def test_a_card_speaks_of_the_model_that_it_names(root):
+    weights = root / "weights"
+    save(recipe(root, "own"), weights)
+    card(weights, "other", **{"model hash": "ab" * 8})
+    with pytest.raises(UserError, match="not the one that"):
+        begun(root, weights)
+    card(weights, "other", **{"model hash": models.model_hash(weights)})
+    found = begun(root, weights)
+    assert not found["checked"] and "among those of other" in found["assumed"]
+
+
+@pytest.mark.parametrize("name", ["own", "OWN", "Own"])
+def test_no_spelling_hides_that_a_card_is_of_the_run_s_own_data(root, name):
+    weights = root / "weights"
+    save(recipe(root, "own"), weights)
+    card(weights, name)
+    with pytest.raises(UserError, match="as this run is"):
+        begun(root, weights)
+
+
+# --- a run of one's own
+
+
+def run_on(root: Path, name: str, **section: Any) -> RunFolder:
+    """One whose training is not of interest: its recipe, its records' fingerprint, its model."""
+    described = recipe(root, name, **section)
+    run = RunFolder(root / "runs" / "before")
+    run.begin(described)
+    trained = training_data(described, source_of(described))
+    write_json(run.data, {"train": trained.fingerprint, "test": ""})
+    save(recipe(root, "own"), run.model)
+    return run
+
+
+def test_records_of_an_earlier_run_count_as_compared_only_while_they_are_there(root):
+    run = run_on(root, "seen")
+    assert begun(root, run.model, "what it saw")["assumed"] is None
+    write(root, "seen", images(slice(0, 30)))  # other records at the old place
+    assert begun(root, run.model, "what it saw")["assumed"] is not None
+
+
+def test_records_that_chose_a_model_s_settings_were_seen_by_it(root):
+    """Held out of training, and scored on: its search would be of these records too."""
+    write(root, "whole", images(slice(0, 80)))
+    described = recipe(root, "whole", hold_out=0.5)
+    trained = training_data(described, source_of(described))
+    everything = images(slice(0, 80))
+    held_out = ~np.isin(records(described).hashes, trained.hashes)
+    assert 10 < held_out.sum() < 70
+    run = run_on(root, "whole", hold_out=0.5)
+    write(root, "rest", everything[held_out])
+    with pytest.raises(UserError, match="chose its settings"):
+        begun(root, run.model, "what it saw", name="rest")
+    write(root, "apart", 255 - everything)
+    assert begun(root, run.model, "what it saw", name="apart")["assumed"] is None
