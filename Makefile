@@ -5,6 +5,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
+# They make the tables of docs/: hours to days each, and the same command continues.
+EXPERIMENTS := canary_audits dplis flagship functional hidden many_run_audits membership pate \
+	private_prediction residual smoothing transdenoiser
 # Two processes, each of which takes the next file of tests.
 TESTS = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
@@ -21,7 +25,7 @@ help:
 	@echo "make mutants plant faults, one at a time: do the tests notice? (under an hour; docs/testing.md)"
 	@echo "make audit-zoo  what the audits find of planted faults (seconds; docs/audits.md)"
 	@echo "make matrix  other Pythons, other versions of torch (some GB and half an hour)"
-	@echo "make bench   speed and memory, side by side with peers"
+	@echo "make bench   speed and memory, side by side with peers (BENCH_ARGS=--quick: that they run)"
 	@echo "make docs    the documentation as a static site with an API reference, in site/"
 	@echo "make notebook  execute the notebooks of examples/ again"
 	@echo "make clean   remove the environment and caches (never runs/)"
@@ -70,7 +74,9 @@ matrix: install
 
 bench: install
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test,bench,hf]"
-	@for script in benchmarks/[a-z]*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+	@for script in $(filter-out $(EXPERIMENTS:%=benchmarks/%.py),$(sort $(wildcard benchmarks/[a-z]*.py))); do \
+		echo "== $$script"; $(BIN)/python $$script $(BENCH_ARGS) || exit 1; done
+	@echo "== left out, for hours: $(EXPERIMENTS:%=%.py)"
 
 .PHONY: docs-tools
 docs-tools: install

@@ -5,7 +5,7 @@
 Ordinary is the forward pass and autograd's gradient of the mean loss, of the same parameters and
 documents, of which there are as many as a Poisson sample has. A run fills its passes up to a fixed
 shape (docs/gradients.md, Rounding): that is measured too. Processor time of one thread, medians of
-interleaved rounds. Needs the extra dpdist[hf].
+interleaved rounds. Needs the extra dpdist[hf]. --quick: a smoke test.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 
 import torch
+from _common import parse_arguments
 
 from dpdist.base.console import table
 from dpdist.gradients.blocks import Blocks
@@ -51,7 +52,8 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--dtype", default="float32")
-    asked = parser.parse_args()
+    tiny = {"hidden": 64, "layers": 1, "length": 16, "batch": 8, "rounds": 1}
+    asked = parse_arguments(parser, tiny)
     torch.set_num_threads(1)
     model = model_of(asked.hidden, asked.layers, asked.length, asked.dtype)
     trained = [p for p in model.parameters() if p.requires_grad]

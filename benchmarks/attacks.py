@@ -2,7 +2,7 @@
 
 The same network, images, steps and blocks of 100 in one process with one thread, in interleaved
 rounds; medians are compared, so that a busy machine slows both sides. MNIST under DPDIST_DATA_ROOT
-(default ../shared/data), or scikit-learn's digits enlarged without it; --quick is a smoke test.
+(default ../shared/data); without it, and with --quick, scikit-learn's digits enlarged.
 
     pip install -e '.[bench]'; python benchmarks/attacks.py [--quick]
 """
@@ -10,16 +10,14 @@ rounds; medians are compared, so that a busy machine slows both sides. MNIST und
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from art.attacks import evasion
-from art.estimators.classification import PyTorchClassifier
+from _common import data_root, parse_arguments
 from torch import Tensor, nn
 
 import dpdist.data
@@ -35,18 +33,16 @@ BLOCK = 100
 SIZES = {"linf": 0.1, "l2": 1.5}
 
 
-def data(count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Training images and labels, then ``count`` test images and labels."""
-    root = Path(os.environ.get("DPDIST_DATA_ROOT", "../shared/data"))
-    if (root / "mnist").is_dir():
-        parts = [
-            dpdist.data.load(dpdist.data.Source("mnist", 10, root), s) for s in ("train", "test")
-        ]
-    else:
-        print(f"no MNIST under {root}: digits enlarged to 28x28")
-        parts = [dpdist.data.load(dpdist.data.Source("digits", 10), s) for s in ("train", "test")]
+def data(train: int, test: int, built_in: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Training images and labels, then test images and labels."""
+    root = data_root()
+    source = dpdist.data.Source("mnist", 10, root)
+    if built_in or not (root / "mnist").is_dir():
+        print("digits enlarged to 28x28" + ("" if built_in else f": no MNIST under {root}"))
+        source = dpdist.data.Source("digits", 10)
+    parts = [dpdist.data.load(source, split) for split in ("train", "test")]
     found: list[Tensor] = []
-    for part, limit in zip(parts, (6000, count), strict=True):
+    for part, limit in zip(parts, (train, test), strict=True):
         rows = slice(0, limit)
         x = nn.functional.interpolate(part.batch(rows), size=(28, 28))
         found += [x.clamp(0, 1), part.targets(rows)]
@@ -78,7 +74,9 @@ def ours(model: nn.Module, name: str, norm: str, steps: int, x: Tensor, y: Tenso
     return torch.cat(found)
 
 
-def theirs(estimator: PyTorchClassifier, name: str, norm: str, steps: int) -> Callable:
+def theirs(estimator: Any, name: str, norm: str, steps: int) -> Callable:
+    from art.attacks import evasion
+
     p, size = (np.inf if norm == "linf" else 2), SIZES[norm]
     common = {
         "norm": p, "eps": size, "eps_step": size / steps, "max_iter": steps, "batch_size": BLOCK,
@@ -103,6 +101,8 @@ def seconds(call: Callable, *arguments: object) -> tuple[float, np.ndarray]:
 
 
 def side_by_side(model: nn.Module, x: Tensor, y: Tensor, steps: int, rounds: int) -> None:
+    from art.estimators.classification import PyTorchClassifier  # writes a file on import
+
     estimator = PyTorchClassifier(
         model, nn.CrossEntropyLoss(), (1, 28, 28), 10, clip_values=(0.0, 1.0), device_type="cpu"
     )
@@ -154,11 +154,10 @@ def expectation(model: nn.Module, x: Tensor, y: Tensor, steps: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="smoke test: small numbers")
-    quick = parser.parse_args().quick
+    quick = parse_arguments(parser, {}).quick
     torch.set_num_threads(1)
-    x_train, y_train, x, y = data(100 if quick else 200)
-    model = train(x_train[:1000] if quick else x_train, y_train[: 1000 if quick else None], 3)
+    x_train, y_train, x, y = data(*((300, 40) if quick else (6000, 200)), built_in=quick)
+    model = train(x_train, y_train, 1 if quick else 3)
     with torch.no_grad():
         print(f"clean accuracy {(model(x).argmax(1) == y).float().mean():.2%}")
     side_by_side(model, x, y, 2 if quick else 10, 1 if quick else 5)

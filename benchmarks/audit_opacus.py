@@ -3,7 +3,7 @@
 Each row is two neighbouring data sets; a step with this noise promises Gaussian DP of mu at most
 1 / noise, whatever its sampling rate. The promise is broken at 1 - 1e-6, or nothing is found.
 
-    pip install -e '.[bench]'; python benchmarks/audit_opacus.py [--releases 300]
+    pip install -e '.[bench]'; python benchmarks/audit_opacus.py [--releases 300] [--quick]
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+from _common import parse_arguments
 from opacus import PrivacyEngine
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -69,7 +70,7 @@ def rows() -> dict[str, Callable[[bool, int], np.ndarray]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--releases", type=int, default=300)
-    releases = parser.parse_args().releases
+    releases = parse_arguments(parser, {}).releases
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     print("| scene | releases with / without | mu at least | promised | verdict | seconds |")

@@ -7,7 +7,8 @@ one run allows, at the price of a small training. Median and extremes of the run
 proved epsilon; how many exceeded it, of correct code at most 5 %: with --coverage the same of a
 linear model and 20 steps, a training so short that hundreds are made, and the binomial test.
 
-Each audit is a line of --results; what is there is not made again. --table prints Markdown.
+Each audit is a line of --results; what is there is not made again. --table prints Markdown; --quick
+is a smoke test.
 
     python benchmarks/canary_audits.py [--runs 10] [--epsilons 1,2,4,8] [--canary gradient]
     python benchmarks/canary_audits.py --coverage --runs 50
@@ -27,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _common import parse_arguments
 from scipy.stats import binomtest
 
 from dpdist.audits.canaries import audit_canaries
@@ -128,7 +130,8 @@ def main() -> None:
     parser.add_argument("--data-root")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--table", action="store_true", help="of what is there")
-    asked = parser.parse_args()
+    tiny = {"runs": 1, "epsilons": "8", "canaries": 100, "coverage": True}
+    asked = parse_arguments(parser, tiny, writes=["results"])
     torch.set_num_threads(1)
     raw = SHORT if asked.coverage else DIGITS
     section = {"canary": asked.canary, "canaries": asked.canaries or CANARIES[raw["name"]]}

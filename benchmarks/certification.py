@@ -2,7 +2,7 @@
 
 Everything is measured in one process with one thread, in interleaved rounds, and medians are
 compared, so that a busy machine slows both sides. MNIST under DPDIST_DATA_ROOT (default
-../shared/data), or random images without it; --quick is a smoke test of a minute.
+../shared/data); without it, and with --quick, random images.
 
     python benchmarks/certification.py [--quick] [--only local|ray]
 """
@@ -15,11 +15,11 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from _common import data_root, parse_arguments
 from torch import Tensor, nn
 
 from dpdist import models
@@ -41,12 +41,12 @@ BATCH, STEP = 1000, 500
 SOURCE = UnitSource("benchmark", "1", "model", "data", "gaussian", SIGMA)
 
 
-def images(count: int, split: str) -> tuple[Tensor, Tensor]:
+def images(count: int, split: str, invented: bool = False) -> tuple[Tensor, Tensor]:
     """MNIST images in [0, 1] and labels, or random ones."""
-    root = Path(os.environ.get("DPDIST_DATA_ROOT", "../shared/data"))
-    path = root / "mnist" / f"{split}.parquet"
-    if not path.exists():
-        print(f"{path} is absent: random images, the counts are not realistic")
+    path = data_root() / "mnist" / f"{split}.parquet"
+    if invented or not path.exists():
+        why = "" if invented else f"{path} is absent: "
+        print(f"{why}random images, the counts are not realistic")
         generator = torch.Generator().manual_seed(0)
         return torch.rand(count, 1, 28, 28, generator=generator), torch.arange(count) % 10
     import io
@@ -62,11 +62,10 @@ def images(count: int, split: str) -> tuple[Tensor, Tensor]:
     return stack, torch.tensor([row["label"] for row in rows])
 
 
-def train(count: int, epochs: int) -> nn.Module:
+def train(x: Tensor, y: Tensor, epochs: int) -> nn.Module:
     """The TF-Privacy tutorial's CNN, trained on noisy images (plain SGD: speed is the subject)."""
     spec = models.ModelSpec("tf-cnn", (1, 28, 28), 10)
     model = models.initialise(spec, 0)
-    x, y = images(count, "train")
     generator = torch.Generator().manual_seed(1)
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
     for _ in range(epochs):
@@ -168,9 +167,9 @@ def replay(p: np.ndarray, rng: np.random.Generator) -> None:
 def one_radius(model: nn.Module, xs: Tensor, loop_rate: float) -> None:
     """Time to decide every input at one radius, against the plain loop's fixed n."""
     settings = TargetRadius(sigma=SIGMA, n=CAP, alpha=ALPHA, radii=(RADIUS,))
-    engine = sampler(model, STEP)
+    engine, place = sampler(model, STEP), settings.place(model, (1, 28, 28))
     start = time.perf_counter()
-    draws = [settings.work(engine, x, i, 0, 1, STEP)["n"] for i, x in enumerate(xs)]
+    draws = [settings.work(engine, x, i, 0, 1, STEP, place)["n"] for i, x in enumerate(xs)]
     seconds = (time.perf_counter() - start) / len(xs)
     plain = (CAP + 100) / loop_rate
     print(f"\ndeciding {len(xs)} inputs at radius {RADIUS}: {seconds * 1e3:.1f} ms each, ")
@@ -289,17 +288,16 @@ def sequential(model: nn.Module, xs: Tensor, draws: int, loop_rate: float) -> No
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="smoke test: small numbers")
     parser.add_argument("--only", choices=("all", "local", "ray"), default="all")
-    arguments = parser.parse_args()
+    arguments = parse_arguments(parser, {})
     quick = arguments.quick
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model = train(2000 if quick else 60_000, 2)
-    xs, labels = images(50 if quick else 400, "test")
+    model = train(*images(500 if quick else 60_000, "train", quick), 1 if quick else 2)
+    xs, labels = images(20 if quick else 400, "test", quick)
     with torch.no_grad():
         print(f"clean accuracy {(model(xs).argmax(1) == labels).float().mean():.2%}")
-    found = fixed_n(model, xs[0], 2 * BATCH if quick else 10 * BATCH, 5 if quick else 15)
+    found = fixed_n(model, xs[0], BATCH if quick else 10 * BATCH, 2 if quick else 15)
     print("\nfixed n, draws per second, 1 thread")
     for name, rate in found.items():
         print(f"  {name:25s} {rate:10,.0f}")
@@ -312,8 +310,8 @@ def main() -> None:
     if arguments.only != "ray":
         sequential(model, xs, 1000 if quick else 10_000, found["plain loop as published"])
     if arguments.only != "local":
-        blocks = max(1, int((0.2 if quick else 1.0) * found["engine"] / BATCH))
-        actors_against_processes(model, xs[0], blocks, *((4, 1) if quick else (6, 5)))
+        blocks = max(1, int((0.1 if quick else 1.0) * found["engine"] / BATCH))
+        actors_against_processes(model, xs[0], blocks, *((2, 1) if quick else (6, 5)))
 
 
 if __name__ == "__main__":

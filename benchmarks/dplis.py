@@ -2,6 +2,7 @@
 
     python benchmarks/dplis.py --item 'Table 2' --row 'MNIST MLP, none' --data-root DATA [--seeds 5]
     python benchmarks/dplis.py --small [--sweeps radius,clip,draws] [--seeds 5]
+    python benchmarks/dplis.py --quick                                  # a smoke test of the second
 
 The first trains a row of papers/dplis.yaml at full size, in this process. The second sweeps R, the
 clip and K on scikit-learn's digits at the paper's noise multiplier, to the same epsilons by its
@@ -28,6 +29,7 @@ from typing import Any
 
 import torch
 import yaml
+from _common import parse_arguments, require_data
 
 from dpdist import models
 from dpdist.data import Dataset
@@ -108,15 +110,21 @@ def reading(recipe: Recipe, steps: dict[str, int]) -> dict[str, Any]:
     return found | {"n": len(splits["test"])}
 
 
-def small_trainings(sweeps: list[str], seeds: int) -> Iterator[tuple[dict[str, Any], Recipe, Any]]:
-    """Name, recipe and steps of each, a seed of all rows after the other."""
+def small_trainings(
+    sweeps: list[str], seeds: int, only: int | None
+) -> Iterator[tuple[dict[str, Any], Recipe, Any]]:
+    """Name, recipe and steps of each, a seed of all rows after the other. only: so many steps in
+    place of those of the budgets."""
     steps = {f"ε {epsilon:.2f}": count for epsilon, count in BUDGETS.items()}
+    setting = SETTING
+    if only is not None:
+        steps, setting = {f"{only} steps": only}, f"{SETTING}; {only} steps"
     for seed in range(seeds):
         for sweep in sweeps:
             for row, method in SWEEPS[sweep].items():
                 own = SMALL["training"] | {"steps": max(steps.values()), "init_seed": seed}
                 recipe = parse(SMALL | {"method": method, "training": own}, row)
-                name = {"sweep": sweep, "row": row, "seed": seed, "setting": SETTING}
+                name = {"sweep": sweep, "row": row, "seed": seed, "setting": setting}
                 yield name, recipe, steps
 
 
@@ -131,11 +139,12 @@ def full_trainings(given: argparse.Namespace) -> Iterator[tuple[dict[str, Any], 
     for seed in range(given.seeds):
         for row in rows:
             recipe = load(find(row["recipe"]), row.get("change"))
+            root = require_data(given.data_root, recipe.data.name)
             budgets = list(about["budgets"][recipe.data.name]["steps"].values())
             steps = {c: budgets[i] for c, i in zip(item["columns"], item["at"], strict=True)}
             change = (row.get("change") or {}) | {
                 "training.steps": max(steps.values()), "training.init_seed": seed,
-                "data.root": str(given.data_root),
+                "data.root": str(root),
             }  # fmt: skip
             name = {"item": item["id"], "row": row["row"], "seed": seed, "setting": None}
             yield name | {"recipe": row["recipe"]}, load(find(row["recipe"]), change), steps
@@ -157,15 +166,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--item", help="a table of papers/dplis.yaml, at full size")
     parser.add_argument("--row", help="of it; all of them if left out")
-    parser.add_argument("--data-root", type=Path, default=Path("../shared/data"))
+    parser.add_argument("--data-root", type=Path)
     parser.add_argument("--small", action="store_true", help="the sweeps, on digits; the default")
     parser.add_argument("--sweeps", default="radius,clip,draws", help=", ".join(SWEEPS))
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--steps", type=int, help="of each small training; default: the budgets'")
     parser.add_argument("--results", type=Path, default=RESULTS)
-    given = parser.parse_args()
+    tiny = {"sweeps": "radius", "seeds": 1, "steps": 2}
+    given = parse_arguments(parser, tiny, writes=["results"])
     torch.set_num_threads(1)
     if given.item is None:
-        trainings = small_trainings(given.sweeps.split(","), given.seeds)
+        trainings = small_trainings(given.sweeps.split(","), given.seeds, given.steps)
         words = f"--small --sweeps {given.sweeps} --seeds {given.seeds}"
     else:
         trainings = full_trainings(given)

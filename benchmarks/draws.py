@@ -3,6 +3,7 @@
     python benchmarks/draws.py scores     early stopping of certified scores against all n draws
     python benchmarks/draws.py looks      smaller batches, more looks and another futility at votes
     python benchmarks/draws.py two-class  the runner-up's own bound against p_b <= 1 - p_a
+    python benchmarks/draws.py --quick    all three, a smoke test
 
 One process, one thread, processor seconds; digits, or with --mnist MNIST under DPDIST_DATA_ROOT.
 Models are trained here, by ordinary SGD on noisy inputs (for scores: on noisy hidden layers).
@@ -20,6 +21,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+from _common import parse_arguments
 from torch import Tensor, nn
 
 from dpdist import models
@@ -51,17 +53,19 @@ def records(mnist: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return x[~held], y[~held], x[held], y[held]
 
 
-def trained(mnist: bool, sigma: float, inside: bool = False) -> tuple[nn.Module, Tensor, Tensor]:
+def trained(
+    options: argparse.Namespace, sigma: float, inside: bool = False
+) -> tuple[nn.Module, Tensor, Tensor]:
     """A model that saw Gaussian noise of `sigma` on its inputs (inside: of HIDDEN behind its first
     layer, which it keeps), with the test data."""
-    x, y, test, labels = records(mnist)
-    name, options = ARCHITECTURE[mnist]
+    x, y, test, labels = records(options.mnist)
+    name, network = ARCHITECTURE[options.mnist]
     shape = tuple(x.shape[1:])
-    model = models.initialise(models.ModelSpec(name, shape, 10, options), 1)
+    model = models.initialise(models.ModelSpec(name, shape, 10, network), 1)
     split = models.require_split(model) if inside else None
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, nesterov=True)
     generator = torch.Generator().manual_seed(0)
-    for _ in range(EPOCHS[mnist]):
+    for _ in range(options.epochs or EPOCHS[options.mnist]):
         for rows in torch.randperm(len(x), generator=generator).split(100):
             if split is None:
                 out = model(x[rows] + sigma * torch.randn(x[rows].shape, generator=generator))
@@ -74,7 +78,7 @@ def trained(mnist: bool, sigma: float, inside: bool = False) -> tuple[nn.Module,
             optimizer.step()
     if split is not None:
         models.attach_noise(model, torch.full(split.hidden_shape(shape), HIDDEN))
-    return model.eval(), test, labels
+    return model.eval(), test[:: options.every], labels[:: options.every]
 
 
 class Counting:
@@ -111,8 +115,7 @@ def report(name: str, rows: list[dict[str, Any]], seconds: float, radii: list[fl
 
 
 def scores(options: argparse.Namespace) -> None:
-    model, x, labels = trained(options.mnist, 0.0, inside=True)
-    x, labels = x[:: options.every], labels[:: options.every]
+    model, x, labels = trained(options, 0.0, inside=True)
     section = {"n": options.n, "alpha": 0.05, "radii": options.radii}
     for name, more in (
         ("hoeffding", {"bound": "hoeffding"}),
@@ -144,8 +147,7 @@ def looks_of(count: int, futile: float) -> Iterator[None]:
 
 
 def looks(options: argparse.Namespace) -> None:
-    model, x, labels = trained(options.mnist, options.sigma)
-    x, labels = x[:: options.every], labels[:: options.every]
+    model, x, labels = trained(options, options.sigma)
     section = {"sigma": options.sigma, "n": options.n, "radii": options.radii, "mode": "target"}
     ways = [(500, 26, 0.01), (100, 26, 0.01), (100, 50, 0.01), (100, 50, 0.03), (200, 50, 0.03),
             (500, 50, 0.03), (500, 26, 0.03)]  # fmt: skip
@@ -164,8 +166,7 @@ def looks(options: argparse.Namespace) -> None:
 
 
 def two_class(options: argparse.Namespace) -> None:
-    model, x, labels = trained(options.mnist, options.sigma)
-    x, labels = x[:: options.every], labels[:: options.every]
+    model, x, labels = trained(options, options.sigma)
     section = {"sigma": options.sigma, "n": options.n}
     counting = Counting(model, section, tuple(x.shape[1:]))
     rows, _ = counting.all(x, labels)
@@ -204,9 +205,11 @@ def main() -> None:
     parser.add_argument("--sigma", type=float, default=0.25)
     parser.add_argument("--radii", type=lambda text: [float(r) for r in text.split(",")],
                         default=[0.1, 0.2])  # fmt: skip
-    options = parser.parse_args()
+    parser.add_argument("--epochs", type=int, help="of training, by default 40, on MNIST 4")
+    options = parse_arguments(parser, {"n": 1000, "every": 60, "rounds": 1, "epochs": 1})
     torch.set_num_threads(1)
-    KINDS[options.what](options)
+    for kind in KINDS if options.quick else [options.what]:
+        KINDS[kind](options)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ the same second moment, with d - 2k = 24 as the paper takes it for MNIST. By the
 lemma the worst classifier takes the points of smallest likelihood ratio inside and outside; masses
 are integrated over length and angle.
 
-    python benchmarks/dsrs.py [--mnist]
+    python benchmarks/dsrs.py [--mnist] [--quick]
 
 Every draw is of P and counted inside and outside. "both": what n / 2 draws of each of P and Q with
 these shares would certify at alpha 0.001, for several balls; "strata": the same from n draws of P
@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from _common import parse_arguments
 from draws import ARCHITECTURE, EPOCHS, records
 from scipy import special, stats
 from torch import Tensor, nn
@@ -87,13 +88,13 @@ class NormalNoise:
         return least
 
 
-def trained(mnist: bool, noise: NormalNoise) -> nn.Module:
+def trained(mnist: bool, noise: NormalNoise, epochs: int) -> nn.Module:
     x, y, _, _ = records(mnist)
     name, options = ARCHITECTURE[mnist]
     model = models.initialise(models.ModelSpec(name, tuple(x.shape[1:]), 10, options), 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, nesterov=True)
     generator = torch.Generator().manual_seed(0)
-    for _ in range(EPOCHS[mnist]):
+    for _ in range(epochs):
         for rows in torch.randperm(len(x), generator=generator).split(100):
             added, _ = noise.draw(len(rows), generator)
             loss = nn.functional.cross_entropy(model(x[rows] + added.view_as(x[rows])), y[rows])
@@ -168,7 +169,8 @@ def main() -> None:
     parser.add_argument("--sigma", type=float, default=0.5)
     parser.add_argument("--n", type=int, default=20_000)
     parser.add_argument("--inputs", type=int, default=120)
-    options = parser.parse_args()
+    parser.add_argument("--epochs", type=int, help="of training, by default 40, on MNIST 4")
+    options = parse_arguments(parser, {"n": 1000, "inputs": 4, "epochs": 1})
     torch.set_num_threads(1)
     _, _, x, y = records(options.mnist)
     x, y = (each[:: len(x) // options.inputs][: options.inputs] for each in (x, y))
@@ -179,7 +181,7 @@ def main() -> None:
         exact = stats.norm.cdf(stats.norm.ppf([0.7, 0.99, 0.9999]) - r)
         assert np.abs(found - exact).max() < 2e-3, (found, exact)
     for noise in (gaussian, NormalNoise(sigma, d, (d - LEFT) // 2)):
-        model = trained(options.mnist, noise)
+        model = trained(options.mnist, noise, options.epochs or EPOCHS[options.mnist])
         missed = counted(model, noise, x, y, options.n)
         name = f"generalised, k = {noise.k}" if noise.k else "Gaussian"
         print(f"balls {BALLS}; d = {d}, {name}, sigma {sigma}, {len(x)} inputs, n = {options.n:,}")

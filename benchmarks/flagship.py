@@ -33,6 +33,8 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from _common import parse_arguments, require_data
+
 from dpdist.base import vision
 from dpdist.base.errors import ClusterError, UserError
 from dpdist.certification.reading import CertificateTable
@@ -517,9 +519,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--data-root", type=Path, help="folder with mnist/ and cifar10/ as Parquet")
     parser.add_argument("--only", nargs="*", default=["*"], help="runs by name, in this order")
     parser.add_argument("--all", action="store_true", help="all test images too, early stopping")
-    parser.add_argument("--quick", action="store_true", help="digits, three steps: a smoke test")
     parser.add_argument("--figure", type=Path, help="draw benchmarks/flagship.jsonl as SVG")
-    given = parser.parse_args(arguments)
+    given = parse_arguments(parser, {"only": ["flagship-0"]}, ["out"], arguments)
     if given.figure is not None:
         lines = [json.loads(line) for line in RESULTS.read_text().splitlines()]
         given.figure.write_text(figure(lines))
@@ -538,6 +539,11 @@ def main(arguments: list[str] | None = None) -> None:
     }
     failed: list[str] = []
     if todo or whole:
+        if not given.quick:
+            needed = {
+                "cifar10" if r.recipe in PHOTOGRAPHS else "mnist" for r in (todo | whole).values()
+            }
+            bench.data_root = require_data(given.data_root, *sorted(needed))
         bench.out.mkdir(parents=True, exist_ok=True)
         with connect(bench.out / "ray.log", worker_setup=vision.install):
             for name, row in (todo | whole).items():

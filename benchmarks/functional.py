@@ -2,6 +2,7 @@
 public features, StoBatch, Secure-SGD, DP-SGD; as they are and under attack.
 
     python benchmarks/functional.py --data-root DATA [--rows patches,adversarial] [--seeds 3]
+    python benchmarks/functional.py --quick      # a smoke test on the built-in digits
 
 Each row is a recipe with fields changed, trained in this process with keys of its own (plan,
 ledger; no Ray): accuracy on all test images, and on the first 500 under each attack in L-infinity
@@ -24,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from _common import parse_arguments, require_data
 from torch import nn
 
 from dpdist import models
@@ -67,12 +69,19 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "cifar10-scattering": ("mnist-functional", CIFAR),
     "cifar10-patches": (ROBUST, {**PLAIN, **CIFAR}),
 }
+SMALL: dict[str, tuple[str, dict[str, Any]]] = {  # on built-in data
+    "digits": ("digits-functional", {}),
+    "digits-stobatch": ("digits-stobatch", {"training.steps": 2, "training.epochs": None}),
+}
 
 
-def recipe_of(row: str, epsilon: float, data_root: str | None) -> Recipe:
-    name, change = ROWS[row]
-    root = {} if data_root is None else {"data.root": data_root}
-    return load(find(name), {**change, "privacy.epsilon": epsilon, **root})
+def recipe_of(row: str, epsilon: float, data_root: Path | None) -> Recipe:
+    name, change = (ROWS | SMALL)[row]
+    recipe = load(find(name), {**change, "privacy.epsilon": epsilon})
+    if row in SMALL:
+        return recipe
+    root = require_data(data_root, recipe.data.name)
+    return load(find(name), {**change, "privacy.epsilon": epsilon, "data.root": str(root)})
 
 
 def right(model: nn.Module, test: Dataset) -> int:
@@ -159,7 +168,7 @@ def read(path: Path, setting: dict[str, Any], asked: list[tuple[str, str]]) -> l
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--data-root")
+    parser.add_argument("--data-root", type=Path)
     parser.add_argument("--rows", default=",".join(ROWS))
     parser.add_argument("--epsilon", type=float, default=0.2)
     parser.add_argument("--seeds", type=int, default=3, help="trainings of each row")
@@ -170,7 +179,11 @@ def main() -> None:
     parser.add_argument("--answers", type=int, default=100)
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--table", action="store_true", help="of what is there")
-    asked = parser.parse_args()
+    tiny = {
+        "rows": ",".join(SMALL), "epsilon": 1.0, "seeds": 1, "inputs": 4, "attacks": "fgsm,pgd",
+        "sizes": "0.1", "draws": 1, "answers": 20,
+    }  # fmt: skip
+    asked = parse_arguments(parser, tiny, writes=["results"])
     torch.set_num_threads(1)
     settings = AttackSettings(
         sizes=tuple(map(float, asked.sizes.split(","))), attacks=tuple(asked.attacks.split(",")),

@@ -3,6 +3,7 @@ without DP-SGD, by certificates and under attack, on the same test images.
 
     python benchmarks/hidden.py --data-root DATA [--only 'hgm-4*' 'pixeldp-4'] [--seeds 3]
     python benchmarks/hidden.py --table
+    python benchmarks/hidden.py --quick      # a smoke test on invented pictures
 
 Each row is a recipe with fields changed, trained in this process (no Ray) with a run key of its own
 and the seed as `training.init_seed`: accuracy on all test images, and on --inputs of them, evenly
@@ -33,6 +34,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import torch
+from _common import make_images, parse_arguments, require_data, scratch
 from scipy.stats import t as student_t
 from torch import nn
 
@@ -118,10 +120,12 @@ def pairs() -> list[tuple[str, str]]:
 def recipe_of(row: str, seed: int, given: argparse.Namespace) -> Recipe:
     name, change = rows()[row]
     more: dict[str, Any] = {"training.init_seed": seed, "name": row}
-    if given.data_root is not None:
-        more["data.root"] = given.data_root
+    more["data.root"] = str(require_data(given.data_root, "mnist"))
     if given.steps is not None:
         more["training.steps"] = given.steps
+    if given.quick:
+        more |= {"training.batch_size": 8, "method.redistribution.steps": 1}
+        more["method.redistribution.max_records"] = 16
     return load(find(name), {**change, **more})
 
 
@@ -315,7 +319,7 @@ def read(path: Path, setting: dict[str, Any]) -> list[dict[str, Any]]:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--data-root")
+    parser.add_argument("--data-root", type=Path)
     parser.add_argument("--only", nargs="*", default=["*"], help="rows, in this order: patterns")
     parser.add_argument("--seeds", type=int, default=3, help="trainings of each row")
     parser.add_argument(
@@ -327,7 +331,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--minutes", type=float, default=float("inf"), help="none begins after")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--table", action="store_true", help="of what is there")
-    given = parser.parse_args(arguments)
+    tiny = {
+        "only": ["hgm-4", "secure-4"], "seeds": 1, "steps": 2, "inputs": 2, "draws": 100,
+        "data_root": scratch() / "data",
+    }  # fmt: skip
+    given = parse_arguments(parser, tiny, ["results"], arguments)
+    if given.quick:
+        make_images(given.data_root, "mnist", 60)
     torch.set_num_threads(1)
     sizes = tuple(map(float, given.sizes.split(",")))
     setting = {

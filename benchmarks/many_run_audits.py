@@ -9,7 +9,7 @@ canaries of which the first one's score is taken.
 
 Trainings are kept in --runs and continued; each audit is a line of --results.
 
-    python benchmarks/many_run_audits.py [--epsilons 2,4,8] [--trainings 6000] [--rate 1]
+    python benchmarks/many_run_audits.py [--epsilons 2,4,8] [--trainings 6000] [--rate 1] [--quick]
     python benchmarks/many_run_audits.py --rate 0.5 --epsilons 4 --trainings 12000
     python benchmarks/many_run_audits.py --loop --rate 0.5 --epsilons 8 --trainings 500
 """
@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from _common import parse_arguments
 
 from dpdist.audits.many_runs import audit_many_runs, judge
 from dpdist.audits.target import of_recipe
@@ -121,7 +122,7 @@ def main() -> None:
     parser.add_argument("--seed", default=SEED, help="64 hex digits; lines without it have this")
     parser.add_argument("--runs", type=Path, default=Path("runs/many-run-audits"))
     parser.add_argument("--results", type=Path, default=RESULTS)
-    asked = parser.parse_args()
+    asked = parse_arguments(parser, {"epsilons": "4", "trainings": 100}, writes=["runs", "results"])
     torch.set_num_threads(1)
     options = ManyRunsAudit(trainings=asked.trainings, canary="gradient", seed=asked.seed)
     of = {"rate": asked.rate, "trainings": asked.trainings, "loop": asked.loop}

@@ -3,7 +3,7 @@
 For each recipe the residual perturbation paper's shadow protocol (a quarter of the records in each
 model), and a bank for LiRA and RMIA; for those with --epsilon the same recipe with DP-SGD at that
 epsilon. Data under DPDIST_DATA_ROOT (default ../shared/data). Banks are kept in --runs and continue
-where they stopped. --quick: a smoke test on scikit-learn's digits.
+where they stopped. --quick: a smoke test on scikit-learn's digits, of the bank alone.
 
     python benchmarks/membership.py [--recipes mnist-membership] [--models 8] [--records 15000]
 """
@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
+
+from _common import parse_arguments, require_data
 
 from dpdist.runs.recipe import Recipe, find, load, parse
 
@@ -91,13 +92,12 @@ def main() -> None:
     parser.add_argument("--epsilon", type=float, default=8.0)
     parser.add_argument("--only", choices=("plain", "private"), help="of a recipe's two rows")
     parser.add_argument("--runs", type=Path, default=Path("runs/membership"))
-    parser.add_argument("--quick", action="store_true")
-    given = parser.parse_args()
+    given = parse_arguments(parser, {"models": 4, "attacks": "lira,rmia"}, writes=["runs"])
+    recipes, root = [parse(QUICK, "quick")], None
+    if not given.quick:
+        recipes = [load(find(name)) for name in given.recipes.split(",")]
+        root = require_data(None, *(recipe.data.name for recipe in recipes))
     given.runs.mkdir(parents=True, exist_ok=True)
-    root: Path | None = Path(os.environ.get("DPDIST_DATA_ROOT", "../shared/data")).resolve()
-    recipes = [load(find(name)) for name in given.recipes.split(",")]
-    if given.quick:
-        recipes, root, given.models = [parse(QUICK, "quick")], None, 4
     print("| recipe | attack | proved ε | AUC | mean AUC | ceiling | TPR at 1 % FPR, % | s |")
     print("|---|---|---|---|---|---|---|---|", flush=True)
     original = root

@@ -8,7 +8,7 @@ scales, adds to a sum and rounds to the grid. `add_noise_on` is what `resources.
 here on the CPU: hundreds of calls of torch a piece, whose speed says nothing about a GPU's. Memory
 is the peak of a process of its own, the sum and the result included.
 
-    python benchmarks/noise.py [--entries 4000000] [--rounds 9]
+    python benchmarks/noise.py [--entries 4000000] [--rounds 9] [--quick]
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from _common import parse_arguments
 
 from dpdist.gradients.allocator import keep_freed_memory
 from dpdist.gradients.device_noise import add_noise_on
@@ -86,7 +87,7 @@ def main() -> None:
     parser.add_argument("--entries", type=int, default=4_000_000)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--peak", action="store_true", help="print the peak of this process alone")
-    options = parser.parse_args()
+    options = parse_arguments(parser, {"entries": 100_000, "rounds": 1})
     if options.peak:
         print(peak(options.entries))
         return

@@ -4,7 +4,7 @@ Each canary has a coordinate of its own; the 4 % most extreme scores on either s
 confidence 95 %, delta 1e-5. Columns: by counting (no assumption about the mechanism) and by
 trade-off curves (the mechanism is Gaussian), mean of the runs and how many exceeded the truth.
 
-    python benchmarks/one_run_audits.py [--runs 40]
+    python benchmarks/one_run_audits.py [--runs 40] [--quick]
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import time
 
 import numpy as np
+from _common import parse_arguments
 
 from dpdist.privacy.audit_bounds import OneRun, epsilon_of_mu, one_run_mu
 
@@ -38,7 +39,7 @@ def row(mu: float, canaries: int, runs: int, seed: int = 0) -> tuple[np.ndarray,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=40)
-    runs = parser.parse_args().runs
+    runs = parse_arguments(parser, {"runs": 2}).runs
     began = time.perf_counter()
     print("| true epsilon (mu) | canaries | counting | curves | reference | exceeded the truth |")
     print("|---|---|---|---|---|---|")

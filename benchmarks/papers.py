@@ -1,7 +1,7 @@
 """The page docs/papers.md: every table and figure of the five papers beside what was run here.
 
     python benchmarks/papers.py            # prints it
-    python benchmarks/papers.py --write    # writes docs/papers.md
+    python benchmarks/papers.py --write    # writes docs/papers.md; --quick changes nothing
 
 Published figures, with their sources, stand in papers/PAPER.yaml:
 
@@ -33,6 +33,7 @@ from typing import Any
 
 import numpy as np
 import yaml
+from _common import parse_arguments
 from scipy import stats
 
 from dpdist.audits.roc import Estimate
@@ -367,7 +368,7 @@ def page() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--write", action="store_true", help="into docs/papers.md")
-    if parser.parse_args().write:
+    if parse_arguments(parser, {}).write:
         PAGE.write_text(page())
     else:
         print(page())

@@ -1,6 +1,7 @@
 """What smoothing is worth to a student of noisy votes, by their noise (DPlis, Section 5.7).
 
     python benchmarks/pate.py RUN --data-root DATA
+    python benchmarks/pate.py --quick              # a smoke test on the built-in digits
 
 Takes the votes of a finished run of method pate and trains students on them again and again, at
 each noise with as many keys as `--seeds`, without smoothing and with each deviation: on private
@@ -23,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from _common import parse_arguments, small_run, stop
 
 from dpdist.base.storage import private_folder, write_atomic
 from dpdist.evaluation import evaluate_stage
@@ -37,6 +39,10 @@ from dpdist.training.reducer import Reducer
 from dpdist.training.trainer import fit
 
 RESULTS = Path(__file__).with_suffix(".jsonl")
+SMALL = {
+    "method.teachers": 4, "method.queries": 8, "method.answers": 8, "training.steps": 2,
+    "method.teaching.training": {"batch_size": 20, "steps": 2, "learning_rate": 0.5},
+}  # fmt: skip
 
 
 def student(raw: dict[str, Any], votes: Path, key: bytes, home: Path) -> dict[str, Any]:
@@ -69,7 +75,7 @@ def student(raw: dict[str, Any], votes: Path, key: bytes, home: Path) -> dict[st
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("run", type=Path)
+    parser.add_argument("run", type=Path, nargs="?", help="folder of a finished run")
     parser.add_argument("--data-root", type=Path)
     parser.add_argument("--noises", type=float, nargs="+", default=[40, 80, 120], help="in votes")
     parser.add_argument("--smoothing", type=float, nargs="*", default=[0.03])
@@ -79,8 +85,13 @@ def main() -> None:
     parser.add_argument("--all", action="store_true", help="label all inputs, without a threshold")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--results", type=Path, default=RESULTS)
-    given = parser.parse_args()
+    tiny = {"noises": [4.0], "draws": 2, "seeds": 1}
+    given = parse_arguments(parser, tiny, writes=["results"])
     torch.set_num_threads(1)
+    if given.quick and given.run is None:
+        given.run = small_run("digits-pate", SMALL)
+    if given.run is None:
+        stop("needs the folder of a finished run of method pate: pate.py RUN --data-root DATA")
     raw = RunFolder(given.run).read_recipe().model_dump(mode="json")
     if given.data_root is not None:
         raw["data"]["root"] = str(given.data_root.resolve())

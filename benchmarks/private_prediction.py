@@ -1,6 +1,7 @@
 """What answers are worth at one epsilon, by their number and by the bound on a teacher's part.
 
     python benchmarks/private_prediction.py RUN --data-root DATA
+    python benchmarks/private_prediction.py --quick      # a smoke test on the built-in digits
 
 Reads the teachers of a finished run and answers the whole test split again and again: on private
 records each row would be a release of its own, so this is for public data only. For each Q the
@@ -14,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from _common import parse_arguments, small_run, stop
 
 from dpdist.base import console
 from dpdist.methods.private_prediction import bounded
@@ -23,6 +25,10 @@ from dpdist.privacy.releases import GaussianAnswers
 from dpdist.runs.folder import RunFolder
 from dpdist.training.records import evaluation_data, source_of
 from dpdist.training.teachers import Ensemble
+
+SMALL = {
+    "method.teachers": 4, "method.queries": 8, "method.evaluate": 4, "training.steps": 2,
+}  # fmt: skip
 
 
 def noise_for(plan: PrivacyPlan, epsilon: float, queries: int) -> float:
@@ -34,13 +40,18 @@ def noise_for(plan: PrivacyPlan, epsilon: float, queries: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("run", type=Path)
+    parser.add_argument("run", type=Path, nargs="?", help="folder of a finished run")
     parser.add_argument("--data-root", type=Path)
     parser.add_argument("--queries", type=int, nargs="+", default=[25, 100, 400, 1600])
     parser.add_argument("--bounds", type=float, nargs="+", default=[1, 2, 5, 10])
     parser.add_argument("--inputs", type=int, default=2000)
     parser.add_argument("--draws", type=int, default=20)
-    given = parser.parse_args()
+    tiny = {"queries": [25, 100], "bounds": [1, 10], "inputs": 20, "draws": 2}
+    given = parse_arguments(parser, tiny)
+    if given.quick and given.run is None:
+        given.run = small_run("digits-private-prediction", SMALL)
+    if given.run is None:
+        stop("needs the folder of a finished run of method private-prediction: RUN")
     folder = RunFolder(given.run)
     recipe, plan = folder.read_recipe(), folder.read_plan()
     source = source_of(recipe)

@@ -13,6 +13,7 @@ Each result is a line of --results; what is there is not made again. --table pri
     nice python benchmarks/residual.py --data-root DATA [--tasks shadow,audit,inside]
         [--data mnist] [--seeds 3]
     python benchmarks/residual.py --table
+    python benchmarks/residual.py --quick       # a smoke test on invented pictures
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+from _common import make_images, parse_arguments, require_data, scratch
 from PIL import Image
 from safetensors.numpy import load as load_tensors
 from scipy.special import expit
@@ -367,9 +369,10 @@ def read(path: Path) -> list[dict[str, Any]]:
 def make(given: argparse.Namespace) -> None:
     """All results that are not there yet, the most telling first."""
     torch.set_num_threads(1)
-    given.runs.mkdir(parents=True, exist_ok=True)
     chosen, wanted = given.tasks.split(","), given.data.split(",")
-    original = given.data_root
+    named = {DATA[data].get("data", {}).get("name", data) for data in wanted if data != "digits"}
+    original = given.data_root = require_data(given.data_root, *sorted(named))
+    given.runs.mkdir(parents=True, exist_ok=True)
     size = {key: getattr(given, key) for key in SIZE}
     for data, task, some in ORDER:
         if task not in chosen or data not in wanted:
@@ -377,8 +380,8 @@ def make(given: argparse.Namespace) -> None:
         if given.side and data != "digits":
             needed = {"train": 6 * given.records, "test": given.population + 4 * given.canaries}
             root = given.runs / f"data-{given.side}-{given.records}"
-            named = DATA[data].get("data", {}).get("name", data)
-            given.data_root = smaller(original, root, named, given.side, needed)
+            kept = DATA[data].get("data", {}).get("name", data)
+            given.data_root = smaller(original, root, kept, given.side, needed)
         for seed in range(1 if task == "audit" else given.seeds):
             for row in some or ROWS[data]:
                 name = {"data": data, "task": task, "row": row, "seed": seed, "size": size}
@@ -395,7 +398,7 @@ def make(given: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--data-root", type=Path, default=Path("../shared/data"))
+    parser.add_argument("--data-root", type=Path)
     parser.add_argument("--tasks", default="shadow,audit,inside")
     parser.add_argument("--data", default=",".join(ROWS))
     for name, default in NUMBERS.items():
@@ -403,7 +406,13 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs/residual"))
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--table", action="store_true")
-    given = parser.parse_args()
+    tiny = {
+        "data": "mnist,digits", "data_root": scratch() / "data", "seeds": 1, "records": 48,
+        "side": 7, "epochs": 1, "batch": 4, "width": 2, "passes": 2, "population": 10,
+    }  # fmt: skip
+    given = parse_arguments(parser, tiny, writes=["runs", "results"])
+    if given.quick:
+        make_images(given.data_root, "mnist", 48, 10)
     if not given.table:
         make(given)
     print("\n".join(tables(read(given.results))))

@@ -22,7 +22,6 @@ Four parts, each by its own flag (all without one):
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import resource
@@ -35,11 +34,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+import yaml
+from _common import make_images, parse_arguments, small_run
+from training_ray import _ALONE, RECORDS, recipe
+
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 _COMMAND = [sys.executable, "-c", "from dpdist.commands.cli import main; main()"]
-_BATCH = 512
 
 
 def worker_counts(limit: int | None) -> list[int]:
@@ -51,18 +52,15 @@ def worker_counts(limit: int | None) -> list[int]:
 # --- training
 
 
-def train_rate(folder: Path, batch: int, workers: int, steps: int) -> float:
-    """Steps per second over the last two thirds of a run on Ray Train."""
-    from training_ray import recipe
-
+def train_rate(folder: Path, batch: int, workers: int, steps: int, ray: bool = True) -> float:
+    """Steps per second over the last two thirds of a run on Ray Train; or of one without Ray."""
     path = recipe(folder, "random", batch, workers, steps)
     runs = folder / f"runs-{time.monotonic_ns()}"
     metrics = runs / path.stem / "private" / "metrics.jsonl"
-    process = subprocess.Popen(
-        [*_COMMAND, "train", str(path), "--runs", str(runs)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-    )
+    command = [*_COMMAND, "train", str(path), "--runs", str(runs)]
+    if not ray:
+        command = [sys.executable, "-c", _ALONE, str(path), str(runs / path.stem)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     seen: list[tuple[float, int]] = []
     while process.poll() is None:
         time.sleep(0.02)
@@ -224,35 +222,38 @@ def load() -> str:
     return f"load average {os.getloadavg()[0]:.1f} on {len(os.sched_getaffinity(0))} cores"
 
 
-def training(quick: bool, limit: int | None) -> None:
-    from training_ray import RECORDS, make_images
-
-    steps = 30 if quick else 150
+def training(quick: bool, limit: int | None, records: int) -> None:
+    """records: of which a sixteenth is the expected batch of one worker. quick: without Ray, so
+    with one worker."""
+    limit = 1 if quick else limit
+    base_batch, steps = records // 16, 30 if quick else 150
     measured: dict[tuple[int, float], float] = {}
     size = 26_010
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        make_images(folder / "data", "random", RECORDS)
-        print(f"training: TF-Privacy CNN, {size:,} parameters, {RECORDS:,} records; {load()}")
+        make_images(folder / "data", "random", records)
+        print(f"training: TF-Privacy CNN, {size:,} parameters, {records:,} records; {load()}")
         print(f"{'workers':>8} {'batch':>6} {'steps/s':>8} {'examples/s':>11} {'efficiency':>11}")
         for kind in ("strong", "weak"):
             base = 0.0
             for workers in worker_counts(limit):
-                batch = _BATCH if kind == "strong" else _BATCH * workers
+                batch = base_batch if kind == "strong" else base_batch * workers
                 if (workers, batch) not in measured:
-                    measured[workers, batch] = 1 / train_rate(folder, batch, workers, steps)
+                    rate = train_rate(folder, batch, workers, steps, ray=not quick)
+                    measured[workers, batch] = 1 / rate
                 rate = 1 / measured[workers, batch]
                 base = base or rate
                 ideal = workers if kind == "strong" else 1
                 _row(workers, batch, rate, f"{rate / base / ideal:10.0%}  {kind}")
         # With one batch size, compute and fixed cost of a step could not be told apart.
-        for batch in (_BATCH // 4, 2 * _BATCH):
+        for batch in (base_batch // 4, 2 * base_batch):
             for workers in worker_counts(limit):
                 if (workers, batch) not in measured:
-                    more = steps if batch > _BATCH else 2 * steps
-                    measured[workers, batch] = 1 / train_rate(folder, batch, workers, more)
-                    _row(workers, batch, 1 / measured[workers, batch], f"{'':11} for the fit")
-        sample = sampling_seconds(RECORDS)
+                    more = steps if batch > base_batch else 2 * steps
+                    rate = train_rate(folder, batch, workers, more, ray=not quick)
+                    measured[workers, batch] = 1 / rate
+                    _row(workers, batch, rate, f"{'':11} for the fit")
+        sample = sampling_seconds(records)
         model = fit(measured, sample, size)
     worst = max(abs(model.step(w, b) / s - 1) for (w, b), s in measured.items())
     others, unseen = leave_one_out(measured, sample, size)
@@ -302,9 +303,8 @@ def certification(quick: bool, limit: int | None) -> None:
     n, inputs = (5_000, 60) if quick else (50_000, 200)
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "scaling.yaml"
-        path.write_text(json.dumps(raw))
-        runs = ["--runs", str(Path(scratch) / "runs")]
-        subprocess.run([*_COMMAND, "train", str(path), *runs], check=True, capture_output=True)
+        path.write_text(yaml.safe_dump(raw))
+        runs = ["--runs", str(small_run(str(path), {}).parent)]
         print(f"\ncertification: small CNN, {inputs} inputs, {n:,} draws each")
         print(f"{'actors':>8} {'draws/s':>10} {'efficiency':>11}")
         base = 0.0
@@ -485,16 +485,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for part in ("train", "predict", "certify", "driver"):
         parser.add_argument(f"--{part}", action="store_true")
-    parser.add_argument("--quick", action="store_true", help="a minute; to see that it works")
     parser.add_argument("--workers", type=int, help="go up to so many (default: the cores here)")
-    parser.add_argument("--chunks", type=int, help="of --driver (default: 1,000,000)")
+    parser.add_argument("--records", type=int, default=RECORDS, help="of --train")
+    parser.add_argument("--chunks", type=int, default=1_000_000, help="of --driver")
     gpu = parser.add_argument_group("the predicted GPU worker (assumptions)")
     gpu.add_argument("--gpu-rate", type=float, default=50_000, help="examples per second")
     gpu.add_argument("--link-gbit", type=float, default=100, help="between two hosts")
     gpu.add_argument("--hop-us", type=float, default=20, help="one message, microseconds")
     gpu.add_argument("--parameters", type=int, default=11_000_000, help="of the model")
     gpu.add_argument("--fixed-ms", type=float, default=5, help="of a step, on every worker")
-    options = parser.parse_args()
+    options = parse_arguments(parser, {"workers": 1, "records": 256, "chunks": 5_000})
     assumed = Assumed(
         options.gpu_rate,
         options.link_gbit,
@@ -505,13 +505,13 @@ def main() -> None:
     chosen = options.train, options.predict, options.certify, options.driver
     everything = not any(chosen)
     if options.train or everything:
-        training(options.quick, options.workers)
+        training(options.quick, options.workers, options.records)
     if options.predict or everything:
         assumed.predict()
     if options.certify or everything:
         certification(options.quick, options.workers)
     if options.driver or everything:
-        chunks = options.chunks or (5_000 if options.quick else 1_000_000)
+        chunks = options.chunks
         for actors, pace in ((2, 1e-6), (2, 1.0), (64, 1.0), (512, 1.0)):
             alone = scheduling(chunks, actors, pace=pace)
             print(

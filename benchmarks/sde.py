@@ -6,6 +6,7 @@ Beside it: the reversal that adds none, and that of the mean of 25 noisy answers
 noise ratios in dB, of the picture that comes with scikit-learn, pixels in [0, 1].
 
     python benchmarks/sde.py [--out FOLDER] [--picture docs/swirl.jpg]    # rows; all of them in one
+    python benchmarks/sde.py --quick                                      # a smoke test
 """
 
 from __future__ import annotations
@@ -15,15 +16,16 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
+from _common import parse_arguments
 from PIL import Image
 from sklearn.datasets import load_sample_image
 
 STEPS, DT, QUERIES, SOLVER = 100, 0.01, 25, 9
 
 
-def picture() -> np.ndarray:
-    """float64 (107, 160, 3) in [0, 1]."""
-    return load_sample_image("china.jpg")[::4, ::4].astype(np.float64) / 255
+def picture(every: int = 4) -> np.ndarray:
+    """Every so many pixels of it on either side, by default float64 (107, 160, 3), in [0, 1]."""
+    return load_sample_image("china.jpg")[::every, ::every].astype(np.float64) / 255
 
 
 @cache
@@ -98,15 +100,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--picture", type=Path)
-    asked, x = parser.parse_args(), picture()
-    out, pictures = asked.out, []
+    parser.add_argument("--queries", type=int, default=QUERIES)
+    parser.add_argument("--every", type=int, default=4, help="pixels of the picture on each side")
+    asked = parse_arguments(parser, {"queries": 2, "every": 16}, writes=["out"])
+    x, out, pictures = picture(asked.every), asked.out, []
     flowed = forward(x, 0.0, False, np.random.default_rng(0))
     back = backward(flowed, 0.0, False, np.random.default_rng(0))
     rows = {"no noise": {"features": flowed, "reversed": back, "exact inverse": inverse(flowed)}}
     for times in (False, True):
         for gamma in (1.0, 0.1):
             name = f"{'multiplicative' if times else 'additive'}, gamma {gamma:g}"
-            rows[name] = noisy_panels(x, gamma, times)
+            rows[name] = noisy_panels(x, gamma, times, asked.queries)
     for name, panels in rows.items():
         print(f"{name}: " + ", ".join(f"{what} {psnr(p, x):.1f}" for what, p in panels.items()))
         if out is not None:

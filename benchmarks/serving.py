@@ -1,6 +1,6 @@
 """`dpdist serve` under load, against the bare loop: as many processes that do nothing but answer.
 
-    python benchmarks/serving.py [RELEASE] [--replicas 1] [--clients 100] [--draws 1000]
+    python benchmarks/serving.py [RELEASE] [--replicas 1] [--clients 100] [--draws 1000] [--quick]
 
 Both in interleaved rounds on the same CPUs, so that whatever else the machine does slows both; the
 server has its clients beside it, the loop has nobody. The median of the rounds' ratios is what
@@ -15,7 +15,6 @@ import json
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,9 +24,12 @@ from typing import Any
 import numpy as np
 import psutil
 import yaml
+from _common import parse_arguments, scratch, small_run
 
 import dpdist
 from dpdist import pipeline
+from dpdist.commands.releasing import release
+from dpdist.runs.folder import RunFolder
 from dpdist.serving.deployments import Serving, deployed
 from dpdist.serving.gate import Limits
 
@@ -35,7 +37,7 @@ MODELS = ("linear", "small-cnn")
 IMAGES, PORT = 40, 8017
 
 
-def made(model: str, folder: Path) -> Path:
+def made(model: str) -> Path:
     """A release of a model trained for a few steps."""
     recipe = {
         "data": {"name": "digits"},
@@ -44,13 +46,11 @@ def made(model: str, folder: Path) -> Path:
         "training": {"batch_size": 50, "steps": 20, "learning_rate": 0.5},
         "certify": {"sigma": 0.25, "n": 100, "max_inputs": 1},
     }
-    (folder / f"{model}.yaml").write_text(yaml.safe_dump(recipe))
-    for command in (f"run {model}.yaml", f"release {model}"):
-        subprocess.run(
-            [sys.executable, "-m", "dpdist", *command.split()],
-            cwd=folder, check=True, stdout=subprocess.DEVNULL,
-        )  # fmt: skip
-    return folder / "runs" / model / "release"
+    path = scratch() / f"{model}.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    folder = RunFolder(small_run(str(path), {}))
+    release(folder)
+    return folder.release
 
 
 class Loop:
@@ -191,7 +191,9 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--seconds", type=float, default=3.0, help="of a half round")
     parser.add_argument("--ask", nargs=3, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    parser.add_argument("--models", nargs="+", default=MODELS, help="of the releases made here")
+    tiny = {"clients": 2, "draws": 10, "rounds": 1, "seconds": 0.5, "models": MODELS[:1]}
+    arguments = parse_arguments(parser, tiny)
     if arguments.ask:
         address, clients, seconds = arguments.ask
         print(json.dumps(asyncio.run(ask(address, int(clients), float(seconds)))))
@@ -199,9 +201,8 @@ def main() -> None:
     if arguments.release:
         measure(arguments.release, arguments)
         return
-    with tempfile.TemporaryDirectory() as folder:
-        for model in MODELS:
-            measure(made(model, Path(folder)), arguments)
+    for model in arguments.models:
+        measure(made(model), arguments)
 
 
 if __name__ == "__main__":

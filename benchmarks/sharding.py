@@ -1,6 +1,6 @@
 """What a step's release costs as models grow: memory stated and measured, noise, processor time.
 
-    OMP_NUM_THREADS=1 python benchmarks/sharding.py [--millions 0.03 1 25] [--steps 6]
+    OMP_NUM_THREADS=1 python benchmarks/sharding.py [--millions 0.03 1 25] [--steps 6] [--quick]
 
 Dense networks with Adam on the built-in digits, expected batch 64; workers are processes of one
 thread that meet through gloo on loopback, without Ray, by the loop that trains runs. Memory is the
@@ -25,6 +25,8 @@ from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+
+from _common import parse_arguments
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 KINDS = (
@@ -204,7 +206,7 @@ def main() -> None:
         "--only", nargs="+", default=[], help="of 1-whole, 2-whole, 2-sharded, 2-sharded-float32"
     )
     parser.add_argument("--ray", action="store_true", help="memory of workers on Ray")
-    options = parser.parse_args()
+    options = parse_arguments(parser, {"millions": [0.03], "steps": 3, "only": ["2-sharded"]})
     rows = []
     for millions in options.millions:
         for workers, release, wire in KINDS:

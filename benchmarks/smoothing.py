@@ -2,6 +2,7 @@
 
     dpdist pretrain docstrings-lstm --data-root data       # public weights, once, where it has some
     python benchmarks/smoothing.py docstrings-lstm --data-root data --radii 4,10 [--seeds 3]
+    python benchmarks/smoothing.py --quick                 # a smoke test on invented pictures
 
 Each training has a fresh key, begins with the same public weights, and runs in this process. A line
 of JSON for each; then of each row the mean of what is measured, and of its difference from no
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _common import make_images, parse_arguments, require_data, scratch, stop
 
 from dpdist.audits.roc import Estimate
 from dpdist.evaluation import evaluate_stage
@@ -41,14 +43,23 @@ def training(name: str, change: dict[str, Any], root: Path) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("recipe")
-    parser.add_argument("--data-root", type=Path, required=True)
+    parser.add_argument("recipe", nargs="?")
+    parser.add_argument("--data-root", type=Path)
     parser.add_argument("--radii", default="4,10")
     parser.add_argument("--draws", type=int, help="K; default: the recipe's")
     parser.add_argument("--set", action="append", metavar="KEY=VALUE", help="of the recipe")
     parser.add_argument("--seeds", type=int, default=3)
-    given = parser.parse_args()
+    tiny = {
+        "recipe": "dplis-mnist-mlp", "data_root": scratch() / "data", "radii": "10", "draws": 2,
+        "set": ["training.steps=2", "training.batch_size=8"], "seeds": 1,
+    }  # fmt: skip
+    given = parse_arguments(parser, tiny)
     torch.set_num_threads(1)
+    if given.quick:
+        make_images(given.data_root, "mnist", 60)
+    if given.recipe is None:
+        stop("needs a recipe of method dplis and its data: smoothing.py RECIPE --data-root DATA")
+    root = require_data(given.data_root, load(find(given.recipe)).data.name)
     changes = read_changes(given.set)
     draws = {} if given.draws is None else {"method.draws": given.draws}
     rows: dict[str, dict[str, Any]] = {"none": {"method": "dp-sgd"}}
@@ -57,7 +68,7 @@ def main() -> None:
     found: dict[str, list[dict[str, float]]] = {row: [] for row in rows}
     for seed in range(given.seeds):
         for row, change in rows.items():
-            found[row].append(training(given.recipe, changes | change, given.data_root))
+            found[row].append(training(given.recipe, changes | change, root))
             print(json.dumps({"row": row, "seed": seed, **found[row][-1]}), flush=True)
     for what in found["none"][0]:
         base = [one[what] for one in found["none"]]

@@ -1,6 +1,6 @@
 """What `equal_classes` of PATE's spreading does where classes are unequal: scikit-learn's digits.
 
-    python benchmarks/spreading.py [--draws 20]
+    python benchmarks/spreading.py [--draws 20] [--quick]
 
 The digits 5 to 9 are thinned out to a share of the others. --asked of all inputs, drawn evenly, get
 their label, one in ten of them a wrong one; the labels spread over all others. Printed are the
@@ -14,6 +14,7 @@ import argparse
 from collections.abc import Iterator
 
 import numpy as np
+from _common import parse_arguments
 from scipy import stats
 from sklearn.datasets import load_digits
 
@@ -77,7 +78,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--asked", type=int, default=100)
     parser.add_argument("--draws", type=int, default=20)
-    given = parser.parse_args()
+    given = parse_arguments(parser, {"asked": 20, "draws": 2})
     print(markdown(list(lines(given.asked, given.draws))))
 
 

@@ -1,8 +1,10 @@
 """How long each command takes to refuse, and whether it loads torch or Ray for that.
 
     python benchmarks/start_up.py [--only WORD] [CHECKOUT ...]     several are put side by side
+    python benchmarks/start_up.py --quick                          a smoke test
 
-Processor time of a fresh process, the best of three: what a machine with nothing else to do takes.
+Processor time of a fresh process, the best of --rounds: what a machine with nothing else to do
+takes.
 """
 
 from __future__ import annotations
@@ -16,9 +18,8 @@ import tempfile
 from pathlib import Path
 
 import yaml
+from _common import CHECKOUT, parse_arguments
 
-ROOT = Path(__file__).resolve().parent.parent
-ROUNDS = 3
 SMALL = {
     "data": {"name": "digits"},
     "model": "linear",
@@ -100,12 +101,12 @@ def prepare(folder: Path) -> None:
     (run / "run.json").write_text('{"format": 1, "dpdist": "0.1.0"}')
 
 
-def refused(arguments: str, checkout: Path, folder: Path) -> tuple[float, str]:
+def refused(arguments: str, checkout: Path, folder: Path, rounds: int) -> tuple[float, str]:
     """Seconds, and what was loaded."""
     environment = {**os.environ, "PYTHONPATH": str(checkout)}
     command = [sys.executable, "-c", CODE, *arguments.split()]
     times = []
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         began = _children()
         done = subprocess.run(
             command, cwd=folder, env=environment, capture_output=True, text=True, check=True
@@ -121,16 +122,17 @@ def _children() -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("checkouts", nargs="*", type=Path, default=[ROOT])
+    parser.add_argument("checkouts", nargs="*", type=Path, default=[CHECKOUT])
     parser.add_argument("--only", default="", help="commands that contain this")
-    given = parser.parse_args()
+    parser.add_argument("--rounds", type=int, default=3)
+    given = parse_arguments(parser, {"only": "audit", "rounds": 1})
     checkouts = [each.resolve() for each in given.checkouts]
     print("| command |" + " seconds | loads |" * len(checkouts))
     print("|---|" + "---|---|" * len(checkouts))
     with tempfile.TemporaryDirectory() as scratch:
         prepare(Path(scratch))
         for arguments in (each for each in CASES if given.only in each):
-            cells = [refused(arguments, each, Path(scratch)) for each in checkouts]
+            cells = [refused(arguments, each, Path(scratch), given.rounds) for each in checkouts]
             row = " | ".join(f"{seconds:.2f} | {loaded}" for seconds, loaded in cells)
             print(f"| `dpdist {arguments}` | {row} |", flush=True)
 

@@ -7,7 +7,7 @@ r_u and r_v are the distances to the flat minimum u and the sharp one v, w the s
 the logistic function. Not printed in the paper, and chosen here: where u and v lie, the start, the
 learning rate, the noise, the steps, and how much is smoothed.
 
-    python benchmarks/toy.py [--out FILE]     # FILE: the six pictures
+    python benchmarks/toy.py [--out FILE] [--quick]     # FILE: the six pictures
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import argparse
 from pathlib import Path
 
 import numpy as np
+from _common import parse_arguments
 from scipy.special import expit
 
 FLAT, SHARP = np.array([-8.0, 0.0]), np.array([8.0, 0.0])
@@ -93,16 +94,17 @@ def draw(ends: dict[str, np.ndarray], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
-    out = parser.parse_args().out
-    ends = {f"smoothing {s:g}": train(s) for s in (0, 3, 5)}
+    parser.add_argument("--runs", type=int, default=RUNS)
+    given = parse_arguments(parser, {"runs": 20}, writes=["out"])
+    ends = {f"smoothing {s:g}": train(s, given.runs) for s in (0, 3, 5)}
     for name, theta in ends.items():
         at = loss(theta)
         print(
             f"{name}: {100 * nearer_flat(theta):.1f} % nearer the flat minimum; loss: mean "
             f"{at.mean():.3f}, deviation {at.std():.3f}, 95 % below {np.quantile(at, 0.95):.3f}"
         )
-    if out is not None:
-        draw(ends, out)
+    if given.out is not None:
+        draw(ends, given.out)
 
 
 if __name__ == "__main__":

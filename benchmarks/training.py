@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
+from _common import parse_arguments
 from torch import Tensor, nn
 
 from dpdist.gradients.blocks import Blocks
@@ -189,7 +190,7 @@ def versus_opacus(medians: dict[str, float], target: float) -> None:
 
 
 def bench_cnn(quick: bool, chosen: Sequence[str]) -> None:
-    rounds, block, batch = (2, 1, 32) if quick else (25, 4, 256)
+    rounds, block, batch = (1, 1, 8) if quick else (25, 4, 256)
     medians = compare(
         "TF-Privacy CNN (26,010 parameters) on 1x28x28", lambda: tf_cnn((1, 28, 28), 10),
         (1, 28, 28), batch, rounds, block, chosen,
@@ -205,13 +206,13 @@ def bench_resnet(quick: bool, chosen: Sequence[str]) -> None:
         medians = compare(
             f"GroupNorm ResNet-{depth} on 3x32x32",
             lambda depth=depth: resnet_gn((3, 32, 32), 10, depth=depth),  # type: ignore[misc]
-            (3, 32, 32), 4 if quick else 128, 1 if quick else 7, 1, chosen,
+            (3, 32, 32), 2 if quick else 128, 1 if quick else 7, 1, chosen,
         )  # fmt: skip
         versus_opacus(medians, 1.4)
 
 
 def bench_dplis(quick: bool, chosen: Sequence[str]) -> None:
-    batch, draws = (16, 10) if quick else (256, 10)
+    batch, draws = (8, 10) if quick else (256, 10)
     print(f"DPlis with K = {draws} against {draws} plain DP-SGD steps, CNN, batch {batch}")
     torch.manual_seed(0)
     inputs, targets = torch.rand(batch, 1, 28, 28), torch.randint(0, 10, (batch,))
@@ -223,7 +224,7 @@ def bench_dplis(quick: bool, chosen: Sequence[str]) -> None:
             plain()
 
     smoothed = our_step(copy.deepcopy(model), inputs, targets, ParameterDraws(draws, 6.6e-3))
-    medians = interleave({"ten": ten, "dplis": smoothed}, 2 if quick else 11, 1)
+    medians = interleave({"ten": ten, "dplis": smoothed}, 1 if quick else 11, 1)
     print(f"  one step {1e3 * medians['dplis']:.1f} ms, ten plain {1e3 * medians['ten']:.1f} ms")
     verdict("against ten plain steps", medians["ten"] / medians["dplis"], 1.0)
 
@@ -290,13 +291,12 @@ BENCHES = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Speed and memory beside peers")
-    parser.add_argument("--quick", action="store_true", help="a smoke test; numbers mean nothing")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--only", default=",".join(BENCHES), help="rows, comma-separated")
     parser.add_argument("--peers", default="", help="only these, comma-separated")
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)
     parser.add_argument("--batch", type=int, default=512, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parse_arguments(parser, {"threads": 1})
     warnings.filterwarnings("ignore")
     torch.set_num_threads(options.threads)
     if options.memory_of:

@@ -1,6 +1,6 @@
 """Where the milliseconds of a training step go: alone, in two processes that talk, and on Ray.
 
-    OMP_NUM_THREADS=1 python benchmarks/training_phases.py [--steps 300] [--rounds 3]
+    OMP_NUM_THREADS=1 python benchmarks/training_phases.py [--steps 300] [--rounds 3] [--quick]
 
 The work is that of `training_ray.py`, an expected 512 examples per worker and step of the
 TF-Privacy CNN, one thread each, by the loop that trains runs: `alone` two processes that never
@@ -27,7 +27,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+from _common import make_images, parse_arguments, used
+from training_ray import RECORDS, lines, recipe
+
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 PHASES = (
     "sample", "records", "gradients", "waiting", "sum", "digest", "ledger", "noise", "update",
@@ -232,34 +234,6 @@ def show_shares(shares: dict[str, list[float]]) -> None:
             print(f"{statistics.median(seen):6.1f} %  {title}")
 
 
-def used(root: int) -> dict[tuple[str, str], float]:
-    """Processor seconds of all processes below `root`, by number and name."""
-    parents, found = {}, {}
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            title = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-        except OSError:
-            continue
-        parents[int(entry.name)] = int(fields[1])
-        found[int(entry.name)] = (title, (int(fields[11]) + int(fields[12])) / 100)
-
-    def below(pid: int) -> bool:
-        while pid > 1 and pid != root:
-            pid = parents.get(pid, 0)
-        return pid == root
-
-    return {(str(p), short(t)): seconds for p, (t, seconds) in found.items() if below(p)}
-
-
-def short(title: str) -> str:
-    for name in ("gcs_server", "raylet/raylet", "log_monitor", "monitor.py", "dashboard/agent",
-                 "runtime_env/agent", "dashboard.py", "plasma"):  # fmt: skip
-        if name in title:
-            return name
-    return title.strip()[:40]
-
-
 def processes(way: str, folder: Path, recipe: Path) -> list[list[str]]:
     """Command lines of the round's processes."""
     answer = folder / "answer"
@@ -284,8 +258,6 @@ def round_of(
     way: str, folder: Path, recipe: Path, steps: int
 ) -> tuple[list[Any], dict[str, float]]:
     """What both workers kept, and per cent of a core of all other processes of Ray's."""
-    from training_ray import lines
-
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     started = [subprocess.Popen(line, env=environment) for line in processes(way, folder, recipe)]
     metrics = folder / "run-0" / "private" / "metrics.jsonl"
@@ -304,15 +276,13 @@ def round_of(
 
 
 def main() -> None:
-    from training_ray import RECORDS, make_images, recipe
-
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--records", type=int, default=RECORDS, help="eight times a step's")
     parser.add_argument("--ways", nargs="+", default=["alone", "gloo", "ray"])
     parser.add_argument("--asleep", action="store_true", help="what Ray takes while workers sleep")
-    options = parser.parse_args()
+    options = parse_arguments(parser, {"steps": 30, "rounds": 1, "records": 256})
     if options.asleep:
         with tempfile.TemporaryDirectory() as name:
             asleep(Path(name))

@@ -15,7 +15,6 @@ An eighth of the records is the expected batch: fewer make another work, for a t
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import os
 import statistics
@@ -26,10 +25,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
-from PIL import Image
+from _common import make_images, parse_arguments, used
 
 RECORDS = 8192
 _ALONE = """
@@ -45,20 +41,6 @@ path = Path(sys.argv[1])
 job = prepare(load(path), RunFolder(Path(sys.argv[2])), str(path))
 run(job, Reducer(0, 1, torch.device("cpu")))
 """
-
-
-def make_images(root: Path, name: str, records: int) -> None:
-    """Random 28x28 pictures: the work of a step does not depend on what they show."""
-    rng = np.random.default_rng(0)
-    rows = []
-    for _ in range(records + 10):
-        buffer = io.BytesIO()
-        Image.fromarray(rng.integers(0, 256, (28, 28), dtype=np.uint8)).save(buffer, format="PNG")
-        rows.append({"bytes": buffer.getvalue(), "path": ""})
-    (root / name).mkdir(parents=True)
-    table = pa.table({"image": rows, "label": rng.integers(0, 10, records + 10)})
-    pq.write_table(table.slice(0, records), root / name / "train.parquet")
-    pq.write_table(table.slice(records), root / name / "test.parquet")
 
 
 def recipe(folder: Path, data: str, batch_size: int, workers: int, steps: int) -> Path:
@@ -117,8 +99,6 @@ def worker_seen() -> bool:
 def starting(process: subprocess.Popen, private: Path) -> list[tuple[str, float, float]]:
     """Of each stage until a training's first step, seconds and processor seconds; waits for its
     end."""
-    from training_phases import used
-
     stages: list[tuple[str, Callable[[], bool]]] = [
         ("the command: imports, checks, plan", (private / "run.key").exists),
         ("Ray: session, first task on each host", (private / "ray").exists),
@@ -152,14 +132,13 @@ def start(code: str, *arguments: object) -> subprocess.Popen:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="one short round")
     parser.add_argument("--start", action="store_true", help="the seconds before the first step")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--records", type=int, default=RECORDS)
-    options = parser.parse_args()
+    options = parse_arguments(parser, {"rounds": 1, "steps": 30, "records": 256})
     records = options.records
-    rounds, steps = (1, 30) if options.quick or options.start else (options.rounds, options.steps)
+    rounds, steps = (1, 30) if options.start else (options.rounds, options.steps)
     cli = "from dpdist.commands.cli import main; main()"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from _common import parse_arguments, require_data
 
 from dpdist.adversary.names import ATTACKS
 from dpdist.attacks.reading import AttackTable, read_attack
@@ -560,10 +561,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--attacks", default=PGD, help=f"out of {','.join(ATTACKS)}")
     parser.add_argument("--minutes", type=float, default=float("inf"))
-    parser.add_argument("--quick", action="store_true", help="digits, three steps: a smoke test")
     parser.add_argument("--eigenvalues", action="store_true")
     parser.add_argument("--results", type=Path, help="write a line of each run's images")
-    given = parser.parse_args(arguments)
+    tiny = {"only": ["no-dp-noise-0.25-0"]}
+    given = parse_arguments(parser, tiny, ["out", "results"], arguments)
     if given.eigenvalues:
         for activation in ("relu", "tanh"):
             for when, found in zip(
@@ -579,7 +580,10 @@ def main(arguments: list[str] | None = None) -> None:
     attacks = tuple(dict.fromkeys((*given.attacks.split(","), PGD)))  # the tables show PGD
     bench = Bench(given.out, given.data_root, given.quick, attacks)
     everything = rows(1 if given.quick else given.repeats)
-    bench.make_all(bench.missing(everything, given.only), given.minutes)
+    todo = bench.missing(everything, given.only)
+    if todo and not given.quick:
+        bench.data_root = require_data(given.data_root, "mnist")
+    bench.make_all(todo, given.minutes)
     text = table(bench, everything)
     (bench.out / "table.md").write_text(text + "\n")
     picture(bench, everything, bench.out / "denoisers.png")

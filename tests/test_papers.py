@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import math
 import re
-import runpy
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from scipy.special import gammaln, logsumexp
+from support.benchmarks import load as load_benchmark
 
 from dpdist.base.errors import UserError
 from dpdist.commands.cli import app
@@ -19,14 +19,13 @@ from dpdist.runs.recipe import RECIPES
 from dpdist.training.planning import make_plan
 
 ROOT = Path(__file__).resolve().parent.parent
-BENCHMARKS = ROOT / "benchmarks"
 PAGE = ROOT / "docs" / "papers.md"
 RECORDS = {
     "mnist": 60_000, "cifar10": 50_000, "cifar100": 50_000, "idc": 39_952, "digits": 1_439,
     "docstrings": 40_000,
 }  # fmt: skip
 
-papers = runpy.run_path(str(BENCHMARKS / "papers.py"))
+papers = vars(load_benchmark("papers"))
 ABOUT: dict[str, dict[str, Any]] = {name: papers["published"](name) for name in papers["PAPERS"]}
 ITEMS = [(paper, item) for paper, about in ABOUT.items() for item in about["items"]]
 ROWS = [(paper, item, row) for paper, item in ITEMS for row in item.get("rows", [])]
@@ -110,7 +109,7 @@ def test_the_steps_of_each_budget_spend_what_is_printed():
         for epsilon, steps in budget["steps"].items():
             found = spent(batch / budget["records"], noise, steps)
             assert found == pytest.approx(epsilon, abs=0.012), (name, epsilon)
-    small = runpy.run_path(str(BENCHMARKS / "dplis.py"))
+    small = vars(load_benchmark("dplis"))
     for epsilon, steps in small["BUDGETS"].items():
         assert spent(64 / RECORDS["digits"], 1.1, steps) == pytest.approx(epsilon, abs=0.012)
 
@@ -194,7 +193,7 @@ def test_intervals():
 
 
 def test_trainings_are_read_at_each_budget_and_not_made_again(tmp_path, monkeypatch):
-    benchmark = runpy.run_path(str(BENCHMARKS / "dplis.py"))
+    benchmark = vars(load_benchmark("dplis"))
     module = benchmark["main"].__globals__
     monkeypatch.setitem(module, "BUDGETS", {1.2: 2, 1.3: 4})
     rows = {"none": {"name": "dp-sgd"}, "R = 10": module["smoothed"](10)}

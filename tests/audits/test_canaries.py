@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import runpy
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from support.benchmarks import load as load_benchmark
 from support.here import command, without_ray
 from support.keys import NOISE, SAMPLING, record
 from support.training import execute, interrupted, make, train
@@ -337,7 +337,7 @@ def test_without_a_target(dpdist, tmp_path):
 
 
 def test_the_benchmark_makes_its_table():
-    benchmark = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "canary_audits.py"))
+    benchmark = vars(load_benchmark("canary_audits"))
     training = {"batch_size": 500, "steps": 2, "learning_rate": 0.1}
     raw = {**benchmark["DIGITS"], "model": "linear", "training": training}
     line = benchmark["row"]([benchmark["measure"](raw, 8.0, {"canaries": 600})])

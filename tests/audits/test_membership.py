@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import runpy
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.benchmarks import load as load_benchmark
 from support.here import Done, command, without_ray
 from support.training import make, parameters, train
 
@@ -260,7 +260,7 @@ def test_canaries_are_no_members(run: Any, tmp_path: Path) -> None:
 def test_the_benchmark_makes_its_table(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    benchmark = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "membership.py"))
+    benchmark = vars(load_benchmark("membership"))
     monkeypatch.setattr(subprocess, "run", lambda asked, check: run(*asked[3:]))
     recipe, private = benchmark["variants"](parse(benchmark["QUICK"], "quick"), 150, 8.0)
     assert private.privacy.epsilon == 8.0 and recipe.data.max_train == 150

@@ -14,8 +14,11 @@ PACKAGES = ("dpdist",)
 def test_same_code_passes_wherever_it_lies():
     driver = fingerprint(PACKAGES)
     moved = {k: v.replace("/", "/elsewhere/", 1) if ":" in v else v for k, v in driver.items()}
+    assert moved["dpdist"] == f"/elsewhere{driver['dpdist']}"
     check_same(driver, PACKAGES, "here")
     check_same(moved, PACKAGES, "here")
+    with pytest.raises(ClusterError, match="here: dpdist is "):
+        check_same(moved | {"dpdist": moved["dpdist"] + "0"}, PACKAGES, "here")
 
 
 @pytest.mark.parametrize("name", ["dpdist", "torch", "python"])

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-
-SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "scaling.py"
+from support.benchmarks import BENCHMARKS, load
 
 
 @pytest.fixture(scope="module")
 def scaling():
-    spec = importlib.util.spec_from_file_location("scaling_benchmark", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load("scaling")
 
 
 def test_the_fit_recovers_planted_times(scaling):
@@ -107,7 +100,7 @@ def test_the_driver_with_ray_delivers_all_in_bounded_memory():
     """In a process of its own, for its memory is looked at."""
     code = "import json, scaling; print(json.dumps(scaling.driver(20_000, 2)))"
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=SCRIPT.parent, capture_output=True, text=True
+        [sys.executable, "-c", code], cwd=BENCHMARKS, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import runpy
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from support.benchmarks import load as load_benchmark
 from torch import Tensor, nn
 
 from dpdist.gradients.clipping import FlatClipping
@@ -102,7 +101,7 @@ def test_theorem_three_is_empty_at_the_paper_s_setting():
 
 
 def test_smoothing_leads_to_the_flat_minimum():
-    toy = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "toy.py"))
+    toy = vars(load_benchmark("toy"))
     theta = np.random.default_rng(1).normal(0, 6, (20, 2))
     step = 1e-6
     shifted = [(toy["loss"](theta + step * e) - toy["loss"](theta - step * e)) for e in np.eye(2)]

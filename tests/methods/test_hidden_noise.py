@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import runpy
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 from scipy import stats
+from support.benchmarks import load as load_benchmark
 from test_recipes_smoke import make_up
 from torch import nn
 
@@ -177,7 +177,7 @@ def test_open_training_learns_and_keeps_the_first_layer() -> None:
 
 @pytest.fixture(scope="module")
 def bench() -> dict[str, Any]:
-    return runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "hidden.py"))
+    return vars(load_benchmark("hidden"))
 
 
 def test_rows_of_the_benchmark_that_are_compared_have_the_same_noise(bench) -> None:

@@ -3,7 +3,6 @@ released."""
 
 from __future__ import annotations
 
-import runpy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from methods.test_pate import METHOD, RAW, job_of, plan_of, votes_of
 from scipy import sparse
 from sklearn.semi_supervised import LabelSpreading
+from support.benchmarks import load as load_benchmark
 from support.here import without_ray
 from support.training import execute, parameters
 
@@ -121,7 +121,7 @@ def test_equal_classes_lifts_a_class_that_was_seldom_named() -> None:
 def test_equal_classes_helps_where_classes_are_somewhat_unequal_and_not_where_they_are_very() -> (
     None
 ):
-    bench = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "spreading.py"))
+    bench = vars(load_benchmark("spreading"))
     found = {
         share: np.mean([bench["right"](share, 100, seed) for seed in range(4)], axis=0)
         for share in (0.3, 0.1)

@@ -6,14 +6,13 @@ import itertools
 import json
 import math
 import re
-import runpy
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import yaml
 from scipy.linalg import expm
+from support.benchmarks import load as load_benchmark
 from support.here import command, without_ray
 from support.training import interrupted, make, train
 from torch import Tensor, nn
@@ -316,7 +315,7 @@ def test_a_certificate_needs_the_sigma_of_its_input_noise() -> None:
 
 def test_the_swirl_is_undone_but_for_noise_that_averages_away() -> None:
     """The figures of an independent prototype, to 1 dB."""
-    sde = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "sde.py"))
+    sde = vars(load_benchmark("sde"))
     x, rng, psnr = sde["picture"](), np.random.default_rng(0), sde["psnr"]
     flowed = sde["forward"](x, 0.0, False, rng)
     assert psnr(flowed, x) == pytest.approx(0.2, abs=1)
@@ -391,7 +390,7 @@ def test_theorem_three_holds_by_a_constant_that_a_classifier_does_not_notice() -
 
 
 def test_the_benchmark_makes_its_tables_and_continues(tmp_path, monkeypatch, capsys) -> None:
-    benchmark = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "residual.py"))
+    benchmark = vars(load_benchmark("residual"))
     module = benchmark["make"].__globals__
     digits = {"data": {"name": "digits", "root": None}, "mean": [0.3], "std": [0.4]}
     rows = {"none": {}, "En1": benchmark["noisy"](0.5)}

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import runpy
 from fractions import Fraction
-from pathlib import Path
 
 import numpy as np
 import pytest
 from scipy.stats import binom, binomtest, norm
+from support.benchmarks import load as load_benchmark
 
 from dpdist.privacy import audit_bounds, trade_off
 from dpdist.privacy.audit_bounds import ManyRuns, OneRun, Trials
@@ -224,8 +223,7 @@ def test_what_cannot_be_audited_is_refused(make, words):
 
 
 def test_the_table_of_one_run_audits(tmp_path):
-    path = Path(__file__).resolve().parents[2] / "benchmarks" / "one_run_audits.py"
-    table = runpy.run_path(str(path))
+    table = vars(load_benchmark("one_run_audits"))
     counted, curved = table["row"](1.0, 1000, runs=10)
     reference = table["REFERENCE"][table["ROWS"].index((1.0, 1000))]
     assert (counted.mean(), curved.mean()) == pytest.approx(reference, rel=0.1)

@@ -1,9 +1,8 @@
-"""`benchmarks/training_ray.py` and `training_phases.py` run, on a few records: without Ray in this
-process, and as they are with the long tests."""
+"""`benchmarks/training_ray.py` and `training_phases.py` run without Ray in this process, on a few
+records; with Ray their `--quick` in `tests/test_benchmarks.py`, and `--start` here."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import pickle
@@ -14,23 +13,12 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+from support.benchmarks import BENCHMARKS, load
 
 from dpdist.training import loop
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 FEW = ["--records", "256"]
 pytestmark = pytest.mark.slow
-
-
-def loaded(name: str, patch: pytest.MonkeyPatch) -> ModuleType:
-    patch.syspath_prepend(str(BENCHMARKS))
-    for variable in ("DPDIST_CACHE", "RAY_USAGE_STATS_ENABLED"):  # which it sets
-        patch.setenv(variable, os.environ.get(variable, ""))
-    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    patch.setitem(sys.modules, name, module)
-    spec.loader.exec_module(module)
-    return module
 
 
 def beside(bench: ModuleType, code: str, *arguments: object) -> SimpleNamespace:
@@ -59,7 +47,7 @@ def beside(bench: ModuleType, code: str, *arguments: object) -> SimpleNamespace:
 
 @pytest.mark.parametrize("options", [["--quick"], ["--start"]])
 def test_rates_and_seconds_are_printed(monkeypatch, capsys, options):
-    bench = loaded("training_ray", monkeypatch)
+    bench = load("training_ray", monkeypatch)
     monkeypatch.setattr(bench, "start", lambda *given: beside(bench, *given))
     monkeypatch.setattr(bench, "worker_seen", lambda: True)
     monkeypatch.setattr(sys, "argv", ["training_ray.py", *options, *FEW])
@@ -78,7 +66,7 @@ def test_rates_and_seconds_are_printed(monkeypatch, capsys, options):
 def test_every_phase_of_a_step_is_seen(tmp_path, monkeypatch, capsys):
     for name in ("_announce", "add_noise"):  # which are wrapped for good
         monkeypatch.setattr(loop, name, getattr(loop, name))
-    phases, ray = loaded("training_phases", monkeypatch), loaded("training_ray", monkeypatch)
+    phases, ray = load("training_phases", monkeypatch), load("training_ray", monkeypatch)
     monkeypatch.setenv("DPDIST_CACHE", str(tmp_path / "cache"))
     ray.make_images(tmp_path / "data", "half", 128)
     recipe = ray.recipe(tmp_path, "half", 16, 1, 6)
@@ -98,16 +86,8 @@ def test_every_phase_of_a_step_is_seen(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("name", "options", "said"),
-    [
-        ("training_ray", ["--quick"], "2 Ray Train workers / 2 independent processes: "),
-        ("training_ray", ["--start"], "workers: imports, process group, records, model"),
-        ("training_phases", ["--steps", "30", "--rounds", "1"], "round 0: ray "),
-    ],
-)
-def test_the_benchmark_runs(name, options, said):
-    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), *options, *FEW]
+def test_the_seconds_before_the_first_step_of_a_training_on_ray():
+    command = [sys.executable, str(BENCHMARKS / "training_ray.py"), "--start", *FEW]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ})
     assert done.returncode == 0, done.stderr[-3000:]
-    assert said in done.stdout
+    assert "workers: imports, process group, records, model" in done.stdout

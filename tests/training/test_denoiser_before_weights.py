@@ -178,10 +178,13 @@ def test_folders_of_before_are_still_those_of_their_section(tmp_path):
     recipe = parse(described, "test")
     pretrain(recipe, "test")
     path = tmp_path / "w" / "provenance.json"
+    told, before = RunFolder(tmp_path / "told"), RunFolder(tmp_path / "before")
+    prepare(recipe, told, "test")
     about = json.loads(path.read_text())
     del about["made_by"]["denoiser"]
     path.write_text(json.dumps(about))
-    prepare(recipe, RunFolder(tmp_path / "run"), "test")
+    prepare(recipe, before, "test")
+    assert before.pretrained.read_text() == told.pretrained.read_text()
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import json
-import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -15,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
+from support.benchmarks import load as load_benchmark
 
 from dpdist import models, pipeline
 from dpdist.commands import cli
@@ -25,7 +24,6 @@ from dpdist.runs.recipe import RECIPES, load, resolve
 from dpdist.training.pretrain import pretrain
 
 pytestmark = pytest.mark.timeout(600)
-SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "transdenoiser.py"
 
 
 def colour_images(root: Path, records: int = 60) -> Path:
@@ -78,12 +76,7 @@ def test_the_cifar10_recipe_with_a_torchvision_classifier(here, tmp_path):
 
 @pytest.fixture
 def benchmark(monkeypatch) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("transdenoiser_benchmark", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)  # where its dataclasses look
-    spec.loader.exec_module(module)
-    return module
+    return load_benchmark("transdenoiser", monkeypatch)
 
 
 @pytest.mark.long

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.util
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from support.benchmarks import BENCHMARKS
+from support.benchmarks import load as load_benchmark
 from support.here import without_ray
 
 from dpdist.base.errors import ClusterError
@@ -19,17 +19,10 @@ from dpdist.cluster import session
 from dpdist.runs.recipe import load
 from dpdist.tuning.search import NoModel
 
-PATH = Path(__file__).parents[2] / "benchmarks" / "flagship.py"
 
-
-@pytest.fixture(scope="module")
-def flagship():
-    spec = importlib.util.spec_from_file_location("flagship", PATH)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["flagship"] = module  # where its dataclasses look for their types
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["flagship"]
+@pytest.fixture
+def flagship(monkeypatch):
+    return load_benchmark("flagship", monkeypatch)
 
 
 def test_every_row_changes_what_it_says(flagship, tmp_path):
@@ -154,8 +147,10 @@ def test_a_row_that_fails_stops_no_other(flagship, tmp_path, monkeypatch, capsys
             raise error
 
     monkeypatch.setattr(flagship.Bench, "make", make)
+    (tmp_path / "data" / "mnist").mkdir(parents=True)
+    words = ["--out", str(tmp_path), "--data-root", str(tmp_path / "data")]
     with pytest.raises(SystemExit):
-        flagship.main(["--out", str(tmp_path), "--only", "searched-0", "flagship-0"])
+        flagship.main([*words, "--only", "searched-0", "flagship-0"])
     assert made == ["searched-0", "flagship-0"]
     assert f"searched-0: {error}" in capsys.readouterr().err
 
@@ -163,7 +158,7 @@ def test_a_row_that_fails_stops_no_other(flagship, tmp_path, monkeypatch, capsys
 def test_the_figure_draws_the_committed_results(flagship, tmp_path):
     flagship.main(["--figure", str(tmp_path / "figure.svg")])
     drawn = (tmp_path / "figure.svg").read_text()
-    assert drawn == (PATH.parents[1] / "docs" / "flagship.svg").read_text()
+    assert drawn == (BENCHMARKS.parent / "docs" / "flagship.svg").read_text()
     line = next(x for x in map(json.loads, flagship.RESULTS.open()) if x["row"] == "epsilon-1")
     assert f"{100 * (1 - line['certified']['0.5']):.1f} % at {line['epsilon']:g}" in drawn
     lines = [{**line, "certified": {"0.5": 0.71}}]

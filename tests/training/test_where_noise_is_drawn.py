@@ -123,7 +123,12 @@ def test_a_slash_in_the_name_of_an_instruction_set_is_no_device(tmp_path, monkey
         return f"a/{threading.current_thread().name}"
 
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", capability)
-    train(*small(tmp_path, "run", **THERE), 2)
+    recipe, folder = small(tmp_path, "run", **THERE)
+    train(recipe, folder, 2)
+    (attempt,) = Ledger.read(folder.ledger).attempts
+    machines = [machine.split("/") for machine in attempt["identity"]["machines"].split(",")]
+    assert len(machines) == 2 and all(parts[1] == "a" for parts in machines)
+    assert {parts[-1] for parts in machines} == {"cpu"}
 
 
 @pytest.mark.parametrize("release", ["whole", "sharded"])

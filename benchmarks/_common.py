@@ -1,0 +1,156 @@
+"""Shared by the scripts of this folder: the option --quick, and the folder that holds the data.
+
+A script runs as `python benchmarks/NAME.py`, so this file lies beside it on the path.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import io
+import os
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from PIL import Image
+
+CHECKOUT = Path(__file__).resolve().parent.parent
+
+
+@cache
+def scratch() -> Path:
+    """Return a temporary folder, which is removed when the script ends."""
+    folder = tempfile.TemporaryDirectory(prefix="dpdist-benchmark-")
+    atexit.register(folder.cleanup)
+    return Path(folder.name)
+
+
+def parse_arguments(
+    parser: argparse.ArgumentParser,
+    quick: Mapping[str, Any],
+    writes: Sequence[str] = (),
+    arguments: list[str] | None = None,
+) -> argparse.Namespace:
+    """Parse the command line, with one more option: --quick, a smoke test of seconds.
+
+    With --quick an option that is not given has its value in `quick`, and nothing is written
+    outside `scratch()`: neither results nor decoded data.
+
+    Args:
+        parser: the script's own options.
+        quick: tiny values of its options, by destination.
+        writes: destinations of the options that say where results go.
+        arguments: the command line; None for that of the process.
+    """
+    told = "seconds, on built-in or invented data; its figures mean nothing, and none are kept"
+    parser.add_argument("--quick", action="store_true", help=told)
+    if parser.parse_known_args(arguments)[0].quick:
+        for variable in ("DPDIST_CACHE", "HOME", "XDG_CACHE_HOME"):  # libraries' files, too
+            os.environ[variable] = str(scratch() / "home")
+        parser.set_defaults(**{name: scratch() / name for name in writes}, **quick)
+    return parser.parse_args(arguments)
+
+
+def data_root() -> Path:
+    """Return the folder of Parquet data: $DPDIST_DATA_ROOT, or shared/data beside the checkout."""
+    beside = CHECKOUT.parent / "shared" / "data"
+    return Path(os.environ.get("DPDIST_DATA_ROOT") or beside).resolve()
+
+
+def require_data(given: Path | None, *names: str) -> Path:
+    """Return the folder that holds these data sets, or end the script with the reason.
+
+    Args:
+        given: the folder that was asked for; None for `data_root()`. A script that was not told
+            where to look ends well, so that `make bench` goes on.
+        names: of data sets, each a subfolder.
+    """
+    root = data_root() if given is None else given
+    missing = [name for name in names if not (root / name).is_dir()]
+    if missing:
+        stop(f"needs {' and '.join(missing)} as Parquet under {root}", given is not None)
+    return root
+
+
+def stop(reason: str, failed: bool = False) -> None:
+    """End the script: it cannot run here, which is a failure only if this was asked for."""
+    print(f"{Path(sys.argv[0]).name}: not run: {reason}")
+    sys.exit(2 if failed else 0)
+
+
+def make_images(root: Path, name: str, records: int, test: int = 10) -> None:
+    """Write a data set of random 28 x 28 pictures, for work that depends on no record.
+
+    Args:
+        root: folder of data sets, in which `name` becomes one.
+        records: of the split train.
+        test: records of the split test.
+    """
+    rng = np.random.default_rng(0)
+    rows = []
+    for _ in range(records + test):
+        buffer = io.BytesIO()
+        Image.fromarray(rng.integers(0, 256, (28, 28), dtype=np.uint8)).save(buffer, format="PNG")
+        rows.append({"bytes": buffer.getvalue(), "path": ""})
+    (root / name).mkdir(parents=True)
+    table = pa.table({"image": rows, "label": rng.integers(0, 10, records + test)})
+    pq.write_table(table.slice(0, records), root / name / "train.parquet")
+    pq.write_table(table.slice(records), root / name / "test.parquet")
+
+
+def small_run(name: str, change: dict[str, Any]) -> Path:
+    """Train a recipe in this process, without Ray, and return its run folder in `scratch()`.
+
+    Args:
+        name: of a recipe that comes along, or the path of one.
+        change: fields of it, by dotted key.
+    """
+    import torch
+
+    from dpdist.runs.folder import RunFolder
+    from dpdist.runs.recipe import find, load
+    from dpdist.training.job import prepare
+    from dpdist.training.loop import run
+    from dpdist.training.reducer import Reducer
+    from dpdist.training.trainer import fit
+
+    folder = scratch() / "runs" / Path(name).stem
+    job = prepare(load(find(name), change), RunFolder(folder), name)
+    fit(job, workers=lambda it: run(it, Reducer(0, 1, torch.device("cpu"))), here=True)
+    return folder
+
+
+def used(root: int) -> dict[tuple[str, str], float]:
+    """Return the processor seconds of all processes below `root`, by number and name."""
+    parents, found = {}, {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            title = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        except OSError:
+            continue
+        parents[int(entry.name)] = int(fields[1])
+        found[int(entry.name)] = (title, (int(fields[11]) + int(fields[12])) / 100)
+
+    def below(pid: int) -> bool:
+        while pid > 1 and pid != root:
+            pid = parents.get(pid, 0)
+        return pid == root
+
+    return {(str(p), short(t)): seconds for p, (t, seconds) in found.items() if below(p)}
+
+
+def short(title: str) -> str:
+    """Return a process's title, or the name that Ray's own processes go by."""
+    for name in ("gcs_server", "raylet/raylet", "log_monitor", "monitor.py", "dashboard/agent",
+                 "runtime_env/agent", "dashboard.py", "plasma"):  # fmt: skip
+        if name in title:
+            return name
+    return title.strip()[:40]
