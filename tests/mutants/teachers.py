@@ -303,7 +303,11 @@ FAULTS: list[Fault] = [
             'derive_key(self._key, "input")',
             "all records have one noise",
         ),
-        ("np.minimum(1.0, self.norm * (1 - 1e-9) / np.maximum(norms, 1e-300))", "1.0", "inputs are not clipped"),
+        (
+            "np.minimum(1.0, self.norm * (1 - 1e-9) / np.maximum(norms, 1e-300))",
+            "1.0",
+            "inputs are not clipped",
+        ),
         (
             "kept = 1 / (1 + others * math.exp(-self.label_epsilon))",
             "kept = 1 / (1 + math.exp(-self.label_epsilon))",
