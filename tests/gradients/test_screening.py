@@ -95,7 +95,7 @@ def constant() -> Pair:
 
 def far(inputs: Tensor) -> Batch:
     other = inputs.clone()
-    other[0] = 1e6
+    other[3] = 1e6
     return other, torch.arange(len(inputs)) % 3
 
 
@@ -111,7 +111,7 @@ class Mixing(nn.Module):
         self.layer = nn.Linear(4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) + (x > 1e5).any()
+        return self.layer(x) * (1 + (x > 1e5).any())
 
 
 def mixing() -> Pair:
