@@ -7,6 +7,7 @@ autograd gives gradients of the outputs only; norms and clipped sums follow from
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from dpdist.base.errors import UserError
+from dpdist.base.independence import BY_STRUCTURE, ISOLATED, SCREENED
 from dpdist.gradients.allocator import keep_freed_memory
 from dpdist.gradients.augmentation import CropAndFlip
 from dpdist.gradients.blocks import Blocks, padded
@@ -23,14 +25,14 @@ from dpdist.gradients.clipping import Clipping, rounding_slack, short_run, sum_s
 from dpdist.gradients.contributions import PerExampleGradient
 from dpdist.gradients.forms import Dense
 from dpdist.gradients.perturbations import Draws, ParameterDraws
+from dpdist.gradients.row_independence import mixing_operation
 from dpdist.gradients.rules import LayerCall
-from dpdist.gradients.screening import refuse_mixing_layers, self_check
+from dpdist.gradients.screening import invented, refuse_mixing_layers, self_check
 from dpdist.randomness.inside import changed
 
 # Bytes that a physical micro-batch works on: constant, so that a replayed step gives the same bits.
 _MICRO_BATCH_BYTES = 1 << 30
 _PERTURBED_CACHE_BYTES = 64 << 20  # perturbed parameters beyond it are drawn for each micro-batch
-_LOOKS = (1, 10, 100, 1000)  # the steps whose batch the self-check looks at
 
 
 @dataclass(frozen=True)
@@ -52,16 +54,17 @@ class ClippedSum:
 class GradientEngine:
     """Sums of clipped per-example gradients of `objective(model(inputs), targets)`.
 
-    model: takes (B, ...) inputs and treats examples independently (BatchNorm is refused; a
-    self-check on a few batches refuses other mixing). Its parameters are only read. objective:
-    per-example losses (B,). clipping: see `dpdist.gradients.clipping`. draws: K perturbed passes
-    whose gradients are averaged before the clip; None is plain DP-SGD. micro_batch: examples per
-    physical pass at most; None chooses it from the model's activation sizes, never from values or
-    load. blocks: with them (and record ids and a draw key), records run in keyed blocks and in
-    passes of one shape, and one record changes the executed sum by at most `sensitivity`, rounding
-    included; without, passes are cut by position and the sum's rounding comes on top. They may be
-    replaced between steps. isolate: every example runs through the model alone (torch.func), so
-    that no model can mix examples; memory is micro-batch x parameters, hidden draws do not fit.
+    model: takes (B, ...) inputs and treats examples independently (BatchNorm is refused; `screen`
+    refuses other mixing, before the first sum and on no record). Its parameters are only read.
+    objective: per-example losses (B,). clipping: see `dpdist.gradients.clipping`. draws: K
+    perturbed passes whose gradients are averaged before the clip; None is plain DP-SGD.
+    micro_batch: examples per physical pass at most; None chooses it from the model's activation
+    sizes for invented inputs, never from a record or load. blocks: with them (and record ids and a
+    draw key), records run in keyed blocks and in passes of one shape, and one record changes the
+    executed sum by at most `sensitivity`, rounding included; without, passes are cut by position
+    and the sum's rounding comes on top. They may be replaced between steps. isolate: every example
+    runs through the model alone (torch.func), so that no model can mix examples; memory is
+    micro-batch x parameters, hidden draws do not fit.
 
     parameters: the trainable ones, in the model's order. size: their total number of scalars.
     layers: names of the layers, in the order of per-layer clip norms. fallback_layers: those
@@ -114,7 +117,6 @@ class GradientEngine:
             isinstance(module, nn.Conv2d) for module in model.modules()
         )
         self._checked = isolate  # nothing to look for then
-        self._calls = 0
 
     @property
     def draws(self) -> Draws:
@@ -156,11 +158,10 @@ class GradientEngine:
         batch = len(inputs)
         if len(targets) != batch or (record_ids is not None and len(record_ids) != batch):
             raise UserError(f"{batch} inputs, but {len(targets)} targets or other record ids")
-        self._calls += 1
-        if batch and self._calls in _LOOKS:
-            self._checked = self.isolate
-        if batch and not (self._checked and self.micro_batch):
-            self._first_look(inputs, targets)
+        if not (self._checked and self.micro_batch):
+            with _same_random_state(inputs.device):
+                example = invented(self.model, inputs, targets)  # of their shapes and types alone
+            self.screen(*example)
         flat = self.parameters[0].new_zeros(self.size, dtype=torch.float64) if out is None else out
         pieces = zip(flat.split(self._sizes), self.parameters, strict=True)
         views = [piece.view(parameter.shape) for piece, parameter in pieces]
@@ -344,24 +345,45 @@ class GradientEngine:
             gradient.add(Dense(grads[name]))
         return losses
 
-    def _first_look(self, inputs: Tensor, targets: Tensor) -> None:
-        """Self-check and choice of the micro-batch; leaves no trace in torch's random state."""
-        devices = [inputs.device] if inputs.device.type == "cuda" else []
-        with torch.random.fork_rng(devices):
+    def screen(self, inputs: Tensor, targets: Tensor) -> None:
+        """Refuse a model that mixes these examples or whose gradients the hooks miss, and choose
+        the micro-batch.
+
+        It is asked of examples that hold nothing private, since whoever watches learns the answer.
+        An engine that nobody screened invents some before its first sum, of the shape and type of
+        what it is given. torch's random state is left alone.
+
+        Args:
+            inputs: (B, ...), public or invented, of the declared range and vocabulary; some 33.
+            targets: (B, ...), as the objective takes them.
+
+        Raises:
+            UserError: the model mixes examples, a parameter cannot be followed, or fewer than two
+                examples have a finite gradient.
+        """
+        with _same_random_state(inputs.device):
             if not self._checked:
-                self._checked = self_check(
-                    self.model, self.objective, self._empty_gradients, inputs, targets
-                )
+                self_check(self.model, self.objective, self._empty_gradients, inputs, targets)
+                self._checked = True
             if self.micro_batch is None:
                 self.micro_batch = self._choose_micro_batch(inputs, targets)
+
+    def kept_apart(self, inputs: Tensor, targets: Tensor) -> str:
+        """Return how records are kept apart in passes of this shape (`dpdist.base.independence`).
+
+        inputs (B, ...), targets (B, ...): public or invented, as many as a pass has rows.
+        """
+        if self.isolate or self.draws.per_example:
+            return ISOLATED
+        why = mixing_operation(self.model, self.objective, inputs, targets)
+        return BY_STRUCTURE if why is None else SCREENED
 
     def _choose_micro_batch(self, inputs: Tensor, targets: Tensor) -> int:
         """From the bytes one example keeps alive, found with a pass over two examples."""
         if self.isolate or self.draws.per_example:
             example = 16 * self.size + 64 * inputs[0].numel()
             return max(1, _MICRO_BATCH_BYTES // example)
-        # Two, of a batch of one that one twice: as many for whichever worker, whatever its batch.
-        probe, pair = 2, [0, min(1, len(inputs) - 1)]
+        probe, pair = 2, slice(2)
         saved = kept = 0
 
         def count(tensor: Tensor) -> Tensor:
@@ -387,6 +409,13 @@ class GradientEngine:
             )  # fmt: skip
         kept += sum(gradient.nbytes() for gradient in gradients)
         return max(1, _MICRO_BATCH_BYTES * probe // max(1, 2 * saved + 2 * kept))
+
+
+@contextmanager
+def _same_random_state(device: torch.device) -> Iterator[None]:
+    """Leave torch's random state as it was."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        yield
 
 
 def _collector(gradients: list[PerExampleGradient]) -> OnCall:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,13 +12,13 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from dpdist.base.errors import UserError
-from dpdist.gradients.capture import Layer, Objective, OnCall, find_layers, run_pass
+from dpdist.gradients.capture import Layer, Objective, find_layers, run_pass
 from dpdist.gradients.contributions import PerExampleGradient
 from dpdist.gradients.rules import LayerCall
 
-_PROBE = 4  # examples whose signals and gradients are compared with autograd's
+_FEW = 4  # examples whose signals and gradients are compared with autograd's
 _SIZES = (2, 3, 5, 9, 17, 33)  # of the company that an example's values are compared in
-_COMPANY = 33
+EXAMPLES = 33
 _MIXES = (
     "depends on another example. Normalise within each example (torch.nn.GroupNorm), never over "
     "the batch"
@@ -50,14 +49,67 @@ def refuse_mixing_layers(model: nn.Module) -> None:
             )
 
 
+def invented(
+    model: nn.Module, inputs: Tensor, targets: Tensor, count: int = EXAMPLES
+) -> tuple[Tensor, Tensor]:
+    """Invent examples of the shapes and types of these, whose values are never looked at.
+
+    Args:
+        inputs: (B, ...), B >= 0. Numbers are invented in [0, 1), for a quarter of the examples far
+            away; tokens below the model's vocabulary (its attribute of that name, or its smallest
+            embedding).
+        targets: (B, ...). Whole numbers are invented below the number of classes, which is the last
+            dimension of the model's outputs (dimension 1 where targets have all others).
+
+    Returns:
+        Inputs (count, ...) and targets (count, ...), the same ones each time.
+    """
+    generator = torch.Generator().manual_seed(0)
+    tokens = _vocabulary(model)
+    shape = (count, *inputs.shape[1:])
+    if tokens is not None or not inputs.is_floating_point():
+        found = torch.randint(tokens or 2, shape, generator=generator)
+    else:
+        found = torch.rand(shape, generator=generator)
+        far = count - count // 4
+        found[far:] = 10 * found[far:] + 3
+    found = found.to(inputs)
+    shape = (count, *targets.shape[1:])
+    if targets.is_floating_point():
+        return found, torch.rand(shape, generator=generator).to(targets)
+    classes = 2 if targets.dtype == torch.bool else _classes(model, found[:2], targets)
+    return found, torch.randint(classes, shape, generator=generator).to(targets)
+
+
+def _vocabulary(model: nn.Module) -> int | None:
+    """How many tokens it knows; None where its inputs are no tokens."""
+    known = [
+        found for module in model.modules()
+        if isinstance(found := getattr(module, "vocabulary", None), int)
+    ]  # fmt: skip
+    tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
+    return min(known or tables, default=None)
+
+
+def _classes(model: nn.Module, inputs: Tensor, targets: Tensor) -> int:
+    with torch.no_grad():
+        outputs = model(inputs)
+    shape = outputs.shape if isinstance(outputs, Tensor) and outputs.dim() > 1 else (0, 2)
+    last = targets.shape[1:] in (shape[1:-1], ())
+    return max(1, shape[-1 if last else 1])
+
+
 def self_check(
     model: nn.Module,
     objective: Objective,
     make_gradients: Callable[[], list[PerExampleGradient]],
     inputs: Tensor,
     targets: Tensor,
-) -> bool:
-    """Check on a few examples that they do not mix and that no parameter's gradient is missed.
+) -> None:
+    """Check on examples that they do not mix and that no parameter's gradient is missed.
+
+    That a run stops is seen, so the examples are public or invented: no private record has a say.
+    What a model does for special values alone is beyond them.
 
     1. The gradient of the first example's loss with respect to every layer's output must be zero on
        the rows of all other examples.
@@ -66,23 +118,28 @@ def self_check(
        examples: mixing that autograd does not see (detached values) is seen here.
 
     All in a float64 copy of the model, where rounding is far below what is looked for; in the
-    model's own precision when the copy does not run. make_gradients: empty ones, one per parameter.
-    Returns False if the check could not be made (one example only, values not finite) and is to
-    be repeated; raises UserError if it failed.
+    model's own precision when the copy does not run. Differences are held against the sizes of the
+    single examples' gradients, which do not cancel, and against what a change of the parameters in
+    their last digits does, which is large where a tie is decided by rounding.
+
+    Args:
+        make_gradients: makes empty ones, one per parameter.
+        inputs, targets: (B, ...), public or invented, two at least with finite gradients.
+
+    Raises:
+        UserError: the check failed, or too few gradients are finite.
     """
-    if len(inputs) < 2:
-        return False
-    own = _Screen(model, objective, make_gradients, inputs[:_COMPANY], targets[:_COMPANY], False)
+    own = _Screen(model, objective, make_gradients, inputs[:EXAMPLES], targets[:EXAMPLES], False)
     try:
         with torch.no_grad():
             wide = copy.deepcopy(model).double()
             _wake(wide)
         screen = _Screen(wide, objective, make_gradients, _wide(own.inputs), _wide(own.targets))
-        return screen.run()
+        screen.run()
     except UserError:
         raise
     except Exception:  # a model with constants of its own precision, or one that cannot be copied
-        return own.run()
+        own.run()
 
 
 class _Screen:
@@ -102,24 +159,43 @@ class _Screen:
         self.layers = find_layers(model)
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.values = {name: parameter.detach() for name, parameter in self.parameters.items()}
-        self.tolerance, self.dust = (1e-7, 1e-10) if exact else (1e-2, 1e-4)
-
-    def run(self) -> bool:
-        few = slice(_PROBE)
-        state = _random_state(self.inputs.device)
-        self._no_signal_crosses(self.inputs[few], self.targets[few])
-        _restore(state, self.inputs.device)
-        finite = self._nothing_is_missed(self.inputs[few], self.targets[few], state)
-        return self._company_does_not_matter() and finite
-
-    def _pass(self, inputs: Tensor, targets: Tensor, on_call: OnCall, **options: Any) -> Tensor:
-        return run_pass(
-            self.model, self.layers, self.objective, inputs, targets, self.values, on_call,
-            **options,
+        self.tolerance, self.dust, self.digits = (1e-7, 1e-10, 1e-12) if exact else (
+            1e-2, 1e-4, 1e-6
         )  # fmt: skip
 
+    def run(self) -> None:
+        state = _random_state(self.inputs.device)
+        self._finite_first()
+        few = slice(_FEW)
+        _restore(state, self.inputs.device)
+        self._no_signal_crosses(self.inputs[few], self.targets[few])
+        _restore(state, self.inputs.device)
+        self._nothing_is_missed(self.inputs[few], self.targets[few], state)
+        self._company_does_not_matter()
+
+    def _finite_first(self) -> None:
+        """Put the examples whose loss and gradient are finite before the others."""
+        losses, gradients = self._gradients(self.inputs, self.targets)
+        sizes = [losses.double(), *(self._squares(gradients, len(losses)))]
+        finite = torch.stack([each.isfinite() for each in sizes]).all(0)
+        self.usable = int(finite.sum())
+        if self.usable < 2:
+            raise UserError(
+                "the model cannot be checked: fewer than two public or invented examples have a "
+                "finite loss and gradient; mend it, or run each record through it alone "
+                "(model.isolate)"
+            )
+        order = finite.int().argsort(descending=True, stable=True)
+        self.inputs, self.targets = self.inputs[order], self.targets[order]
+
+    def _squares(self, gradients: list[PerExampleGradient], count: int) -> list[Tensor]:
+        """Squared norms of each example's gradient by parameter: float64 (B,)."""
+        zero = torch.zeros(count, dtype=torch.float64, device=self.inputs.device)
+        found = [gradient.squared_norms() for gradient in gradients]
+        return [zero if each is None else each.double() for each in found]
+
     def _gradients(
-        self, inputs: Tensor, targets: Tensor
+        self, inputs: Tensor, targets: Tensor, values: Mapping[str, Tensor] | None = None
     ) -> tuple[Tensor, list[PerExampleGradient]]:
         gradients = self.make_gradients()
 
@@ -127,7 +203,11 @@ class _Screen:
             for local, contribution in layer.rule(call):
                 gradients[layer.slots[local]].add(contribution)
 
-        return self._pass(inputs, targets, collect), gradients
+        own = self.values if values is None else values
+        losses = run_pass(
+            self.model, self.layers, self.objective, inputs, targets, own, collect
+        )  # fmt: skip
+        return losses, gradients
 
     def _no_signal_crosses(self, inputs: Tensor, targets: Tensor) -> None:
         mixed: list[str] = []
@@ -142,16 +222,20 @@ class _Screen:
                 if _reaches(signal.movedim(dimension, 0)[1:]):
                     mixed.append(layer.name)
 
-        self._pass(inputs, targets, watch, weights=first_only)
+        run_pass(
+            self.model, self.layers, self.objective, inputs, targets, self.values, watch,
+            weights=first_only,
+        )  # fmt: skip
         if mixed or _inputs_mix(self.model, self.objective, self.values, inputs, targets):
             where = f"at or after layer {mixed[0]}" if mixed else "before the first trained layer"
             raise UserError(f"the model mixes examples {where}: one example's loss {_MIXES}")
 
-    def _nothing_is_missed(self, inputs: Tensor, targets: Tensor, state: Tensor) -> bool:
-        """Compared with the norm of the whole gradient too: of a parameter without effect (a bias
-        before a normalisation) both ways leave rounding only."""
+    def _nothing_is_missed(self, inputs: Tensor, targets: Tensor, state: Tensor) -> None:
+        """Compared with the sum of the examples' norms, which does not cancel, and with that of the
+        whole gradient: of a parameter without effect (a bias before a normalisation) both ways
+        leave rounding only."""
         buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
-        losses, gradients = self._gradients(inputs, targets)
+        _, gradients = self._gradients(inputs, targets)
         for name, buffer in self.model.named_buffers():
             if not torch.equal(buffer, buffers[name]) and not buffer.isnan().any():
                 raise UserError(
@@ -161,10 +245,9 @@ class _Screen:
         _restore(state, inputs.device)
         with torch.enable_grad():
             total_loss = self.objective(self.model(inputs), targets).sum()
-        finite = bool(losses.isfinite().all())
+        norms = [float(s.sqrt().sum()) for s in self._squares(gradients, len(inputs))]
+        whole = math.hypot(*norms)
         named = list(self.parameters.items())
-        off: dict[str, float] = {}
-        whole = 0.0
         for group in _groups([parameter.numel() for parameter in self.parameters.values()]):
             expected = _autograd(total_loss, [named[slot][1] for slot in group])
             for slot, grad in zip(group, expected, strict=True):
@@ -173,49 +256,63 @@ class _Screen:
                         f"the loss does not depend on parameter {named[slot][0]}: it would get "
                         "noise and learn nothing; freeze it (requires_grad_(False)) or use it"
                     )
-                size = float(grad.norm())
+                size = max(norms[slot], float(grad.norm()))
                 _add_sum(gradients[slot], grad.neg_(), slice(None), len(inputs))
                 difference = float(grad.norm())
-                finite = finite and math.isfinite(size)
-                whole = math.hypot(whole, size)
-                if difference > max(self.tolerance, 1e-4) * size:
-                    off[named[slot][0]] = difference
-        for name, difference in off.items():
-            if finite and difference > self.dust * whole:
-                raise UserError(
-                    f"the gradient of parameter {name} cannot be followed example by example: it "
-                    "is used outside the forward of the module that owns it, or a random layer "
-                    "draws differently in each pass"
-                )
-        return finite
+                allowed = max(max(self.tolerance, 1e-4) * size, self.dust * whole)
+                if not difference <= allowed:
+                    raise UserError(
+                        f"the gradient of parameter {named[slot][0]} cannot be followed example by "
+                        "example: it is used outside the forward of the module that owns it, or a "
+                        "random layer draws differently in each pass"
+                    )
 
-    def _company_does_not_matter(self) -> bool:
-        """Whether it could be seen that it does not; raises UserError when it does."""
-        alone = self._sketch([0], 0)
-        if not torch.equal(alone, self._sketch([0], 0)):  # a random layer: nothing to compare
-            return True
-        if not alone.isfinite().all():
-            return False
-        others = list(range(1, len(self.inputs)))
-        for size in _SIZES:
-            rows = [others[(size + place) % len(others)] for place in range(size)]
-            rows[size // 2] = 0
-            seen = self._sketch(rows, size // 2)
-            if not seen.isfinite().all():
-                return False
-            allowed = self.tolerance * (alone.abs() + alone[1])
-            allowed[0] = self.tolerance * (1 + float(alone[0].abs()))
-            if bool(((seen - alone).abs() > allowed).any()):
+    def _company_does_not_matter(self) -> None:
+        """Where one example says that it does, another one must agree: rounding may decide a tie in
+        one of them."""
+        found: list[int] = []
+        for first in range(min(_FEW, self.usable)):
+            alone = self._sketch([first], 0)
+            if not torch.equal(alone, self._sketch([first], 0)):  # a random layer
+                return
+            size = self._mixes_among(first, alone)
+            found += [] if size is None else [size]
+            if not found:
+                return
+            if len(found) == 2:
                 raise UserError(
                     "the model mixes examples without autograd's knowledge: among "
-                    f"{size} examples, one example's loss or gradient {_MIXES}"
+                    f"{found[0]} examples, one example's loss or gradient {_MIXES}"
                 )
-        return True
 
-    def _sketch(self, rows: list[int], place: int) -> Tensor:
+    def _mixes_among(self, first: int, alone: Tensor) -> int | None:
+        """In company of how many an example's sketch is another one than alone; None: of none."""
+        moved = (self._sketch([first], 0, self._nudged()) - alone).abs()
+        allowed = self.tolerance * (alone.abs() + alone[1])
+        allowed[0] = self.tolerance * (1 + float(alone[0].abs()))
+        allowed += 4 * moved.nan_to_num(0.0, 0.0, 0.0)
+        others = [row for row in range(len(self.inputs)) if row != first]
+        for size in _SIZES:
+            rows = [others[(size + place) % len(others)] for place in range(size)]
+            rows[size // 2] = first
+            if bool((~((self._sketch(rows, size // 2) - alone).abs() <= allowed)).any()):
+                return size
+        return None
+
+    def _nudged(self) -> dict[str, Tensor]:
+        """The parameters, changed in their last digits."""
+        found = {}
+        for name, value in self.values.items():
+            places = torch.arange(value.numel(), dtype=value.dtype, device=value.device)
+            found[name] = value * (1 + self.digits * places.cos_().view_as(value))
+        return found
+
+    def _sketch(
+        self, rows: list[int], place: int, values: Mapping[str, Tensor] | None = None
+    ) -> Tensor:
         """Loss, norm of the gradient and, by parameter, its norm and one projection: of the example
         at `place` among these rows."""
-        losses, gradients = self._gradients(self.inputs[rows], self.targets[rows])
+        losses, gradients = self._gradients(self.inputs[rows], self.targets[rows], values)
         found = []
         for gradient, parameter in zip(gradients, self.parameters.values(), strict=True):
             one = torch.zeros(parameter.shape, dtype=torch.float64, device=parameter.device)

@@ -15,6 +15,7 @@ from dpdist.attacks.settings import AttackSettings, CheckSettings
 from dpdist.audits import catalogue
 from dpdist.audits.result import AuditResult
 from dpdist.base.errors import UserError
+from dpdist.base.independence import INDEPENDENCE, SCREENED, weakest
 from dpdist.base.reading import check_shape, read_json
 from dpdist.bulk.evaluation import Evaluation, refuse_decisions
 from dpdist.certification import population, reading
@@ -148,6 +149,14 @@ class Facts:
         return saw | ({"put together": about["joined"]} if "joined" in about else {})
 
     @property
+    def independence(self) -> str:
+        """How sure it is that the model treats each record alone, in all starts of the run; ""
+        where no noisy step rests on it."""
+        if not (self.plan.steps and self.plan.step(0).noise_multiplier):
+            return ""
+        return weakest([self.trained.get("independence", SCREENED)])
+
+    @property
     def _frozen(self) -> dict[str, str]:
         count = self.trained.get("frozen_parameters", 0)
         return {"frozen": f"{count:,} parameters, public: no step changes them"} if count else {}
@@ -159,6 +168,8 @@ class Facts:
         lines = [about["assumed"]] if about.get("assumed") else []
         lines += [line for line in self.search.assumed if line not in lines] if self.search else []
         lines += self.recipe.data.assumed + self.recipe.method.assumed(self.recipe)
+        if self.independence == SCREENED:
+            lines.append("the model treats each record alone")
         if ":" in self.recipe.method.name:  # a class from elsewhere
             lines.append(f"method {self.recipe.method.name} costs what its class says")
         return lines
@@ -176,9 +187,10 @@ class Facts:
             notes.append(f"All runs on this data set: {self.budget_lost}.")
         if math.isinf(self.guarantee.epsilon):
             notes.append(f"Nothing is proved about training records: {self.why_not}.")
-        if ":" in self.recipe.model.name:  # a factory outside the zoo
-            how = "each runs alone" if self.recipe.model.isolate else "assumed, screened"
-            notes.append(f"Custom model: treats examples independently ({how}).")
+        if how := self.independence:
+            notes.append(f"Record independence of the model: {how} ({INDEPENDENCE[how]}).")
+        if ":" in self.recipe.model.name:
+            notes.append(f"Custom model: {self.recipe.model.name}, no architecture of dpdist's.")
         if self.claim is not None:
             notes.append(f"Claimed by the paper, not the guarantee: {self.claim.line}.")
         notes += [f"{name[0].upper()}{name[1:]}: {value}." for name, value in self.measured]

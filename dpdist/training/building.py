@@ -19,6 +19,7 @@ from dpdist.sections.training import CANONICAL_SHARDS, TrainingRecipe
 from dpdist.training.canaries import check_places
 from dpdist.training.finite import check_start, probe
 from dpdist.training.provenance import load_frozen, with_frozen
+from dpdist.training.public_examples import screen
 from dpdist.training.records import source_of
 from dpdist.training.wire import Wire
 
@@ -60,6 +61,8 @@ def check_model(recipe: Recipe, dataset: data.Dataset) -> None:
         check_places(recipe.planted, engine.size)
     models.check_outputs(module, spec)
     check_start(module, *probe(data.load(source_of(recipe), "test")), spec.name)
+    if recipe.method.stepwise:
+        screen(engine, recipe.method.task(), source_of(recipe))
     recipe.method.constraint(module)  # refuses a model that it cannot be applied to
 
 

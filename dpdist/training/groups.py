@@ -22,20 +22,24 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Group:
     """Workers that went on together. step: their first. backend: what they talk through. again:
-    steps on record that they release anew, each charged another time."""
+    steps on record that they release anew, each charged another time. independence: how their
+    passes keep records apart (`dpdist.base.independence`); "" where nothing rests on it."""
 
     step: int
     workers: int
     backend: str
     again: int
+    independence: str = ""
 
     @classmethod
-    def of(cls, reducer: Reducer, ledger: Ledger, step: int) -> Group:
+    def of(cls, reducer: Reducer, ledger: Ledger, step: int, independence: str = "") -> Group:
         """That of a ledger's current attempt, which begins with `step`."""
-        return cls(step, reducer.world_size, reducer.backend, ledger.repeats(step))
+        again = ledger.repeats(step)
+        return cls(step, reducer.world_size, reducer.backend, again, independence)
 
 
 _SHAPE = {"step": int, "workers": int, "backend": str, "again": int}
+_SURE = "independence"
 
 
 def write(folder: RunFolder, group: Group) -> None:
@@ -55,7 +59,10 @@ def read(folder: RunFolder) -> list[Group]:
     whole = [line[max(0, line.rfind("{")) :] for line in lines]
     places = [f"{path}, line {number}" for number in range(1, len(whole) + 1)]
     found = [parse_json(*each, _SHAPE) for each in zip(whole, places, strict=True)]
-    return [Group(**{name: line[name] for name in _SHAPE}) for line in found]
+    return [
+        Group(**{name: line[name] for name in _SHAPE}, independence=str(line.get(_SURE, "")))
+        for line in found
+    ]
 
 
 class Teller:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from dpdist import data, models
 from dpdist.base.errors import ClusterError, UserError, no_room
+from dpdist.base.independence import SCREENED
 from dpdist.base.storage import write_json
 from dpdist.cluster.packages import check_same
 from dpdist.gradients import device_noise
@@ -34,7 +35,7 @@ from dpdist.privacy.plan import StepPlan
 from dpdist.randomness.keys import derive_key, key_id
 from dpdist.runs.released import check_released
 from dpdist.sections.training import CANONICAL_SHARDS
-from dpdist.training import checkpoint, groups
+from dpdist.training import checkpoint, groups, public_examples
 from dpdist.training.building import build_engine, initial_model, model_spec, wire_of
 from dpdist.training.canaries import Canaries, plant
 from dpdist.training.finite import Diverged, Divergence, probe
@@ -220,20 +221,37 @@ class Loop(Mechanism):
         self.optimizer = FlatOptimizer(recipe.training, plan.steps, self.flat[self.own])
         self.slots = {n: t.to(reducer.device) for n, t in self.method.slots(self.model).items()}
         self.canaries = plant(self.dataset, read_run_key(folder), plan, self.engine.size)
+        self.shards = shards_of(
+            len(self.dataset), plan.records, reducer, recipe.training.reproducible
+        )
+        if self.method.stepwise:  # on nothing private, before anything is on record
+            todo, rate = plan.step(0), self.optimizer.learning_rate(0)
+            self.engine.draws = self.method.perturbation(todo, rate, self.fixed)
+            public_examples.screen(self.engine, self.task, job.source)
         self.attempt = self._begin_attempt(stack)
         self.start = self._newest_checkpoint()
         self.last = plan.steps if until is None else min(until, plan.steps)
         self.monitor: Monitor | None = None
         if self.ledger is not None:
             self.monitor = Monitor(job, plan.steps, self.start)
-            groups.write(folder, groups.Group.of(reducer, self.ledger, self.start))
+            groups.write(
+                folder, groups.Group.of(reducer, self.ledger, self.start, self._independence())
+            )
             self.permit = PermitGate(folder, self.ledger.epoch, self.start, plan.steps)
-        self.shards = shards_of(
-            len(self.dataset), plan.records, reducer, recipe.training.reproducible
-        )
         inputs, _ = probe(data.load(job.source, "test"))
         self.divergence = Divergence(self.model, inputs.to(reducer.device))
         self.saved = time.monotonic()
+
+    def _independence(self) -> str:
+        """How this start's passes keep records apart; "" where no noisy step rests on it."""
+        plan, source = self.job.plan, self.job.source
+        if not plan.step(0).noise_multiplier:
+            return ""
+        if not self.method.stepwise:
+            return SCREENED
+        return public_examples.independence(
+            self.engine, self.task, source, plan, self.shards.largest
+        )
 
     def _begin_attempt(self, stack: ExitStack) -> str:
         """The label of this attempt, in all its keys; worker 0 holds the ledger from here on."""

@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dpdist import models
+from dpdist.base.independence import weakest
 from dpdist.base.storage import json_number, write_json
 from dpdist.privacy.ledger import Ledger
 from dpdist.runs.folder import RunFolder
+from dpdist.training import groups
 from dpdist.training.job import TrainJob
 
 _PROGRESS_SECONDS = 0.5
@@ -65,7 +67,9 @@ class Monitor:
         saved model was made of is in it."""
         self.metrics.close()
         self._progress(self.steps)
-        made = {"frozen_parameters": frozen} if frozen else {}
+        made: dict[str, Any] = {"frozen_parameters": frozen} if frozen else {}
+        if sure := [group.independence for group in groups.read(self.folder) if group.independence]:
+            made["independence"] = weakest(sure)  # of all starts: each of them took steps
         sum_up(
             self.folder, ledger, self.steps, time.monotonic() - self.began,
             fallback_layers=fallback_layers, model=models.model_hash(self.folder.model), **made,

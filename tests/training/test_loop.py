@@ -419,13 +419,15 @@ def test_every_pass_of_a_run_has_the_shape_that_the_plan_gives(tmp_path, monkeyp
     assert shapes == {Blocks.for_batches(400 // workers, 0.1).capacity}
 
 
-@pytest.mark.parametrize(("isolate", "how"), [(False, "assumed, screened"), (True, "runs alone")])
+@pytest.mark.parametrize(("isolate", "how"), [(False, "by structure"), (True, "isolated")])
 def test_a_custom_model_is_named_on_the_card_and_can_be_isolated(tmp_path, isolate, how):
     """dpdist's own factory by its path counts as custom; isolated, it learns the same."""
     custom = {"name": "dpdist.models.zoo:small_cnn", "options": {"width": 4}, "isolate": isolate}
     recipe, folder = make(tmp_path, "custom", model=custom, training__steps=3)
     found = train(recipe, folder)
-    assert any("Custom model" in n and how in n for n in read_facts(folder).card()["notes"])
+    notes = read_facts(folder).card()["notes"]
+    assert any("independence" in n and f": {how} (" in n for n in notes)
+    assert any("Custom model: dpdist.models.zoo:small_cnn" in n for n in notes)
     recipe, folder = make(tmp_path, "zoo", training__steps=3)
     assert relative(found, train(recipe, folder)) < 1e-3  # another plan's noise would be 0.1 away
     assert not any("Custom" in note for note in read_facts(folder).card()["notes"])

@@ -1,0 +1,297 @@
+"""No private record decides whether a training stops or in how many rows its passes are cut.
+
+Pairs of batches that differ in one record; the screen used to look at the records themselves, and
+of each pair one was trained and the other refused (or cut into other passes).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dpdist.base.errors import UserError
+from dpdist.gradients.clipping import FlatClipping
+from dpdist.gradients.engine import GradientEngine
+from dpdist.gradients.screening import EXAMPLES, invented, self_check
+from dpdist.gradients.task import cross_entropy, squared_error
+
+Batch = tuple[Tensor, Tensor]
+Pair = tuple[Callable[[], nn.Module], Batch, Batch]
+
+
+def uniform(*shape: int, seed: int = 1) -> Tensor:
+    return torch.rand(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def seeded(make: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return make()
+
+
+class Positions(nn.Module):
+    """A linear layer at every position, whose classes begin alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 2)
+        for parameter in self.layer.parameters():
+            nn.init.constant_(parameter, 0.05)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).mean(1)
+
+
+def cancelling() -> Pair:
+    """Four records, each twice under either label: their gradients cancel to rounding."""
+    inputs = uniform(2, 7, 16).repeat(2, 1, 1)
+    other = inputs.clone()
+    other[3] += 1
+    labels = torch.tensor([0, 0, 1, 1])
+    return Positions, (inputs, labels), (other, labels)
+
+
+def line() -> nn.Module:
+    return nn.Linear(64, 3)
+
+
+def tied() -> Pair:
+    """One record of scale 1e10 whose two best logits are equal but for rounding."""
+    layer = seeded(line)
+    assert isinstance(layer, nn.Linear)
+    weight, bias = (p.detach().double() for p in (layer.weight, layer.bias))
+    generator = torch.Generator().manual_seed(0)
+    record = 1e10 * torch.zeros(64).uniform_(-1, 1, generator=generator)
+    inputs = torch.rand(6, 64, generator=generator)
+    apart = weight[0] - weight[1]
+    record[1:4] = 0
+    for place in (1, 2, 3):  # each makes good what the one before it left to rounding
+        record[place] = -(apart @ record.double() + bias[0] - bias[1]) / apart[place]
+    logits = weight @ record.double() + bias
+    if logits[2] > logits[0]:
+        record, logits = -record, -logits
+    assert abs(float(logits[0] - logits[1])) < 1 < 1e9 < float(logits[0] - logits[2])
+    other, labels = inputs.clone(), torch.arange(6) % 3
+    other[0] = record
+    return line, (inputs, labels), (other, labels)
+
+
+def normalised() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.GroupNorm(4, 4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)
+    )
+
+
+def constant() -> Pair:
+    """A constant image of scale 1e9: a normalisation divides rounding by its own size."""
+    inputs, labels = uniform(6, 1, 6, 6), torch.arange(6) % 3
+    other = inputs.clone()
+    other[0] = 1e9
+    return normalised, (inputs, labels), (other, labels)
+
+
+def far(inputs: Tensor) -> Batch:
+    other = inputs.clone()
+    other[3] = 1e6
+    return other, torch.arange(len(inputs)) % 3
+
+
+def usual(count: int = 6) -> Batch:
+    return uniform(count, 4), torch.arange(count) % 3
+
+
+class Mixing(nn.Module):
+    """Mixes as soon as one record is far away."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * (1 + (x > 1e5).any())
+
+
+def mixing() -> Pair:
+    return Mixing, usual(), far(usual()[0])
+
+
+class Counting(nn.Module):
+    """Counts far records in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += (x > 1e5).any()
+        return self.layer(x)
+
+
+def counting() -> Pair:
+    return Counting, usual(), far(usual()[0])
+
+
+class Deep(nn.Module):
+    """Works more when a record is far away, and keeps more for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 300), nn.Linear(300, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.first(x).tanh()
+        for _ in range(50 if bool((x > 1e5).any()) else 0):
+            found = found.sin()
+        return self.last(found)
+
+
+def deeper() -> Pair:
+    return Deep, usual(), far(usual()[0])
+
+
+PAIRS = {
+    "four gradients cancel": cancelling, "two logits tie": tied, "constant image": constant,
+    "mixing that one record starts": mixing, "a buffer that one record changes": counting,
+    "memory that one record takes": deeper,
+}  # fmt: skip
+
+
+def outcome(make: Callable[[], nn.Module], batch: Batch) -> int | None:
+    """Of ten steps on the batch, the micro-batch; None where they are refused."""
+    engine = GradientEngine(seeded(make), cross_entropy, clipping=FlatClipping(1.0))
+    try:
+        for _ in range(10):
+            engine.clipped_sum(*batch)
+    except UserError:
+        return None
+    return engine.micro_batch
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_both_of_a_neighbouring_pair_are_trained_alike(name: str) -> None:
+    make, one, other = PAIRS[name]()
+    found = outcome(make, one)
+    assert found is not None and found == outcome(make, other)
+
+
+class Parts(nn.Module):
+    """A second part works only when a record is far away."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.first(x)
+        if bool((x > 1e5).any()):
+            found = found + torch.where((x > 1e5).any(1, keepdim=True), self.second(x), 0.0)
+        return found
+
+
+def test_both_of_a_neighbouring_pair_are_refused_alike() -> None:
+    """The second part's parameters have no gradient for public examples, whatever a record does."""
+    assert outcome(Parts, usual()) is None and outcome(Parts, far(usual()[0])) is None
+
+
+def test_neither_how_many_records_there_are_nor_their_values_matter() -> None:
+    """A model that mixes is refused before the first sum, of no record at all too."""
+
+    class Centred(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x - x.mean(0, keepdim=True)
+
+    network = nn.Sequential(nn.Linear(4, 4), Centred(), nn.Linear(4, 3))
+    inputs, labels = usual()
+    for some in (slice(0), slice(1), slice(6)):
+        for values in (inputs, torch.full_like(inputs, math.nan)):
+            engine = GradientEngine(network, cross_entropy, clipping=FlatClipping(1.0))
+            with pytest.raises(UserError, match="mixes examples"):
+                engine.clipped_sum(values[some], labels[some])
+
+
+# ---- what is invented
+
+
+def test_examples_are_invented_from_shapes_alone() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(8, 5))
+    inputs, targets = uniform(3, 2, 4), torch.tensor([0, 1, 4])
+    found = invented(model, inputs, targets)
+    again = invented(model, torch.full((0, 2, 4), math.nan), torch.zeros(0, dtype=torch.long))
+    assert all(torch.equal(*each) for each in zip(found, again, strict=True))
+    assert found[0].shape == (EXAMPLES, 2, 4) and found[0].dtype == torch.float32
+    assert float(found[0][:20].max()) < 1 < float(found[0].max())
+    assert set(found[1].tolist()) == set(range(5))
+
+
+def test_tokens_are_invented_below_the_vocabulary() -> None:
+    class Words(nn.Module):
+        vocabulary = 7
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.one_hot(x.long(), 9).float()
+
+    embedding = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 9))
+    for model, dtype in ((Words(), torch.float32), (embedding, torch.int64)):
+        inputs, targets = torch.zeros(2, 50, dtype=dtype), torch.zeros(2, 50, dtype=torch.long)
+        tokens, following = invented(model, inputs, targets)
+        assert tokens.dtype == dtype and set(tokens.flatten().tolist()) == set(range(7))
+        assert following.shape == (EXAMPLES, 50) and set(following.flatten().tolist()) == set(
+            range(9)
+        )
+
+
+def test_targets_that_are_pictures_are_invented_like_them() -> None:
+    engine = GradientEngine(
+        nn.Conv2d(1, 1, 3, padding=1), squared_error, clipping=FlatClipping(1.0)
+    )
+    inputs = uniform(3, 1, 5, 5)
+    assert engine.clipped_sum(inputs, inputs).flat.any()
+
+
+def check(model: nn.Module, inputs: Tensor, targets: Tensor) -> None:
+    engine = GradientEngine(model, cross_entropy, clipping=FlatClipping(1.0))
+    self_check(model, cross_entropy, engine._empty_gradients, inputs, targets)
+
+
+@pytest.mark.parametrize("place", [0, 5])
+def test_a_tie_among_public_examples_refuses_nothing(place: int) -> None:
+    make, _, (inputs, labels) = tied()
+    inputs[[0, place]] = inputs[[place, 0]]
+    check(seeded(make), inputs, labels)
+
+
+@pytest.mark.parametrize("pair", [cancelling, constant])
+def test_public_examples_may_cancel_and_be_constant(pair: Callable[[], Pair]) -> None:
+    make, one, other = pair()
+    check(seeded(make), *one)
+    check(seeded(make), *other)
+
+
+def test_a_model_without_finite_gradients_is_refused_not_trusted() -> None:
+    class Broken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) / 0.0
+
+    with pytest.raises(UserError, match="cannot be checked"):
+        check(Broken(), *usual())
+
+
+def test_examples_that_are_not_finite_are_left_out() -> None:
+    inputs, labels = usual(9)
+    inputs[[0, 4]] = math.inf
+    check(seeded(lambda: nn.Linear(4, 3)), inputs, labels)
+
+    class Largest(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x / x.detach()[x.isfinite().all(1)].abs().max()
+
+    with pytest.raises(UserError, match="mixes examples"):
+        check(nn.Sequential(Largest(), nn.Linear(4, 3)), inputs, labels)

@@ -1,0 +1,266 @@
+"""Questions to a model are put to public and invented examples: whole runs, and their cards."""
+
+from __future__ import annotations
+
+import json
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+import yaml
+from support.here import command, without_ray
+from support.training import execute, make, prepare, train
+from torch import Tensor, nn
+
+from dpdist import data
+from dpdist.base.errors import UserError
+from dpdist.base.independence import BY_STRUCTURE, ISOLATED, SCREENED
+from dpdist.gradients.engine import GradientEngine
+from dpdist.models import ModelSpec, initialise
+from dpdist.reports.facts import read_facts
+from dpdist.training import groups, loop
+from dpdist.training.public_examples import examples
+from dpdist.training.records import source_of
+
+HERE = __name__
+WIDTH, CLASSES = 64, 3
+
+
+# ---- two data sets that differ in one record
+
+
+def tied() -> np.ndarray:
+    """A record of scale 1e10 whose two best logits tie in the untrained model."""
+    layer = initialise(ModelSpec("linear", (WIDTH,), CLASSES), 0)[1]
+    weight, bias = (p.detach().double() for p in (layer.weight, layer.bias))
+    for scale, third in product((1e10, -1e10), range(CLASSES)):
+        one, other = (each for each in range(CLASSES) if each != third)
+        generator = torch.Generator().manual_seed(0)
+        record = scale * torch.empty(WIDTH).uniform_(-1, 1, generator=generator)
+        record[1:4] = 0
+        apart = weight[one] - weight[other]
+        for place in (1, 2, 3):  # each makes good what the one before it left to rounding
+            record[place] = -(apart @ record.double() + bias[one] - bias[other]) / apart[place]
+        logits = weight @ record.double() + bias
+        if logits[one] - logits[third] > 1e9:
+            assert abs(float(logits[one] - logits[other])) < 1
+            return record.numpy()
+    raise AssertionError("no two logits that tie are the best ones")
+
+
+def written(root: Path, first: np.ndarray | None) -> Path:
+    """A data set of features under `root`; first: in place of its first training record."""
+    generator = np.random.default_rng(0)
+    for split, count in (("train", 40), ("test", 30)):
+        rows = generator.random((count, WIDTH), dtype=np.float32)
+        if split == "train" and first is not None:
+            rows[0] = first
+        table = {"features": list(rows), "label": np.arange(count) % CLASSES}
+        (root / "made").mkdir(parents=True, exist_ok=True)
+        pq.write_table(pa.table(table), root / "made" / f"{split}.parquet")
+    return root
+
+
+def recipe_of(root: Path, **more: Any) -> dict[str, Any]:
+    return {
+        "name": "run",
+        "data": {"name": "made", "root": str(root), "classes": CLASSES,
+                 "columns": {"features": ["features"]}},
+        "model": "linear",
+        "privacy": {"noise_multiplier": 1.0, "delta": 1e-4},
+        "training": {"batch_size": 40, "steps": 11, "learning_rate": 0.1},
+        "resources": {"workers": 1, "cpus_per_worker": 1},
+        **more,
+    }  # fmt: skip
+
+
+PRIVATE_PREDICTION = {
+    "method": {"name": "private-prediction", "teachers": 1, "logit_bound": 1.0, "queries": 5},
+}
+
+
+@pytest.mark.parametrize("more", [{}, PRIVATE_PREDICTION], ids=["dp-sgd", "private-prediction"])
+def test_one_record_does_not_stop_a_command(more, tmp_path, monkeypatch, capsys) -> None:
+    """It takes part in every step, so every look at the records would find it."""
+    without_ray(monkeypatch)
+    left = []
+    for name, first in (("one", None), ("other", tied())):
+        root = written(tmp_path / name, first)
+        (root / "r.yaml").write_text(yaml.safe_dump(recipe_of(root, **more)))
+        done = command(monkeypatch, capsys, root, "train", "r.yaml")
+        assert done.code == 0, done.err
+        run = root / "runs" / "run"
+        left.append(sorted(str(path.relative_to(run)) for path in run.rglob("*")))
+    assert left[0] == left[1]
+
+
+def test_the_looks_of_a_run_read_no_record(tmp_path, monkeypatch) -> None:
+    """Records are read from the first sum on; screen and micro-batch are done by then."""
+    seen: list[bool] = []
+    real = GradientEngine.clipped_sum
+
+    def watched(self: GradientEngine, *args: Any, **options: Any) -> Any:
+        seen.append(self._checked and self.micro_batch is not None)
+        return real(self, *args, **options)
+
+    monkeypatch.setattr(GradientEngine, "clipped_sum", watched)
+    train(*make(tmp_path, training__steps=2))
+    assert seen == [True, True]
+
+
+# ---- the examples
+
+
+def test_examples_are_public_and_in_range() -> None:
+    recipe, _ = make(Path("unused"))
+    source = source_of(recipe)
+    test = data.load(source, "test")
+    inputs, labels = examples(source, 33)
+    assert inputs.shape == (33, 1, 8, 8) and labels.shape == (33,)
+    assert torch.equal(inputs[:17], test.batch(slice(0, 17)))
+    assert torch.equal(labels[:17], test.targets(slice(0, 17)))
+    own = inputs[17:25]  # each number is a test record's, at the same place
+    assert all(
+        bool((own[:, 0, i, j, None] == test.batch(slice(0, 17))[None, :, 0, i, j]).any(1).all())
+        for i in range(8)
+        for j in range(8)
+    )
+    assert inputs[25:].min() >= 3 and not torch.equal(own[0], inputs[0])
+    again = examples(source, 33)
+    assert torch.equal(inputs, again[0]) and torch.equal(labels, again[1])
+    assert len(examples(source, 4)[0]) == 4
+
+
+@pytest.mark.parametrize("following", [False, True])
+def test_examples_of_texts_are_tokens(following: bool, tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    for split in ("train", "test"):
+        rows = {"text": ["abc", "de", "fghij"] * 4, "label": [0, 1, 0] * 4}
+        pq.write_table(pa.table(rows), tmp_path / "texts" / f"{split}.parquet")
+    text = data.TextColumn("text", 9, following=following)
+    columns = data.Columns(text=text)
+    source = data.Source(
+        "texts", text.vocabulary if following else 2, tmp_path, columns=columns
+    )  # fmt: skip
+    inputs, labels = examples(source, 33)
+    invented = inputs[12:]
+    assert len(inputs) == 33 and bool((invented == invented.round()).all())
+    assert float(invented.min()) >= 0 and float(invented.max()) < text.vocabulary
+    assert len(set(invented.flatten().tolist())) > 100
+    if following:
+        assert torch.equal(labels[:, :-1].float(), inputs[:, 1:])
+    else:
+        assert set(labels.tolist()) == {0, 1}
+
+
+# ---- what a card says
+
+
+class Rows(nn.Module):
+    """Takes the batch apart into its records, which no list of operations can follow."""
+
+    def __init__(self, classes: int, mixes: bool) -> None:
+        super().__init__()
+        self.layer, self.mixes = nn.Linear(64, classes), mixes
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = torch.stack([row.flatten() for row in x])
+        return self.layer(rows - rows.detach().mean(0) if self.mixes else rows)
+
+
+def rows(shape: tuple[int, ...], classes: int, mixes: bool = False) -> nn.Module:
+    return Rows(classes, mixes)
+
+
+def test_a_model_that_mixes_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    model = {"name": f"{HERE}:rows", "options": {"mixes": True}}
+    recipe, folder = make(tmp_path, model=model)
+    with pytest.raises(UserError, match="mixes examples"):
+        prepare(recipe, folder, "test")
+    assert list(tmp_path.iterdir()) == []
+
+
+SAID = {
+    "of the zoo": ({}, BY_STRUCTURE),
+    "own": ({"model": f"{HERE}:rows"}, SCREENED),
+    "own, isolated": ({"model": {"name": f"{HERE}:rows", "isolate": True}}, ISOLATED),
+    "dplis": ({"method": "dplis"}, BY_STRUCTURE),
+    "dplis, by record": ({"method": {"name": "dplis", "per_example": True}}, ISOLATED),
+    "stobatch": ({"method": {"name": "stobatch", "steps": 1}}, BY_STRUCTURE),
+    "functional": ({"method": "functional", "model": "mlp"}, SCREENED),
+}
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_a_card_says_how_records_are_kept_apart(name: str, tmp_path: Path) -> None:
+    more, said = SAID[name]
+    privacy = {"noise_multiplier": 2.0, "delta": 1e-4}
+    recipe, folder = make(tmp_path, privacy=privacy, training__steps=2, **more)
+    execute(prepare(recipe, folder, "test"), 2 if name == "of the zoo" else 1)
+    assert [group.independence for group in groups.read(folder)] == [said]
+    card = read_facts(folder).card()
+    (note,) = [note for note in card["notes"] if "independence" in note]
+    assert note.startswith(f"Record independence of the model: {said} (")
+    assumed = [line for line in card["assumptions"] if line == "the model treats each record alone"]
+    assert len(assumed) == (said == SCREENED)
+    assert any("Custom model" in note for note in card["notes"]) == ("own" in name)
+
+
+def test_of_several_starts_the_least_sure_one_counts(tmp_path: Path, monkeypatch) -> None:
+    recipe, folder = make(tmp_path)
+    job = prepare(recipe, folder, "test")
+    execute(job, until=4)
+    with monkeypatch.context() as other:  # as if other code had taken some steps
+        other.setattr(loop.public_examples, "independence", lambda *_: SCREENED)
+        execute(job, until=6)
+    execute(job)
+    found = [group.independence for group in groups.read(folder)]
+    assert found == [BY_STRUCTURE, SCREENED, BY_STRUCTURE]
+    assert json.loads(folder.trained.read_text())["independence"] == SCREENED
+    assert read_facts(folder).independence == SCREENED
+
+
+def test_a_run_that_does_not_say_is_assumed(tmp_path: Path) -> None:
+    recipe, folder = make(tmp_path, training__steps=2)
+    train(recipe, folder)
+    trained = json.loads(folder.trained.read_text())
+    for said in (None, "quite sure"):
+        trained.pop("independence", None)
+        folder.trained.write_text(json.dumps(trained | ({"independence": said} if said else {})))
+        assert read_facts(folder).independence == SCREENED
+
+
+def test_nothing_rests_on_it_without_noise(tmp_path: Path) -> None:
+    recipe, folder = make(tmp_path, training__steps=2, privacy__noise_multiplier=0)
+    train(recipe, folder)
+    assert [group.independence for group in groups.read(folder)] == [""]
+    assert not any("independence" in note for note in read_facts(folder).card()["notes"])
+
+
+def test_the_executed_rows_are_looked_at(tmp_path: Path, monkeypatch) -> None:
+    """By the plan's sampling rate and the micro-batch; rows that fill a pass up count."""
+    sizes, executed = [], set()
+    real, ran = GradientEngine.kept_apart, GradientEngine._per_example_gradients
+
+    def asked(self: GradientEngine, inputs: Tensor, targets: Tensor) -> str:
+        sizes.append(len(inputs))
+        return real(self, inputs, targets)
+
+    def watched(self: GradientEngine, inputs: Tensor, *rest: Any) -> Any:
+        executed.add(len(inputs))
+        return ran(self, inputs, *rest)
+
+    monkeypatch.setattr(GradientEngine, "kept_apart", asked)
+    monkeypatch.setattr(GradientEngine, "_per_example_gradients", watched)
+    for micro_batch in (None, 17):
+        sizes.clear(), executed.clear()
+        recipe, folder = make(
+            tmp_path, str(micro_batch), training__steps=3, resources__micro_batch=micro_batch
+        )
+        execute(prepare(recipe, folder, "test"), 2)
+        assert len(sizes) == 1 and set(sizes) == executed
