@@ -96,6 +96,46 @@ def test_other_results_do_not_merge() -> None:
         merge([])
 
 
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"data": "other"}, "data"),
+        ({"model": "other"}, "model"),
+        ({"settings": {"sigma": 0.5, "n0": 50}}, "n0"),
+        ({"settings": {"sigma": 0.5, "noise_bank": True}}, "noise_bank"),
+        ({"classifier": {**CLASSIFIER, "form": "eager"}}, "classifier.form"),
+        ({"classifier": {**CLASSIFIER, "device": "cuda"}}, "classifier.device"),
+        ({"rebound_bound": "counts"}, "rebound_bound"),
+    ],
+)
+def test_shares_of_one_certification_differ_in_their_inputs_alone(
+    change: dict[str, Any], named: str
+) -> None:
+    first, second = half(0), half(1)
+    about = tables.about(second)
+    for name, value in change.items():
+        more = about["settings"] if name == "settings" else {}
+        about[name] = {**more, **value} if isinstance(value, dict) else value
+    rows = [{**row, "n0": 50} if named == "n0" else row for row in second.to_pylist()]
+    other = tables.build(rows, about)
+    assert shares([first, other]) == [] and apart([first, other])[0][2] == [named]
+    with pytest.raises(UserError, match=f"cannot merge results that differ in {named}$"):
+        merge([first, other])
+    assert shares([first, second]) == [[0, 1]]
+
+
+def test_certified_accuracy_is_of_all_inputs() -> None:
+    # Right and certified: the first two of four. The third abstains, the last is wrong.
+    found = reading.of(make(HISTOGRAMS, LABELS))
+    assert found.certified_accuracy(0.0) == 0.5 and found.abstained == 0.25
+    radii = found.radius[:2]
+    assert found.certified_accuracy(float(radii.max())) == 0.25
+    assert found.average_radius == pytest.approx(radii.sum() / 4)
+    assert found.certified_accuracy(0.0, "cohen", "l2") == 0.5
+    (band,) = certified_accuracy_band(found.table, [0.0])
+    assert band.accuracy == 0.5 and band.lower <= 0.5
+
+
 def test_one_table_states_one_alpha() -> None:
     table = make(HISTOGRAMS, LABELS)
     rows = table.to_pylist()
