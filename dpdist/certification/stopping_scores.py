@@ -175,7 +175,8 @@ class TargetScores(OfHiddenNoise):
         """The targets that expected scores passed: of the exact profile."""
         answer, size = table["prediction"].to_numpy(), table["radius"].to_numpy()
         norm = table["norm"][0].as_py()
-        return (CertifiedSizes("exact", norm, "exact profile, targets", answer, size, "-"),)
+        title = "exact profile, targets"
+        return (CertifiedSizes("exact", norm, title, answer, size, "-", votes=False),)
 
     @classmethod
     def rebound(cls, table: pa.Table, alpha: float) -> tuple[list[dict[str, Any]], dict[str, Any]]:

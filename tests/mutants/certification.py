@@ -279,7 +279,7 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/certification/scores.py", "reports/test_reading_runs",
-        ('        answers["cohen"] = table["selected"].to_numpy()\n', "",
+        ('        answers[VOTE] = table["selected"].to_numpy()\n', "",
          "the vote is read with the scores' class"),
     ),
     *group(
@@ -633,5 +633,37 @@ FAULTS: list[Fault] = [
          "abstentions are left out of certified accuracy"),
         ("return float(np.mean(np.maximum(self.certified(), 0.0)))",
          "return float(np.mean(np.maximum(self.certified(), 0.0)[self.correct]))", "the average radius is of right answers"),
+    ),
+    *group(
+        "dpdist/certification/scores.py", "attacks/test_check",
+        ("*by, votes=counted or name == VOTE)", "*by, votes=counted)", "a claim of the vote is held against mean scores"),
+        ("size, label=label, holds=False, votes=False", "size, label=label, holds=False",
+         "a claim of mean scores is held against votes"),
+        ("        if votes == (self.bound == COUNTS):\n", "        if True:\n", "attacked points are certified as the radius is, whatever is claimed"),
+    ),
+    *group(
+        "dpdist/attacks/worker.py", "attacks/test_attack_job",
+        ("if self._assignment.counted.by_votes:", "if True:", "hidden noise is attacked by votes, and certified by mean scores"),
+        ("predict(histogram, 1.0 if alpha is None else alpha)", "predict(histogram, 1.0 if alpha is None else 2 * alpha)",
+         "attacked answers at twice the error"),
+    ),
+    *group(
+        "dpdist/attacks/counting.py", "attacks/test_attack_job",
+        ("self.largest, alpha / (len(self.bins) + 1)", "self.largest, 2 * alpha / (len(self.bins) + 1)", "mean scores are told apart at twice the error"),
+        ("return label if ahead else ABSTAIN", "return label",
+         "mean scores never abstain"),
+    ),
+    *group(
+        "dpdist/attacks/job.py", "attacks/test_attack_job",
+        ("({} if by_votes else {tables.ANSWERS: tables.MEAN_SCORES})", "{}", "tables do not say that answers are mean scores"),
+    ),
+    *group(
+        "dpdist/reports/attacks.py", "reports/test_reading_runs",
+        ("_same_noise(table, other) and table.votes == other.by_votes", "_same_noise(table, other)",
+         "votes and mean scores count as one classifier"),
+    ),
+    *group(
+        "dpdist/adversary/randomised.py", "attacks/test_evasion",
+        ("if not classifier.votes:", "if False:", "restarts against mean scores are chosen by votes"),
     ),
 ]  # fmt: skip
