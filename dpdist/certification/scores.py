@@ -21,7 +21,7 @@ from pydantic import Field
 
 from dpdist.base.binomial import clopper_pearson_lower
 from dpdist.base.errors import UserError
-from dpdist.base.fields import MOST, Number
+from dpdist.base.fields import Number
 from dpdist.certification import expected_score_bounds as by_scores
 from dpdist.certification.certificate import (
     Certificate,
@@ -61,8 +61,14 @@ ScoreBound = Literal["hoeffding", "bernstein", "counts"]
 COUNTS = "counts"  # the bound by which scores are votes: one for the class that a draw says
 
 
+# Sums of squares of scores, each at most SCORE_UNIT^2, are stored as int64.
+MOST_DRAWS = 2**63 // SCORE_UNIT**2 - 1
+
+
 class OfHiddenNoise(Certificate):
     """Of scores under the noise that a model has behind its first layer."""
+
+    n: Annotated[int, Number, Field(ge=2, le=MOST_DRAWS)] = 100_000
 
     noise: ClassVar[str] = "hidden-gaussian"
     noise_bank: ClassVar[bool] = False
@@ -89,7 +95,6 @@ class ExpectedScores(OfHiddenNoise):
     the argmax. norm: whose exact Gaussian size is the table's radius; both are stored.
     """
 
-    n: Annotated[int, Number, Field(ge=2, le=MOST)] = 100_000
     bound: ScoreBound = "hoeffding"
     norm: Literal["l2", "linf"] = "l2"
 

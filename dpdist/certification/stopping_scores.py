@@ -88,7 +88,6 @@ class TargetScores(OfHiddenNoise):
 
     @model_validator(mode="after")
     def _targets(self) -> Self:
-        require(self.n >= 2, "n", "at least 2 by expected scores")
         require(bool(self.radii), "radii", f"given when mode is {self.mode}")
         rising = all(a < b for a, b in zip(self.radii[:-1], self.radii[1:], strict=True))
         require(rising, "radii", "ascending")
