@@ -124,6 +124,25 @@ def test_shares_of_one_certification_differ_in_their_inputs_alone(
     assert shares([first, second]) == [[0, 1]]
 
 
+def test_shown_radii_keep_no_shares_apart() -> None:
+    """No count depends on them; decided radii are another matter."""
+    parts = [half(0, settings={"radii": [0.5, 0.1]}), half(1, settings={"radii": [0.25]}), half(1)]
+    assert shares(parts[:2]) == [[0, 1]] and shares(parts) == [[0, 1, 2]]
+    whole = merge(parts)
+    assert whole.num_rows == 4 and reading.of(whole).radii == (0.1, 0.25, 0.5)
+    assert "radii" not in tables.about(merge([half(0), half(1)]))["settings"]
+    for mode in ("target", "anytime"):
+        decided = []
+        for start, radius in enumerate((0.25, 0.5)):
+            part = make(HISTOGRAMS[start::2], LABELS[start::2], mode, start=start, every=2)
+            about = tables.about(part)
+            about["settings"] = {**about["settings"], "mode": mode, "radii": [radius]}
+            decided.append(tables.build(part.to_pylist(), about))
+        assert shares(decided) == [] and apart(decided)[0][2] == ["radii"]
+        with pytest.raises(UserError, match="cannot merge results that differ in radii"):
+            merge(decided)
+
+
 def test_certified_accuracy_is_of_all_inputs() -> None:
     # Right and certified: the first two of four. The third abstains, the last is wrong.
     found = reading.of(make(HISTOGRAMS, LABELS))

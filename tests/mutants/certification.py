@@ -680,4 +680,9 @@ FAULTS: list[Fault] = [
         "dpdist/certification/scores.py", "certification/test_scores",
         ("MOST_DRAWS = 2**63 // SCORE_UNIT**2 - 1", "MOST_DRAWS = 10**9", "sums of squares overflow"),
     ),
+    *group(
+        "dpdist/certification/rebound.py", "certification/test_rebound",
+        ("*_ASKED, *found.kind.free}", "*_ASKED}", "shares that show other radii are kept apart"),
+        ("*_ASKED, *found.kind.free}", '*_ASKED, "radii"}', "shares that decide other radii merge"),
+    ),
 ]  # fmt: skip
