@@ -287,7 +287,8 @@ def evaluation_stage(
     if evaluation.of_trained:
         require_model(recipe, folder)
     check_nodes(PACKAGES, folder.private.resolve())
-    output, source = evaluation.place(folder, output), source_of(recipe)
+    output, recipe = evaluation.place(folder, output), evaluation.recipe_of(recipe)
+    source = source_of(recipe)
     from dpdist.bulk.job import run as run_job
 
     subject = Subject(

@@ -1,8 +1,8 @@
 """The attacked classifier: a network, and the place where it is random at inference.
 
-A randomised classifier answers with the most likely class over its noise. Attacks differentiate
-that classifier itself by expectation over the noise (EOT, Athalye et al., ICML 2018): the gradient
-is the mean of the gradients under independent draws.
+A randomised classifier answers with the class that most draws of its noise say, or with that of
+the largest mean score. Attacks differentiate it by expectation over the noise (EOT, Athalye et al.,
+ICML 2018): the gradient is the mean of the gradients under independent draws.
 """
 
 from __future__ import annotations
@@ -16,11 +16,17 @@ from dpdist.randomness.places import Nowhere, Place
 
 
 class RandomisedClassifier:
-    """Logits of a network under given standard normal draws; without noise it is deterministic."""
+    """Logits of a network under given standard normal draws; without noise it is deterministic.
 
-    def __init__(self, model: nn.Module, place: Place | None = None) -> None:
+    votes: whether it answers by votes of draws, or by their mean scores; None: as the place does.
+    """
+
+    def __init__(
+        self, model: nn.Module, place: Place | None = None, votes: bool | None = None
+    ) -> None:
         self.model = model
         self.place = place or Nowhere()
+        self.votes = self.place.votes if votes is None else votes
 
     def noise_shape(self, input_shape: Sequence[int]) -> tuple[int, ...] | None:
         """Shape of the normals of one draw for one example; None when nothing is random."""
@@ -63,14 +69,19 @@ def _logit_gradient(logits: Tensor, targets: Tensor) -> Tensor:
 def success_score(
     classifier: RandomisedClassifier, x: Tensor, targets: Tensor, normals: Tensor | None
 ) -> Tensor:
-    """How well x fools the classifier: draws not answered by the target, then the mean loss.
+    """Return how well x fools the classifier, for choosing between restarts: float64 (B,).
 
-    float64 (B,): an integer count plus loss / (1 + loss), for choosing between restarts.
+    Of votes: the number of draws not answered by the target, plus loss / (1 + loss) of the mean
+    loss. Of mean scores: by how much the target's is below the largest other one.
     """
     draws = 1 if normals is None else len(normals) // len(x)
     repeated = targets.repeat_interleave(draws)
     with torch.inference_mode():
         logits = classifier.logits(x.repeat_interleave(draws, 0), normals).double()
+        if not classifier.votes:
+            scores = torch.softmax(logits, 1).view(len(x), draws, -1).mean(1)
+            own = scores.gather(1, targets[:, None])[:, 0]
+            return scores.scatter(1, targets[:, None], -1.0).amax(1) - own
         loss = nn.functional.cross_entropy(logits, repeated, reduction="none")
         wrong = (logits.argmax(1) != repeated).double()
     loss = loss.view(len(x), draws).mean(1)

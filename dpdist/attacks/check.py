@@ -100,11 +100,13 @@ def plausibility(
 
 @dataclass(frozen=True)
 class _Shared:
-    """again: how points are certified. place: where the classifier is random then."""
+    """again: how points are certified. place: where the classifier is random then. votes: whether
+    the attacked claim speaks of votes of draws, or of their mean scores."""
 
     assignment: Assignment
     again: Certificate
     place: SampledPlace
+    votes: bool
 
 
 class Checker:
@@ -114,6 +116,7 @@ class Checker:
         assignment, again = shared.assignment, shared.again
         self._attacker = Attacker(assignment)
         self._assignment, self._again, self._place = assignment, again, shared.place
+        self._votes = shared.votes
         self._counters = Counters(assignment.counted, assignment.source, (again.n0,))
 
     def __call__(self, block: Block) -> list[Row]:
@@ -127,6 +130,7 @@ class Checker:
             verdict = self._again.certify_other(
                 counter, points[i], index, target, self._counters.batch, self._place
             )
+            verdict = self._again.verdict_on(self._votes, verdict, self._place)
             rows.append(
                 {
                     "attack": block.attack,
@@ -163,7 +167,7 @@ class Check(Attacking):
     ) -> None:
         found = reading.read(certificates)
         _refuse_others(found, model_folder, dataset)
-        found, rows = _claimed(found, claim)
+        found, rows, self._votes = _claimed(found, claim)
         self._found, self._claim = found, claim
         self._submitted = [rows[i] for i in settings.indices(len(rows))]
         self._certified = [row for row in self._submitted if row["prediction"] != ABSTAIN]
@@ -183,7 +187,7 @@ class Check(Attacking):
         self.answers = self._again.n0 + self._again.n
         super().__init__(
             model_folder, dataset, settings, self._column("index"), self._column("prediction"),
-            trusted_factory, like,
+            trusted_factory, like, self._votes,
         )  # fmt: skip
 
     def _column(self, name: str) -> np.ndarray:
@@ -194,6 +198,8 @@ class Check(Attacking):
             "certificates": _digest(self._submitted),
             "again": self._again.model_dump(mode="json"),
         }
+        if self._votes != self._found.by_votes:
+            about[tables.ANSWERS] = tables.VOTES if self._votes else tables.MEAN_SCORES
         return {**super().identity(), **about, "claim": self._claim}
 
     def blocks(self, rows: list[slice]) -> dict[Item, Block]:
@@ -205,7 +211,7 @@ class Check(Attacking):
         }
 
     def shared(self) -> _Shared:
-        return _Shared(self.assignment, self._again, self._place)
+        return _Shared(self.assignment, self._again, self._place, self._votes)
 
     def finish(self, book: Book, output: Path) -> list[Row]:
         rows, found, settings = super().finish(book, output), self._found, self.assignment.settings
@@ -250,18 +256,19 @@ def _refuse_others(found: reading.CertificateTable, model_folder: Path, dataset:
 
 def _claimed(
     found: reading.CertificateTable, claim: str | None
-) -> tuple[reading.CertificateTable, list[dict[str, Any]]]:
-    """The table and its rows, with another column's sizes and classes for radius and prediction."""
+) -> tuple[reading.CertificateTable, list[dict[str, Any]], bool]:
+    """Return the table and its rows, with another column's sizes and classes for radius and
+    prediction, and whether that column speaks of votes."""
     rows = found.table.to_pylist()
     if claim is None:
-        return found, rows
+        return found, rows, found.by_votes
     certificate, _, norm = claim.rpartition("_")
     sizes = found.sizes_of(certificate, norm)
     claimed = [
         {**row, "radius": size, "prediction": answer}
         for row, size, answer in zip(rows, sizes.size.tolist(), sizes.answer.tolist(), strict=True)
     ]
-    return replace(found, norm=norm), claimed
+    return replace(found, norm=norm), claimed, sizes.votes
 
 
 def _digest(rows: list[dict[str, Any]]) -> str:

@@ -1,4 +1,5 @@
-"""Counting answers of a randomised classifier, with noise that no attack has seen."""
+"""Answers of a randomised classifier, by votes or by mean scores, with noise that no attack has
+seen."""
 
 from __future__ import annotations
 
@@ -9,13 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from dpdist.base.errors import UserError
+from dpdist.certification import betting
 from dpdist.certification.classifier import (
     ClassifierSpec,
     ExecutedClassifier,
     check_digest,
     choose,
 )
-from dpdist.certification.sampling import Counter, Randomness, counter
+from dpdist.certification.expected_score_bounds import SCORE_UNIT
+from dpdist.certification.sampling import Counter, HiddenNoiseSampler, Randomness, counter
+from dpdist.certification.verdict import ABSTAIN
 from dpdist.models import mixing
 from dpdist.randomness.places import NoiseCut, Place
 from dpdist.randomness.units import CHECK, UnitSource
@@ -30,7 +34,8 @@ class Counted:
 
     inputs: float32 (N, ...), some inputs on which every worker must answer alike. spec: the
     executed form, fixed before counting, of the network behind the noise when that is hidden; until
-    then, one whose form and batch it is to have.
+    then, one whose form and batch it is to have. votes: whether it answers by votes of draws, or by
+    their mean scores; None: as the place does.
     """
 
     model: nn.Module
@@ -38,6 +43,11 @@ class Counted:
     classes: int
     inputs: np.ndarray
     spec: ClassifierSpec | None = None
+    votes: bool | None = None
+
+    @property
+    def by_votes(self) -> bool:
+        return self.place.votes if self.votes is None else self.votes
 
     @property
     def cut(self) -> NoiseCut:
@@ -103,17 +113,68 @@ class Counters:
         return counter(self._cut, self._executed, source, counted.classes, shape)
 
 
+def blocks_of(draws: int, batch: int) -> list[tuple[int, int]]:
+    """Return the number of each canonical block of the draws, and how many of its rows count."""
+    return [(block, min(batch, draws - block * batch)) for block in range(-(-draws // batch))]
+
+
 def count(
     answers: Counter, x: Tensor, index: int, stage: str, draws: int, batch: int
 ) -> np.ndarray:
     """Classes of ``draws`` fresh answers at one input (float32, no batch dimension)."""
     return np.sum(
         [
-            answers.histogram(x, index, stage, block, batch, min(batch, draws - block * batch))
-            for block in range(-(-draws // batch))
+            answers.histogram(x, index, stage, block, batch, rows)
+            for block, rows in blocks_of(draws, batch)
         ],
         axis=0,
     )
+
+
+@dataclass(frozen=True)
+class MeanScores:
+    """Scores of fresh draws at one input, counted in bins (`dpdist.certification.betting`).
+
+    bins, excess: int64 (K, BINS). histogram: int64 (K,), how many draws say each class.
+    """
+
+    bins: np.ndarray
+    excess: np.ndarray
+    histogram: np.ndarray
+
+    @classmethod
+    def of(
+        cls, answers: Counter, x: Tensor, index: int, stage: str, draws: int, batch: int
+    ) -> MeanScores:
+        """Draw them, in the blocks of `count`. Raises TypeError for a counter of votes alone."""
+        if not isinstance(answers, HiddenNoiseSampler):
+            raise TypeError("mean scores need noise behind a layer")
+        found = [
+            answers.block(x, index, block, batch, rows, binned=True, stage=stage)
+            for block, rows in blocks_of(draws, batch)
+        ]
+        names = ("bins", "excess", "histogram")
+        return cls(*(np.sum([getattr(each, name) for each in found], axis=0) for name in names))
+
+    @property
+    def largest(self) -> int:
+        """The class of the largest mean score."""
+        return int((self.bins @ betting.ENDS[:-1] + self.excess.sum(1)).argmax())
+
+    def predict(self, alpha: float) -> int:
+        """Return the class of the largest expected score, or -1 where that is not clear.
+
+        Another class is returned with probability at most alpha. The class of the largest mean is
+        named when a lower bound of its expectation is not refuted as an upper bound of any other
+        one. If the bounds of all K classes from below hold, and that of the truly largest one from
+        above, no smaller one is named: K + 1 statements share the error.
+        """
+        label, share = self.largest, alpha / (len(self.bins) + 1)
+        weights, scores = betting.at_ends(self.bins, self.excess), betting.ENDS / SCORE_UNIT
+        low = betting.lower_bound(weights[label], scores, share)
+        others = np.delete(weights, label, axis=0).T
+        ahead = low > 0 and betting.means_above(others, 1 - scores, 1 - low, share).all()
+        return label if ahead else ABSTAIN
 
 
 def _executed(

@@ -77,13 +77,16 @@ class Attacking(Work):
         targets: np.ndarray,
         trusted_factory: str | None,
         like: ClassifierSpec | None = None,
+        votes: bool | None = None,
     ) -> None:
+        """votes: whether answers are votes of draws or their mean scores; None: as the model's
+        noise asks."""
         model = models.load(model_folder, trusted_factory=trusted_factory)
         place = place_of(model)
         if settings.sigma is not None:
             place = place.smoothed(settings.sigma)
         inputs = np.ascontiguousarray(dataset.batch(indices).numpy())
-        counted = Counted(model, place, dataset.classes, inputs[:64], like)
+        counted = Counted(model, place, dataset.classes, inputs[:64], like, votes)
         require_logits(counted)
         source = UnitSource(
             self.purpose,
@@ -163,6 +166,10 @@ class Attack(Attacking):
             raise UserError(f"attack: no inputs chosen out of {len(labels)}")
         super().__init__(model_folder, dataset, settings, indices, labels[indices], trusted_factory)
         self.answers = settings.n
+
+    def identity(self) -> dict[str, Any]:
+        by_votes = self.assignment.counted.by_votes
+        return super().identity() | ({} if by_votes else {tables.ANSWERS: tables.MEAN_SCORES})
 
     def blocks(self, rows: list[slice]) -> dict[Item, Block]:
         self._each = len(rows)

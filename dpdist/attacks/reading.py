@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from dpdist.attacks.table import about, read
+from dpdist.attacks.table import ANSWERS, MEAN_SCORES, VOTES, about, read
 from dpdist.base.errors import UserError
 from dpdist.base.reading import check_shape, read_json, shown
 from dpdist.certification.verdict import ABSTAIN
@@ -45,7 +45,8 @@ class AttackTable:
     """One evaluation under attack. Arrays of equal length, one entry per attack, size and input.
 
     noise: the kind of the place where the attacked classifier is random; sigma: of its input noise,
-    or None. numbers: coordinates of one input. model, data: what names both.
+    or None. numbers: coordinates of one input. model, data: what names both. votes: whether
+    the classifier answered by votes of draws, or by their mean scores.
     """
 
     path: Path
@@ -65,6 +66,7 @@ class AttackTable:
     index: np.ndarray
     label: np.ndarray
     prediction: np.ndarray
+    votes: bool = True
 
     @property
     def name(self) -> str:
@@ -108,7 +110,8 @@ class AttackTable:
     def classifier(self) -> str:
         """What was attacked, in words."""
         words = self.place.words(self.sigma)
-        return f"{words}: {self.n:,} draws per answer" if self.place.random else words
+        by = "" if self.votes else f" by their {MEAN_SCORES}"
+        return f"{words}: {self.n:,} draws per answer{by}" if self.place.random else words
 
     @property
     def place(self) -> type[Place]:
@@ -141,6 +144,7 @@ def read_attack(path: Path) -> AttackTable:
         model=said["model"],
         data=said["data"],
         numbers=numbers_of(said["input_shape"], path),
+        votes=said.get(ANSWERS, VOTES) == VOTES,
         attack=np.array(columns["attack"].to_pylist()),
         **{name: columns[name].to_numpy() for name in ("size", "index", "label", "prediction")},
     )

@@ -157,8 +157,8 @@ class CheckSettings(Evaluation):
     certificates: the table whose certificates are attacked, each within its radius. attack: how;
     ``start``, ``every`` and ``max_inputs`` choose rows of the table, and norm, sizes, sigma and the
     draws of an answer are the certificates' own. claim: a column of sizes in a table of expected
-    scores ("as_printed_linf") that is attacked in place of its radius; the answers at attacked
-    points are the sound certificate's all the same.
+    scores ("as_printed_linf") that is attacked in place of its radius; at attacked points a valid
+    certificate of the classifier that the column speaks of answers (`CertifiedSizes.votes`).
     """
 
     certificates: Path

@@ -14,6 +14,8 @@ from dpdist.base.table_files import Column
 TABLE = "attacks.parquet"
 CHECK_TABLE = "check.parquet"
 KEY = b"dpdist.attacks"
+# What a table says of how the attacked classifier answers; by votes where it says nothing.
+ANSWERS, MEAN_SCORES, VOTES = "answers", "mean scores", "votes"
 
 SCHEMA = pa.schema(
     [

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dpdist.adversary.balls import Ball, box_of, distance
 from dpdist.adversary.randomised import RandomisedClassifier
-from dpdist.attacks.counting import Counted, Counters, count
+from dpdist.attacks.counting import Counted, Counters, MeanScores, count
 from dpdist.attacks.evasion import attack
 from dpdist.certification.classifier import quiet_threads
 from dpdist.certification.cohen import predict
@@ -66,7 +66,7 @@ class Attacker:
         self._randomness = Randomness(assignment.source)
         counted = assignment.counted
         model = counted.model.eval().requires_grad_(False)
-        self.classifier = RandomisedClassifier(model, counted.place)
+        self.classifier = RandomisedClassifier(model, counted.place, counted.by_votes)
 
     def centres(self, block: Block) -> Tensor:
         """float32 (B, ...): the block's inputs."""
@@ -134,20 +134,26 @@ class Worker:
         ]
 
     def _answers(self, points: Tensor, indices: list[int], stage: str) -> tuple[Tensor, Tensor]:
-        """Classes and how many draws returned them, int64 (B,) each.
+        """Return classes and how many draws say the most frequent one, int64 (B,) each.
 
-        Deterministic: argmax. Randomised: PREDICT (Cohen et al., ICML 2019) with fresh noise, -1
-        where it abstains; for the attack's own targets the class seen most.
+        Deterministic: argmax. Randomised, with fresh noise, -1 where it abstains: PREDICT (Cohen et
+        al., ICML 2019) by votes, the class of the largest mean score where the certificates of the
+        same noise speak of that. For the attack's own targets what seems likeliest.
         """
         if self._counts is None:
             with torch.inference_mode():
                 found = self._attacker.classifier.logits(points, None).argmax(1)
             return found, torch.ones_like(found)
-        settings = self._settings
-        alpha = 1.0 if stage == "targets" else settings.alpha
+        n, alpha = self._settings.n, None if stage == "targets" else self._settings.alpha
         labels, hits = [], []
         for x, index in zip(points, indices, strict=True):
-            histogram = count(self._counts, x, index, stage, settings.n, self._batch)
-            labels.append(predict(histogram, alpha))
+            asked = self._counts, x, index, stage, n, self._batch
+            if self._assignment.counted.by_votes:
+                histogram = count(*asked)
+                labels.append(predict(histogram, 1.0 if alpha is None else alpha))
+            else:
+                scores = MeanScores.of(*asked)
+                histogram = scores.histogram
+                labels.append(scores.largest if alpha is None else scores.predict(alpha))
             hits.append(int(histogram.max()))
         return torch.tensor(labels), torch.tensor(hits)

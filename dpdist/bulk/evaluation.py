@@ -65,6 +65,10 @@ class Evaluation:
         """Where its results go by default: what tells two evaluations of one model apart."""
         raise NotImplementedError
 
+    def recipe_of(self, recipe: Any) -> Any:
+        """Return the recipe whose data are read, from that of the run. Raises UserError."""
+        return recipe
+
     def work(self, subject: Subject) -> Work:
         """The job: what its results depend on, its blocks and the worker that does them."""
         raise NotImplementedError

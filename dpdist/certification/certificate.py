@@ -55,7 +55,8 @@ class CertifiedSizes:
 
     name, norm: of the certificate ("exact", "linf"). title: what it is, in words. answer: int64
     (N,), the certified class, -1 where none is. size: float64 (N,), input units. line: how pictures
-    draw it, None: not. label: its line in a summary. holds: whether it is valid at all.
+    draw it, None: not. label: its line in a summary. holds: whether it is valid at all. votes:
+    whether it speaks of the class that most draws say, or of the class of the largest mean score.
     """
 
     name: str
@@ -66,6 +67,7 @@ class CertifiedSizes:
     line: str | None = None
     label: str = ""
     holds: bool = True
+    votes: bool = True
 
     def certified(self, labels: np.ndarray) -> np.ndarray:
         """The size where the answer is the label, -1 elsewhere: float64 (N,)."""
@@ -167,6 +169,13 @@ class Certificate(Section):
         whole = self.work(counter, x, index, 0, self.units(batch), batch, place)
         return self.verdict([whole], place)
 
+    def verdict_on(self, votes: bool, verdict: Any, place: Any) -> Any:
+        """Return what the draws of a verdict certify of one classifier.
+
+        votes: whether it is the classifier by votes, or that by mean scores.
+        """
+        return verdict
+
     # ---- its table
 
     @classmethod
@@ -189,6 +198,12 @@ class Certificate(Section):
     def sizes(cls, table: pa.Table) -> tuple[CertifiedSizes, ...]:
         """All that a table states: the one reader of its certificates."""
         raise NotImplementedError
+
+    @classmethod
+    def by_votes(cls, table: pa.Table) -> bool:
+        """Return whether a table's radii are of the classifier by votes of draws, or of that by
+        their mean scores."""
+        return cls.votes
 
     @classmethod
     def sizes_in(cls, table: pa.Table, norm: str, numbers: int) -> list[CertifiedSizes]:

@@ -15,7 +15,7 @@ import hashlib
 import math
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -117,18 +117,21 @@ class ExecutedClassifier:
 
 
 def choose(
-    model: nn.Module, check_batch: Tensor, asked: str | None = None
+    model: nn.Module, check_batch: Tensor, asked: str | None = None, rows: Sequence[int] = ()
 ) -> tuple[ClassifierSpec, ExecutedClassifier]:
-    """A fast form that builds here and agrees with the original model on ``check_batch``.
+    """A fast form that builds here and agrees with the original model on ``check_batch``, and on as
+    many rows as will be executed besides.
 
     asked: the form to take if it does; if not, the original ("eager") is taken. It is executed
-    where the batch lies.
+    where the batch lies. rows: the other batch sizes; a trace may hold the one that it was made at.
     """
     batch, device = len(check_batch), check_batch.device
-    shapes = [tuple(check_batch.shape)]
+    others = [size for size in dict.fromkeys(rows) if size != batch]
+    batches = [check_batch, *(check_batch[torch.arange(size) % batch] for size in others)]
+    shapes = [tuple(each.shape) for each in batches]
     original = ExecutedClassifier(model, "eager", shapes, device)
-    logits = original.logits(check_batch)
-    candidates = {"eager": original}
+    every = [original.logits(each) for each in batches]
+    logits, candidates = every[0], {"eager": original}
     answers = {"eager": logits.argmax(1)}
     notes = []
     defaults = DEFAULT_FORMS if device == CPU else DEVICE_FORMS
@@ -138,8 +141,8 @@ def choose(
             continue
         try:
             built = ExecutedClassifier(model, form, shapes, device)
-            answer = built(check_batch)
-            differing = differing_rows(logits, answer)
+            said = [built(each) for each in batches]
+            differing, answer = max(map(differing_rows, every, said)), said[0]
         except Exception as error:  # a form may fail in any way; the original remains
             notes.append(f"{form}: cannot be built ({type(error).__name__})")
             continue
@@ -167,8 +170,11 @@ def choose(
 
 def differing_rows(logits: Tensor, answer: Tensor) -> int:
     """In how many rows the answer is not the largest of the logits, ties aside: about one noisy
-    input in a million has two classes so close that the order of a sum decides."""
+    input in a million has two classes so close that the order of a sum decides. Raises ValueError
+    for an answer to other rows."""
     own = logits.argmax(1)
+    if answer.shape != own.shape:
+        raise ValueError(f"answers to {tuple(answer.shape)} rows instead of {tuple(own.shape)}")
     rows = (answer != own).nonzero()[:, 0]
     first, other = own[rows], answer[rows]
     sizes = logits.abs().amax(0)

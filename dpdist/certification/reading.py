@@ -79,6 +79,11 @@ class CertificateTable:
         return self.kind.sizes(self.table)
 
     @property
+    def by_votes(self) -> bool:
+        """Whether its radii are of the classifier by votes of draws, or by their mean scores."""
+        return self.kind.by_votes(self.table)
+
+    @property
     def attacked_as(self) -> tuple[str, float | None] | None:
         """The place and sigma of an attack on the same classifier; None where there is none."""
         return self.kind.attacked_as(self.noise, self.sigma)

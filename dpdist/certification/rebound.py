@@ -34,7 +34,8 @@ def rebound(table: pa.Table, alpha: float) -> pa.Table:
 
 
 # What may differ between tables of the same certification done in shares: the inputs; what was
-# asked of the executed classifier, which is compared itself; what was seen of it on some inputs.
+# asked of the executed classifier, which is compared itself; what was seen of it on some inputs;
+# and settings on which no result depends (`Certificate.free`).
 _SHARE = ("start", "every", "max_inputs")
 _ASKED = ("form", "batch", "generator")
 _OF_CHECK = ("check", "notes")
@@ -43,8 +44,9 @@ _OF_CHECK = ("check", "notes")
 def merge(parts: Sequence[pa.Table]) -> pa.Table:
     """One table from shares of one data set (different ``start``, ``every`` or ``max_inputs``).
 
-    Raises UserError when they are not of the same model, data, classifier, settings and alpha, or
-    when they have different results for the same input.
+    It shows the radii that any of them was to show. Raises UserError when they are not of the same
+    model, data, classifier, settings and alpha, or when they have different results for the same
+    input.
     """
     if not parts:
         raise UserError("nothing to merge")
@@ -58,6 +60,8 @@ def merge(parts: Sequence[pa.Table]) -> pa.Table:
                 raise UserError(f"cannot merge: two different results for input {row['index']}")
     seeds = sorted({seed for note in notes for seed in note.get("seeds", [note["seed"]])})
     settings = {k: v for k, v in notes[0]["settings"].items() if k not in _SHARE}
+    if radii := sorted({radius for part in parts for radius in reading.of(part).radii}):
+        settings["radii"] = radii
     classifier = {k: v for k, v in notes[0]["classifier"].items() if k != "check"}
     classifier["notes"] = sorted({why for note in notes for why in note["classifier"]["notes"]})
     about = notes[0] | {"settings": settings, "classifier": classifier}
@@ -109,7 +113,8 @@ def identity(table: pa.Table) -> dict[str, Any]:
     check_shape(note, "the table's description", _ABOUT)
     executed = {k: v for k, v in note["classifier"].items() if k not in _OF_CHECK}
     classifier = {f"classifier.{k}": v for k, v in executed.items()}
-    settings = {k: v for k, v in note["settings"].items() if k not in (*_SHARE, *_ASKED)}
+    unsaid = {*_SHARE, *_ASKED, *found.kind.free}
+    settings = {k: v for k, v in note["settings"].items() if k not in unsaid}
     rebound = {name: note.get(name) for name in ("rebound_alpha", "rebound_bound")}
     about = {"model": note["model"], "data": note["data"], "alpha": found.alpha}
     whole = {**settings, **classifier, **rebound, **about}

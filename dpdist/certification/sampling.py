@@ -141,13 +141,14 @@ class HiddenNoiseSampler:
         draws: int,
         binned: bool = False,
         leader: int | None = None,
+        stage: str = ESTIMATE,
     ) -> Scores:
         """Scores of the first ``draws`` of one canonical block's ``rows``.
 
         x: float32 of the network's input shape. index names the input in the noise's key. leader:
         what is binned are its leads over each class (`betting.leads`).
         """
-        return self._scores(x, index, ESTIMATE, block, rows, draws, binned, leader)
+        return self._scores(x, index, stage, block, rows, draws, binned, leader)
 
     def _scores(
         self,

@@ -21,7 +21,7 @@ from pydantic import Field
 
 from dpdist.base.binomial import clopper_pearson_lower
 from dpdist.base.errors import UserError
-from dpdist.base.fields import MOST, Number
+from dpdist.base.fields import Number
 from dpdist.base.table_files import Column
 from dpdist.certification import betting
 from dpdist.certification import expected_score_bounds as by_scores
@@ -35,7 +35,7 @@ from dpdist.certification.certificate import (
 )
 from dpdist.certification.expected_score_bounds import SCORE_UNIT, ScoreBounds, Sensitivity
 from dpdist.certification.radii import gaussian_l2_radius
-from dpdist.certification.verdict import ABSTAIN
+from dpdist.certification.verdict import ABSTAIN, Verdict
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -54,15 +54,23 @@ CERTIFICATES = {
     "exact": ("exact profile", "-"),  # of expected scores: no epsilon_r
     "cohen": ("vote (Cohen)", "--"),  # exact profile of the majority vote, Clopper-Pearson
 }
+VOTE = "cohen"  # the one that speaks of votes; the others speak of mean scores
 AS_PRINTED = "as_printed_linf"
 SIZE_COLUMNS = (*(f"{name}_{norm}" for name in CERTIFICATES for norm in NORMS), AS_PRINTED)
 
 ScoreBound = Literal["hoeffding", "bernstein", "counts"]
 _ANY: Column = (object, None)
+COUNTS = "counts"  # the bound by which scores are votes: one for the class that a draw says
+
+
+# Sums of squares of scores, each at most SCORE_UNIT^2, are stored as int64.
+MOST_DRAWS = 2**63 // SCORE_UNIT**2 - 1
 
 
 class OfHiddenNoise(Certificate):
     """Of scores under the noise that a model has behind its first layer."""
+
+    n: Annotated[int, Number, Field(ge=2, le=MOST_DRAWS)] = 100_000
 
     noise: ClassVar[str] = "hidden-gaussian"
     noise_bank: ClassVar[bool] = False
@@ -89,7 +97,6 @@ class ExpectedScores(OfHiddenNoise):
     the argmax. norm: whose exact Gaussian size is the table's radius; both are stored.
     """
 
-    n: Annotated[int, Number, Field(ge=2, le=MOST)] = 100_000
     bound: ScoreBound = "hoeffding"
     norm: Literal["l2", "linf"] = "l2"
 
@@ -132,6 +139,17 @@ class ExpectedScores(OfHiddenNoise):
         histogram, selected = totals(partials, "histogram", self.n), selected_by(partials)
         return decide(sums, squares, histogram, selected, self, place.sigma, place.norms)
 
+    def verdict_on(
+        self, votes: bool, verdict: ScoreVerdict, place: ScoredPlace
+    ) -> ScoreVerdict | Verdict:
+        if votes == (self.bound == COUNTS):
+            return verdict
+        if votes:
+            return verdict.of_votes(self)
+        counted = (np.array(found) for found in (verdict.sums, verdict.squares, verdict.histogram))
+        settings = self.model_copy(update={"bound": "hoeffding"})
+        return decide(*counted, verdict.selected, settings, place.sigma, place.norms)
+
     def row(
         self, index: int, label: int, verdict: ScoreVerdict, place: ScoredPlace
     ) -> dict[str, Any]:
@@ -164,23 +182,32 @@ class ExpectedScores(OfHiddenNoise):
             raise UserError(f"{where}: damaged: column 'sums' must hold a sum for each class")
 
     @classmethod
+    def by_votes(cls, table: pa.Table) -> bool:
+        return table["bound"][0].as_py() == COUNTS
+
+    @classmethod
     def sizes(cls, table: pa.Table) -> tuple[CertifiedSizes, ...]:
         """Every certificate in both norms. The vote answers with a class of its own; as printed,
         the class of the largest mean score, whatever the sound certificates are made of."""
+        counted = cls.by_votes(table)
         answers = {name: table["prediction"].to_numpy() for name in CERTIFICATES}
-        answers["cohen"] = table["selected"].to_numpy()
+        answers[VOTE] = table["selected"].to_numpy()
         found = []
         for norm in NORMS:
             for name, (title, line) in CERTIFICATES.items():
                 size = table[f"{name}_{norm}"].to_numpy()
                 answer = np.where(size > 0, answers[name], ABSTAIN)
-                found.append(CertifiedSizes(name, norm, title, answer, size, line, name))
+                by = answer, size, line, name
+                found.append(CertifiedSizes(name, norm, title, *by, votes=counted or name == VOTE))
         size = table[AS_PRINTED].to_numpy()
         means = np.array([int(np.argmax(sums)) for sums in table["sums"].to_pylist()])
         answer, name = np.where(size > 0, means, ABSTAIN), AS_PRINTED.removesuffix("_linf")
         label = "as printed (claimed, does not hold)"
         title = "as printed (does not hold)"
-        return (*found, CertifiedSizes(name, "linf", title, answer, size, label=label, holds=False))
+        printed = CertifiedSizes(
+            name, "linf", title, answer, size, label=label, holds=False, votes=False
+        )
+        return (*found, printed)
 
     @classmethod
     def rebound(cls, table: pa.Table, alpha: float) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -350,13 +377,26 @@ class ScoreVerdict:
     sizes: dict[str, float]
     more: dict[str, Any] = field(default_factory=dict)
 
+    def of_votes(self, settings: ExpectedScores) -> Verdict:
+        """Return the certificate of the vote on the same draws, in the settings' norm."""
+        radius = self.sizes[f"{VOTE}_{settings.norm}"]
+        return Verdict(
+            prediction=self.selected if radius > 0 else ABSTAIN,
+            selected=self.selected,
+            k=self.k,
+            n=self.n,
+            p_lower=float(clopper_pearson_lower(self.k, self.n, settings.alpha)),
+            radius=radius,
+            histogram=self.histogram,
+        )
+
 
 def bounds_of(
     sums: np.ndarray, squares: np.ndarray, histogram: np.ndarray, settings: ExpectedScores
 ) -> ScoreBounds:
     """Bounds of all expected scores, valid together at the settings' error."""
     n, eta = settings.n, 1 - settings.alpha
-    if settings.bound == "counts":
+    if settings.bound == COUNTS:
         return by_scores.score_bounds_counts(histogram, eta)
     if settings.bound == "bernstein":
         return by_scores.score_bounds_bernstein(sums / SCORE_UNIT, squares / SCORE_UNIT**2, n, eta)
@@ -386,7 +426,7 @@ def decide(
         "extended": by_scores.extended_gaussian_size(bounds, 1.0, 1.0),
         "analytic": by_scores.analytic_gaussian_size(bounds, 1.0, 1.0),
         "exact": by_scores.exact_gaussian_size(bounds, 1.0, 1.0),
-        "cohen": float(gaussian_l2_radius(vote, 1.0)),
+        VOTE: float(gaussian_l2_radius(vote, 1.0)),
     }
     down = 1 - 1e-12  # rounding of the products below
     sizes = {

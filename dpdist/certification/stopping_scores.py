@@ -87,7 +87,6 @@ class TargetScores(OfHiddenNoise):
 
     @model_validator(mode="after")
     def _targets(self) -> Self:
-        require(self.n >= 2, "n", "at least 2 by expected scores")
         require(bool(self.radii), "radii", f"given when mode is {self.mode}")
         rising = all(a < b for a, b in zip(self.radii[:-1], self.radii[1:], strict=True))
         require(rising, "radii", "ascending")
@@ -174,7 +173,8 @@ class TargetScores(OfHiddenNoise):
         """The targets that expected scores passed: of the exact profile."""
         answer, size = table["prediction"].to_numpy(), table["radius"].to_numpy()
         norm = table["norm"][0].as_py()
-        return (CertifiedSizes("exact", norm, "exact profile, targets", answer, size, "-"),)
+        title = "exact profile, targets"
+        return (CertifiedSizes("exact", norm, title, answer, size, "-", votes=False),)
 
     @classmethod
     def rebound(cls, table: pa.Table, alpha: float) -> tuple[list[dict[str, Any]], dict[str, Any]]:

@@ -105,7 +105,8 @@ def probe(assignment: Assignment) -> ClassifierSpec:
         raise ValueError("its outputs are not finite numbers (did the training diverge?)")
     if found := mixing(network, batch):
         raise ValueError(f"it looks at its batch: {found}; no certificate holds for such a model")
-    spec, _ = choose(network, batch, assignment.settings.form)
+    settings = assignment.settings
+    spec, _ = choose(network, batch, settings.form, (settings.n0,))
     spec = replace(spec, generator=assignment.stream.name)
     return _with_bank(assignment, spec, logits) if _banked(assignment) else spec
 

@@ -98,8 +98,9 @@ def command(
     settings = Poisoning(models, partitions, sigma, start or 0, every or 1, max_inputs, seed, bag)
     _check_written(settings, folder, output, csv)
     folder.check_same_recipe(resolved)
-    records = len(check_trainable(resolved, recipe)[0])
-    _, plan = settings.training(resolved, records)
+    trained = settings.recipe_of(resolved)
+    records = len(check_trainable(trained, recipe)[0])
+    _, plan = settings.training(trained, records)
     poisoned = None if partitions else rule.poisoned(settings, plan, records)
     folder.begin(resolved)
     with pipeline.session(folder):
@@ -204,8 +205,9 @@ def _terms(votes: Votes, found: list[Withstands], plan: PrivacyPlan) -> list[tup
     from dpdist.privacy.poisoning import cost_of_votes
 
     bag = votes.settings.get("bag")
-    trusted = [("trusted", "data.public: whose hash lies there is no training record")]
-    public = trusted if votes.settings.get("data.public") else []
+    public = [("left out", "records whose input is a test input (data.drop_test_records)")]
+    if votes.settings.get("data.public"):
+        public.append(("trusted", "data.public: whose hash lies there is no training record"))
     error = ("error", f"alpha {found[0].alpha:g} each; of all together: {ERROR:g} (union bound)")
     certified = ("certified", "what the recipe says most often over its secret keys")
     if bag or found[0].alpha == 0:

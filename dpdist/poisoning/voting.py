@@ -1,6 +1,8 @@
 """Many models of one recipe vote: what a few poisoned training records cannot change.
 
 `Poisoning` says what is trained and asked; `dpdist.poisoning.certificates` what the votes certify.
+Training leaves out records whose input is a test input: a run that refused them instead could be
+stopped by inserting one.
 The votes of private models are private: all of them together cost the sum of their trainings.
 """
 
@@ -18,7 +20,7 @@ from dpdist.base.fields import check_hex_key
 from dpdist.bulk.evaluation import Evaluation, Subject
 from dpdist.poisoning.votes import TABLE, Votes, read_votes
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.runs.recipe import Recipe
+from dpdist.runs.recipe import Recipe, resolve
 
 if TYPE_CHECKING:
     from dpdist.poisoning.job import Voting
@@ -76,6 +78,19 @@ class Poisoning(Evaluation):
         chosen = range(self.start, count, self.every)
         return chosen if self.max_inputs is None else chosen[: self.max_inputs]
 
+    def recipe_of(self, recipe: Recipe) -> Recipe:
+        """Return the recipe that is trained: it leaves test records out. Raises UserError for one
+        that cannot."""
+        if recipe.data.drop_test_records:
+            return recipe
+        try:
+            return resolve(recipe, changes={"data.drop_test_records": True})
+        except UserError as error:
+            raise UserError(
+                f"{recipe.name}: nothing is withstood: one inserted copy of a test input stops its "
+                f"training, which cannot leave such records out ({error})"
+            ) from None
+
     def training(self, recipe: Recipe, records: int) -> tuple[Recipe, PrivacyPlan]:
         """Recipe and plan of every model; with partitions, of one of average size. records: how
         many there are.
@@ -90,6 +105,7 @@ class Poisoning(Evaluation):
         )
         from dpdist.training.teachers import plan_of_shard
 
+        recipe = self.recipe_of(recipe)
         for wrong, why in (
             (recipe.tune is not None, "a private search is no single training"),
             (recipe.planted is not None, "audit.kind: canaries plants records in this training"),
@@ -112,7 +128,8 @@ class Poisoning(Evaluation):
         from dpdist.poisoning.job import Voting
 
         records, test = subject.training(), subject.test
-        recipe, plan = self.training(subject.recipe, len(records))
+        asked = self.recipe_of(subject.recipe)
+        recipe, plan = self.training(asked, len(records))
         indices = self.indices(len(test))
         if not indices:
             raise UserError(f"{recipe.name}: no test input is chosen, of {len(test):,}")
@@ -127,7 +144,7 @@ class Poisoning(Evaluation):
                 "inputs": [indices.start, indices.stop, indices.step],
                 "seed_given": self.seed is not None,
                 **({} if self.bag is None else {"bag": self.bag}),
-                **subject.recipe.of_model,
+                **asked.of_model,
             },
         }
         labels = np.asarray(test.labels)[np.array(indices)]

@@ -41,13 +41,16 @@ class Place:
     kind: names it in tables and keys. certified_as: the kind of the place that a certificate of the
     same classifier names. random: whether there is noise at all. smoothing: standard deviation of
     the noise on the input, in input units; None where there is none. deeper: there is noise behind
-    the input that stays when the input is smoothed.
+    the input that stays when the input is smoothed. votes: whether the randomised classifier
+    answers with the class that most draws say; otherwise with that of the largest mean score, as
+    the certificates of the same noise do.
     """
 
     kind: ClassVar[str]
     certified_as: ClassVar[str]
     random: ClassVar[bool] = True
     deeper: ClassVar[bool] = False
+    votes: ClassVar[bool] = True
 
     @property
     def smoothing(self) -> float | None:
@@ -161,6 +164,7 @@ class BehindLayer(Place):
     module: str
     std: Tensor
     kind = certified_as = "hidden"
+    votes = False
 
     @property
     def scale(self) -> float:

@@ -65,12 +65,17 @@ def _same(table: AttackTable, other: CertificateTable) -> bool:
 
 
 def same_classifier(table: AttackTable, other: CertificateTable) -> bool:
-    """Whether the attacked classifier is the certified one: model, data, kind of noise and scale.
+    """Whether the attacked classifier is the certified one: model, data, kind of noise and scale,
+    and whether it answers by votes of draws or by their mean scores.
 
     Attacks smooth by Gaussian noise, and take a model's own noise, which is part of it.
     """
     if not _same(table, other):
         return False
+    return _same_noise(table, other) and table.votes == other.by_votes
+
+
+def _same_noise(table: AttackTable, other: CertificateTable) -> bool:
     return table.certified_as == other.attacked_as
 
 
@@ -80,5 +85,8 @@ def _note(table: AttackTable, other: CertificateTable, common: int) -> str:
         factor = ball_factor(other.norm, table.norm, table.numbers)
         note += f", {table.norm} size s by {other.norm} radius {factor:.4g} s"
     if not same_classifier(table, other):
-        note += "; of another classifier than the attacked one (smoothed by that noise)"
+        by = "smoothed by that noise"
+        if _same_noise(table, other):
+            by = "that answers by " + ("votes" if other.by_votes else "mean scores")
+        note += f"; of another classifier than the attacked one ({by})"
     return note

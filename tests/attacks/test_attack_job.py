@@ -8,13 +8,19 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from scipy import special, stats
+from support import split_minds
+from support.points import Points
 
 from dpdist import models
 from dpdist.attacks import job
+from dpdist.attacks.counting import MeanScores
+from dpdist.attacks.reading import read_attack
 from dpdist.attacks.settings import AttackSettings
 from dpdist.attacks.table import TABLE
 from dpdist.base.errors import UserError
-from dpdist.certification import classifier
+from dpdist.certification import betting, classifier
+from dpdist.certification.expected_score_bounds import SCORE_UNIT
 
 
 @dataclass(frozen=True)
@@ -208,6 +214,93 @@ def test_a_model_with_hidden_noise_is_attacked_with_it(here: None, tmp_path: Pat
     assert {row["n"] for row in found} == {200}
     # Random answers: not all draws agree everywhere.
     assert any(row["hits"] < 200 for row in found)
+
+
+POINTS = Points(4, count=16)
+
+
+def test_hidden_noise_answers_by_mean_scores(here: None, tmp_path: Path) -> None:
+    """As its certificates do: most draws say another class."""
+    split_minds.save(tmp_path / "model", POINTS.size)
+    settings = replace(SETTINGS, n=1000, labels="predicted")
+    job.attack_model(tmp_path / "model", POINTS, settings, tmp_path / "out", actors=1)
+    assert {row["prediction"] for row in rows(tmp_path / "out")} == {split_minds.SCORE}
+    found = read_attack(tmp_path / "out" / TABLE)
+    assert not found.votes and "mean scores" in found.classifier
+    # With noise on the input besides it is smoothed, and certified by votes.
+    smoothed = replace(settings, sigma=0.25, attacks=("fgsm",))
+    job.attack_model(tmp_path / "model", POINTS, smoothed, tmp_path / "votes", actors=1)
+    assert {row["prediction"] for row in rows(tmp_path / "votes")} == {split_minds.VOTE}
+    assert read_attack(tmp_path / "votes" / TABLE).votes
+    # Results of the other answers are not continued.
+    about = tmp_path / "out" / "settings.json"
+    about.write_text(about.read_text().replace('"answers": "mean scores",', ""))
+    with pytest.raises(UserError, match="answers was None, now 'mean scores'"):
+        job.attack_model(tmp_path / "model", POINTS, settings, tmp_path / "out", actors=1)
+
+
+def mean_scores(first: np.ndarray) -> MeanScores:
+    """Of draws that score the first of two classes so, in [0, 1]."""
+    scores = np.round(np.stack([first, 1 - first], axis=1) * SCORE_UNIT).astype(np.int64)
+    votes = np.bincount(scores.argmax(1), minlength=2)
+    return MeanScores(*betting.binned(scores), votes)
+
+
+def capital(scores: np.ndarray, mean: float) -> float:
+    """ln of the mean over all stakes of what bets on scores above the mean grow to."""
+    stakes = special.expit(np.linspace(-9, 7, 48))[:, None]
+    return float(special.logsumexp(np.log1p(stakes * (scores / mean - 1)).sum(1)) - np.log(48))
+
+
+@pytest.mark.parametrize("alpha", [0.001, 0.1])
+def test_mean_scores_are_apart_where_one_mean_is_refuted_for_both(alpha: float) -> None:
+    # Two classes, so three statements: at alpha / 3 each a mean is refuted as one above the first
+    # class's and below the second's, by symmetry 1/2. Scores at ends of bins are not moved.
+    ends = betting.ENDS / SCORE_UNIT
+    high, low = ends[40], ends[len(ends) - 41]
+    seen = {0: 0, 1: 0, -1: 0}
+    for hits in range(101):
+        first = np.repeat([high, low], [hits, 100 - hits])
+        found = mean_scores(first)
+        assert found.largest == (0 if hits >= 50 else 1)
+        ahead = first if found.largest == 0 else 1 - first
+        clear = capital(ahead, 0.5) > np.log(3 / alpha)
+        assert found.predict(alpha) == (found.largest if clear else -1), hits
+        seen[found.predict(alpha)] += 1
+    assert min(seen.values()) >= 2
+
+
+def test_mean_scores_name_another_class_no_more_often_than_allowed() -> None:
+    # Exact: scores 0 and 1 with equal means, where any class at all may be the wrong one.
+    chance = {k: float(stats.binom.pmf(k, 60, 0.5)) for k in range(61)}
+    named = sum(
+        p for k, p in chance.items()
+        if mean_scores(np.repeat([1.0, 0.0], [k, 60 - k])).predict(0.2) >= 0
+    )  # fmt: skip
+    assert 0 < named <= 0.2
+
+
+def test_votes_are_tested_at_the_error_that_is_stated(here: None, tmp_path: Path) -> None:
+    """Of two classes the hits say whether PREDICT may answer."""
+    spec = models.ModelSpec("linear", (4,), 2)
+    model = models.initialise(spec, 0)
+    layer = next(m for m in model.modules() if isinstance(m, torch.nn.Linear))
+    with torch.no_grad():
+        layer.weight.zero_()
+        layer.weight[1, 0], layer.bias[:] = 5.0, 0.0
+    models.save(model, spec, tmp_path / "model")
+    data = Points(4, count=60, near=0.0, far=0.08)
+    settings = AttackSettings(
+        norm="l2", sizes=(0.05,), attacks=("fgsm",), sigma=0.25, n=200, alpha=0.05, seed="1"
+    )
+    job.attack_model(tmp_path / "model", data, settings, tmp_path / "out", actors=1)
+    seen = {True: 0, False: 0}
+    for row in rows(tmp_path / "out"):
+        decided = stats.binomtest(row["hits"], 200).pvalue <= settings.alpha
+        assert (row["prediction"] >= 0) == decided
+        seen[bool(decided)] += 1
+    assert min(seen.values()) >= 20
+    assert any(112 <= row["hits"] < 115 for row in rows(tmp_path / "out"))  # between 0.1 and 0.05
 
 
 def test_predicted_labels_are_those_of_the_clean_input(

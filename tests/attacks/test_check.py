@@ -9,6 +9,7 @@ import pyarrow as pa
 import pytest
 import torch
 from scipy import stats
+from support import split_minds
 from support.certificates import check_certificates
 from support.points import Points
 
@@ -16,7 +17,7 @@ from dpdist import models
 from dpdist.attacks.check import plausibility
 from dpdist.attacks.settings import AttackSettings
 from dpdist.base.errors import UserError
-from dpdist.certification import job
+from dpdist.certification import job, reading
 from dpdist.certification import table as certificates
 from dpdist.certification.cohen import Cohen
 from dpdist.certification.scores import ExpectedScores
@@ -155,6 +156,54 @@ def test_a_claimed_column_is_attacked_in_place_of_the_radius(noisy, tmp_path: Pa
         assert stored["certificates"] == f"claimed {claim}"
     with pytest.raises(UserError, match="no column magic_l2 in the table"):
         check_certificates(model, POINTS, claimed, ATTACK, tmp_path / "x", claim="magic_l2")
+
+
+@pytest.fixture(scope="module")
+def split(here: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Certified by scores and by counts: votes and mean scores are of two classes."""
+    folder = tmp_path_factory.mktemp("split")
+    split_minds.save(folder / "model", POINTS.size)
+    for bound in ("hoeffding", "counts"):
+        settings = ExpectedScores(n=2000, n0=1000, alpha=0.01, seed="1", batch=500, bound=bound)  # type: ignore[arg-type]
+        job.certify(folder / "model", POINTS, settings, folder / bound, actors=1)
+        found = reading.read(folder / bound / job.TABLE)
+        assert set(found.sizes_of("cohen", "l2").answer) == {split_minds.VOTE}
+        assert set(found.prediction) == {
+            getattr(split_minds, "VOTE" if bound == "counts" else "SCORE")
+        }
+    return folder
+
+
+@pytest.mark.parametrize("bound", ["hoeffding", "counts"])
+@pytest.mark.parametrize("claim", [None, "exact_l2", "cohen_l2", "as_printed_linf"])
+def test_a_claim_is_held_against_its_own_classifier(
+    split: Path, tmp_path: Path, bound: str, claim: str | None
+) -> None:
+    # All are true here (as printed too: one hidden unit). Held against the other classifier every
+    # certificate of an input is contradicted.
+    _, verdict = check_certificates(
+        split / "model", POINTS, split / bound / job.TABLE, ATTACK, tmp_path, actors=1, claim=claim
+    )
+    assert verdict.contradictions == 0 and verdict.plausible
+    about = json.loads((tmp_path / "settings.json").read_text())
+    other = (bound, claim) in (("hoeffding", "cohen_l2"), ("counts", "as_printed_linf"))
+    assert ("answers" in about) == other
+
+
+@pytest.mark.parametrize(("bound", "claim"), [("hoeffding", "cohen_l2"), ("counts", "exact_l2")])
+def test_false_claims_of_votes_are_caught(
+    split: Path, tmp_path: Path, bound: str, claim: str
+) -> None:
+    # The boundary of the vote lies 6.33 away; twice that is claimed.
+    table = certificates.read(split / bound / job.TABLE)
+    rows = [{**row, claim: 12.0} for row in table.to_pylist()]
+    path = tmp_path / "claimed" / "certificates.parquet"
+    certificates.write(certificates.build(rows, certificates.about(table), table.schema), path)
+    found, verdict = check_certificates(
+        split / "model", POINTS, path, ATTACK, tmp_path / "check", actors=1, claim=claim
+    )
+    assert not verdict.plausible and verdict.contradictions == POINTS.count
+    assert {row["prediction"] for row in found.to_pylist()} == {split_minds.SCORE}
 
 
 @pytest.mark.parametrize(

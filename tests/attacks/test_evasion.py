@@ -221,6 +221,24 @@ def test_scores_put_success_before_loss() -> None:
     assert kept.max() < 1 <= fooled.min()
 
 
+def test_by_mean_scores_the_target_is_to_score_less_than_another() -> None:
+    # Two of three draws say class 0 narrowly, one class 1 surely: by votes the second point is
+    # better for the attack, by mean scores the first.
+    model = nn.Linear(1, 2)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[0.0], [1.0]]))
+        model.bias.zero_()
+    x, targets = torch.tensor([[0.0], [0.2]]), torch.tensor([0, 0])
+    normals = torch.tensor([[-0.1], [-0.1], [9.0], [0.01], [0.01], [-9.0]])
+    votes, scores = (
+        success_score(RandomisedClassifier(model, OnInput(1.0), by), x, targets, normals)
+        for by in (None, False)
+    )
+    p = torch.softmax(model(x.repeat_interleave(3, 0) + normals).double(), 1).view(2, 3, 2).mean(1)
+    assert scores == pytest.approx((p[:, 1] - p[:, 0]).detach().numpy())
+    assert votes[1] > votes[0] and scores[0] > scores[1]
+
+
 @pytest.mark.parametrize("noise", [None, OnInput(0.3)])
 @pytest.mark.parametrize("name", ATTACKS)
 def test_an_input_is_attacked_alike_in_any_company(name: str, noise) -> None:

@@ -68,6 +68,18 @@ def test_a_model_that_looks_at_its_batch_is_not_certified() -> None:
         require_logits(Counted(BatchMean(), Nowhere(), 2, inputs))
 
 
+class OwnRows(Threshold):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.view(len(x), -1).view(-1, 1, 2, 2))
+
+
+@pytest.mark.parametrize("n0", [1, 100, 250, 1000])
+def test_a_form_is_chosen_for_all_rows_that_are_executed(n0: int) -> None:
+    # A trace holds the number of rows that it was made at.
+    it = Predictor(OwnRows(), Cohen(sigma=0.25, n=2000, n0=n0, form="frozen"), 2, (1, 2, 2))
+    assert it.certify(torch.full((1, 2, 2), 0.75)).prediction == 1
+
+
 def test_two_predictors_do_not_share_noise() -> None:
     x = torch.full((1, 2, 2), 0.6)
     counts = {predictor().certify(x).k for _ in range(4)}

@@ -96,6 +96,63 @@ def test_other_results_do_not_merge() -> None:
         merge([])
 
 
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"data": "other"}, "data"),
+        ({"model": "other"}, "model"),
+        ({"settings": {"sigma": 0.5, "n0": 50}}, "n0"),
+        ({"settings": {"sigma": 0.5, "noise_bank": True}}, "noise_bank"),
+        ({"classifier": {**CLASSIFIER, "form": "eager"}}, "classifier.form"),
+        ({"classifier": {**CLASSIFIER, "device": "cuda"}}, "classifier.device"),
+        ({"rebound_bound": "counts"}, "rebound_bound"),
+    ],
+)
+def test_shares_of_one_certification_differ_in_their_inputs_alone(
+    change: dict[str, Any], named: str
+) -> None:
+    first, second = half(0), half(1)
+    about = tables.about(second)
+    for name, value in change.items():
+        more = about["settings"] if name == "settings" else {}
+        about[name] = {**more, **value} if isinstance(value, dict) else value
+    rows = [{**row, "n0": 50} if named == "n0" else row for row in second.to_pylist()]
+    other = tables.build(rows, about)
+    assert shares([first, other]) == [] and apart([first, other])[0][2] == [named]
+    with pytest.raises(UserError, match=f"cannot merge results that differ in {named}$"):
+        merge([first, other])
+    assert shares([first, second]) == [[0, 1]]
+
+
+def test_shown_radii_keep_no_shares_apart() -> None:
+    """No count depends on them; decided radii are another matter."""
+    parts = [half(0, settings={"radii": [0.5, 0.1]}), half(1, settings={"radii": [0.25]}), half(1)]
+    assert shares(parts[:2]) == [[0, 1]] and shares(parts) == [[0, 1, 2]]
+    whole = merge(parts)
+    assert whole.num_rows == 4 and reading.of(whole).radii == (0.1, 0.25, 0.5)
+    assert "radii" not in tables.about(merge([half(0), half(1)]))["settings"]
+    for mode in ("target", "anytime"):
+        decided = []
+        for start, radius in enumerate((0.25, 0.5)):
+            part = make(HISTOGRAMS[start::2], LABELS[start::2], mode, start=start, every=2)
+            about = tables.about(part)
+            about["settings"] = {**about["settings"], "mode": mode, "radii": [radius]}
+            decided.append(tables.build(part.to_pylist(), about))
+        assert shares(decided) == [] and apart(decided)[0][2] == ["radii"]
+        with pytest.raises(UserError, match="cannot merge results that differ in radii"):
+            merge(decided)
+
+
+def test_certified_accuracy_is_of_all_inputs() -> None:
+    # Right and certified: the first two of four. The third abstains, the last is wrong.
+    found = reading.of(make(HISTOGRAMS, LABELS))
+    assert found.certified_accuracy(0.0) == 0.5 and found.abstained == 0.25
+    radii = found.radius[:2]
+    assert found.certified_accuracy(float(radii.max())) == 0.25
+    assert found.average_radius == pytest.approx(radii.sum() / 4)
+    assert found.certified_accuracy(0.0, "cohen", "l2") == 0.5
+
+
 def test_one_table_states_one_alpha() -> None:
     table = make(HISTOGRAMS, LABELS)
     rows = table.to_pylist()

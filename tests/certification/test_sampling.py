@@ -213,6 +213,36 @@ def test_a_number_that_is_none_is_no_tie() -> None:
     assert differing_rows(logits, torch.tensor([1, 1])) == 0
 
 
+def test_one_answer_is_none_to_several_rows() -> None:
+    with pytest.raises(ValueError, match="answers to"):
+        differing_rows(torch.tensor([[1.0, 0.0], [2.0, 0.0]]), torch.tensor([0]))
+
+
+class OwnRows(nn.Module):
+    """Flattens by the number of rows, which a trace takes for a constant."""
+
+    def __init__(self, ones: bool = False) -> None:
+        super().__init__()
+        self.ones = ones  # the wrong rows are no error either
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.view(len(x), -1)
+        return rows[:, :3] * 1.0 if self.ones else rows @ torch.eye(4)[:, :3]
+
+
+@pytest.mark.parametrize("ones", [False, True])
+def test_a_trace_of_one_batch_size_is_refused(ones: bool) -> None:
+    model, batch = OwnRows(ones), torch.randn(64, 1, 2, 2)
+    assert choose(model, batch)[0].form == "frozen"
+    for rows in ((64, 16), (64, 256), (64, 1)):
+        for asked in (None, "frozen"):
+            spec, classify = choose(model, batch, asked, rows)
+            assert spec.form != "frozen" and spec.notes[0].startswith("frozen: cannot be built")
+            for count in rows:
+                inputs = torch.randn(count, 1, 2, 2)
+                assert torch.equal(classify(inputs), model(inputs).argmax(1))
+
+
 def test_forms_have_one_list_of_names() -> None:
     assert set(get_args(FormName)) == set(executed.FORMS)
     with pytest.raises(UserError, match=r"form: .*'frozen'"):

@@ -16,6 +16,7 @@ from dpdist import models
 from dpdist.base.errors import UserError
 from dpdist.certification import job, reading, scores, table
 from dpdist.certification.catalogue import settings_of
+from dpdist.certification.certificate import join, totals
 from dpdist.certification.cohen import Cohen
 from dpdist.certification.expected import expected_log_scores
 from dpdist.certification.expected_score_bounds import SCORE_UNIT, Sensitivity
@@ -319,3 +320,21 @@ def test_sizes_scale_with_noise_over_norm() -> None:
         assert two[name] == pytest.approx(6 * one[name])
         if name.endswith("_l2"):
             assert one[name] == pytest.approx(10 * one[name.replace("_l2", "_linf")])
+
+
+@pytest.mark.parametrize("more", [{}, {"bound": "betting"}, {"mode": "target-scores"}])
+def test_sums_of_squares_are_no_larger_than_their_columns(more: dict[str, object]) -> None:
+    section = {"radii": (0.1,), **more}
+    most = 2**23 - 1
+    settings = settings_of({**section, "n": most})
+    # All scores are 1, in two parts: what is added up and stored is int64.
+    halves = [
+        {name: [draws * SCORE_UNIT**power] for name, power in (("sums", 1), ("squares", 2))}
+        for draws in (most // 2, most - most // 2)
+    ]
+    total = totals([join(*halves)], "squares")
+    assert total.tolist() == [most * SCORE_UNIT**2] and total.dtype == np.int64
+    assert settings.n == most
+    for n in (most + 1, 10**9, 1):
+        with pytest.raises(UserError, match=r"certify\.n: must be"):
+            settings_of({**section, "n": n})

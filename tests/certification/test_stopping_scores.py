@@ -181,7 +181,7 @@ def test_a_table_of_targets(here: None, model_folder: Path, tmp_path: Path) -> N
         broken[passed][column] = forged
         with pytest.raises(UserError, match="not targets of the selected class"):
             TargetScores.check(table.from_pylist(broken, schema=table.schema), "x")
-    with pytest.raises(UserError, match=r"certify\.n: must be at least 2 by expected scores"):
+    with pytest.raises(UserError, match=r"certify\.n: must be >= 2, got 1"):
         settings_of({**settings.model_dump(mode="json"), "n": 1})
 
 

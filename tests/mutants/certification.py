@@ -275,7 +275,7 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/certification/scores.py", "reports/test_reading_runs",
-        ('        answers["cohen"] = table["selected"].to_numpy()\n', "",
+        ('        answers[VOTE] = table["selected"].to_numpy()\n', "",
          "the vote is read with the scores' class"),
     ),
     *group(
@@ -549,5 +549,104 @@ FAULTS: list[Fault] = [
             "self._units.key(None, ESTIMATE, block), rows",
             "selection has the estimate's noise",
         ),
+    ),
+    *group(
+        "dpdist/certification/stopping.py", "certification/test_stated_error",
+        ("TargetTest(hypotheses, self.alpha, looks, FUTILE)",
+         "TargetTest(hypotheses, self.alpha * len(hypotheses), looks, FUTILE)",
+         "each target radius spends the whole error"),
+        ("return predict(self.counts(counter, x, index, batch), self.alpha)",
+         "return predict(self.counts(counter, x, index, batch), 2 * self.alpha)",
+         "sequential kinds predict at twice the error"),
+        ('self.bound(partial["k"], partial["n"], self.alpha)', 'self.bound(partial["k"], partial["n"], 2 * self.alpha)',
+         "a confidence sequence at twice the error"),
+    ),
+    *group(
+        "dpdist/certification/cohen.py", "certification/test_stated_error",
+        ("two_sided_p_value(first, first + second) <= alpha else", "two_sided_p_value(first, first + second) <= 2 * alpha else",
+         "PREDICT at twice the error"),
+    ),
+    *group(
+        "dpdist/certification/betting.py", "certification/test_stated_error",
+        ("lower[selected] = lower_bound(weights, ENDS / SCORE_UNIT, 1 - confidence)",
+         "lower[selected] = lower_bound(weights, ENDS / SCORE_UNIT, 2 * (1 - confidence))",
+         "the one-sided bound at twice the error"),
+        ("(1 - confidence) / (2 * len(counts)), ENDS", "(1 - confidence) / len(counts), ENDS",
+         "one side of the bets is not paid for"),
+    ),
+    *group(
+        "dpdist/certification/stopping_scores.py", "certification/test_stated_error",
+        ("LeadTest(self.hypotheses(place), self.alpha)", "LeadTest(self.hypotheses(place), self.alpha * len(self.radii))",
+         "each target of scores spends the whole error"),
+    ),
+    *group(
+        "dpdist/certification/certificate.py", "certification/test_stated_error",
+        ("if n is not None and total.sum() != n:", "if False:", "counts of another number of draws certify"),
+    ),
+    *group(
+        "dpdist/certification/rebound.py", "certification/test_rebound",
+        ('"model": note["model"], "data": note["data"], "alpha"', '"model": note["model"], "alpha"',
+         "shares of different data merge"),
+        ('    rebound = {name: note.get(name) for name in ("rebound_alpha", "rebound_bound")}',
+         '    rebound = {name: note.get(name) for name in ("rebound_alpha",)}', "shares by different bounds merge"),
+    ),
+    *group(
+        "dpdist/certification/reading.py", "certification/test_rebound",
+        ("return float(np.mean(self.certified(certificate, norm) >= size))",
+         "return float(np.mean((self.certified(certificate, norm) >= size)[self.prediction != ABSTAIN]))",
+         "abstentions are left out of certified accuracy"),
+        ("return float(np.mean(np.maximum(self.certified(), 0.0)))",
+         "return float(np.mean(np.maximum(self.certified(), 0.0)[self.correct]))", "the average radius is of right answers"),
+    ),
+    *group(
+        "dpdist/certification/scores.py", "attacks/test_check",
+        ("*by, votes=counted or name == VOTE)", "*by, votes=counted)", "a claim of the vote is held against mean scores"),
+        ("size, label=label, holds=False, votes=False", "size, label=label, holds=False",
+         "a claim of mean scores is held against votes"),
+        ("        if votes == (self.bound == COUNTS):\n", "        if True:\n", "attacked points are certified as the radius is, whatever is claimed"),
+    ),
+    *group(
+        "dpdist/attacks/worker.py", "attacks/test_attack_job",
+        ("if self._assignment.counted.by_votes:", "if True:", "hidden noise is attacked by votes, and certified by mean scores"),
+        ("predict(histogram, 1.0 if alpha is None else alpha)", "predict(histogram, 1.0 if alpha is None else 2 * alpha)",
+         "attacked answers at twice the error"),
+    ),
+    *group(
+        "dpdist/attacks/counting.py", "attacks/test_attack_job",
+        ("self.largest, alpha / (len(self.bins) + 1)", "self.largest, 2 * alpha / (len(self.bins) + 1)", "mean scores are told apart at twice the error"),
+        ("return label if ahead else ABSTAIN", "return label",
+         "mean scores never abstain"),
+    ),
+    *group(
+        "dpdist/attacks/job.py", "attacks/test_attack_job",
+        ("({} if by_votes else {tables.ANSWERS: tables.MEAN_SCORES})", "{}", "tables do not say that answers are mean scores"),
+    ),
+    *group(
+        "dpdist/reports/attacks.py", "reports/test_reading_runs",
+        ("_same_noise(table, other) and table.votes == other.by_votes", "_same_noise(table, other)",
+         "votes and mean scores count as one classifier"),
+    ),
+    *group(
+        "dpdist/adversary/randomised.py", "attacks/test_evasion",
+        ("if not classifier.votes:", "if False:", "restarts against mean scores are chosen by votes"),
+    ),
+    *group(
+        "dpdist/certification/worker.py", "certification/test_predict",
+        ("settings.form, (settings.n0,))", "settings.form)", "a form is tried at one of the batch sizes that are executed"),
+    ),
+    *group(
+        "dpdist/certification/classifier.py", "certification/test_sampling",
+        ("others = [size for size in dict.fromkeys(rows) if size != batch]", "others: list[int] = []",
+         "a trace of one batch size is chosen for several"),
+        ("    if answer.shape != own.shape:\n", "    if False:\n", "answers to other rows are compared"),
+    ),
+    *group(
+        "dpdist/certification/scores.py", "certification/test_scores",
+        ("MOST_DRAWS = 2**63 // SCORE_UNIT**2 - 1", "MOST_DRAWS = 10**9", "sums of squares overflow"),
+    ),
+    *group(
+        "dpdist/certification/rebound.py", "certification/test_rebound",
+        ("*_ASKED, *found.kind.free}", "*_ASKED}", "shares that show other radii are kept apart"),
+        ("*_ASKED, *found.kind.free}", '*_ASKED, "radii"}', "shares that decide other radii merge"),
     ),
 ]  # fmt: skip

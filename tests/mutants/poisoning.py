@@ -68,4 +68,16 @@ FAULTS: list[Fault] = [
         VOTES,
         ("private: ClassVar[bool] = True", "private: ClassVar[bool] = False", "votes are published"),
     ),
+    *group(
+        "dpdist/poisoning/voting.py", "poisoning/test_poisoning",
+        ("        if recipe.data.drop_test_records:\n", "        if True:\n", "one inserted copy of a test input stops the training"),
+        ('            (recipe.planted is not None, "audit.kind: canaries plants records in this training"),\n', "",
+         "planted records vote"),
+        ('                "seed_given": self.seed is not None,\n', "", "a given seed is not told apart from a secret one"),
+    ),
+    *group(
+        "dpdist/privacy/poisoning.py", "privacy/test_poisoned poisoning/test_poisoning",
+        ("            worst = max(worst, kept)\n", "            worst = max(0.0, kept) if worst == 0.0 else min(worst, kept)\n",
+         "the easiest mix of removed and inserted records"),
+    ),
 ]  # fmt: skip

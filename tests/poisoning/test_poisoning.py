@@ -11,6 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.numpy import load as load_tensors
@@ -363,6 +365,24 @@ def test_teachers_cannot_vote_themselves() -> None:
         Poisoning().training(recipe, 1100)
     plain, _ = Poisoning(partitions=True).training(recipe, 1100)
     assert plain.privacy.noise_multiplier == 0
+    audited = load(find("digits-dpal-audited"))
+    assert audited.planted is not None
+    for how in (Poisoning(), Poisoning(partitions=True), Poisoning(bag=10)):
+        with pytest.raises(UserError, match="canaries plants records in this training"):
+            how.training(audited, 1100)
+
+
+def test_votes_of_a_given_seed_are_told_apart(tmp_path: Path) -> None:
+    """Whoever gave it could have tried others: a table says which it is of, and so does the job."""
+    recipe = recipe_of(tmp_path)
+    source = source_of(recipe)
+    subject: Any = SimpleNamespace(
+        training=lambda: training_data(recipe, source), test=evaluation_data(recipe, source),
+        recipe=recipe,
+    )  # fmt: skip
+    given, secret = (Poisoning(2, seed=s).work(subject).identity() for s in (SEED, None))
+    assert given["settings"].pop("seed_given") and not secret["settings"].pop("seed_given")
+    assert given == secret and SEED not in json.dumps(given)
 
 
 def test_public_records_are_trusted() -> None:
@@ -374,6 +394,64 @@ def test_public_records_are_trusted() -> None:
         assert "data.public" in dict(_terms(told, found, PLAN))["trusted"]
     exact = [by_partitions(votes)]
     assert "data.public" in dict(_terms(told, exact, PLAN))["trusted"]
+
+
+def write_points(folder: Path, copied: int) -> None:
+    """Two classes in the plane; so many of the test inputs are training records too, under the
+    other label."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(0)
+    splits = {name: rng.random((count, 2)) for name, count in (("train", 60), ("test", 12))}
+    labels = {name: (x[:, 0] > 0.5).astype(int) for name, x in splits.items()}
+    x = np.concatenate([splits["train"], splits["test"][:copied]])
+    y = np.concatenate([labels["train"], 1 - labels["test"][:copied]])
+    for name, (inputs, wanted) in {
+        "train": (x, y), "test": (splits["test"], labels["test"])
+    }.items():  # fmt: skip
+        table = pa.table({"a": inputs[:, 0], "b": inputs[:, 1], "label": wanted})
+        pq.write_table(table, folder / f"{name}.parquet")
+
+
+@pytest.mark.parametrize(
+    "how", [(), ("--partitions",), ("--bag", 10)], ids=["private", "partitions", "bags"]
+)
+def test_a_copy_of_a_test_input_stops_nothing_and_changes_nothing(
+    run: Any, tmp_path: Path, how: tuple[Any, ...]
+) -> None:
+    data = {
+        "name": "mine",
+        "root": str(tmp_path),
+        "classes": 2,
+        "columns": {"features": ["a", "b"]},
+    }
+    (tmp_path / "x.yaml").write_text(
+        json.dumps({
+            "name": "x", "data": data, "model": {"name": "linear"},
+            "privacy": {"noise_multiplier": 2.0, "delta": 1e-3},
+            "training": {"batch_size": 20, "steps": 3, "learning_rate": 1.0},
+        })
+    )  # fmt: skip
+    said = []
+    for copied in (0, 1, 3):
+        write_points(tmp_path / "mine", copied)
+        asked = ("poison", "x.yaml", "--models", 4, "--select", 1, "--seed", SEED, *how[:2])
+        if how == ("--partitions",):
+            asked = ("poison", "x.yaml", "--models", 4, "--seed", SEED, *how)
+        done = run(*asked, "--changes", "0,1", "--runs", f"runs-{copied}")
+        assert done.code == 0, done.err
+        assert "records whose input is a test input" in done.out
+        (path,) = (tmp_path / f"runs-{copied}").rglob("votes.parquet")
+        said.append(path.read_bytes())
+    assert said[0] == said[1] == said[2]
+    # The training itself refuses what would be in its published scores.
+    done = run("train", "x.yaml", "--runs", "train")
+    assert done.code == 2 and "data.drop_test_records: true" in done.err
+
+
+def test_a_training_that_one_record_stops_withstands_nothing() -> None:
+    recipe = load(find("digits-noisy-records"))
+    with pytest.raises(UserError, match="nothing is withstood: one inserted copy of a test input"):
+        Poisoning().training(recipe, 1000)
 
 
 # ---- and poisoned records do not

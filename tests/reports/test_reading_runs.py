@@ -114,7 +114,9 @@ def test_comparison_tells_smoothing_noises_apart(tmp_path: Path) -> None:
     assert found[2].norm == "l1" and [row[2] for row in rows] == ["75.0"] * 3
 
 
-def attacks(path: Path, noise: dict[str, Any], predictions: dict[tuple[str, float], Any]) -> Path:
+def attacks(
+    path: Path, noise: dict[str, Any], predictions: dict[tuple[str, float], Any], **more: Any
+) -> Path:
     rows = [
         {"attack": name, "size": size, "index": i, "label": i // 3, "distance": 0.0,
          "prediction": p, "hits": 1, "n": 1}
@@ -125,7 +127,7 @@ def attacks(path: Path, noise: dict[str, Any], predictions: dict[tuple[str, floa
         "settings": {"norm": "l2", "sigma": noise.get("sigma"), "steps": 1, "restarts": 1,
                      "draws": 1, "n": 100, "alpha": 0.001},
         "noise": noise, "model": "m", "data": "d", "dataset": "points/test", "input_shape": [4],
-        "seed": "s",
+        "seed": "s", **more,
     }  # fmt: skip
     table = bulk.build_table(rows, attack_tables.SCHEMA, about, attack_tables.KEY)
     bulk.write_table(table, path)
@@ -197,10 +199,23 @@ def test_the_same_classifier_is_the_same_model_data_and_noise(
     assert not shown or ("another classifier" in found.notes[0]) == (not same)
 
 
-def test_hidden_noise_is_certified_by_its_scores(tmp_path: Path) -> None:
-    table = read_attack(attacks(tmp_path / "a" / "attacks.parquet", {"kind": "hidden"}, ANSWERS))
-    path = score_table(tmp_path / "c" / "certificates.parquet", "hoeffding", [0, 1, 0, 1])
-    assert same_classifier(table, reading.read(path))
+def test_hidden_noise_is_attacked_as_it_is_certified(tmp_path: Path) -> None:
+    """By votes or by mean scores: a certificate by the other is of another classifier."""
+    bounds: tuple[ScoreBound, ...] = ("hoeffding", "counts")
+    scores, votes = (
+        reading.read(score_table(tmp_path / bound / "certificates.parquet", bound, [0, 1, 0, 1]))
+        for bound in bounds
+    )
+    for by, same, other, named in (
+        ({"answers": "mean scores"}, scores, votes, "votes"),
+        ({}, votes, scores, "mean scores"),  # of earlier versions
+    ):
+        path = attacks(tmp_path / "a" / "attacks.parquet", {"kind": "hidden"}, ANSWERS, **by)
+        table = read_attack(path)
+        assert same_classifier(table, same) and not same_classifier(table, other)
+        (note,) = grid(table, [other]).notes
+        assert note.endswith(f"another classifier than the attacked one (that answers by {named})")
+        assert "mean scores" in table.classifier or not by
 
 
 def test_a_table_is_titled_by_its_settings_wherever_it_lies(tmp_path: Path) -> None:

@@ -1,0 +1,180 @@
+"""Each certificate spends the error that it states, measured with oracles of this file's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy import integrate, optimize, special, stats
+
+from dpdist.certification import betting
+from dpdist.certification.certificate import Certificate
+from dpdist.certification.cohen import Cohen, predict
+from dpdist.certification.expected_score_bounds import SCORE_UNIT, Sensitivity
+from dpdist.certification.noises import Gaussian
+from dpdist.certification.places import ScoredPlace, SmoothedPlace
+from dpdist.certification.sampling import Scores
+from dpdist.certification.scores import BettingScores, ExpectedScores
+from dpdist.certification.stopping import Anytime, TargetRadius
+from dpdist.certification.stopping_scores import TargetScores
+from dpdist.certification.two_class import TwoClass
+from dpdist.randomness import units
+
+SIGMA, ALPHA = 0.5, 0.05
+PLACE = SmoothedPlace(Gaussian(SIGMA))
+X = torch.zeros(1)
+
+
+class Coin:
+    """A counter whose class 0 has a known probability; the selection always finds it."""
+
+    def __init__(self, p: float, seed: int) -> None:
+        self.p, self.rng = p, np.random.default_rng(seed)
+
+    def histogram(
+        self, x: Any, index: int, stage: str, block: int, rows: int, draws: int
+    ) -> np.ndarray:
+        hits = draws if stage == units.SELECT else self.rng.binomial(draws, self.p)
+        return np.array([hits, draws - hits])
+
+
+@pytest.mark.parametrize("true", [0, 1, 2])
+def test_three_targets_share_one_error(true: int) -> None:
+    # The probability is that of one of three radii, which is then false and so are all larger ones.
+    # At most alpha = 5 % of 600 seeded runs may certify one: more than 54 (4.5 standard deviations)
+    # has probability below 1e-5. With the whole error for each radius about 90 do.
+    settings = TargetRadius(sigma=SIGMA, n=1000, n0=1, alpha=ALPHA, radii=(0.1, 0.2, 0.3))
+    p = float(stats.norm.cdf(settings.radii[true] / SIGMA))
+    wrong = 0
+    for seed in range(600):
+        partial = settings.work(Coin(p, seed), X, 0, 0, 1, 50, PLACE)
+        verdict = settings.verdict([partial], PLACE)
+        wrong += verdict.prediction == 0 and verdict.radius >= settings.radii[true]
+    assert wrong <= 54
+    assert wrong >= 9  # the error is used: fewer has probability below 1e-5 at 3.5 %
+
+
+def test_a_confidence_sequence_ends_where_the_evidence_is_one_over_alpha() -> None:
+    # The likelihood ratio against p, averaged over (p, 1) by quadrature.
+    hits, draws = 880, 1000
+
+    def evidence(p: float) -> float:
+        def ratio(q: float) -> float:
+            logs = hits * np.log(q / p) + (draws - hits) * np.log((1 - q) / (1 - p))
+            return float(np.exp(logs) / (1 - p))
+
+        return integrate.quad(ratio, p, 1, points=[hits / draws], limit=200)[0]
+
+    settings = Anytime(sigma=SIGMA, n=draws, alpha=ALPHA)
+    partial = {"selected": 0, "k": hits, "n": draws, "looks": 1}
+    bound = settings.verdict([partial], PLACE).p_lower
+    expected = optimize.brentq(lambda p: np.log(evidence(p) * ALPHA), 0.7, 0.88)
+    assert bound == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("alpha", [0.001, 0.03, 0.2])
+def test_predict_is_a_two_sided_test_at_alpha(alpha: float) -> None:
+    answered = 0
+    for second in range(41):
+        for first in range(second, 41):
+            if first == 0:
+                continue
+            exact = stats.binomtest(first, first + second).pvalue
+            label = predict(np.array([second, first, 0]), alpha)
+            assert label == (1 if exact <= alpha else -1), (first, second)
+            answered += label == 1
+    assert answered > 100
+
+
+@pytest.mark.parametrize("kind", [Cohen, TargetRadius, Anytime, TwoClass])
+def test_labels_are_predicted_at_the_certificates_own_error(kind: type[Certificate]) -> None:
+    more = {"radii": (0.1,)} if kind is TargetRadius else {}
+    settings: Any = kind(sigma=SIGMA, n=200, n0=1, alpha=ALPHA, **more)  # type: ignore[call-arg]
+    for hits, label in ((115, 0), (114, -1)):  # p values 0.040 and 0.056
+        assert (stats.binomtest(hits, 200).pvalue <= ALPHA) == (label == 0)
+        counter = Coin(0.5, 0)
+        counter.rng = None  # type: ignore[assignment]
+        counter.histogram = lambda *_, hits=hits: np.array([hits, 200 - hits])  # type: ignore[method-assign]
+        assert settings.label(counter, X, 0, 200, PLACE) == label
+
+
+def capital(scores: np.ndarray, mean: float) -> float:
+    """The mean over the stakes of what a bet on scores above the mean has grown to."""
+    grown = []
+    for place in np.linspace(-9, 7, 48):
+        stake = 1 / (1 + np.exp(-place))
+        grown.append(np.sum(np.log(1 - stake + stake * scores / mean)))
+    return float(np.exp(special.logsumexp(grown)) / len(grown))
+
+
+def test_one_sided_bets_are_at_the_whole_error_and_no_more() -> None:
+    # Scores at ends of bins, so that nothing is moved: the capital against the bound is 1 / alpha.
+    rng = np.random.default_rng(0)
+    ends = betting.ENDS[rng.integers(40, len(betting.ENDS), 200)]
+    scores = np.stack([ends, SCORE_UNIT - ends], axis=1)
+    found = betting.one_score_bound(*betting.binned(scores), 0, 1 - ALPHA)
+    assert capital(ends / SCORE_UNIT, found.p_a) == pytest.approx(1 / ALPHA, rel=1e-6)
+    assert found.lower[1] == 0 and found.p_b == pytest.approx(1 - found.p_a)
+
+
+def test_two_sided_bets_share_the_error_among_classes_and_sides() -> None:
+    rng = np.random.default_rng(1)
+    ends = betting.ENDS[rng.integers(40, len(betting.ENDS), 200)]
+    scores = np.stack([ends, SCORE_UNIT - ends], axis=1)
+    found = betting.score_bounds(*betting.binned(scores), 1 - ALPHA)
+    share = ALPHA / 4  # two classes, two sides
+    for k in range(2):
+        own = scores[:, k] / SCORE_UNIT
+        assert capital(own, found.lower[k]) == pytest.approx(1 / share, rel=1e-6)
+        assert capital(1 - own, 1 - found.upper[k]) == pytest.approx(1 / share, rel=1e-6)
+
+
+class SureLead:
+    """A counter of expected scores that are always 1 for class 0."""
+
+    def histogram(self, *_: Any) -> np.ndarray:
+        return np.array([1, 0])
+
+    def block(
+        self, x: Any, index: int, block: int, rows: int, draws: int, binned: bool, leader: int
+    ) -> Scores:
+        scores = np.array([[SCORE_UNIT, 0]] * draws)
+        bins = betting.binned(betting.leads(scores, leader))
+        return Scores(scores.sum(0), scores.sum(0), np.array([draws, 0]), draws, *bins)
+
+
+def test_targets_of_scores_share_one_error() -> None:
+    # Every lead is 1: with a draw a look the last radius passes at the first number of draws at
+    # which its own capital is 1 / alpha.
+    settings = TargetScores(n=1000, n0=1, alpha=ALPHA, radii=(0.1, 0.2, 0.3), mode="target-scores")
+    place = ScoredPlace(1.0, Sensitivity(1.0, 1.0, 1.0))
+    partial = settings.work(SureLead(), X, 0, 0, 1, 1, place)  # type: ignore[arg-type]
+    mean = float(stats.norm.cdf(0.3))
+    needed = next(n for n in range(1, 1000) if capital(np.ones(n), mean) >= 1 / ALPHA)
+    assert (partial["passed"], partial["n"]) == (3, needed)
+
+
+CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "fixed": (Cohen(sigma=SIGMA, n=100), {}),
+    "two-class": (TwoClass(sigma=SIGMA, n=100), {}),
+    "scores": (ExpectedScores(n=100), {"sums": [90 * SCORE_UNIT, 0], "squares": [0, 0]}),
+    "betting": (
+        BettingScores(n=100),
+        {"sums": [0, 0], "squares": [0, 0], "bins": [0] * 2 * betting.BINS,
+         "excess": [0] * 2 * betting.BINS},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("counted", [99, 101, 200])
+@pytest.mark.parametrize("mode", CASES)
+def test_counts_of_another_number_of_draws_certify_nothing(mode: str, counted: int) -> None:
+    settings, more = CASES[mode]
+    partials = [
+        {"selected": 0, "histogram": [60, 0], **more},
+        {"histogram": [counted - 60, 0], **{name: [0] * len(v) for name, v in more.items()}},
+    ]
+    with pytest.raises(ValueError, match=f"{counted} draws counted instead of 100"):
+        settings.verdict(partials, PLACE)
