@@ -15,6 +15,7 @@ from dpdist.certification.classifier import (
     check_digest,
     choose,
 )
+from dpdist.certification.reexecution import Reexecution, RowChoice
 from dpdist.certification.sampling import Counter, Randomness, counter
 from dpdist.models import mixing
 from dpdist.randomness.places import NoiseCut, Place
@@ -30,7 +31,8 @@ class Counted:
 
     inputs: float32 (N, ...), some inputs on which every worker must answer alike. spec: the
     executed form, fixed before counting, of the network behind the noise when that is hidden; until
-    then, one whose form and batch it is to have.
+    then, one whose form and batch it is to have. choice: of the counted rows that are executed
+    again (`dpdist.certification.reexecution`); None: none.
     """
 
     model: nn.Module
@@ -38,6 +40,7 @@ class Counted:
     classes: int
     inputs: np.ndarray
     spec: ClassifierSpec | None = None
+    choice: RowChoice | None = None
 
     @property
     def cut(self) -> NoiseCut:
@@ -63,7 +66,6 @@ def require_logits(counted: Counted) -> None:
             f"{expected}"
         )
     if not bool(torch.isfinite(logits).all()):
-        # The argmax of NaN is a constant, which no attack would change.
         raise UserError(
             "the model cannot be attacked: its outputs are not finite numbers (did the training "
             "diverge?)"
@@ -84,29 +86,35 @@ class Counters:
             raise ValueError("nothing is random, or the executed form is not fixed")
         self._counted, self._source, spec = counted, source, counted.spec
         self._cut = counted.cut
-        network, batch = _executed(counted, self._cut, source, spec.batch)
-        shapes = [(rows, *batch.shape[1:]) for rows in dict.fromkeys((spec.batch, *blocks))]
-        self._executed = ExecutedClassifier(network, spec.form, shapes)
-        if check_digest(self._executed(batch)) != spec.check:
+        self._network, self._others = _executed(counted, self._cut, source, spec.batch)
+        shapes = [(rows, *self._others.shape[1:]) for rows in dict.fromkeys((spec.batch, *blocks))]
+        self._executed = ExecutedClassifier(self._network, spec.form, shapes)
+        if check_digest(self._executed(self._others)) != spec.check:
             raise UserError(
                 "this worker computes other classes on the check batch than the model did when "
                 f"the attack began ({spec.machine}, torch {spec.torch_version}): use workers of "
                 "one kind"
             )
-        self.batch = spec.batch
+        self.batch, self._form = spec.batch, spec.form
 
     def named(self, purpose: str) -> Counter:
         """The counter whose noise belongs to ``purpose``."""
         counted = self._counted
         source = replace(self._source, purpose=f"{self._source.purpose}/{purpose}")
-        shape = tuple(counted.inputs.shape[1:])
-        return counter(self._cut, self._executed, source, counted.classes, shape)
+        shape, inspect = tuple(counted.inputs.shape[1:]), None
+        if counted.choice is not None:
+            inspect = Reexecution(
+                counted.choice.named(purpose), self._network, self._executed.logits, self._others,
+                self._form,
+            )  # fmt: skip
+        return counter(self._cut, self._executed, source, counted.classes, shape, inspect)
 
 
 def count(
     answers: Counter, x: Tensor, index: int, stage: str, draws: int, batch: int
 ) -> np.ndarray:
-    """Classes of ``draws`` fresh answers at one input (float32, no batch dimension)."""
+    """Classes of ``draws`` fresh answers at one input (float32, no batch dimension): int64
+    (classes,). Answers without a class are in none of them."""
     return np.sum(
         [
             answers.histogram(x, index, stage, block, batch, min(batch, draws - block * batch))

@@ -15,7 +15,9 @@ from dpdist.attacks.counting import Counted, Counters, count
 from dpdist.attacks.evasion import attack
 from dpdist.certification.classifier import quiet_threads
 from dpdist.certification.cohen import predict
+from dpdist.certification.reexecution import Reexecution
 from dpdist.certification.sampling import Counter, Randomness
+from dpdist.models import NO_CLASS, predicted_classes
 from dpdist.randomness.units import UnitSource
 
 if TYPE_CHECKING:
@@ -102,9 +104,14 @@ class Worker:
         self._attacker = Attacker(assignment)
         self._assignment, self._settings = assignment, assignment.settings
         self._counts: Counter | None = None
-        if assignment.counted.place.random:
-            counters = Counters(assignment.counted, assignment.source)
+        self._inspect: Reexecution | None = None
+        counted = assignment.counted
+        if counted.place.random:
+            counters = Counters(counted, assignment.source)
             self._counts, self._batch = counters.named("answers"), counters.batch
+        elif counted.choice is not None:
+            others = torch.from_numpy(counted.inputs)
+            self._inspect = Reexecution(counted.choice, counted.model, self._logits, others)
 
     def __call__(self, block: Block) -> list[dict[str, Any]]:
         centres = self._attacker.centres(block)
@@ -114,7 +121,8 @@ class Worker:
         )
         targets = torch.tensor(labels)
         if self._settings.labels == "predicted" and block.attack != "none":
-            targets = self._answers(centres, indices, "targets")[0]
+            found = self._answers(centres, indices, "targets")[0]
+            targets = torch.where(found == NO_CLASS, targets, found)  # there is no answer to leave
         points = self._attacker.points(block, targets)
         stage = f"predict/{block.attack}/{float(block.sizes[0]).hex()}"
         predictions, hits = self._answers(points, indices, stage)
@@ -133,21 +141,28 @@ class Worker:
             for i, index in enumerate(indices)
         ]
 
+    def _logits(self, points: Tensor) -> Tensor:
+        with torch.inference_mode():
+            return self._attacker.classifier.logits(points, None)
+
     def _answers(self, points: Tensor, indices: list[int], stage: str) -> tuple[Tensor, Tensor]:
         """Classes and how many draws returned them, int64 (B,) each.
 
-        Deterministic: argmax. Randomised: PREDICT (Cohen et al., ICML 2019) with fresh noise, -1
-        where it abstains; for the attack's own targets the class seen most.
+        Deterministic: the largest logit, -1 where the logits are not finite. Randomised: PREDICT
+        (Cohen et al., ICML 2019) with fresh noise, -1 where it abstains; for the attack's own
+        targets the class seen most.
         """
         if self._counts is None:
-            with torch.inference_mode():
-                found = self._attacker.classifier.logits(points, None).argmax(1)
-            return found, torch.ones_like(found)
+            logits = self._logits(points)
+            if self._inspect is not None:
+                self._inspect(indices[0], stage, 0, points, logits, len(points))
+            found = predicted_classes(logits)
+            return found, (found != NO_CLASS).long()
         settings = self._settings
         alpha = 1.0 if stage == "targets" else settings.alpha
         labels, hits = [], []
         for x, index in zip(points, indices, strict=True):
             histogram = count(self._counts, x, index, stage, settings.n, self._batch)
-            labels.append(predict(histogram, alpha))
+            labels.append(predict(histogram, alpha, settings.n))
             hits.append(int(histogram.max()))
         return torch.tensor(labels), torch.tensor(hits)

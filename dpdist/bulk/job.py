@@ -47,6 +47,7 @@ from typing import Any, ClassVar
 import pyarrow as pa
 
 from dpdist import bulk
+from dpdist.base.errors import InvalidResults
 from dpdist.base.table_files import Column
 from dpdist.bulk import Kind, Progress
 from dpdist.cluster.pool import AHEAD, Chunk, PoolSettings, run_chunks, run_here
@@ -57,6 +58,7 @@ Row = dict[str, Any]
 
 CHUNK_SECONDS = 1.0
 _PART_SECONDS = 60.0
+_INVALID = "invalid"  # the journal's line that says why none of its results hold
 
 
 @dataclass(frozen=True)
@@ -206,7 +208,8 @@ def run(
     progress(done, in all, per second). here: in this process, without Ray.
 
     Ray must be initialised. Raises UserError when ``output`` holds other work (naming what differs)
-    or another process is working in it, ClusterError when the cluster cannot do it.
+    or another process is working in it, ClusterError when the cluster cannot do it; InvalidResults
+    when a worker found that none of the results hold, then and whenever it is called again.
     """
     finished, wanted = output / work.file, work.identity()
     if finished.exists() and not work.grows:
@@ -219,6 +222,8 @@ def run(
         task = work.open(about, output)
         book = Book(task)
         for entry in journal.entries:
+            if _INVALID in entry:
+                raise InvalidResults(f"{output}: its results do not hold: {entry[_INVALID]}")
             book.add(entry)
         parts = _Parts(output / "parts", work, about, book)
         meter = _Meter(book, progress)
@@ -235,9 +240,14 @@ def run(
             actors=actors, num_gpus=task.gpus, stall_after=cut.silence, ahead=cut.ahead
         )
         execute = run_here if here else run_chunks
-        execute(task.worker, task.shared, chunks(book, cut), on_result, pool)
-        while task.unfinished(book.rows):
+        try:
             execute(task.worker, task.shared, chunks(book, cut), on_result, pool)
+            while task.unfinished(book.rows):
+                execute(task.worker, task.shared, chunks(book, cut), on_result, pool)
+        except InvalidResults as error:
+            journal.append({_INVALID: str(error)})
+            parts.remove()
+            raise InvalidResults(f"{output}: {error}") from None
     bulk.write_table(work.build(work.finish(book, output), about), finished)
     parts.remove()
     return work.load(finished)

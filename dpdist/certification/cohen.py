@@ -19,7 +19,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import numpy as np
 
 from dpdist.base.binomial import clopper_pearson_lower, two_sided_p_value
-from dpdist.certification.certificate import Partial, sample, select, selected_by, totals
+from dpdist.certification.certificate import (
+    Partial,
+    counted,
+    sample,
+    select,
+    selected_by,
+    totals,
+)
 from dpdist.certification.noises import Noise
 from dpdist.certification.quadrature import stated
 from dpdist.certification.smoothing import Smoothing
@@ -58,7 +65,7 @@ class Cohen(Smoothing):
             partial["selected"] = select(counter, self.n0, x, index)
             partial |= self.beside(counter, index)
         blocks = [sample(counter, x, index, block, batch, self.n) for block in range(low, high)]
-        return partial | {"histogram": np.sum(blocks, axis=0).tolist()}
+        return partial | counted(np.sum(blocks, axis=0), min(high * batch, self.n) - low * batch)
 
     def beside(self, counter: Counter, index: int) -> Partial:
         """What an input is given once, beside its counts."""
@@ -67,13 +74,15 @@ class Cohen(Smoothing):
     def verdict(self, partials: Sequence[Partial], place: SmoothedPlace) -> Verdict:
         """The certificate, from the counts of all blocks."""
         counts = totals(partials, "histogram", self.n)
-        return certify(selected_by(partials), counts, self.alpha, place.certified, self.bound)
+        return certify(
+            selected_by(partials), counts, self.alpha, place.certified, self.bound, draws=self.n
+        )
 
     def label(
         self, counter: Counter, x: Tensor, index: int, batch: int, place: SmoothedPlace
     ) -> int:
         """PREDICT, from n draws."""
-        return predict(self.counts(counter, x, index, batch), self.alpha)
+        return predict(self.counts(counter, x, index, batch), self.alpha, self.n)
 
     def certify_other(
         self, counter: Counter, x: Tensor, index: int, than: int, batch: int, place: SmoothedPlace
@@ -107,13 +116,15 @@ def certify(
     alpha: float,
     noise: Noise,
     bound: Callable[[int, int, float], Any] = clopper_pearson_lower,
+    draws: int | None = None,
 ) -> Verdict:
     """CERTIFY, given a class chosen by other draws and the counts of n draws: int (classes,).
 
     With probability at least 1 - alpha over the draws: the smoothed classifier says the prediction
-    in the ball of the radius around the input, or the verdict abstains.
+    in the ball of the radius around the input, or the verdict abstains. draws: n, of which some may
+    have had no class, and count against the selected one; None: all had one.
     """
-    k, n = int(counts[selected]), int(counts.sum())
+    k, n = int(counts[selected]), int(counts.sum()) if draws is None else draws
     p_lower = float(bound(k, n, alpha))
     certified = p_lower > 0.5
     return Verdict(
@@ -127,11 +138,16 @@ def certify(
     )
 
 
-def predict(counts: np.ndarray, alpha: float) -> int:
+def predict(counts: np.ndarray, alpha: float, draws: int | None = None) -> int:
     """PREDICT (Proposition 1): the most frequent class, or -1 unless it beats the second.
 
-    Another class than the smoothed classifier's is returned with probability at most alpha.
+    Another class than the smoothed classifier's is returned with probability at most alpha. draws:
+    how many were made; those without a class are an outcome beside the classes, which is never
+    returned. None: all had one.
     """
+    undefined = 0 if draws is None else draws - int(np.sum(counts))
     order = np.argsort(-np.asarray(counts), kind="stable")
     first, second = int(counts[order[0]]), int(counts[order[1]]) if len(order) > 1 else 0
-    return int(order[0]) if two_sided_p_value(first, first + second) <= alpha else ABSTAIN
+    second = max(second, undefined)
+    sure = first >= undefined and two_sided_p_value(first, first + second) <= alpha
+    return int(order[0]) if sure else ABSTAIN
