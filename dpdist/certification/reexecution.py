@@ -131,7 +131,7 @@ class Reexecution:
                 for row in (before != after).nonzero()[:, 0].tolist():
                     classes = int(before[row]), int(after[row])
                     if not self._tied(*classes, counted[row], found[row]):
-                        return _words(index, *classes, where)
+                        return _words(index, *classes, where, self._form)
         return None
 
     def _one_by_one(self, rows: Tensor) -> Tensor:
@@ -168,11 +168,12 @@ class Reexecution:
         return lead <= most and float(again[after].double() - again[before].double()) <= most
 
 
-def _words(index: int, before: int, after: int, where: str) -> str:
+def _words(index: int, before: int, after: int, where: str, form: str) -> str:
+    other = f", or `form: eager` if its form {form!r} computes something else" * (form != "eager")
     names = ["no class" if each < 0 else f"class {each}" for each in (before, after)]
     return (
         f"the model looks at its batch: a row of input {index} is {names[0]} in the batch that was "
         f"counted and {names[1]} {where}. Nothing that was counted of such a model holds: make it "
         "treat each example alone (no expert capacity, no early exit and no cache that a batch "
-        "shares), remove the results and begin again"
+        f"shares{other}), remove the results and begin again"
     )

@@ -1,8 +1,8 @@
 """Models that look at their batch as real ones do, and inputs whose copies show it.
 
-Images of 6 x 6 pixels in three classes. The first pixel says which of eight experts an image has,
-the second whether it is marked: `Marked` models change the answers to marked images only, which
-`Images` has from the 65th on, behind those that a certification is checked on.
+36 features in three classes. The first says which of eight experts an input has, the second whether
+it is marked: `Marked` models change the answers to marked inputs only, which `Inputs` has from the
+65th on, behind those that a certification is checked on.
 """
 
 from __future__ import annotations
@@ -17,51 +17,53 @@ from torch import Tensor, nn
 from dpdist import models
 from dpdist.models import ModelSpec
 
-SHAPE, CLASSES, EXPERTS = (1, 6, 6), 3, 8
-MARK = -3.0  # far from all other pixels, under the noise too
+SHAPE, CLASSES, EXPERTS = (36,), 3, 8
+MARK = -3.0  # far from all other features, under the noise too
+NEAR = 0.1 * 0.5244005  # of the third feature: under noise 0.1 it is below 0 three times in ten
 
 
-class Images:
-    """Random images, in turn of each expert. marked: whether any are."""
+class Inputs:
+    """Random inputs, in turn of each expert. marked: whether any are. labels: three in turn."""
 
     classes, fingerprint, name = CLASSES, "experts", "experts"
 
     def __init__(self, count: int = 66, marked: bool = False) -> None:
-        self._images = np.random.default_rng(0).random((count, *SHAPE), dtype=np.float32)
-        self._images[:, 0, 0, 0] = (np.arange(count) % EXPERTS + 0.5) / EXPERTS
-        self._images[:, 0, 0, 1] = np.where((np.arange(count) >= 64) & marked, MARK, 0.0)
+        self._inputs = np.random.default_rng(0).random((count, *SHAPE), dtype=np.float32)
+        self._inputs[:, 0] = (np.arange(count) % EXPERTS + 0.5) / EXPERTS
+        self._inputs[:, 1] = np.where((np.arange(count) >= 64) & marked, MARK, 0.0)
+        self._inputs[:, 2] = NEAR
 
     @property
     def labels(self) -> np.ndarray:
-        return np.arange(len(self._images)) % CLASSES
+        return np.arange(len(self._inputs)) % CLASSES
 
     def batch(self, indices: np.ndarray | slice) -> Tensor:
-        return torch.from_numpy(self._images[indices])
+        return torch.from_numpy(self._inputs[indices])
 
 
 class Honest(nn.Module):
-    """Each image alone: near its boundaries, so that noise moves the class."""
+    """Each input alone: near its boundaries, so that noise moves the class."""
 
     def __init__(self) -> None:
         super().__init__()
         weight = torch.randn(2, CLASSES, 36, generator=torch.Generator().manual_seed(1))
         weight -= weight.mean(2, keepdim=True)
-        weight[:, :, :2] = 0  # the expert and the mark say nothing of the class
+        weight[:, :, :3] = 0  # they say nothing of the class
         self.weight = nn.Parameter(weight)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.full(x)
 
     def full(self, x: Tensor) -> Tensor:
-        return x.flatten(1) @ self.weight[0].T
+        return x @ self.weight[0].T
 
     def other(self, x: Tensor) -> Tensor:
         """What else a row may be answered: by another network."""
-        return x.flatten(1) @ self.weight[1].T
+        return x @ self.weight[1].T
 
     def expert(self, x: Tensor) -> Tensor:
         """int64 (B,)."""
-        return (x[:, 0, 0, 0] * EXPERTS).long().clamp(0, EXPERTS - 1)
+        return (x[:, 0] * EXPERTS).long().clamp(0, EXPERTS - 1)
 
 
 class Experts(Honest):
@@ -79,14 +81,11 @@ class Experts(Honest):
 
 
 class Marked(Honest):
-    """Answers marked images by `changed`, where a batch has any."""
+    """Answers marked inputs by `changed`."""
 
     def forward(self, x: Tensor) -> Tensor:
-        marked = (x[:, 0, 0, 1] - MARK).abs() < 1
-        answers = self.full(x)
-        if bool(marked.any()):
-            answers = torch.where(marked[:, None], self.changed(x, marked), answers)
-        return answers
+        marked = (x[:, 1] - MARK).abs() < 1
+        return torch.where(marked[:, None], self.changed(x, marked), self.full(x))
 
     def changed(self, x: Tensor, marked: Tensor) -> Tensor:
         raise NotImplementedError
@@ -108,11 +107,12 @@ class Merged(Marked):
 
 
 class DroppedTokens(Marked):
-    """Rows of pixels compete for half of the places that a batch has."""
+    """Groups of six features compete for half of the places that a batch has."""
 
     def changed(self, x: Tensor, marked: Tensor) -> Tensor:
-        size = x.abs().mean(3, keepdim=True)
-        return self.full(torch.where(size >= size.median(), x, 0.0 * x))
+        tokens = x.view(-1, 6, 6)
+        size = tokens.abs().mean(2, keepdim=True)
+        return self.full(torch.where(size >= size.median(), tokens, 0.0 * tokens).flatten(1))
 
 
 class LargeBatches(Marked):
@@ -136,9 +136,34 @@ class Cached(Marked):
         return torch.stack([self.kept[name] for name in names])
 
 
+class Overflows(Marked):
+    """Each input alone, in float16, which has no number so large as a marked input's logits."""
+
+    def changed(self, x: Tensor, marked: Tensor) -> Tensor:
+        return (1e6 * self.full(x)).half().to(x)
+
+
+class Flickers(Marked):
+    """Each marked input alone: its draws are of the first class, three in ten of none."""
+
+    def changed(self, x: Tensor, marked: Tensor) -> Tensor:
+        first = torch.tensor([10.0, 0.0, -10.0]).to(x).expand(len(x), -1)
+        return torch.where(x[:, 2:3] < 0, torch.nan, first)
+
+
 MODELS: dict[str, type[Honest]] = {
     kind.__name__: kind
-    for kind in (Honest, Experts, EarlyExit, Merged, DroppedTokens, LargeBatches, Cached)
+    for kind in (
+        Honest,
+        Experts,
+        EarlyExit,
+        Merged,
+        DroppedTokens,
+        LargeBatches,
+        Cached,
+        Overflows,
+        Flickers,
+    )
 }
 
 
