@@ -70,7 +70,11 @@ def require_logits(counted: Counted) -> None:
             "the model cannot be attacked: its outputs are not finite numbers (did the training "
             "diverge?)"
         )
-    if found := mixing(counted.model, batch):
+    copies, sigma = None, counted.place.smoothing
+    if sigma is not None:
+        noise = torch.randn(batch.shape, generator=torch.Generator().manual_seed(0))
+        copies = batch[:1] + sigma * noise
+    if found := mixing(counted.model, batch, copies):
         raise UserError(f"the model cannot be attacked: it looks at its batch: {found}")
 
 
