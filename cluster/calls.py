@@ -11,7 +11,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from dpdist.base.errors import UserError
+from dpdist.base.errors import InvalidResults, UserError
 
 
 class Runner:
@@ -26,12 +26,15 @@ class Runner:
 
     def run(self, payloads: list[Any], seconds: float) -> tuple[list[Any], float]:
         """Results of the first payloads, as many as fit in ``seconds`` but one at least, and how
-        long they took. An error is raised by the call in which its payload comes first."""
+        long they took. An error is raised by the call in which its payload comes first; that all
+        results are invalid, at once."""
         results: list[Any] = []
         begun = time.perf_counter()
         for payload in payloads:
             try:
                 results.append(self._work(payload))
+            except InvalidResults:
+                raise
             except Exception:
                 if not results:
                     raise

@@ -20,7 +20,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from dpdist.base.errors import ClusterError
+from dpdist.base.errors import ClusterError, InvalidResults
 from dpdist.cluster.calls import Failed, Runner, fetched
 
 _MAX_ATTEMPTS = 5  # of one chunk: a chunk that fails or kills its actor this often is the culprit
@@ -80,7 +80,8 @@ def run_chunks(
     read only a little ahead, so that a million chunks need no memory.
 
     Ray must be initialised. Raises ClusterError when no actor can start, actors keep dying, or a
-    chunk keeps failing; what ``factory`` or a chunk raised is given back after the retries.
+    chunk keeps failing; what ``factory`` or a chunk raised is given back after the retries, an
+    InvalidResults at once.
     """
     pool = _Pool(factory, shared, chunks, on_result, settings or PoolSettings())
     try:
@@ -306,6 +307,8 @@ class _Pool:
         answer = values[ref]
         if isinstance(answer, Failed):
             if isinstance(answer.error, RayTaskError):
+                if isinstance(answer.error.cause, InvalidResults):
+                    raise InvalidResults(str(answer.error.cause)) from None
                 self._forget(ref)
                 self._again(call.chunks, answer.error)
             else:

@@ -85,7 +85,8 @@ _Answer = Callable[["torch.Tensor", int], "torch.Tensor"]  # inputs that begin a
 
 
 def _classified(dataset: Dataset, answer: _Answer) -> dict[str, Any]:
-    """Which inputs are classified wrongly, and the sum of their cross-entropies."""
+    """Which inputs are classified wrongly, or not at all (logits that are not finite), and the sum
+    of their cross-entropies."""
     import torch
 
     wrong: list[int] = []
@@ -95,7 +96,7 @@ def _classified(dataset: Dataset, answer: _Answer) -> dict[str, Any]:
         rows = slice(start, start + _BATCH)
         inputs, targets = dataset.batch(rows), dataset.targets(rows)
         outputs = answer(inputs, start)
-        missed = torch.nonzero(outputs.argmax(1) != targets).flatten() + start
+        missed = torch.nonzero(models.predicted_classes(outputs) != targets).flatten() + start
         wrong += missed.tolist()
         for row, found in enumerate((targets, targets[missed - start])):
             seen[row] += torch.bincount(found, minlength=dataset.classes)
@@ -121,7 +122,7 @@ def _following(dataset: Dataset, answer: _Answer) -> dict[str, Any]:
         there = targets >= 0
         outputs, targets = answer(dataset.batch(rows), start)[there], targets[there]
         asked += len(targets)
-        correct += int((outputs.argmax(1) == targets).sum())
+        correct += int((models.predicted_classes(outputs) == targets).sum())
         loss += float(torch.nn.functional.cross_entropy(outputs, targets, reduction="sum"))
     if not asked:
         raise UserError(f"{dataset.name}: no document of its test split has a second token to tell")

@@ -19,7 +19,7 @@ ROOMS: dict[str, set[str]] = {
     "data": set(),
     "models": set(),
     "randomness": {"models"},
-    "adversary": {"randomness"},
+    "adversary": {"randomness", "models"},
     "gradients": {"randomness"},
     "privacy": set(),
     "bulk": {"cluster"},

@@ -85,7 +85,7 @@ def correct(model: torch.nn.Module, dataset: Dataset, rows: int) -> np.ndarray:
     with torch.inference_mode():
         for start in range(0, len(dataset), rows):
             chosen = slice(start, start + rows)
-            classes = model(dataset.batch(chosen)).argmax(1)
+            classes = models.predicted_classes(model(dataset.batch(chosen)))
             found[chosen] = (classes == dataset.targets(chosen)).numpy()
     return found
 
@@ -106,7 +106,10 @@ def certified_radii(
     # On made-up inputs: whether the form is executed must not depend on private records.
     made_up = np.random.default_rng(0).random((_CHECK_ROWS, *dataset.input_shape), dtype=np.float32)
     place, shape = certify.place(model, dataset.input_shape), dataset.input_shape
-    assignment = Assignment(model, certify, place, source, dataset.classes, shape, made_up)
+    # No row is executed again: whether a trial is stopped must not depend on private records.
+    assignment = Assignment(
+        model, certify, place, source, dataset.classes, shape, made_up, reexecuted=None
+    )
     worker = Worker(replace(assignment, spec=probe(assignment)))
     labels = dataset.targets(slice(None)).numpy()
     radii = np.full(len(dataset), -1.0)

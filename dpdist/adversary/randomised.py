@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from dpdist.adversary.balls import per_row
+from dpdist.models import NO_CLASS, predicted_classes, softmax_scores
 from dpdist.randomness.places import Nowhere, Place
 
 
@@ -46,7 +48,8 @@ def loss_gradient(
     input beside one another, or None. Returns float32 (B, ...).
 
     The factor keeps the gradient of a confident network from underflowing to zero, which would
-    look like robustness. No attack here depends on it.
+    look like robustness. No attack here depends on it. An input whose gradient is not finite gets
+    the gradient 0: no direction is known there.
     """
     draws = 1 if normals is None else len(normals) // len(x)
     with torch.enable_grad():
@@ -55,7 +58,8 @@ def loss_gradient(
         back = _logit_gradient(logits.detach(), targets.repeat_interleave(draws))
         largest = back.abs().view(len(x), -1).amax(1).clamp_min(1e-300).repeat_interleave(draws)
         (gradient,) = torch.autograd.grad(logits, inputs, (back / largest[:, None]).float())
-    return gradient
+    finite = gradient.isfinite().flatten(1).all(1)
+    return gradient.masked_fill(~per_row(finite, gradient), 0.0)
 
 
 def _logit_gradient(logits: Tensor, targets: Tensor) -> Tensor:
@@ -72,17 +76,20 @@ def success_score(
     """Return how well x fools the classifier, for choosing between restarts: float64 (B,).
 
     Of votes: the number of draws not answered by the target, plus loss / (1 + loss) of the mean
-    loss. Of mean scores: by how much the target's is below the largest other one.
+    loss. Of mean scores: by how much the target's is below the largest other one. A draw whose
+    logits are not finite is no answer, and adds nothing.
     """
     draws = 1 if normals is None else len(normals) // len(x)
     repeated = targets.repeat_interleave(draws)
     with torch.inference_mode():
         logits = classifier.logits(x.repeat_interleave(draws, 0), normals).double()
+        found = predicted_classes(logits)
         if not classifier.votes:
-            scores = torch.softmax(logits, 1).view(len(x), draws, -1).mean(1)
+            scores = softmax_scores(logits).view(len(x), draws, -1).mean(1)
             own = scores.gather(1, targets[:, None])[:, 0]
             return scores.scatter(1, targets[:, None], -1.0).amax(1) - own
         loss = nn.functional.cross_entropy(logits, repeated, reduction="none")
-        wrong = (logits.argmax(1) != repeated).double()
+        loss = loss.masked_fill(found == NO_CLASS, 0.0)
+        wrong = ((found != repeated) & (found != NO_CLASS)).double()
     loss = loss.view(len(x), draws).mean(1)
     return wrong.view(len(x), draws).sum(1) + loss / (1 + loss)

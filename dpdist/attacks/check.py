@@ -184,7 +184,7 @@ class Check(Attacking):
             )
         self._again, self._place = found.kind.again(found, norm, like.batch)
         settings = replace(settings, sigma=self._again.sigma)
-        self.answers = self._again.n0 + self._again.n
+        self.answers, self.certain = self._again.n0 + self._again.n, self._again.n0
         super().__init__(
             model_folder, dataset, settings, self._column("index"), self._column("prediction"),
             trusted_factory, like, self._votes,

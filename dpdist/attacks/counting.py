@@ -18,6 +18,7 @@ from dpdist.certification.classifier import (
     choose,
 )
 from dpdist.certification.expected_score_bounds import SCORE_UNIT
+from dpdist.certification.reexecution import Reexecution, RowChoice
 from dpdist.certification.sampling import Counter, HiddenNoiseSampler, Randomness, counter
 from dpdist.certification.verdict import ABSTAIN
 from dpdist.models import mixing
@@ -35,7 +36,8 @@ class Counted:
     inputs: float32 (N, ...), some inputs on which every worker must answer alike. spec: the
     executed form, fixed before counting, of the network behind the noise when that is hidden; until
     then, one whose form and batch it is to have. votes: whether it answers by votes of draws, or by
-    their mean scores; None: as the place does.
+    their mean scores; None: as the place does. choice: of the counted rows that are executed again
+    (`dpdist.certification.reexecution`); None: none.
     """
 
     model: nn.Module
@@ -44,6 +46,7 @@ class Counted:
     inputs: np.ndarray
     spec: ClassifierSpec | None = None
     votes: bool | None = None
+    choice: RowChoice | None = None
 
     @property
     def by_votes(self) -> bool:
@@ -73,12 +76,15 @@ def require_logits(counted: Counted) -> None:
             f"{expected}"
         )
     if not bool(torch.isfinite(logits).all()):
-        # The argmax of NaN is a constant, which no attack would change.
         raise UserError(
             "the model cannot be attacked: its outputs are not finite numbers (did the training "
             "diverge?)"
         )
-    if found := mixing(counted.model, batch):
+    copies, sigma = None, counted.place.smoothing
+    if sigma is not None:
+        noise = torch.randn(batch.shape, generator=torch.Generator().manual_seed(0))
+        copies = batch[:1] + sigma * noise
+    if found := mixing(counted.model, batch, copies):
         raise UserError(f"the model cannot be attacked: it looks at its batch: {found}")
 
 
@@ -94,23 +100,28 @@ class Counters:
             raise ValueError("nothing is random, or the executed form is not fixed")
         self._counted, self._source, spec = counted, source, counted.spec
         self._cut = counted.cut
-        network, batch = _executed(counted, self._cut, source, spec.batch)
-        shapes = [(rows, *batch.shape[1:]) for rows in dict.fromkeys((spec.batch, *blocks))]
-        self._executed = ExecutedClassifier(network, spec.form, shapes)
-        if check_digest(self._executed(batch)) != spec.check:
+        self._network, self._others = _executed(counted, self._cut, source, spec.batch)
+        shapes = [(rows, *self._others.shape[1:]) for rows in dict.fromkeys((spec.batch, *blocks))]
+        self._executed = ExecutedClassifier(self._network, spec.form, shapes)
+        if check_digest(self._executed(self._others)) != spec.check:
             raise UserError(
                 "this worker computes other classes on the check batch than the model did when "
                 f"the attack began ({spec.machine}, torch {spec.torch_version}): use workers of "
                 "one kind"
             )
-        self.batch = spec.batch
+        self.batch, self._form = spec.batch, spec.form
 
     def named(self, purpose: str) -> Counter:
         """The counter whose noise belongs to ``purpose``."""
         counted = self._counted
         source = replace(self._source, purpose=f"{self._source.purpose}/{purpose}")
-        shape = tuple(counted.inputs.shape[1:])
-        return counter(self._cut, self._executed, source, counted.classes, shape)
+        shape, inspect = tuple(counted.inputs.shape[1:]), None
+        if counted.choice is not None:
+            inspect = Reexecution(
+                counted.choice.named(purpose), self._network, self._executed.logits, self._others,
+                self._form,
+            )  # fmt: skip
+        return counter(self._cut, self._executed, source, counted.classes, shape, inspect)
 
 
 def blocks_of(draws: int, batch: int) -> list[tuple[int, int]]:
@@ -121,7 +132,8 @@ def blocks_of(draws: int, batch: int) -> list[tuple[int, int]]:
 def count(
     answers: Counter, x: Tensor, index: int, stage: str, draws: int, batch: int
 ) -> np.ndarray:
-    """Classes of ``draws`` fresh answers at one input (float32, no batch dimension)."""
+    """Classes of ``draws`` fresh answers at one input (float32, no batch dimension): int64
+    (classes,). Answers without a class are in none of them."""
     return np.sum(
         [
             answers.histogram(x, index, stage, block, batch, rows)

@@ -19,6 +19,7 @@ from dpdist.bulk import Progress
 from dpdist.bulk.job import Book, Item, Row, Task, Work, run
 from dpdist.certification import job as certification
 from dpdist.certification.classifier import ClassifierSpec
+from dpdist.certification.reexecution import RowChoice
 from dpdist.cluster.calls import run_once
 from dpdist.randomness.places import place_of
 from dpdist.randomness.units import UnitSource
@@ -60,13 +61,14 @@ class Attacking(Work):
     """What attacks on inputs and attacks on certificates have in common, as bulk jobs.
 
     purpose: in the names of random numbers. worker: takes `shared` and then blocks; answers: draws
-    that it makes of the noise at each attacked point.
+    that it makes of the noise at each attacked point; certain: those that it makes at all of them.
     """
 
     kind, key, grows = bulk.Kind("attack", "attacking"), tables.KEY, True
     purpose: ClassVar[str]
     worker: ClassVar[Any]
     answers: int
+    certain: int
 
     def __init__(
         self,
@@ -121,10 +123,13 @@ class Attacking(Work):
 
     def open(self, about: dict[str, Any], output: Path) -> Task:
         it, form = self.assignment, about["classifier"]
+        spec = form and ClassifierSpec.of(form)
+        each = self.certain if spec else 1
+        choice = RowChoice(len(it.indices) * each, -(-each // spec.batch) if spec else 1)
         it = self.assignment = replace(
             it,
             source=replace(it.source, seed=about["seed"]),
-            counted=replace(it.counted, spec=form and ClassifierSpec.of(form)),
+            counted=replace(it.counted, spec=spec, choice=choice),
         )
         size = it.settings.block(it.inputs[0].size)
         blocks = self.blocks([slice(i, i + size) for i in range(0, len(it.indices), size)])
@@ -165,7 +170,7 @@ class Attack(Attacking):
         if not len(indices):
             raise UserError(f"attack: no inputs chosen out of {len(labels)}")
         super().__init__(model_folder, dataset, settings, indices, labels[indices], trusted_factory)
-        self.answers = settings.n
+        self.answers = self.certain = settings.n
 
     def identity(self) -> dict[str, Any]:
         by_votes = self.assignment.counted.by_votes

@@ -174,7 +174,9 @@ def attack_line(table: AttackTable) -> str:
 
 def _worst_line(table: AttackTable, size: float) -> str:
     right, abstained, wrong = table.worst(size).percent()
-    undecided = f", {abstained} % abstained" if table.place.random else ""
+    undecided = ""
+    if table.place.random or table.worst(size).abstained:  # the network itself: no finite logits
+        undecided = f", {abstained} % abstained"
     return f"{right} % right{undecided}, {wrong} % wrong"
 
 

@@ -15,7 +15,9 @@ from dpdist.attacks.counting import Counted, Counters, MeanScores, count
 from dpdist.attacks.evasion import attack
 from dpdist.certification.classifier import quiet_threads
 from dpdist.certification.cohen import predict
+from dpdist.certification.reexecution import Reexecution
 from dpdist.certification.sampling import Counter, Randomness
+from dpdist.models import NO_CLASS, predicted_classes
 from dpdist.randomness.units import UnitSource
 
 if TYPE_CHECKING:
@@ -102,9 +104,14 @@ class Worker:
         self._attacker = Attacker(assignment)
         self._assignment, self._settings = assignment, assignment.settings
         self._counts: Counter | None = None
-        if assignment.counted.place.random:
-            counters = Counters(assignment.counted, assignment.source)
+        self._inspect: Reexecution | None = None
+        counted = assignment.counted
+        if counted.place.random:
+            counters = Counters(counted, assignment.source)
             self._counts, self._batch = counters.named("answers"), counters.batch
+        elif counted.choice is not None:
+            others = torch.from_numpy(counted.inputs)
+            self._inspect = Reexecution(counted.choice, counted.model, self._logits, others)
 
     def __call__(self, block: Block) -> list[dict[str, Any]]:
         centres = self._attacker.centres(block)
@@ -114,7 +121,8 @@ class Worker:
         )
         targets = torch.tensor(labels)
         if self._settings.labels == "predicted" and block.attack != "none":
-            targets = self._answers(centres, indices, "targets")[0]
+            found = self._answers(centres, indices, "targets")[0]
+            targets = torch.where(found == NO_CLASS, targets, found)  # there is no answer to leave
         points = self._attacker.points(block, targets)
         stage = f"predict/{block.attack}/{float(block.sizes[0]).hex()}"
         predictions, hits = self._answers(points, indices, stage)
@@ -133,24 +141,31 @@ class Worker:
             for i, index in enumerate(indices)
         ]
 
+    def _logits(self, points: Tensor) -> Tensor:
+        with torch.inference_mode():
+            return self._attacker.classifier.logits(points, None)
+
     def _answers(self, points: Tensor, indices: list[int], stage: str) -> tuple[Tensor, Tensor]:
         """Return classes and how many draws say the most frequent one, int64 (B,) each.
 
-        Deterministic: argmax. Randomised, with fresh noise, -1 where it abstains: PREDICT (Cohen et
-        al., ICML 2019) by votes, the class of the largest mean score where the certificates of the
-        same noise speak of that. For the attack's own targets what seems likeliest.
+        Deterministic: the largest logit, -1 where the logits are not finite. Randomised, with fresh
+        noise, -1 where it abstains: PREDICT (Cohen et al., ICML 2019) by votes, the class of the
+        largest mean score where the certificates of the same noise speak of that. For the attack's
+        own targets what seems likeliest.
         """
         if self._counts is None:
-            with torch.inference_mode():
-                found = self._attacker.classifier.logits(points, None).argmax(1)
-            return found, torch.ones_like(found)
+            logits = self._logits(points)
+            if self._inspect is not None:
+                self._inspect(indices[0], stage, 0, points, logits, len(points))
+            found = predicted_classes(logits)
+            return found, (found != NO_CLASS).long()
         n, alpha = self._settings.n, None if stage == "targets" else self._settings.alpha
         labels, hits = [], []
         for x, index in zip(points, indices, strict=True):
             asked = self._counts, x, index, stage, n, self._batch
             if self._assignment.counted.by_votes:
                 histogram = count(*asked)
-                labels.append(predict(histogram, 1.0 if alpha is None else alpha))
+                labels.append(predict(histogram, 1.0 if alpha is None else alpha, n))
             else:
                 scores = MeanScores.of(*asked)
                 histogram = scores.histogram

@@ -17,6 +17,11 @@ class Interrupted(Exception):
     """Ctrl-C during work that the same command continues."""
 
 
+class InvalidResults(UserError):
+    """Work that found out that all its results so far are worthless: it is neither tried again nor
+    continued."""
+
+
 class NoRoom(UserError):
     """A disk that is full, over its quota or read-only: the user makes room and goes on."""
 

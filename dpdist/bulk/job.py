@@ -49,6 +49,7 @@ import pyarrow as pa
 
 from dpdist import bulk
 from dpdist.base import vision
+from dpdist.base.errors import InvalidResults
 from dpdist.base.table_files import Column
 from dpdist.bulk import Kind, Progress
 from dpdist.cluster.pool import Chunk, PoolSettings, run_chunks, run_here
@@ -60,6 +61,7 @@ Row = dict[str, Any]
 
 CHUNK_SECONDS = 1.0
 _PART_SECONDS = 60.0
+_INVALID = "invalid"  # the journal's line that says why none of its results hold
 
 
 @dataclass(frozen=True)
@@ -200,7 +202,8 @@ def run(
 
     Without an enclosing `dpdist.connect` a session of its own is started, on loopback. Raises
     UserError when ``output`` holds other work (naming what differs) or another process is working
-    in it, ClusterError when the cluster cannot do it.
+    in it, ClusterError when the cluster cannot do it; InvalidResults when a worker found that none
+    of the results hold, then and whenever it is called again.
     """
     finished, wanted = output / work.file, work.identity()
     if finished.exists() and not work.grows:
@@ -214,6 +217,8 @@ def run(
         task = work.open(about, output)
         book = Book(task)
         for entry in journal.entries:
+            if _INVALID in entry:
+                raise InvalidResults(f"{output}: its results do not hold: {entry[_INVALID]}")
             book.add(entry)
         parts = _Parts(output / "parts", work, about, book)
         meter = _Meter(book, progress)
@@ -228,7 +233,12 @@ def run(
         cut = task.cut(chunk_seconds)
         pool = PoolSettings(actors=actors, num_gpus=task.gpus, stall_after=cut.silence)
         execute = run_here if here else run_chunks
-        execute(task.worker, task.shared, chunks(book, cut), on_result, pool)
+        try:
+            execute(task.worker, task.shared, chunks(book, cut), on_result, pool)
+        except InvalidResults as error:
+            journal.append({_INVALID: str(error)})
+            parts.remove()
+            raise InvalidResults(f"{output}: {error}") from None
     bulk.write_table(work.build(work.finish(book, output), about), finished)
     parts.remove()
     return work.load(finished)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from dpdist.certification.classifier import ExecutedClassifier
 from dpdist.certification.noises import Noise
+from dpdist.certification.sampling import Inspector, class_counts
 from dpdist.certification.streams import Aes, Stream
 from dpdist.models import split_first
 from dpdist.randomness.units import UnitSource
@@ -39,7 +40,8 @@ class BankSampler:
     """As ``Sampler``, with the noise named without the input and kept behind the first layer.
 
     evict: drop kept blocks for newer ones (work that passes over the blocks once); otherwise the
-    first blocks stay (sequential tests, which all begin with them).
+    first blocks stay (sequential tests, which all begin with them). inspect: set later, sees each
+    block that was counted, as behind the first layer.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class BankSampler:
         stream: Stream | None = None,
     ) -> None:
         self._first, self._stream = first, stream or Aes()
+        self.inspect: Inspector | None = None
         self._shape, device = shapes[0][1:], self._stream.device
         with torch.inference_mode():
             self._zero = first(torch.zeros(1, *self._shape, device=device))
@@ -76,13 +79,23 @@ class BankSampler:
         with torch.inference_mode():
             shift = self._first(x[None]) - self._zero
             noisy = self._hidden(self._units.key(None, stage, block), rows) + shift
-        counts = torch.bincount(self._classify(noisy)[:draws], minlength=self._classes)
-        return counts.cpu().numpy()
+        logits = self.logits(noisy)
+        if self.inspect is not None:
+            self.inspect(index, stage, block, noisy, logits, draws)
+        return class_counts(logits[:draws], self._classes).cpu().numpy()
 
     def classes_of(self, noise: Tensor, inputs: Tensor) -> Tensor:
         """What this form says about inputs + noise, row by row: for the check against the model."""
+        return self._classify(self.behind_first(noise, inputs))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(B, classes), of what the first layer made: (B, *hidden)."""
+        return self._classify.logits(hidden)
+
+    def behind_first(self, noise: Tensor, inputs: Tensor) -> Tensor:
+        """What the first layer makes of inputs + noise, (B, ...) each: (B, *hidden)."""
         with torch.inference_mode():
-            return self._classify(self._first(noise) + (self._first(inputs) - self._zero))
+            return self._first(noise) + (self._first(inputs) - self._zero)
 
     def _hidden(self, key: bytes, rows: int) -> Tensor:
         if key in self._kept:

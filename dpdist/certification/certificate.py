@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 FormName = Literal["eager", "channels-last", "frozen", "compiled", "bf16"]
 Partial = dict[str, Any]  # JSON: what the first unit says once, then counts
 _ONCE = ("selected",)
+_UNDEFINED = "undefined"  # draws without a class, said where there are any
 
 _MAX_BATCH_NUMBERS = 16 * 2**20  # larger inputs get smaller batches: one stays within 64 MiB
 
@@ -306,16 +307,31 @@ def selected_by(partials: Sequence[Partial]) -> int:
     return next(partial["selected"] for partial in partials if "selected" in partial)
 
 
+def counted(histogram: np.ndarray, draws: int) -> Partial:
+    """Return the counts of so many draws, as JSON.
+
+    histogram: int (classes,). A draw whose logits are not finite is in none of its counts; how many
+    there are of these is said beside it, where there are any.
+    """
+    undefined = draws - int(histogram.sum())
+    return {"histogram": histogram.tolist()} | ({_UNDEFINED: [undefined]} if undefined else {})
+
+
 def totals(partials: Sequence[Partial], name: str, n: int | None = None) -> np.ndarray:
-    """The sum of a count over all units. Raises ValueError unless it is of n draws."""
+    """The sum of a count over all units. Raises ValueError unless it is of n draws, those without
+    a class included."""
     total = np.sum([partial[name] for partial in partials], axis=0)
-    if n is not None and total.sum() != n:
-        raise ValueError(f"{total.sum()} draws counted instead of {n}")
+    if n is not None:
+        draws = int(total.sum()) + sum(partial.get(_UNDEFINED, [0])[0] for partial in partials)
+        if draws != n:
+            raise ValueError(f"{draws} draws counted instead of {n}")
     return total
 
 
 def join(first: Partial, second: Partial) -> Partial:
     """The partial result of two intervals of units: counts and integer sums add up exactly."""
+    if _UNDEFINED in first or _UNDEFINED in second:
+        first, second = {_UNDEFINED: [0]} | first, {_UNDEFINED: [0]} | second
     both: Partial = {
         name: [a + b for a, b in zip(first[name], second[name], strict=True)]
         for name in first

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from dpdist.certification import device as devices
 from dpdist.certification.streams import CPU, Aes
+from dpdist.models import NO_CLASS, predicted_classes
 
 Form = Callable[[Tensor], Tensor]
 _CPU_ROWS = 500
@@ -87,7 +88,7 @@ class ClassifierSpec:
 
 
 class ExecutedClassifier:
-    """Argmax of the model's logits, always on batches of the declared shapes on the device."""
+    """Classes by the model's logits, always on batches of the declared shapes on the device."""
 
     def __init__(
         self,
@@ -107,8 +108,8 @@ class ExecutedClassifier:
                     self._run(torch.zeros(shape, device=device))
 
     def __call__(self, batch: Tensor) -> Tensor:
-        """Class of each row, int64 (B,)."""
-        return self.logits(batch).argmax(1)
+        """Return the class of each row, int64 (B,): NO_CLASS where a logit is not finite."""
+        return predicted_classes(self.logits(batch))
 
     def logits(self, batch: Tensor) -> Tensor:
         """(B, classes)."""
@@ -132,7 +133,7 @@ def choose(
     original = ExecutedClassifier(model, "eager", shapes, device)
     every = [original.logits(each) for each in batches]
     logits, candidates = every[0], {"eager": original}
-    answers = {"eager": logits.argmax(1)}
+    answers = {"eager": predicted_classes(logits)}
     notes = []
     defaults = DEFAULT_FORMS if device == CPU else DEVICE_FORMS
     forms = (asked,) if asked is not None else defaults
@@ -172,14 +173,15 @@ def differing_rows(logits: Tensor, answer: Tensor) -> int:
     """In how many rows the answer is not the largest of the logits, ties aside: about one noisy
     input in a million has two classes so close that the order of a sum decides. Raises ValueError
     for an answer to other rows."""
-    own = logits.argmax(1)
+    own = predicted_classes(logits)
     if answer.shape != own.shape:
         raise ValueError(f"answers to {tuple(answer.shape)} rows instead of {tuple(own.shape)}")
     rows = (answer != own).nonzero()[:, 0]
     first, other = own[rows], answer[rows]
     sizes = logits.abs().amax(0)
     tied = _TIE * torch.maximum(sizes[first], sizes[other])
-    beyond = int((~(logits[rows, first] - logits[rows, other] <= tied)).sum())
+    near = logits[rows, first] - logits[rows, other] <= tied
+    beyond = int((~near | (first == NO_CLASS) | (other == NO_CLASS)).sum())
     return len(rows) if beyond or len(rows) > max(1, _MANY * len(logits)) else 0
 
 
@@ -227,7 +229,8 @@ FORMS: dict[str, Callable[[nn.Module, Tensor], Form]] = {
     "compiled": _compiled,
     "bf16": _bf16,
 }
-OTHER_FORMATS = ("bf16",)  # need not say what the model in float32 says
+# What need not say what the model in float32 says; and how much of a logit rounding may be there.
+OTHER_FORMATS = {"bf16": 2.0**-5}
 # Compilation needs a C++ compiler and up to a minute per process, and was slower than freezing on
 # the models tried: it is there for the asking.
 DEFAULT_FORMS = ("frozen", "channels-last", "eager")

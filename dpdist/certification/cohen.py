@@ -19,7 +19,14 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import numpy as np
 
 from dpdist.base.binomial import clopper_pearson_lower, two_sided_p_value
-from dpdist.certification.certificate import Partial, sample, select, selected_by, totals
+from dpdist.certification.certificate import (
+    Partial,
+    counted,
+    sample,
+    select,
+    selected_by,
+    totals,
+)
 from dpdist.certification.noises import Noise
 from dpdist.certification.quadrature import stated
 from dpdist.certification.smoothing import Smoothing
@@ -57,18 +64,18 @@ class Cohen(Smoothing):
         if low == 0:
             partial["selected"] = select(counter, self.n0, x, index)
         blocks = [sample(counter, x, index, block, batch, self.n) for block in range(low, high)]
-        return partial | {"histogram": np.sum(blocks, axis=0).tolist()}
+        return partial | counted(np.sum(blocks, axis=0), min(high * batch, self.n) - low * batch)
 
     def verdict(self, partials: Sequence[Partial], place: SmoothedPlace) -> Verdict:
         """The certificate, from the counts of all blocks."""
         counts = totals(partials, "histogram", self.n)
-        return certify(selected_by(partials), counts, self.alpha, place.certified)
+        return certify(selected_by(partials), counts, self.alpha, place.certified, draws=self.n)
 
     def label(
         self, counter: Counter, x: Tensor, index: int, batch: int, place: SmoothedPlace
     ) -> int:
         """PREDICT, from n draws."""
-        return predict(self.counts(counter, x, index, batch), self.alpha)
+        return predict(self.counts(counter, x, index, batch), self.alpha, self.n)
 
     def certify_other(
         self, counter: Counter, x: Tensor, index: int, than: int, batch: int, place: SmoothedPlace
@@ -96,13 +103,16 @@ class Cohen(Smoothing):
         return float(clopper_pearson_lower(hits, draws, alpha))
 
 
-def certify(selected: int, counts: np.ndarray, alpha: float, noise: Noise) -> Verdict:
+def certify(
+    selected: int, counts: np.ndarray, alpha: float, noise: Noise, draws: int | None = None
+) -> Verdict:
     """CERTIFY, given a class chosen by other draws and the counts of n draws: int (classes,).
 
     With probability at least 1 - alpha over the draws: the smoothed classifier says the prediction
-    in the ball of the radius around the input, or the verdict abstains.
+    in the ball of the radius around the input, or the verdict abstains. draws: n, of which some may
+    have had no class, and count against the selected one; None: all had one.
     """
-    k, n = int(counts[selected]), int(counts.sum())
+    k, n = int(counts[selected]), int(counts.sum()) if draws is None else draws
     p_lower = Cohen.bound(k, n, alpha)
     certified = p_lower > 0.5
     return Verdict(
@@ -116,11 +126,16 @@ def certify(selected: int, counts: np.ndarray, alpha: float, noise: Noise) -> Ve
     )
 
 
-def predict(counts: np.ndarray, alpha: float) -> int:
+def predict(counts: np.ndarray, alpha: float, draws: int | None = None) -> int:
     """PREDICT (Proposition 1): the most frequent class, or -1 unless it beats the second.
 
-    Another class than the smoothed classifier's is returned with probability at most alpha.
+    Another class than the smoothed classifier's is returned with probability at most alpha. draws:
+    how many were made; those without a class are an outcome beside the classes, which is never
+    returned. None: all had one.
     """
+    undefined = 0 if draws is None else draws - int(np.sum(counts))
     order = np.argsort(-np.asarray(counts), kind="stable")
     first, second = int(counts[order[0]]), int(counts[order[1]]) if len(order) > 1 else 0
-    return int(order[0]) if two_sided_p_value(first, first + second) <= alpha else ABSTAIN
+    second = max(second, undefined)
+    sure = first >= undefined and two_sided_p_value(first, first + second) <= alpha
+    return int(order[0]) if sure else ABSTAIN

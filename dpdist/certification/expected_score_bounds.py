@@ -95,11 +95,17 @@ def score_bounds_bernstein(
     return _bounds(empirical_bernstein_interval(means, variances, draws, alpha, classes=len(sums)))
 
 
-def score_bounds_counts(histogram: np.ndarray, confidence: float) -> ScoreBounds:
-    """The argmax-count variant: scores are one-hot, Clopper-Pearson at (1 - eta) / (2K) a side."""
+def score_bounds_counts(
+    histogram: np.ndarray, confidence: float, draws: int | None = None
+) -> ScoreBounds:
+    """The argmax-count variant: scores are one-hot, Clopper-Pearson at (1 - eta) / (2K) a side.
+
+    draws: how many were made; one without a class has score 0 in every class. None: all had one.
+    """
     counts = np.asarray(histogram)
     alpha = _error(confidence) / len(counts)
-    return _bounds(clopper_pearson_interval(counts, int(counts.sum()), alpha))
+    n = int(counts.sum()) if draws is None else draws
+    return _bounds(clopper_pearson_interval(counts, n, alpha))
 
 
 def classical_gaussian_size(bounds: ScoreBounds, std: float, sensitivity: float) -> float:

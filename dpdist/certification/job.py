@@ -215,7 +215,9 @@ def _assignment(
         settings.noise,
         place.sigma,
     )
-    return Assignment(model, settings, place, source, dataset.classes, shape, check_inputs)
+    return Assignment(
+        model, settings, place, source, dataset.classes, shape, check_inputs, inputs=len(indices)
+    )
 
 
 def _stored_rate(output: Path) -> float:

@@ -44,8 +44,13 @@ class SampledPlace(Protocol):
         """With what was pinned when the certification began."""
         ...
 
-    def check_batch(self, assignment: Assignment) -> tuple[nn.Module, Tensor]:
-        """The executed network, and a batch for it under a random unit used for nothing else."""
+    def check_batch(
+        self, assignment: Assignment, *, copies: bool = False
+    ) -> tuple[nn.Module, Tensor]:
+        """The executed network, and a batch for it under a random unit used for nothing else.
+
+        copies: of one input, not of the check inputs in turn.
+        """
         ...
 
     def sampler(self, assignment: Assignment, spec: ClassifierSpec) -> tuple[Counter, Tensor]:
@@ -83,11 +88,13 @@ class SmoothedPlace:
         """A norm may differ in its last bits elsewhere: the one stored at the beginning is used."""
         return replace(self, quadrature=stated(about, self.sigma))
 
-    def check_batch(self, assignment: Assignment) -> tuple[nn.Module, Tensor]:
+    def check_batch(
+        self, assignment: Assignment, *, copies: bool = False
+    ) -> tuple[nn.Module, Tensor]:
         cut = self.where.cut(assignment.model, assignment.input_shape)
         if cut.first is not None:
-            return _check_behind(cut, assignment)
-        noise, inputs = self._check_parts(assignment)
+            return _check_behind(cut, assignment, copies)
+        noise, inputs = self._check_parts(assignment, copies)
         return cut.rest, noise + inputs
 
     def sampler(self, assignment: Assignment, spec: ClassifierSpec) -> tuple[Counter, Tensor]:
@@ -101,21 +108,25 @@ class SmoothedPlace:
                 *parts, spec.form, self.noise, source, classes, shapes,
                 evict=not self.keeps_blocks, stream=stream,
             )  # fmt: skip
-            return bank, bank.classes_of(*self._check_parts(assignment))
+            parts_of = self._check_parts(assignment)
+            others = bank.behind_first(*parts_of)
+            bank.inspect = assignment.reexecution(parts[1], bank.logits, others, spec)
+            return bank, bank.classes_of(*parts_of)
         classify = ExecutedClassifier(cut.rest, spec.form, shapes, stream.device)
+        batch = self.check_batch(assignment)[1]
         sampler = Sampler(
             classify, self.noise, source, classes, assignment.input_shape, bank=self.bank,
-            stream=stream,
+            stream=stream, inspect=assignment.reexecution(cut.rest, classify.logits, batch, spec),
         )  # fmt: skip
-        return sampler, classify(self.check_batch(assignment)[1])
+        return sampler, classify(batch)
 
-    def _check_parts(self, assignment: Assignment) -> tuple[Tensor, Tensor]:
+    def _check_parts(self, assignment: Assignment, copies: bool = False) -> tuple[Tensor, Tensor]:
         """Noise and inputs of the check batch."""
         stream, rows = assignment.stream, assignment.rows(int(np.prod(assignment.input_shape)))
         inputs = torch.from_numpy(assignment.check_inputs).to(stream.device)
         unit = assignment.source.key(None, units.CHECK, 0)
         values = torch.empty(rows, *assignment.input_shape, device=stream.device)
-        return stream.fill(self.noise, unit, values), inputs[torch.arange(rows) % len(inputs)]
+        return stream.fill(self.noise, unit, values), inputs[_in_turn(rows, inputs, copies)]
 
 
 @dataclass(frozen=True)
@@ -140,8 +151,10 @@ class ScoredPlace:
         """Norms may differ in their last bits elsewhere: those stored at the beginning are used."""
         return replace(self, norms=Sensitivity(**about["sensitivity"]))
 
-    def check_batch(self, assignment: Assignment) -> tuple[nn.Module, Tensor]:
-        return _check_behind(self._cut(assignment), assignment)
+    def check_batch(
+        self, assignment: Assignment, *, copies: bool = False
+    ) -> tuple[nn.Module, Tensor]:
+        return _check_behind(self._cut(assignment), assignment, copies)
 
     def sampler(self, assignment: Assignment, spec: ClassifierSpec) -> tuple[Counter, Tensor]:
         return _sampler_behind(self._cut(assignment), assignment, spec)
@@ -150,7 +163,14 @@ class ScoredPlace:
         return place_of(assignment.model).cut(assignment.model, assignment.input_shape)
 
 
-def _check_behind(cut: NoiseCut, assignment: Assignment) -> tuple[nn.Module, Tensor]:
+def _in_turn(rows: int, inputs: Tensor, copies: bool) -> Tensor:
+    """Which of the inputs stands in each row of a check batch."""
+    return torch.arange(rows) % (1 if copies else len(inputs))
+
+
+def _check_behind(
+    cut: NoiseCut, assignment: Assignment, copies: bool = False
+) -> tuple[nn.Module, Tensor]:
     """`check_batch` of a place with a network before its noise."""
     assert cut.first is not None
     stream = assignment.stream
@@ -159,7 +179,7 @@ def _check_behind(cut: NoiseCut, assignment: Assignment) -> tuple[nn.Module, Ten
     with torch.inference_mode():
         at_zero = cut.first(torch.zeros_like(inputs[:1]))
         rows = assignment.rows(at_zero.numel())
-        quiet = cut.first(inputs[torch.arange(rows) % len(inputs)])
+        quiet = cut.first(inputs[_in_turn(rows, inputs, copies)])
         noise = sampler.noisy(torch.zeros_like(inputs[0]), None, units.CHECK, 0, rows)
         return cut.rest, quiet + (noise - at_zero)
 
@@ -174,8 +194,9 @@ def _sampler_behind(
     stream = assignment.stream
     executed = ExecutedClassifier(network, spec.form, shapes, stream.device)
     sampler = HiddenNoiseSampler(
-        cut.first, executed.logits, cut.std, assignment.source, stream=stream
-    )
+        cut.first, executed.logits, cut.std, assignment.source, stream=stream,
+        inspect=assignment.reexecution(network, executed.logits, batch, spec),
+    )  # fmt: skip
     return sampler, executed(batch)
 
 

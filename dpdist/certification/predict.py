@@ -47,7 +47,8 @@ class Predictor:
         place = settings.place(model, input_shape)
         source = UnitSource("predict", seed, "", "", settings.noise, place.sigma)
         grey = np.full((1, *input_shape), 0.5, dtype=np.float32)
-        assignment = Assignment(model, settings, place, source, classes, input_shape, grey)
+        # The rows that are executed again in a whole job are those of the first input.
+        assignment = Assignment(model, settings, place, source, classes, input_shape, grey, last=1)
         self._worker = Worker(replace(assignment, spec=probe(assignment)))
         self._asked = 0
 

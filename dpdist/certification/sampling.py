@@ -16,8 +16,13 @@ from dpdist.certification.classifier import ExecutedClassifier
 from dpdist.certification.expected_score_bounds import SCORE_UNIT
 from dpdist.certification.noises import Gaussian, Laplace, Noise
 from dpdist.certification.streams import Aes, Stream
+from dpdist.models import predicted_classes, softmax_scores
 from dpdist.randomness.places import NoiseCut
 from dpdist.randomness.units import ESTIMATE, RandomWords, UnitSource
+
+# Looks at a counted block: index, stage, block, the rows that were executed, their logits, and how
+# many of them were counted (`dpdist.certification.reexecution`). Raises where they do not hold.
+Inspector = Callable[[int, str, int, Tensor, Tensor, int], None]
 
 
 class Counter(Protocol):
@@ -25,7 +30,16 @@ class Counter(Protocol):
 
     def histogram(
         self, x: Tensor, index: int, stage: str, block: int, rows: int, draws: int
-    ) -> np.ndarray: ...
+    ) -> np.ndarray:
+        """int64 (classes,). A draw whose logits are not finite is in none of the counts, which then
+        add up to less than ``draws``."""
+        ...
+
+
+def class_counts(logits: Tensor, classes: int) -> Tensor:
+    """How many rows of logits (B, classes) have each class: int64 (classes,), where they are. Rows
+    that are not finite have none."""
+    return torch.bincount(predicted_classes(logits) + 1, minlength=classes + 1)[1:]
 
 
 class Sampler:
@@ -34,7 +48,7 @@ class Sampler:
     A block has ``batch`` rows; a block counted in part (the last of n draws) is executed whole,
     because the executed batch is fixed. Which blocks are asked for, and in what order, changes
     nothing in their counts. stream: makes the noise, on the device of the classifier; of a block
-    its counts alone come back from there.
+    its counts alone come back from there. inspect: sees each block that was counted.
     """
 
     def __init__(
@@ -47,8 +61,9 @@ class Sampler:
         *,
         bank: bool = False,
         stream: Stream | None = None,
+        inspect: Inspector | None = None,
     ) -> None:
-        self._classify = classify
+        self._classify, self._inspect = classify, inspect
         self._noise, self._stream = noise, stream or Aes()
         self._units = units
         self._classes = classes
@@ -64,8 +79,10 @@ class Sampler:
         x: float32 of the input's shape, in [0, 1]. index names the input in the noise's key.
         """
         noisy = self._noisy(x, self._units.key(None if self._bank else index, stage, block), rows)
-        counts = torch.bincount(self._classify(noisy)[:draws], minlength=self._classes)
-        return counts.cpu().numpy()
+        logits = self._classify.logits(noisy)
+        if self._inspect is not None:
+            self._inspect(index, stage, block, noisy, logits, draws)
+        return class_counts(logits[:draws], self._classes).cpu().numpy()
 
     def _noisy(self, x: Tensor, key: bytes, rows: int) -> Tensor:
         if rows not in self._buffers:
@@ -75,9 +92,11 @@ class Sampler:
 
 @dataclass(frozen=True)
 class Scores:
-    """Softmax scores under noise, in units of 1 / SCORE_UNIT, rounded down.
+    """Softmax scores under noise, in units of 1 / SCORE_UNIT, rounded down. A draw whose logits are
+    not finite has score 0 in every class.
 
-    sums, squares: of the scores per class, int64 (K,); histogram: argmax counts; draws: how many.
+    sums, squares: of the scores per class, int64 (K,); histogram: of the classes, as `Counter` has
+    it; draws: how many.
     bins, excess: of the scores, int64 (K, BINS) each, where asked for (`betting.binned`).
     """
 
@@ -94,8 +113,8 @@ class HiddenNoiseSampler:
 
     first: the network before the noise. rest: what executes the network behind it. scale: standard
     deviation (Gaussian) or b (Laplace) of every component, a number or a tensor of the hidden shape
-    (heterogeneous noise; 0 where there is none). Blocks are canonical, and stream is, as in
-    ``Sampler``.
+    (heterogeneous noise; 0 where there is none). Blocks are canonical, and stream and inspect are,
+    as in ``Sampler``.
     """
 
     def __init__(
@@ -107,8 +126,10 @@ class HiddenNoiseSampler:
         *,
         laplace: bool = False,
         stream: Stream | None = None,
+        inspect: Inspector | None = None,
     ) -> None:
         self._first, self._rest, self._stream = first.eval(), rest, stream or Aes()
+        self._inspect = inspect
         self._scale = torch.as_tensor(scale, dtype=torch.float32).to(self._stream.device)
         if not bool((self._scale >= 0).all()) or not bool((self._scale > 0).any()):
             raise ValueError("scales must be >= 0, and one of them positive")
@@ -129,7 +150,7 @@ class HiddenNoiseSampler:
     def histogram(
         self, x: Tensor, index: int, stage: str, block: int, rows: int, draws: int
     ) -> np.ndarray:
-        """Argmax counts of the first ``draws`` of a block's ``rows``, as ``Sampler`` gives them."""
+        """Classes of the first ``draws`` of a block's ``rows``, as ``Sampler`` counts them."""
         return self._scores(x, index, stage, block, rows, draws).histogram
 
     def block(
@@ -162,9 +183,13 @@ class HiddenNoiseSampler:
         leader: int | None = None,
     ) -> Scores:
         with torch.inference_mode():
-            logits = self._rest(self.noisy(x, index, stage, block, rows))[:draws].double()
-            p = (torch.softmax(logits, 1) * SCORE_UNIT).long()
-            votes = torch.bincount(logits.argmax(1), minlength=p.shape[1])
+            noisy = self.noisy(x, index, stage, block, rows)
+            logits = self._rest(noisy)
+            if self._inspect is not None:
+                self._inspect(index, stage, block, noisy, logits, draws)
+            logits = logits[:draws].double()
+            p = (softmax_scores(logits) * SCORE_UNIT).long()
+            votes = class_counts(logits, p.shape[1])
             found = torch.stack([p.sum(0), p.square().sum(0), votes]).cpu().numpy()
             scores = p.cpu().numpy() if binned else None
             if scores is not None and leader is not None:
@@ -186,11 +211,14 @@ def counter(
     units: UnitSource,
     classes: int,
     input_shape: tuple[int, ...],
+    inspect: Inspector | None = None,
 ) -> Counter:
-    """Of a place's answers under Gaussian noise. executed: the network behind the noise."""
+    """Of a place's answers under Gaussian noise. executed: the network behind the noise. inspect:
+    as in `Sampler`."""
     if cut.first is None:
-        return Sampler(executed, Gaussian(float(cut.std)), units, classes, input_shape)
-    return HiddenNoiseSampler(cut.first, executed.logits, cut.std, units)
+        noise = Gaussian(float(cut.std))
+        return Sampler(executed, noise, units, classes, input_shape, inspect=inspect)
+    return HiddenNoiseSampler(cut.first, executed.logits, cut.std, units, inspect=inspect)
 
 
 class Randomness:

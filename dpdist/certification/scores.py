@@ -29,6 +29,7 @@ from dpdist.certification.certificate import (
     Certificate,
     CertifiedSizes,
     Partial,
+    counted,
     select,
     selected_by,
     totals,
@@ -132,7 +133,8 @@ class ExpectedScores(OfHiddenNoise):
         for name in ("sums", "squares", "histogram", *self.binned):
             found = np.sum([getattr(block, name) for block in blocks], axis=0)
             partial[name] = found.ravel().tolist()
-        return partial
+        draws = sum(block.draws for block in blocks)
+        return partial | counted(np.asarray(partial["histogram"]), draws)
 
     def verdict(self, partials: Sequence[Partial], place: ScoredPlace) -> ScoreVerdict:
         sums, squares = totals(partials, "sums"), totals(partials, "squares")
@@ -397,7 +399,7 @@ def bounds_of(
     """Bounds of all expected scores, valid together at the settings' error."""
     n, eta = settings.n, 1 - settings.alpha
     if settings.bound == COUNTS:
-        return by_scores.score_bounds_counts(histogram, eta)
+        return by_scores.score_bounds_counts(histogram, eta, n)
     if settings.bound == "bernstein":
         return by_scores.score_bounds_bernstein(sums / SCORE_UNIT, squares / SCORE_UNIT**2, n, eta)
     return by_scores.score_bounds_hoeffding(sums / SCORE_UNIT, n, eta)

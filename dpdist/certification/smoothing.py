@@ -87,7 +87,8 @@ class Smoothing(Certificate):
         return tuple(p + (1 - p) * 1e-9 for p in exact)
 
     def counts(self, counter: Counter, x: Tensor, index: int, batch: int) -> np.ndarray:
-        """Of the classes over all n draws, whatever the mode: int64 (classes,)."""
+        """Of the classes over all n draws, whatever the mode: int64 (classes,). Draws without a
+        class are in none of them."""
         blocks = range(-(-self.n // batch))
         return np.sum([sample(counter, x, index, b, batch, self.n) for b in blocks], axis=0)
 

@@ -37,7 +37,7 @@ class _Sequential(Smoothing):
     def label(
         self, counter: Counter, x: Tensor, index: int, batch: int, place: SampledPlace
     ) -> int:
-        return predict(self.counts(counter, x, index, batch), self.alpha)
+        return predict(self.counts(counter, x, index, batch), self.alpha, self.n)
 
     @classmethod
     def again(
@@ -146,7 +146,7 @@ class Anytime(_Sequential):
         while draws < self.n:
             counts = sample(counter, x, index, block, batch, self.n)
             hits += int(counts[selected])
-            draws += int(counts.sum())
+            draws = min(draws + batch, self.n)  # those without a class are draws too
             block += 1
             while passed < len(p0) and beta_mixture_rejects(hits, draws, p0[passed], self.alpha):
                 passed += 1

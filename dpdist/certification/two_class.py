@@ -11,6 +11,9 @@ count among the other classes. Other tools share the error among these classes; 
 alpha, is wrong with that probability; the bound from the largest count is never smaller, and beside
 a true p_a it makes the radius too large only if it is below b's probability. As p_b <= 1 - p_a is
 taken where it is smaller, the radius is never below Cohen's at 0.9 alpha.
+
+A draw without a class (its logits are not finite) counts as the runner-up's, whoever that is: then
+its count is never too small, and an answer that is no class is bounded with the others.
 """
 
 from __future__ import annotations
@@ -54,7 +57,7 @@ class TwoClass(Cohen):
 
     def verdict(self, partials: Sequence[Partial], place: SmoothedPlace) -> Verdict:
         counts = totals(partials, "histogram", self.n)
-        return certify(selected_by(partials), counts, self.alpha, place.certified)
+        return certify(selected_by(partials), counts, self.alpha, place.certified, self.n)
 
     @classmethod
     def table_schema(cls) -> pa.Schema:
@@ -81,12 +84,13 @@ class TwoClass(Cohen):
 
     @staticmethod
     def _counted(table: pa.Table) -> np.ndarray:
-        """Whether each row has the counts of n draws, k of them for its selected class."""
+        """Whether each row has the counts of n draws at most, k of them for its selected class."""
         rows = table.select(["histogram", "selected", "k", "n"]).to_pylist()
         classes = len(rows[0]["histogram"] or ())
         return np.array([
             len(row["histogram"] or ()) == classes > row["selected"] >= 0 <= min(row["histogram"])
-            and (sum(row["histogram"]), row["histogram"][row["selected"]]) == (row["n"], row["k"])
+            and sum(row["histogram"]) <= row["n"]
+            and row["histogram"][row["selected"]] == row["k"]
             for row in rows
         ])  # fmt: skip
 
@@ -95,7 +99,7 @@ class TwoClass(Cohen):
         """What the counts give at an error, by column."""
         counts = np.asarray(table["histogram"].to_pylist(), dtype=np.int64)
         selected = table["selected"].to_numpy()
-        lower, upper = bounds(counts, selected, alpha)
+        lower, upper = bounds(counts, selected, alpha, table["n"].to_numpy())
         sigma = certified_by(table).sigma
         radius = np.asarray(gaussian_l2_radius_two_class(lower, upper, sigma))
         prediction = np.where(radius > 0, selected, ABSTAIN)
@@ -119,29 +123,33 @@ class TwoClass(Cohen):
 
 
 def bounds(
-    counts: np.ndarray, selected: np.ndarray, alpha: ArrayLike
+    counts: np.ndarray, selected: np.ndarray, alpha: ArrayLike, draws: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Below each selected class's probability and above every other's, each pair wrong with
-    probability at most alpha. counts: int (N, classes); selected, alpha: of each row."""
-    draws = counts.sum(1)
+    probability at most alpha. counts: int (N, classes); selected, alpha: of each row; draws (N,):
+    how many were made, those without a class included."""
     others = counts.copy()
     others[np.arange(len(counts)), selected] = 0
-    hits = draws - others.sum(1)
+    hits = counts.sum(1) - others.sum(1)
+    runner_up = others.max(1) + draws - counts.sum(1)
     lower = np.asarray(clopper_pearson_lower(hits, draws, (1 - _OF_RUNNER_UP) * np.asarray(alpha)))
-    upper = clopper_pearson_upper(others.max(1), draws, _OF_RUNNER_UP * np.asarray(alpha))
+    upper = clopper_pearson_upper(runner_up, draws, _OF_RUNNER_UP * np.asarray(alpha))
     left = np.nextafter(1 - lower, 2)
     return lower, np.minimum(np.minimum(upper, left), 1.0)
 
 
-def certify(selected: int, counts: np.ndarray, alpha: float, noise: Noise) -> Verdict:
+def certify(
+    selected: int, counts: np.ndarray, alpha: float, noise: Noise, draws: int | None = None
+) -> Verdict:
     """As `dpdist.certification.cohen.certify`, by both bounds. counts: int (classes,)."""
-    (p_lower,), (p_upper,) = bounds(counts[None], np.array([selected]), alpha)
+    n = int(counts.sum()) if draws is None else draws
+    (p_lower,), (p_upper,) = bounds(counts[None], np.array([selected]), alpha, np.array([n]))
     radius = float(gaussian_l2_radius_two_class(p_lower, p_upper, noise.sigma))
     return Verdict(
         prediction=selected if radius > 0 else ABSTAIN,
         selected=selected,
         k=int(counts[selected]),
-        n=int(counts.sum()),
+        n=n,
         p_lower=float(p_lower),
         radius=radius,
         histogram=tuple(int(count) for count in counts),

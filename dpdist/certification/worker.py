@@ -5,21 +5,23 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dpdist.base.errors import UserError
 from dpdist.certification import device as devices
 from dpdist.certification.certificate import Certificate
 from dpdist.certification.classifier import ClassifierSpec, check_digest, choose, differing_rows
 from dpdist.certification.places import SampledPlace
+from dpdist.certification.reexecution import Reexecution, RowChoice
 from dpdist.certification.streams import CPU, STREAMS, Stream, usual
-from dpdist.models import mixing
+from dpdist.models import fresh_copy, mixing
 from dpdist.randomness import units
+from dpdist.randomness.keys import new_run_key
 
 Progress = Callable[[int, int, float], None]  # units done, units, per second
 
@@ -36,8 +38,12 @@ class Piece:
 
 @dataclass(frozen=True)
 class Assignment:
-    """All that workers share; put into the object store once. device: where they work; gpus: how
-    much of a GPU each of them has."""
+    """All that workers share; put into the object store once.
+
+    device: where they work; gpus: how much of a GPU each of them has. inputs: how many are counted
+    in all; last: the last of them (its index), where more may come. reexecuted: the secret by which
+    counted rows are chosen to be executed again (`dpdist.certification.reexecution`); None: none.
+    """
 
     model: nn.Module
     settings: Certificate
@@ -49,6 +55,22 @@ class Assignment:
     spec: ClassifierSpec | None = None
     device: str = CPU.type
     gpus: float = 0.0
+    inputs: int = 1
+    last: int | None = None
+    reexecuted: bytes | None = field(default_factory=new_run_key, repr=False)
+
+    def reexecution(
+        self, network: nn.Module, execute: Callable[[Tensor], Tensor], others: Tensor,
+        spec: ClassifierSpec,
+    ) -> Reexecution | None:  # fmt: skip
+        """What executes counted rows again: see `Reexecution` for the other arguments."""
+        if self.reexecuted is None:
+            return None
+        settings = self.settings
+        blocks = settings.units(spec.batch)  # one: a test that may stop after its first block
+        rows = self.inputs * (settings.n0 + min(blocks * spec.batch, settings.n))
+        choice = RowChoice(rows, blocks, self.last, self.reexecuted)
+        return Reexecution(choice, network, execute, others, spec.form)
 
     @property
     def stream(self) -> Stream:
@@ -96,14 +118,15 @@ def probe(assignment: Assignment) -> ClassifierSpec:
     assignment = _sized(assignment.placed())
     network, batch = assignment.place.check_batch(assignment)
     with torch.inference_mode():
-        logits = network.eval()(batch)
+        logits = fresh_copy(network.eval())(batch)  # what it keeps of a batch, no other one knows
     expected = (len(batch), assignment.classes)
     if tuple(logits.shape) != expected:
         raise ValueError(f"it returns {tuple(logits.shape)} for a batch, not {expected}")
     if not bool(torch.isfinite(logits).all()):
         # The argmax of NaN is a constant, which would be certified with the largest radius.
         raise ValueError("its outputs are not finite numbers (did the training diverge?)")
-    if found := mixing(network, batch):
+    _, copies = assignment.place.check_batch(assignment, copies=True)
+    if found := mixing(network, batch, copies):
         raise ValueError(f"it looks at its batch: {found}; no certificate holds for such a model")
     settings = assignment.settings
     spec, _ = choose(network, batch, settings.form, (settings.n0,))

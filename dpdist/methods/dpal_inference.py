@@ -20,6 +20,7 @@ from dpdist.adversary.randomised import RandomisedClassifier, loss_gradient
 from dpdist.base.reading import read_json
 from dpdist.base.storage import write_json
 from dpdist.methods.dpal_steps import check_network, laplace, taylor_errors
+from dpdist.models import predicted_classes
 from dpdist.randomness.keys import derive_key
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def measure(method: DPAL, worker: Any) -> None:
     for size in (0.0, *method.sizes):
         seen = inputs if size == 0 else _attacked(network, inputs, labels, 2 * size, method.steps)
         scores = mean_scores(network, seen, derive_key(key, "measured", str(size)), method, scale)
-        right = scores.argmax(1) == labels.cpu()
+        right = predicted_classes(scores) == labels.cpu()
         if size == 0:
             found["right"] = float(right.double().mean())
             continue

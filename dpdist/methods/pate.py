@@ -338,10 +338,15 @@ def _votes_of(plan: PrivacyPlan) -> Any:
 
 def counted(scores: np.ndarray) -> np.ndarray:
     """Votes, int64 (B, classes), from what each teacher says, (teachers, B, classes): one vote of
-    each teacher for each input, whatever it says."""
+    each teacher for each input, and none where it says no finite numbers: a record moves one vote
+    at most."""
+    import torch
+
+    from dpdist.models import predicted_classes
+
     _, inputs, classes = scores.shape
-    choices = scores.argmax(axis=2)  # of what is not a number, the first
-    return np.stack([np.bincount(choices[:, i], minlength=classes) for i in range(inputs)])
+    choices = predicted_classes(torch.from_numpy(scores)).numpy() + 1
+    return np.stack([np.bincount(choices[:, i], minlength=classes + 1)[1:] for i in range(inputs)])
 
 
 @dataclass(frozen=True, eq=False)

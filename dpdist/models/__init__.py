@@ -18,7 +18,8 @@ from dpdist.models.spec import (
 )
 
 if TYPE_CHECKING:
-    from dpdist.models.company import mixing
+    from dpdist.models.classes import NO_CLASS, predicted_classes, softmax_scores
+    from dpdist.models.company import allowed_rounding, fresh_copy, mixing
     from dpdist.models.dpal import DPALNetwork
     from dpdist.models.head import last_linear
     from dpdist.models.hidden import attach_block_noise, attach_noise
@@ -41,12 +42,14 @@ if TYPE_CHECKING:
 __all__ = [
     "CLASSIFIER",
     "DENOISER",
+    "NO_CLASS",
     "ZOO",
     "BlockNoise",
     "DPALNetwork",
     "ModelSpec",
     "Patches",
     "SplitModel",
+    "allowed_rounding",
     "attach_block_noise",
     "attach_noise",
     "build",
@@ -56,6 +59,7 @@ __all__ = [
     "check_trusted",
     "check_views",
     "device_of",
+    "fresh_copy",
     "initialise",
     "is_base",
     "last_linear",
@@ -65,15 +69,18 @@ __all__ = [
     "mixing",
     "model_hash",
     "patches_of",
+    "predicted_classes",
     "read_spec",
     "require_split",
     "residual_blocks",
     "save",
+    "softmax_scores",
     "split_first",
     "with_config",
 ]
 _WITH_TORCH = {
-    "company": ("mixing",),
+    "classes": ("NO_CLASS", "predicted_classes", "softmax_scores"),
+    "company": ("allowed_rounding", "fresh_copy", "mixing"),
     "dpal": ("DPALNetwork",),
     "head": ("last_linear",),
     "hidden": ("attach_block_noise", "attach_noise"),

@@ -30,7 +30,7 @@ from scipy.special import ndtr
 
 from dpdist.base.binomial import clopper_pearson_lower
 from dpdist.base.errors import UserError
-from dpdist.poisoning.votes import Votes
+from dpdist.poisoning.votes import NONE, Votes
 
 _UP = 1 + 1e-12  # a target is rounded up
 Sizes = NDArray[np.int64]
@@ -49,9 +49,10 @@ class UnderPoison(Protocol):
 class Withstands:
     """What the answers on N inputs withstand.
 
-    answer (N,): the class. changes: for each radius, the largest number of changed records with
-    which the answer stays at every L2 change of the input below that radius, int64 (N,); -1 where
-    nothing is certified. models: by how many each was certified. alpha: of each; 0 where exact.
+    answer (N,): the class, NONE where no model named one. changes: for each radius, the largest
+    number of changed records with which the answer stays at every L2 change of the input below that
+    radius, int64 (N,); -1 where nothing is certified. models: by how many each was certified.
+    alpha: of each; 0 where exact.
     """
 
     answer: Sizes
@@ -91,8 +92,8 @@ def by_keys(
     total = len(votes.vote)
     check(total, select, radii, sigma)
     chosen, counted = votes.counts(slice(0, select)), votes.counts(slice(select, total))
-    answer = chosen.argmax(1)
-    hits = np.take_along_axis(counted, answer[:, None], 1)[:, 0]
+    answer = _most_named(chosen)
+    hits = np.where(answer == NONE, 0, np.take_along_axis(counted, answer[:, None], 1)[:, 0])
     sure = {int(k): float(clopper_pearson_lower(k, total - select, alpha)) for k in np.unique(hits)}
     found = {}
     for radius in dict.fromkeys(radii):
@@ -106,9 +107,16 @@ def by_partitions(votes: Votes) -> Withstands:
     """Of models on disjoint shards: the class most vote for, the smaller one of equals."""
     counts = votes.counts(slice(None))
     inputs, classes = counts.shape
-    answer = counts.argmax(1)  # the first of equals
+    answer = _most_named(counts)
     rows, names = np.arange(inputs), np.arange(classes)
     rival = counts + (names < answer[:, None])  # which of equals wins
     rival[rows, answer] = -1
     lead = counts[rows, answer] - rival.max(1, initial=0)  # a class that nobody named may win too
-    return Withstands(answer, {0.0: (lead // 2).astype(np.int64)}, len(votes.vote), 0.0)
+    changes = np.where(answer == NONE, -1, lead // 2).astype(np.int64)
+    return Withstands(answer, {0.0: changes}, len(votes.vote), 0.0)
+
+
+def _most_named(counts: Sizes) -> Sizes:
+    """The class with the most votes, the first of equals, NONE where there are none: (N,), of
+    counts (N, classes)."""
+    return np.where(counts.max(1) > 0, counts.argmax(1), NONE)

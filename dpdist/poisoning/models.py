@@ -106,5 +106,6 @@ class Voter:
             if shape is not None:
                 normals = randomness.normals(names, ESTIMATE, 0, 1, shape)
             with torch.inference_mode():
-                found.append(place.logits(model, inputs, normals).argmax(1).numpy())
+                logits = place.logits(model, inputs, normals)
+            found.append(models.predicted_classes(logits).numpy())
         return np.concatenate(found).astype(np.int64)

@@ -17,7 +17,7 @@ from dpdist.base.table_files import Column
 TABLE = "votes.parquet"
 KEY = b"dpdist.votes"
 FILE = "votes.safetensors"  # of one model: "votes", int64 (N,)
-NONE = -1  # the vote of a training whose numbers were no numbers any more
+NONE = -1  # the vote of a training, or an answer, whose numbers are no numbers
 _MOST = 100_000  # classes
 SCHEMA = pa.schema(
     [

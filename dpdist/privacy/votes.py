@@ -18,13 +18,14 @@ if TYPE_CHECKING:
 class NoisyVotes(AtOnce):
     """Votes of models that are never released, released once, before `steps` steps on nothing else.
 
-    The models are trained on disjoint shards, and each has one vote on each of `queries` questions.
-    Of every question the most votes for a class are released with Gaussian noise of `screen_noise`,
-    and of at most `answers` questions, which may be chosen by that, the votes for every class with
-    noise of `vote_noise`. One record that comes or goes changes one model, whose votes move from
-    one class to another: the most votes by 1 at most, all of them by sqrt 2 in L2 norm. Together
-    they are one Gaussian of mu = 1 / noise_multiplier, of whose square the first has the part
-    `screening` (0: nothing is screened). All of it is charged from the beginning, given or not.
+    The models are trained on disjoint shards, and each has at most one vote on each of `queries`
+    questions. Of every question the most votes for a class are released with Gaussian noise of
+    `screen_noise`, and of at most `answers` questions, which may be chosen by that, the votes for
+    every class with noise of `vote_noise`. One record that comes or goes changes one model, whose
+    votes move from one class to another, or to none: the most votes by 1 at most, all of them by
+    sqrt 2 in L2 norm. Together they are one Gaussian of mu = 1 / noise_multiplier, of whose square
+    the first has the part `screening` (0: nothing is screened). All of it is charged from the
+    beginning, given or not.
     """
 
     kind: ClassVar[str] = "noisy-votes"
@@ -92,6 +93,6 @@ class NoisyVotes(AtOnce):
     @property
     def assumptions(self) -> tuple[str, ...]:
         return (
-            "models are trained on disjoint shards by keyed hash and never released; each has one "
-            "vote on each input",
+            "models are trained on disjoint shards by keyed hash and never released; each has at "
+            "most one vote on each input",
         )

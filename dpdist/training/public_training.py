@@ -111,8 +111,10 @@ def accuracy(model: nn.Module, test: data.Dataset, batch: int = 1000) -> float:
         for start in range(0, len(test), batch):
             rows = slice(start, start + batch)
             targets = test.targets(rows)
-            right += int((model(test.batch(rows)).argmax(-1) == targets).sum())
-            asked += int((targets >= 0).sum())
+            there = targets >= 0
+            found = models.predicted_classes(model(test.batch(rows)))
+            right += int((found == targets)[there].sum())
+            asked += int(there.sum())
     return right / max(1, asked)
 
 

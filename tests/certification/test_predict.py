@@ -118,3 +118,18 @@ def test_inputs_are_checked() -> None:
     with pytest.raises(ValueError, match="not finite as float32"), warnings.catch_warnings():
         warnings.simplefilter("error")
         as_input(np.array([1e300]), (1,))
+
+
+def test_a_label_is_wrong_with_the_stated_probability_and_no_larger() -> None:
+    """Exact, of two classes with half of the answers each: every label may be the other one's."""
+    alpha, errors = 0.05, []
+    for draws in range(5, 60):
+        decided = [
+            k for k in range(draws + 1) if cohen.predict(np.array([k, draws - k]), alpha) != -1
+        ]
+        errors.append(float(stats.binom.pmf(decided, draws, 0.5).sum()))
+    assert 0.8 * alpha < max(errors) <= alpha * (1 + 1e-9)
+    # The same where the second outcome is no class: only the first one may be returned.
+    for draws in range(5, 60):
+        decided = [k for k in range(draws + 1) if cohen.predict(np.array([k]), alpha, draws) != -1]
+        assert stats.binom.pmf(decided, draws, 0.5).sum() <= alpha / 2 * (1 + 1e-9)

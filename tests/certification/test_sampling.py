@@ -210,7 +210,9 @@ def test_what_rounding_decides_refuses_no_form() -> None:
 def test_a_number_that_is_none_is_no_tie() -> None:
     logits = torch.tensor([[1.0, float("nan")], [1.0, 2.0]])
     assert differing_rows(logits, torch.tensor([0, 1])) == 1
-    assert differing_rows(logits, torch.tensor([1, 1])) == 0
+    assert differing_rows(logits, torch.tensor([1, 1])) == 1  # it has no class, not the second
+    assert differing_rows(logits, torch.tensor([-1, 1])) == 0
+    assert differing_rows(logits, torch.tensor([-1, -1])) == 1
 
 
 def test_one_answer_is_none_to_several_rows() -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dpdist.base.errors import ClusterError
+from dpdist.base.errors import ClusterError, InvalidResults
 from dpdist.cluster.calls import Runner
 from dpdist.cluster.pool import Chunk, PoolSettings, run_chunks
 from dpdist.cluster.session import connect
@@ -270,3 +271,34 @@ def test_actors_that_cannot_start_are_reported() -> None:
 
     with pytest.raises(ClusterError, match="no worker could start"):
         collect(factory, None, chunks_of(2), actors=1, num_gpus=1, start_timeout=1.0)
+
+
+def test_results_that_do_not_hold_are_not_tried_again() -> None:
+    """Whoever tried once more might be lucky, and the results would pass for sound ones."""
+    tried: list[int] = []
+
+    def work(payload: int) -> int:
+        tried.append(payload)
+        if payload == 3 and tried.count(3) == 1:
+            raise InvalidResults("they do not hold")
+        return payload
+
+    runner = Runner(lambda _: work, None)
+    runner.ready()
+    with pytest.raises(InvalidResults, match="they do not hold"):
+        runner.run([1, 2, 3, 4], 60.0)  # no result of this call either
+
+    def factory(folder: Path) -> Any:
+        def once(payload: int) -> int:
+            mark = folder / f"{payload}"
+            if payload == 77 and not mark.exists():
+                mark.touch()
+                raise InvalidResults("they do not hold")
+            return payload
+
+        return once
+
+    with tempfile.TemporaryDirectory() as folder:
+        with pytest.raises(InvalidResults, match=r"^they do not hold$"):
+            collect(factory, Path(folder), chunks_of(200), actors=2)
+        assert (Path(folder) / "77").exists()

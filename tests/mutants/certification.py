@@ -608,7 +608,7 @@ FAULTS: list[Fault] = [
     *group(
         "dpdist/attacks/worker.py", "attacks/test_attack_job",
         ("if self._assignment.counted.by_votes:", "if True:", "hidden noise is attacked by votes, and certified by mean scores"),
-        ("predict(histogram, 1.0 if alpha is None else alpha)", "predict(histogram, 1.0 if alpha is None else 2 * alpha)",
+        ("predict(histogram, 1.0 if alpha is None else alpha, n)", "predict(histogram, 1.0 if alpha is None else 2 * alpha, n)",
          "attacked answers at twice the error"),
     ),
     *group(

@@ -180,8 +180,8 @@ FAULTS: list[Fault] = [
             "the student may be trained on the records",
         ),
         (
-            "choices = scores.argmax(axis=2)",
-            "choices = np.concatenate([scores.argmax(axis=2)] * 2)",
+            "choices = predicted_classes(torch.from_numpy(scores)).numpy() + 1",
+            "choices = predicted_classes(torch.from_numpy(np.concatenate([scores] * 2))).numpy() + 1",
             "a teacher has two votes",
         ),
         (

@@ -127,6 +127,14 @@ def test_a_vote_for_nothing_counts_for_no_class() -> None:
     assert found.answer.tolist() == [0] and found.changes[0.0].tolist() == [1]
     found = by_keys(votes_of([[0]] + [[NONE]] * 9), POISONED, select=1, alpha=0.1)
     assert found.changes[0.0].tolist() == [-1]
+    # Where no model names a class, no class is answered: not the first one.
+    nobody = votes_of([[NONE, 1]] * 9)
+    found = by_partitions(nobody)
+    assert found.answer.tolist() == [NONE, 1] and found.changes[0.0].tolist() == [-1, 4]
+    assert found.accuracy(np.array([0, 1]), 0) == 0.5
+    found = by_keys(votes_of([[NONE, 1]] + [[0, 1]] * 50), POISONED, select=1, alpha=0.1)
+    assert found.answer.tolist() == [NONE, 1] and found.changes[0.0][0] == -1
+    assert found.changes[0.0][1] >= 0 and found.accuracy(np.array([0, 1]), 0) == 0.5
 
 
 # ---- whose votes they are

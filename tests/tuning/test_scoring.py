@@ -9,9 +9,12 @@ from scipy import stats
 
 from dpdist import models
 from dpdist.base.errors import UserError
+from dpdist.certification.reexecution import Reexecution
 from dpdist.data.dataset import Dataset
 from dpdist.models import ModelSpec
+from dpdist.randomness.keys import derive_key
 from dpdist.sections.search import ScoreRecipe
+from dpdist.tuning import scoring
 from dpdist.tuning.scoring import _values, certified_radii, correct, score
 
 KEY = bytes(range(32))
@@ -162,3 +165,55 @@ def test_a_diverged_model_has_no_score(records, model):
     dataset = stored(root / "whole", inputs, labels)
     with pytest.raises(UserError, match="not finite"):
         score(folder, dataset, ScoreRecipe(), sigma=None, noise=1.0, key=KEY)
+
+
+def test_a_model_that_says_no_number_is_right_about_nothing(records, model):
+    root, inputs, _ = records
+    dataset = stored(root / "some", inputs[:40], np.zeros(40, dtype=np.int64))
+
+    class Nothing(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            said = torch.nn.functional.one_hot(torch.zeros(len(x), dtype=torch.int64), 10).float()
+            return torch.where(x.flatten(1)[:, :1] < 0.5, torch.nan, said)
+
+    first = dataset.batch(slice(0, 40)).flatten(1)[:, 0].numpy()
+    for rows in (1, 7, 40):
+        assert np.array_equal(correct(Nothing(), dataset, rows), (first >= 0.5).astype(float))
+
+
+def test_the_radius_of_a_record_counts_up_to_the_cap(records, model):
+    root, inputs, _ = records
+    with torch.inference_mode():
+        labels = model[0](torch.from_numpy(inputs[:12] / 255).float()).argmax(1).numpy()
+    dataset = stored(root / "some", inputs[:12], labels)
+    both = {"certified-accuracy": 1.0, "average-radius": 1.0}
+    settings = ScoreRecipe(objectives=both, radius=5.0, radius_cap=0.05, draws=200)
+    radii = certified_radii(model[0], dataset, settings, 0.2, KEY)
+    assert (radii > 0.05).any() and radii.max() < 5.0
+    # Beside another objective, where the sum of both is not clipped.
+    values = _values(model[0], dataset, settings, 0.2, 1.0, KEY)
+    np.testing.assert_allclose(values, np.clip(radii, 0, 0.05) / 0.05 / 2)
+
+
+def test_whatever_a_score_draws_has_a_key_of_its_own(records, model, monkeypatch):
+    root, inputs, labels = records
+    made = []
+
+    def derived(*given):
+        made.append(derive_key(*given))
+        return made[-1]
+
+    monkeypatch.setattr(scoring, "derive_key", derived)
+    settings = ScoreRecipe(objectives={"certified-accuracy": 1.0}, radius=0.1, draws=20)
+    dataset = stored(root / "some", inputs[:5], labels[:5])
+    score(model[1], dataset, settings, sigma=0.2, noise=1.0, key=KEY)
+    assert len(made) == len(set(made)) == 2 and KEY not in made
+
+
+def test_no_private_record_is_executed_again(records, model, monkeypatch):
+    """What a second execution says would decide whether the trial is stopped."""
+    root, inputs, labels = records
+    monkeypatch.setattr(Reexecution, "__init__", lambda *_: pytest.fail("a record is looked at"))
+    settings = ScoreRecipe(objectives={"certified-accuracy": 1.0}, radius=0.1, draws=20)
+    dataset = stored(root / "some", inputs[:5], labels[:5])
+    assert len(certified_radii(model[0], dataset, settings, 0.2, KEY)) == 5

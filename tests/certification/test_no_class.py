@@ -1,0 +1,269 @@
+"""A row of logits that is not finite has no class: nothing selects, certifies or scores it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from scipy import stats
+from support.batch_dependent import CLASSES, SHAPE, Honest, Inputs, Overflows, save
+from torch import Tensor, nn
+
+from dpdist import models
+from dpdist.base.binomial import clopper_pearson_lower, clopper_pearson_upper, two_sided_p_value
+from dpdist.certification import cohen, job, reading, two_class
+from dpdist.certification.catalogue import settings_of
+from dpdist.certification.certificate import counted, join, totals
+from dpdist.certification.expected import expected_log_scores
+from dpdist.certification.expected_score_bounds import SCORE_UNIT, score_bounds_counts
+from dpdist.certification.noises import Gaussian
+from dpdist.certification.population import of_population
+from dpdist.certification.predict import Predictor
+from dpdist.certification.rebound import label_reach, rebound
+from dpdist.certification.sampling import HiddenNoiseSampler, class_counts
+from dpdist.models import NO_CLASS, predicted_classes, softmax_scores
+from dpdist.randomness import units
+from dpdist.randomness.units import UnitSource
+
+SOURCE = UnitSource("test", "seed", "model", "data", "gaussian", 0.5)
+SETTINGS: dict[str, Any] = {
+    "sigma": 0.1, "n0": 20, "n": 200, "batch": 25, "seed": "1", "form": "eager"
+}  # fmt: skip
+ROWS = [
+    [torch.nan, 1.0, 2.0], [0.0, torch.nan, -1.0], [torch.inf, 0.0, 0.0], [-torch.inf, 0.0, 1.0],
+    [torch.inf, torch.inf, 0.0], [torch.nan] * 3, [0.0, 3.0, 1.0], [2.0, 2.0, 1.0],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_only_rows_of_numbers_have_a_class(dtype: torch.dtype) -> None:
+    logits = torch.tensor(ROWS, dtype=dtype)
+    assert predicted_classes(logits).tolist() == [NO_CLASS] * 6 + [1, 0]
+    assert predicted_classes(logits.view(2, 4, 3)).tolist() == [[-1] * 4, [-1, -1, 1, 0]]
+    assert class_counts(logits, 3).tolist() == [1, 1, 0]
+    scores = softmax_scores(logits)
+    assert (scores[:6] == 0).all() and torch.equal(scores[6:], torch.softmax(logits[6:], 1))
+
+
+# ---- tables
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [{}, {"mode": "two-class"}, {"mode": "anytime", "radii": (0.01,)},
+     {"mode": "target", "radii": (0.01, 0.05)}],
+    ids=lambda mode: mode.get("mode", "fixed"),
+)  # fmt: skip
+def test_what_no_check_input_shows_is_certified_as_nothing(
+    here: None, tmp_path: Path, mode: dict[str, Any]
+) -> None:
+    tables = {}
+    for kind in ("Overflows", "Honest"):
+        spec = save(kind, tmp_path / kind)
+        tables[kind] = job.certify(
+            tmp_path / kind, Inputs(72, marked=True), settings_of(SETTINGS | mode),
+            tmp_path / f"{kind}-out", actors=2, chunk_seconds=1e-3, trusted_factory=spec.name,
+        ).to_pylist()  # fmt: skip
+    assert [row["prediction"] for row in tables["Overflows"][64:]] == [-1] * 8
+    for row in tables["Overflows"][64:]:
+        assert (row["radius"], row["k"], row["histogram"] or [0, 0, 0]) == (0.0, 0, [0, 0, 0])
+        assert row["n"] == (200 if mode.get("mode") in (None, "two-class") else row["n"]) > 0
+    # An honest one of the same file names certifies them; nothing else depends on the marked ones.
+    assert any(row["prediction"] >= 0 for row in tables["Honest"][64:])
+    found = reading.read(tmp_path / "Overflows-out" / job.TABLE)
+    assert found.certified_accuracy(0.0) == np.mean([
+        row["prediction"] == row["label"] for row in tables["Overflows"]
+    ])  # fmt: skip
+    assert not found.correct[64:].any() and not found.certified()[64:].clip(0).any()
+    for stated in of_population(found, (0.01,)):
+        right = int((found.certified() >= 0.01).sum())
+        assert stated.low <= clopper_pearson_lower(right, 72, 0.05)
+    if not mode:
+        assert (label_reach(found.table)[64:] <= 0).all()  # type: ignore[index]
+        looser = rebound(found.table, 0.2).to_pylist()
+        assert [row["prediction"] for row in looser[64:]] == [-1] * 8
+
+
+class Sometimes(nn.Module):
+    """Two classes by the first number, and none where the second is below `none`."""
+
+    def __init__(self, none: float = 0.0) -> None:
+        super().__init__()
+        self.none = none
+
+    def forward(self, x: Tensor) -> Tensor:
+        score = x.flatten(1)[:, :1]
+        score = torch.where(x.flatten(1)[:, 1:2] < self.none, torch.nan, score)
+        return torch.cat([score, -score, score - 100], 1)
+
+
+def undefined(tmp_path: Path, mode: dict[str, Any]) -> list[dict[str, Any]]:
+    """Rows of inputs at which three in ten draws have no class, and the others the first one."""
+    spec = save("Flickers", tmp_path / "model")
+    settings = settings_of(SETTINGS | {"n": 2000, "batch": 100} | mode)
+    job.certify(tmp_path / "model", Inputs(66, marked=True), settings, tmp_path / "out",
+                actors=1, chunk_seconds=1e-3, trusted_factory=spec.name)  # fmt: skip
+    return reading.read(tmp_path / "out" / job.TABLE).table.to_pylist()[64:]
+
+
+def test_a_draw_without_a_class_is_a_draw_of_no_class(here: None, tmp_path: Path) -> None:
+    for row in undefined(tmp_path, {}):
+        k = row["k"]
+        # Binomial(2000, 0.7): 5 standard deviations, 6e-7.
+        assert row["histogram"] == [k, 0, 0] and abs(k - 1400) < 103 and row["n"] == 2000
+        assert row["p_lower"] == pytest.approx(clopper_pearson_lower(k, 2000, 0.001))
+        assert row["radius"] == pytest.approx(0.1 * stats.norm.ppf(row["p_lower"]), rel=1e-6)
+
+
+def test_nor_does_it_make_an_early_test_certain(here: None, tmp_path: Path) -> None:
+    """With the draws of a class alone for all draws, the share would be 1."""
+    for row in undefined(tmp_path, {"mode": "anytime", "radii": (0.2,)}):
+        assert abs(row["k"] / row["n"] - 0.7) < 5 * np.sqrt(0.21 / row["n"])
+        assert row["p_lower"] < 0.75 and row["n"] < 2000
+
+
+def test_the_runner_up_has_it(here: None, tmp_path: Path) -> None:
+    for row in undefined(tmp_path, {"mode": "two-class"}):
+        others = clopper_pearson_upper(2000 - row["k"], 2000, 0.0001)
+        assert row["p_upper"] == pytest.approx(min(float(others), 1 - row["p_lower"]))
+        again = two_class.certify(0, np.array(row["histogram"]), 0.001, Gaussian(0.1), 2000)
+        assert row["radius"] == again.radius < 0.1 * stats.norm.ppf(0.75)
+    assert two_class.certify(0, np.array([600, 100, 0]), 0.001, Gaussian(0.1), 1400).radius == 0
+    assert two_class.certify(0, np.array([600, 100, 0]), 0.001, Gaussian(0.1)).radius > 0
+
+
+def test_no_certificate_is_false_more_often_than_stated() -> None:
+    """Exact, over all outcomes of 25 draws of two classes and none, whatever their shares."""
+    n, alpha, noise = 25, 0.1, Gaussian(0.5)
+    for first, none in ((0.5, 0.3), (0.45, 0.5), (0.55, 0.45), (0.4, 0.2), (0.48, 0.02)):
+        shares = np.array([first, max(0.0, 1 - first - none), none])
+        wrong = dict.fromkeys(("fixed", "two-class", "label"), 0.0)
+        for a in range(n + 1):
+            for b in range(n + 1 - a):
+                counts = np.array([a, b])
+                mass = stats.multinomial.pmf([a, b, n - a - b], n, shares)
+                true = 0.5 * stats.norm.ppf(shares[0]) if shares[0] > 0.5 else 0.0
+                found = cohen.certify(0, counts, alpha, noise, draws=n)
+                wrong["fixed"] += mass * (found.radius > true)
+                both = 0.25 * (stats.norm.ppf(shares[0]) - stats.norm.ppf(shares[1:].max()))
+                found = two_class.certify(0, counts, alpha, noise, n)
+                wrong["two-class"] += mass * (found.radius > max(both, 0.0))
+                label = cohen.predict(counts, alpha, n)
+                best = int(shares.argmax())
+                wrong["label"] += mass * (label not in (-1, best))
+        assert max(wrong.values()) <= alpha, (shares, wrong)
+
+
+def test_the_label_is_an_outcome_against_no_class() -> None:
+    counts = np.array([10, 60, 5])
+    assert cohen.predict(counts, 0.001) == cohen.predict(counts, 0.001, 75) == 1
+    assert cohen.predict(counts, 0.001, 75 + 40) == -1  # 60 against 40
+    assert cohen.predict(counts, 0.001, 75 + 61) == -1
+    assert cohen.predict(counts, 1.0, 75 + 60) == 1 and cohen.predict(counts, 1.0, 75 + 61) == -1
+    assert cohen.predict(np.array([0, 0]), 1.0, 50) == -1
+    assert two_sided_p_value(60, 100) > 0.001 >= two_sided_p_value(60, 75)
+
+
+def test_counts_of_another_number_of_draws_are_refused() -> None:
+    some = counted(np.array([3, 4]), 7)
+    assert some == {"histogram": [3, 4]}  # as ever where all draws have a class
+    others = counted(np.array([1, 0]), 5)
+    assert others == {"histogram": [1, 0], "undefined": [4]}
+    for parts in ([some, others], [others, some], [join(some, others)], [join(others, some)],
+                  ):  # fmt: skip
+        assert totals(parts, "histogram", 12).tolist() == [4, 4]
+        for wrong in (8, 11, 13):
+            with pytest.raises(ValueError, match=f"12 draws counted instead of {wrong}"):
+                totals(parts, "histogram", wrong)
+    assert totals([join(others, others), some], "histogram", 17).tolist() == [5, 4]
+
+
+# ---- scores
+
+
+def test_scores_of_what_is_no_number_are_zero() -> None:
+    """They were the smallest int64 there is."""
+    sampler = HiddenNoiseSampler(nn.Identity(), Sometimes(), 1.0, SOURCE)
+    x = torch.tensor([5.0, 0.0, 0.0])
+    noisy = sampler.noisy(x, 0, units.ESTIMATE, 0, 400)
+    none = int((noisy[:, 1] < 0).sum())
+    found = sampler.block(x, 0, 0, 400, 400, binned=True)
+    assert 0 < none < 400 and found.draws == 400
+    assert found.histogram.sum() == 400 - none
+    assert (found.sums >= 0).all() and found.sums.sum() <= SCORE_UNIT * (400 - none)
+    scores = torch.softmax(Sometimes()(noisy[noisy[:, 1] >= 0]).double(), 1)
+    assert found.sums.tolist() == (scores * SCORE_UNIT).long().sum(0).tolist()
+    assert found.bins is not None and (found.bins.sum(1) == 400).all()
+    lead = sampler.block(x, 0, 0, 400, 400, binned=True, leader=0)
+    assert lead.bins is not None and (lead.bins.sum(1) == 400).all()
+
+
+def noisy() -> nn.Module:
+    """Three numbers, noise 0.3 on each; none where the second is below -2 with its noise."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(3, 3, bias=False), Sometimes(none=-2.0)).eval()
+    torch.nn.init.eye_(model[1].weight)  # type: ignore[arg-type]
+    models.attach_noise(model, torch.full((3,), 0.3))
+    return model
+
+
+@pytest.mark.parametrize(
+    "section",
+    [{"bound": "hoeffding"}, {"bound": "bernstein"}, {"bound": "counts"}, {"bound": "betting"},
+     {"mode": "target-scores", "radii": (0.001,)}],
+    ids=lambda section: str(next(iter(section.values()))),
+)  # fmt: skip
+def test_expected_scores_have_no_class_there_either(section: dict[str, Any]) -> None:
+    model = noisy()
+    settings = settings_of({"n": 1000, "n0": 50, "alpha": 0.05, "batch": 250, **section})
+    predictor = Predictor(model, settings, 3, (3,))
+    right = predictor.certify(torch.tensor([4.0, 9.0, 0.0]))
+    assert right.prediction == 0 and right.radius > 0
+    nothing = predictor.certify(torch.tensor([4.0, -9.0, 0.0]))
+    assert nothing.prediction == -1 and nothing.radius == 0 and nothing.k == 0
+    # Half of the draws: score 0 in every class. The first class is ahead still, at half its score.
+    half = predictor.certify(torch.tensor([4.0, -2.0, 0.0]))
+    assert half.k < 0.7 * half.n  # 1000 draws, or 250: six standard deviations
+    if "mode" not in section:
+        assert half.p_lower < 0.6 < right.p_lower and half.radius < right.radius
+
+
+def test_counts_bound_scores_by_all_draws() -> None:
+    bounds = score_bounds_counts(np.array([300, 10, 0]), 0.95, 1000)
+    assert bounds.p_a < 0.31 and bounds.upper[0] < 0.36
+    assert score_bounds_counts(np.array([300, 10, 0]), 0.95).p_a > 0.9
+
+
+def test_mean_scores_leave_out_what_is_no_number() -> None:
+    model = noisy()
+    x = torch.tensor([[4.0, 9.0, 0.0], [4.0, -9.0, 0.0], [4.0, -2.0, 0.0], [-900.0, 9.0, 0.0]])
+    found = expected_log_scores(model, x, 50, "seed")
+    assert predicted_classes(found).tolist() == [0, -1, 0, 1]
+    assert found[1].isnan().all() and found[[0, 2, 3]].isfinite().all()
+    assert 0.2 < float(found[2].exp().sum()) < 0.8  # four standard deviations; seeded
+
+
+# ---- one input at a time
+
+
+def test_predictions_abstain() -> None:
+    marked = Inputs(65, marked=True).batch(slice(64, 65))[0]
+    settings = settings_of({"sigma": 0.1, "n": 500})
+    predictor = Predictor(Overflows().eval(), settings, CLASSES, SHAPE)
+    assert predictor.label(marked) == -1
+    found = predictor.certify(marked)
+    assert (found.prediction, found.radius, found.k) == (-1, 0.0, 0)
+    honest = Predictor(Honest().eval(), settings, CLASSES, SHAPE)
+    assert honest.certify(marked).prediction >= 0
+
+
+def test_a_table_without_such_draws_is_the_same_to_the_byte(here: None, tmp_path: Path) -> None:
+    spec, settings = save("Honest", tmp_path / "model"), settings_of(SETTINGS)
+    job.certify(tmp_path / "model", Inputs(4), settings, tmp_path / "out", actors=1,
+                trusted_factory=spec.name)  # fmt: skip
+    table = pq.read_table(tmp_path / "out" / job.TABLE)
+    assert all(sum(each) == 200 for each in table["histogram"].to_pylist())
+    assert "undefined" not in (tmp_path / "out" / "journal.jsonl").read_text()
