@@ -143,12 +143,22 @@ def test_models_that_will_not_do() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x.flatten(1) - x.flatten(1).mean(0)
 
+    class Merges(nn.Module):
+        """Records that are nearly equal are looked at once: of different ones each is."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            flat = x.flatten(1)
+            near = torch.cdist(flat, flat) < 1.0
+            return flat[near.int().argmax(1)]
+
     class InFloat32(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x.flatten(1).float()
 
     with pytest.raises(UserError, match="mixes records"):
         sums(model=nn.Sequential(Mixes(), nn.Linear(64, CLASSES)))
+    with pytest.raises(UserError, match=r"mixes records: .* among copies of itself"):
+        sums(model=nn.Sequential(Merges(), nn.Linear(64, CLASSES)))
     with pytest.raises(UserError, match="fails in float64, in which method functional sums"):
         sums(model=nn.Sequential(InFloat32(), nn.Linear(64, CLASSES)))
     with pytest.raises(UserError, match="must end in"):

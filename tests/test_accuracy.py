@@ -1,0 +1,60 @@
+"""A row of logits that is not finite is right about nothing, wherever accuracy is counted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dpdist.evaluation import _classified, _following
+from dpdist.training.public_training import accuracy
+
+
+class Records(list[int]):
+    """As many records as there are targets; an input is its place."""
+
+    classes, name = 3, "records"
+
+    def __init__(self, targets: Any) -> None:
+        super().__init__(range(len(targets)))
+        self._targets = torch.tensor(targets)
+
+    def batch(self, rows: slice) -> Tensor:
+        return torch.arange(len(self))[rows].float()[:, None]
+
+    def targets(self, rows: slice) -> Tensor:
+        return self._targets[rows]
+
+
+class Says(nn.Module):
+    """The logits of each record, by its place."""
+
+    def __init__(self, logits: Any) -> None:
+        super().__init__()
+        self.logits = torch.tensor(logits)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.logits[x[:, 0].long()]
+
+
+NAN, INF = float("nan"), float("inf")
+LOGITS = [[NAN, 0.0, 0.0], [1.0, 0.0, 0.0], [INF, 0.0, 0.0], [0.0, NAN, 9.0], [0.0, 0.0, -INF]]
+
+
+def test_an_input_without_a_class_is_missed() -> None:
+    says, records = Says(LOGITS), Records([0, 0, 0, 2, 0])
+    found = _classified(records, lambda inputs, start: says(inputs))  # type: ignore[arg-type]
+    assert found["correct"] == 1 and found["wrong"] == "0 2 3 4"
+    assert found["by_class"] == [[4, 1], [0, 0], [1, 0]]
+    assert accuracy(says, records) == pytest.approx(0.2)  # type: ignore[arg-type]
+
+
+def test_nor_is_a_next_token_said_without_numbers() -> None:
+    logits, targets = [LOGITS[:3], LOGITS[2:]], [[0, 0, -1], [-1, 2, 0]]
+    says, records = Says(logits), Records(targets)
+    found = _following(records, lambda inputs, start: says(inputs))  # type: ignore[arg-type]
+    assert (found["correct"], found["asked"]) == (1, 4)
+    # A target that is not there is -1, and so is what no class is called.
+    assert accuracy(says, records) == pytest.approx(0.25)  # type: ignore[arg-type]
