@@ -399,4 +399,33 @@ FAULTS: list[Fault] = [
         ("mean = mean[order.argsort()]", "pass", "targets are another record's"),
         ("to(mean) + weight * mean", "to(mean) + mean", "the weight of agreement is one"),
     ),
+    *group(
+        "dpdist/randomness/keys.py", "gradients/test_run_key",
+        ("return secrets.token_bytes(KEY_BYTES)", "return secrets.token_bytes(4) * 8",
+         "a fresh run key has 32 bits"),
+    ),
+    *group(
+        "dpdist/gradients/engine.py", "gradients/test_padding_and_runs",
+        ("run = short_run(blocked.capacity + 1 if blocked else batch)", "run = 32",
+         "runs of 32 rows in float32 whatever the block's size"),
+        ("return self.blocks if draw_key and record_ids is not None else None",
+         "return self.blocks if draw_key else None",
+         "a batch without ids is added up as if it were a block"),
+    ),
+    *group(
+        "dpdist/gradients/engine.py", "gradients/test_clipping_rules",
+        ("                if owner.setdefault(slot, layer.name) != layer.name:\n                    self._shared.add(slot)",
+         "                owner[slot] = layer.name", "a parameter used by two layers belongs to the last one"),
+    ),
+    *group(
+        "dpdist/gradients/rules/dense.py", "gradients/test_padding_and_runs",
+        ("ids == module.padding_idx, -1", "ids == 0, -1", "token 0 is taken for padding"),
+    ),
+    *group(
+        "dpdist/gradients/rules/normalisation.py", "gradients/test_clipping_rules::test_normalisation",
+        ("F.layer_norm(call.input, shape, eps=module.eps)", "F.layer_norm(call.input, shape)",
+         "a LayerNorm's own epsilon is not taken"),
+        ("partial(F.instance_norm, eps=module.eps)", "F.instance_norm",
+         "an InstanceNorm's own epsilon is not taken"),
+    ),
 ]  # fmt: skip

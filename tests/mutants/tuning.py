@@ -138,4 +138,14 @@ FAULTS: list[Fault] = [
         ("in itertools.product(*lists.values()):", "in list(zip(*lists.values()))[:1]:",
          "one combination of entries is priced"),
     ),
+    *group(
+        "tuning/cost.py", "tuning/test_limits",
+        ("while not fits(high, coarser=1):  #", "while False and not fits(high, coarser=1):  #",
+         "a trial's noise is checked on the coarse grid only"),
+        ("if (trial.delta, trial.neighbours) != (base.delta, base.neighbours):",
+         "if trial.delta != base.delta:", "a trial under another relation passes the limit"),
+        ("if own.pld is None or exceeds(own.pld, ceiling.pld, margin):",
+         "if own.pld is not None and exceeds(own.pld, ceiling.pld, margin):",
+         "a trial without privacy passes the limit"),
+    ),
 ]  # fmt: skip
