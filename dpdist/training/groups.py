@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 from dpdist.base.reading import NoSuchFile, parse_json, read_text
@@ -29,7 +29,7 @@ class Group:
     workers: int
     backend: str
     again: int
-    independence: str = ""
+    independence: str = field(default="", compare=False)
 
     @classmethod
     def of(cls, reducer: Reducer, ledger: Ledger, step: int, independence: str = "") -> Group:

@@ -14,6 +14,7 @@ from dpdist.base.independence import weakest
 from dpdist.data.text import following
 from dpdist.gradients.blocks import Blocks
 from dpdist.gradients.engine import GradientEngine
+from dpdist.gradients.perturbations import Draws
 from dpdist.gradients.screening import EXAMPLES
 from dpdist.gradients.task import Task
 from dpdist.privacy.plan import PrivacyPlan
@@ -49,10 +50,15 @@ def examples(source: data.Source, count: int = EXAMPLES) -> tuple[Tensor, Tensor
 
 
 def _of_task(engine: GradientEngine, task: Task, source: data.Source) -> tuple[Tensor, Tensor]:
-    """Examples as the engine sees them, with the targets of its task."""
+    """Examples with the targets of the task. Nothing is drawn for them: keys are for records."""
     device = engine.parameters[0].device
     inputs, labels = (each.to(device) for each in examples(source))
-    targets = task.targets(engine, inputs, labels, _KEY, torch.arange(len(inputs)))
+    draws, augmentation = engine.draws, engine.augmentation
+    engine.draws, engine.augmentation = Draws(), None
+    try:
+        targets = task.targets(engine, inputs, labels, _KEY, torch.arange(len(inputs)))
+    finally:
+        engine.draws, engine.augmentation = draws, augmentation
     return inputs, targets
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from dpdist.base.independence import BY_STRUCTURE, ISOLATED, SCREENED
 from dpdist.gradients.engine import GradientEngine
 from dpdist.models import ModelSpec, initialise
 from dpdist.reports.facts import read_facts
+from dpdist.runs.folder import RunFolder
+from dpdist.runs.recipe import parse
 from dpdist.training import groups, loop
 from dpdist.training.public_examples import examples
 from dpdist.training.records import source_of
@@ -84,12 +87,13 @@ PRIVATE_PREDICTION = {
 }
 
 
+@pytest.mark.parametrize("record", [tied, lambda: np.full(WIDTH, 3e38)], ids=["ties", "overflows"])
 @pytest.mark.parametrize("more", [{}, PRIVATE_PREDICTION], ids=["dp-sgd", "private-prediction"])
-def test_one_record_does_not_stop_a_command(more, tmp_path, monkeypatch, capsys) -> None:
+def test_one_record_does_not_stop_a_command(more, record, tmp_path, monkeypatch, capsys) -> None:
     """It takes part in every step, so every look at the records would find it."""
     without_ray(monkeypatch)
     left = []
-    for name, first in (("one", None), ("other", tied())):
+    for name, first in (("one", None), ("other", record())):
         root = written(tmp_path / name, first)
         (root / "r.yaml").write_text(yaml.safe_dump(recipe_of(root, **more)))
         done = command(monkeypatch, capsys, root, "train", "r.yaml")
@@ -97,6 +101,34 @@ def test_one_record_does_not_stop_a_command(more, tmp_path, monkeypatch, capsys)
         run = root / "runs" / "run"
         left.append(sorted(str(path.relative_to(run)) for path in run.rglob("*")))
     assert left[0] == left[1]
+
+
+class Raising(nn.Module):
+    """Its own code refuses a record."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if bool((x > 1e9).any()):
+            raise RuntimeError("too large")
+        return self.layer(x)
+
+
+def raising(shape: tuple[int, ...], classes: int) -> nn.Module:
+    return Raising(classes)
+
+
+def test_what_a_model_raises_for_a_record_is_left_to_it(tmp_path: Path) -> None:
+    """As the sharp edges say: nothing else than the model knows what to do then."""
+    for name, first in (("one", None), ("other", tied())):
+        root = written(tmp_path / name, first)
+        recipe = parse(recipe_of(root, model=f"{HERE}:raising"), "test")
+        job = prepare(recipe, RunFolder(root / "run"), "test")
+        with nullcontext() if first is None else pytest.raises(RuntimeError, match="too large"):
+            execute(job)
+    assert read_facts(RunFolder(tmp_path / "one" / "run")).independence == SCREENED
 
 
 def test_the_looks_of_a_run_read_no_record(tmp_path, monkeypatch) -> None:
