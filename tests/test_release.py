@@ -378,6 +378,7 @@ def test_a_release_of_another_version_is_held_by_its_numbers(copied, monkeypatch
         (CARD, at("accountant", to="epsilon = 0.01 by RDP")),
         (CARD, at("relation", to="replace 2 records")),
         (CARD, at("more", to="epsilon = 0.01")),
+        (CARD, at("epsilon_at_delta", 3, "epsilon", to=0.001)),
     ):
         whole = (copied / name).read_bytes()
         edit(copied, name, change)
@@ -716,6 +717,21 @@ def test_a_description_that_asks_for_more_than_its_weights_is_refused_before_mem
     edit(copied, "model.json", at("options", to={"hidden": [32768] * 4}))
     name_model(copied, models.model_hash(copied))
     fails(call, copied, "parameters, more than ")
+
+
+@pytest.mark.parametrize("change", [all_radii, lambda rows: rows[1].update(p_lower=0.999)])
+def test_a_radius_that_does_not_follow_from_its_counts_is_noticed(copied, call, change):
+    """All radii set to 3.0 by hand, and everything that follows from that made again."""
+    changed_table(copied, change)
+    say_what_follows(copied)
+    fails(call, copied, "does not follow")
+
+
+def test_a_file_without_a_sum_is_missed(copied, call):
+    lines = (copied / SUMS).read_text().splitlines(keepends=True)
+    for name in (CARD, table_name(1)):
+        (copied / SUMS).write_text("".join(line for line in lines if name not in line))
+        fails(call, copied, "must have one line for each")
 
 
 def test_sums_end_lines_as_sha256sum_needs_it(copied, call):

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from dpdist.base.errors import UserError
 from dpdist.base.fields import MOST
+from dpdist.base.reading import check_shape
 from dpdist.base.table_files import read_table
 from dpdist.certification import table as tables
 from dpdist.certification.catalogue import kind_of
@@ -135,7 +136,7 @@ class CertificateTable:
     def radii(self) -> tuple[float, ...]:
         """The radii that were asked for."""
         radii = self.about.get("settings", {}).get("radii", ())
-        if not all(type(radius) in (int, float) and radius >= 0 for radius in radii):
+        if not isinstance(radii, list | tuple) or not all(type(radius) in (int, float) and radius >= 0 for radius in radii):
             raise UserError(f"{self.path}: damaged: settings.radii must be numbers >= 0")
         return tuple(radii)
 
@@ -212,6 +213,7 @@ def of(table: pa.Table, path: Path = Path("certificates/-")) -> CertificateTable
     if not table.num_rows:
         raise UserError(f"{path}: no certificates in the table")
     about = tables.about(table)
+    check_shape({"settings": {}, "seed": "", **about}, str(path), {"settings": dict, "seed": str})
     once = {column: _once(table, about, column, path) for column in _ONCE}
     once["n"] = once.pop("cap")
     names = ("index", "label", "prediction", "radius")

@@ -120,6 +120,8 @@ class Description(Section):
             raise ValueError("data.root must be left out: it is a place of the reader's")
         if list(self.classes) != self.data.class_names:
             raise ValueError("classes must be those that data names")
+        if self.tokens and (self.certified or self.certificate is not None):
+            raise ValueError("tokens of text have no certificate")
         tested = self.tested
         if tested is not None and not self.tokens and not is_share(tested.accuracy, tested.inputs):
             raise ValueError(f"tested.accuracy must be a share of {tested.inputs} inputs")

@@ -22,6 +22,7 @@ from pydantic import ValidationError
 from dpdist.base.errors import UserError
 from dpdist.base.json_values import same_json
 from dpdist.base.reading import check_shape, reason, regular_file, shown
+from dpdist.bulk import FORMAT
 from dpdist.certification import reading
 from dpdist.certification.certificate import Certificate
 from dpdist.certification.reading import CertificateTable
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 _MOST_VALUES = 2**27  # in one table: a small file may name more than any memory holds
 _MOST_NUMBERS = 2**29  # in one executed batch
 _ABOUT = {
-    "model": str, "data": str, "seed": str, "classes": int, "inputs": int, "settings": dict,
+    "format": int, "model": str, "data": str, "seed": str, "classes": int, "inputs": int, "settings": dict,
     "classifier": dict, "classifier.generator": str, "classifier.form": str,
     "classifier.batch": int, "classifier.device": str, "classifier.torch_version": str,
     "classifier.machine": str, "classifier.notes": list,
@@ -102,10 +103,13 @@ def check_table(found: CertificateTable, digest: str, model: nn.Module, spec: Mo
     if isinstance(said["classifier"], dict):
         said["classifier"] = _UNSAID | said["classifier"]
     check_shape(said, str(where), _ABOUT)
+    if about["format"] != FORMAT:
+        raise UserError(f"{where}: damaged: format must be {FORMAT}, got {about['format']}")
     if about["model"] != digest:
         raise UserError(f"{where}: of another model than this one")
     if about["classes"] != spec.classes:
         raise UserError(f"{where}: of {about['classes']} classes, the model has {spec.classes}")
+    _check_rows(found)
     rows = [int(found.table[name].to_numpy().max()) for name in ("label", "prediction", "selected")]
     if max(rows) >= spec.classes:
         raise UserError(f"{where}: damaged: names class {max(rows)} of {spec.classes}")
@@ -119,6 +123,34 @@ def check_table(found: CertificateTable, digest: str, model: nn.Module, spec: Mo
             raise UserError(
                 f"{where}: {name} is not that of the model: it says {shown(about.get(name))}, "
                 f"computed again {shown(value)}"
+            )
+
+
+def _check_rows(found: CertificateTable) -> None:
+    """Check that every row follows from its counts: certified again at its own error, it is the
+    same row. Results of early stopping are decided while they are counted, and have no counts that
+    say all of it."""
+    counted, stopped = found.table.to_pylist(), "histogram" not in found.table.column_names
+    for row in counted:
+        votes = row.get("histogram")
+        if votes is not None and not (
+            row["selected"] < len(votes) == found.about["classes"]
+            and (sum(votes), votes[row["selected"]]) == (row["n"], row["k"])
+        ):
+            raise UserError(f"{found.path}: damaged: input {row['index']}: k and n are not counted")
+        stopped |= votes is None
+    try:
+        again, _ = found.kind.rebound(found.table, found.alpha)
+    except UserError:
+        if stopped:
+            return
+        raise
+    for row, other in zip(counted, again, strict=True):
+        if not same_json(row, other):
+            key = next(key for key in row if not same_json(row[key], other.get(key)))
+            raise UserError(
+                f"{found.path}: damaged: input {row['index']}: {key} does not follow from its "
+                f"counts: it says {shown(row[key])}, computed again {shown(other.get(key))}"
             )
 
 

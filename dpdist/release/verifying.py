@@ -32,17 +32,9 @@ from dpdist.release.page import model_card
 from dpdist.release.reading import Release, load, of_release
 from dpdist.release.tables import Data, check_table, count_again, read_table
 
-PUBLISHERS_WORD = {
-    "the mechanism": "that the model was trained by the phases which the card accounts for, and "
-    "that the run key was secret",
-    "the training data": "their name, unit of privacy, number, and what all runs on them cost",
-    "the card's notes": "assumptions besides those of the phases, notes, further facts",
-    "the test data": "their name, where they lie, the names of classes",
-    "clean accuracy": "and of how many inputs",
-    "the counts": "of each certificate, with seed and executed classifier, until --redraw",
-    "the suggested certificate": "what a reader is told to certify with; the reader chooses",
-    "name and licence": "of the model",
-}
+_DRAWN, _SUGGESTED = "until --redraw", "a suggestion: the reader chooses how to certify"
+_DATA = "which test data: --redraw loads them, and holds them against the table"
+PUBLISHERS_WORD: dict[str, dict[str, str]] = {"release.json": {}, "privacy_card.json": {}, "model.json": {}, "certificates-1.parquet": {}}
 """What nothing in a release can be held against, and of what."""
 
 

@@ -1,0 +1,145 @@
+"""Every single-field edit of every file of a release is refused, or is the publisher's own word.
+
+After each edit all that follows from it is made again (pages, sums, what release.json says of a
+table, a table's digest), as somebody would who wants to deceive; a signature would tell.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from test_release import (
+    call,
+    changed_table,
+    copied,
+    made,
+    say_what_follows,
+    work,
+    write_pages,
+)
+
+from dpdist.base.errors import UserError
+from dpdist.certification import table as tables
+from dpdist.release.files import CARD, DESCRIPTION, table_name
+from dpdist.release.verifying import PUBLISHERS_WORD, verify
+
+__all__ = ["call", "copied", "made", "work"]
+pytestmark = pytest.mark.long
+TABLE = table_name(1)
+
+
+def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    inner = value.items() if isinstance(value, dict) else enumerate(value[:2])
+    for key, each in inner:
+        yield (*path, key)
+        if isinstance(each, dict | list):
+            yield from leaves(each, (*path, key))
+
+
+def others(value: Any) -> list[Any]:
+    """Other values: of the same kind, and none."""
+    if isinstance(value, bool):
+        found = [not value]
+    elif isinstance(value, int):
+        found = [value + 1, max(0, value - 1)]
+    elif isinstance(value, float):
+        found = [value * 1.01 + 0.01, value / 2]
+    elif isinstance(value, str):
+        found = [f"{value} of mine", f"{value[:-1]}0", "l1"]
+    elif isinstance(value, list):
+        found = [value[:-1], [*value, *value[-1:]]]
+    else:
+        found = ["x", 1]
+    return [other for other in [*found, None] if other != value]
+
+
+def changed(value: Any, path: tuple[Any, ...], to: Any) -> Any:
+    whole = inner = copy.deepcopy(value)
+    for part in path[:-1]:
+        inner = inner[part]
+    inner[path[-1]] = to
+    return whole
+
+
+def found_at(value: Any, path: tuple[Any, ...]) -> Any:
+    for part in path:
+        value = value[part]
+    return value
+
+
+def said(path: tuple[Any, ...]) -> str:
+    return ".".join("*" if isinstance(part, int) else part for part in path)
+
+
+def believed(folder: Path, name: str, edit: Any) -> bool:
+    """Whether the release passes after an edit, and all that follows from it."""
+    again = shutil.copytree(folder, folder.with_name("again"), dirs_exist_ok=True)
+    try:
+        edit(again)
+    except (pa.ArrowException, ValueError, TypeError):
+        return False  # no table can hold it
+    try:
+        if name == TABLE:
+            say_what_follows(again)
+        write_pages(again)
+    except (UserError, KeyError, TypeError, ValueError, AttributeError, IndexError):
+        pass  # nobody could make pages of it; what is there is shown to verify
+    try:
+        verify(again)
+    except UserError as error:
+        assert "\n" not in str(error)
+        return False
+    return True
+
+
+def edits_of_json(folder: Path, name: str) -> set[str]:
+    whole, passed = json.loads((folder / name).read_text()), set()
+    for path in leaves(whole):
+        for value in others(found_at(whole, path)):
+
+            def edit(again: Path, path: Any = path, value: Any = value) -> None:
+                text = json.dumps(changed(whole, path, value), indent=2, sort_keys=True) + "\n"
+                (again / name).write_text(text)
+
+            if believed(folder, name, edit):
+                passed.add(said(path))
+    return passed
+
+
+def edits_of_tables(folder: Path) -> set[str]:
+    table, passed = tables.read(folder / TABLE), set()
+    rows, about = table.to_pylist(), tables.about(table)
+    for row in (0, 3):
+        for column, value in rows[row].items():
+            for other in others(value):
+
+                def edit(again: Path, row: int = row, at: str = column, to: Any = other) -> None:
+                    changed_table(again, lambda rows: rows[row].__setitem__(at, to))
+
+                if believed(folder, TABLE, edit):
+                    passed.add(column)
+    for path in leaves(about):
+        for other in others(found_at(about, path)):
+
+            def describe(again: Path, path: Any = path, to: Any = other) -> None:
+                new = changed(about, path, to)
+                changed_table(again, about=lambda said: (said.clear(), said.update(new)))
+
+            if believed(folder, TABLE, describe):
+                passed.add(f"about.{said(path)}")
+    return passed
+
+
+@pytest.mark.parametrize("name", [DESCRIPTION, CARD, "model.json", TABLE])
+def test_every_edit_is_refused_or_listed(copied, name):
+    found = edits_of_tables(copied) if name == TABLE else edits_of_json(copied, name)
+    print(sorted(found))
+    assert found == set(PUBLISHERS_WORD[name])
+    print(sorted(found))
