@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -619,3 +620,44 @@ def test_a_short_key_of_archives_is_refused_before_anything(tmp_path, monkeypatc
         Archive.check_free(folder, f"file://{tmp_path}/store")
     assert not (tmp_path / "store").exists()
     Archive.check_free(folder, None)
+
+
+def kept_in(url: str) -> dict[str, Any]:
+    return layout.newest(ObjectStore(url))[1]["files"]
+
+
+def test_what_is_kept_is_whole_and_the_run_s_own(tmp_path) -> None:
+    """No torn last line of the ledger, no file that a link in private/ leads to."""
+    recipe, folder = make(tmp_path)
+    prepare(recipe, folder, "test")
+    (tmp_path / "elsewhere").write_text("not of this run")
+    (folder.private / "link").symlink_to(tmp_path / "elsewhere")
+    (folder.private / "own").write_text("of this run")
+    whole = folder.ledger.read_bytes() if folder.ledger.exists() else b"{}\n"
+    folder.ledger.write_bytes(whole + b'{"torn": ')
+    url = f"file://{tmp_path}/store"
+    archive = Archive.begin(folder, url, True)
+    assert archive is not None
+    archive.update()
+    files = kept_in(url)
+    assert "private/own" in files and "private/link" not in files
+    assert ObjectStore(url).get(files["private/ledger.jsonl"]["object"]) == whole
+
+
+def test_the_newest_manifest_is_read_and_names_what_was_asked(tmp_path) -> None:
+    recipe, folder = make(tmp_path)
+    prepare(recipe, folder, "test")
+    url = f"file://{tmp_path}/store"
+    archive = Archive.begin(folder, url, True)
+    assert archive is not None
+    writing.write_json(folder.permit, {"epoch": 0, "step": 0, "steps": 1})
+    writing.write_json(folder.permit_asked, {"epoch": 0, "step": 1, "steps": 7})
+    assert archive.update() == Permit(0, 1, 7)
+    store = ObjectStore(url)
+    assert layout.permit_of(layout.newest(store)[1]) == Permit(0, 1, 7)
+    body = {k: v for k, v in layout.newest(store)[1].items() if k != "check"}
+    store.put(f"claims/{layout.new_claim(2)}", b"{}")
+    later = {**body, "files": {}, "permit": {"epoch": 1, "step": 0, "steps": 2}}
+    store.put(f"{layout.folder_of(2)}/{layout.MANIFEST}", layout.write_manifest(later))
+    number, manifest = layout.newest(store)
+    assert (number, layout.permit_of(manifest)) == (2, Permit(1, 0, 2))

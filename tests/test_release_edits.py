@@ -140,6 +140,4 @@ def edits_of_tables(folder: Path) -> set[str]:
 @pytest.mark.parametrize("name", [DESCRIPTION, CARD, "model.json", TABLE])
 def test_every_edit_is_refused_or_listed(copied, name):
     found = edits_of_tables(copied) if name == TABLE else edits_of_json(copied, name)
-    print(sorted(found))
     assert found == set(PUBLISHERS_WORD[name])
-    print(sorted(found))

@@ -136,7 +136,9 @@ class CertificateTable:
     def radii(self) -> tuple[float, ...]:
         """The radii that were asked for."""
         radii = self.about.get("settings", {}).get("radii", ())
-        if not isinstance(radii, list | tuple) or not all(type(radius) in (int, float) and radius >= 0 for radius in radii):
+        if not isinstance(radii, list | tuple) or not all(
+            type(radius) in (int, float) and radius >= 0 for radius in radii
+        ):
             raise UserError(f"{self.path}: damaged: settings.radii must be numbers >= 0")
         return tuple(radii)
 

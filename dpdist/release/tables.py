@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 _MOST_VALUES = 2**27  # in one table: a small file may name more than any memory holds
 _MOST_NUMBERS = 2**29  # in one executed batch
 _ABOUT = {
-    "format": int, "model": str, "data": str, "seed": str, "classes": int, "inputs": int, "settings": dict,
+    "format": int, "model": str, "data": str, "seed": str, "classes": int, "inputs": int,
+    "settings": dict,
     "classifier": dict, "classifier.generator": str, "classifier.form": str,
     "classifier.batch": int, "classifier.device": str, "classifier.torch_version": str,
     "classifier.machine": str, "classifier.notes": list,
@@ -133,6 +134,14 @@ def _check_rows(found: CertificateTable) -> None:
     counted, stopped = found.table.to_pylist(), "histogram" not in found.table.column_names
     for row in counted:
         votes = row.get("histogram")
+        once = found.kind.spending == "none"  # looked at once, when all was counted
+        if row["spending"] != found.kind.spending or (
+            once and (row["looks"], row["target"], votes is None) != (1, None, False)
+        ):
+            raise UserError(
+                f"{found.path}: damaged: input {row['index']}: spending, looks, target and "
+                "histogram do not follow from its mode"
+            )
         if votes is not None and not (
             row["selected"] < len(votes) == found.about["classes"]
             and (sum(votes), votes[row["selected"]]) == (row["n"], row["k"])
