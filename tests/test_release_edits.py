@@ -15,6 +15,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+import yaml
 from test_release import (
     call,
     changed_table,
@@ -27,8 +28,11 @@ from test_release import (
 
 from dpdist.base.errors import UserError
 from dpdist.certification import table as tables
+from dpdist.release.description import certified_of
 from dpdist.release.files import CARD, DESCRIPTION, table_name
 from dpdist.release.verifying import PUBLISHERS_WORD, verify
+from dpdist.reports.facts import read_facts
+from dpdist.runs.folder import RunFolder
 
 __all__ = ["call", "copied", "made", "work"]
 pytestmark = pytest.mark.long
@@ -50,7 +54,7 @@ def others(value: Any) -> list[Any]:
     elif isinstance(value, int):
         found = [value + 1, max(0, value - 1)]
     elif isinstance(value, float):
-        found = [value * 1.01 + 0.01, value / 2]
+        found = [value * 1.01 + 0.01, value / 2, 0.0]
     elif isinstance(value, str):
         found = [f"{value} of mine", f"{value[:-1]}0", "l1"]
     elif isinstance(value, list):
@@ -141,3 +145,76 @@ def edits_of_tables(folder: Path) -> set[str]:
 def test_every_edit_is_refused_or_listed(copied, name):
     found = edits_of_tables(copied) if name == TABLE else edits_of_json(copied, name)
     assert found == set(PUBLISHERS_WORD[name])
+
+
+def test_the_docs_show_the_list():
+    text = (Path(__file__).parents[1] / "docs/releases.md").read_text()
+    for name, fields in PUBLISHERS_WORD.items():
+        for field, why in fields.items():
+            (row,) = [
+                line for line in text.splitlines() if line.startswith(f"| `{name}` | {why} |")
+            ]
+            assert f"`{field}`" in row
+
+
+# Of a run folder: fields whose edit changes what report and release show, and why nothing tells.
+RUN_OWNERS_WORD: dict[str, dict[str, str]] = {
+    "evaluation.json": {
+        "data": "a name; the fingerprint beside it is not shown",
+        "noise_draws": "how clean accuracy was measured, of which no answers are kept",
+    },
+    "recipe.yaml": {
+        "data.name": "a name; records are known by their hashes",
+        **dict.fromkeys(
+            ("model", "model.mirrored", "model.name", "model.shifts"),
+            "in words; what is released and certified is the trained model, by its hash",
+        ),
+        "privacy.budget": "which budget folder is looked into for all runs on the data",
+        "privacy.group_size": "of which group epsilon is shown as well, each computed",
+    },
+    "private/trained.json": {"model": "null, as runs before hashes had it: no hash is stated"},
+    "private/plan.json": {},
+}
+
+
+def shown(folder: RunFolder) -> Any:
+    """All that summary, report and release say of a run."""
+    facts = read_facts(folder)
+    return facts.summary(), facts.card(), [certified_of(table) for table in facts.tables]
+
+
+@pytest.mark.parametrize("name", list(RUN_OWNERS_WORD))
+def test_every_edit_of_a_run_is_refused_shows_nothing_or_is_listed(made, tmp_path, name):
+    path = shutil.copytree(made.parent, tmp_path / made.parent.name)
+    folder, before = RunFolder(path), shown(RunFolder(path))
+    raw = (path / name).read_text()
+    whole = yaml.safe_load(raw) if name.endswith("yaml") else json.loads(raw)
+    passed = set()
+    for at in leaves(whole):
+        for value in others(found_at(whole, at)):
+            new = changed(whole, at, value)
+            text = yaml.safe_dump(new) if name.endswith("yaml") else json.dumps(new)
+            (path / name).write_text(text)
+            try:
+                if shown(folder) != before:
+                    passed.add(said(at))
+            except UserError:
+                continue
+    assert passed == set(RUN_OWNERS_WORD[name])
+
+
+def test_every_edit_of_a_run_s_table_is_refused(made, tmp_path):
+    path = shutil.copytree(made.parent, tmp_path / made.parent.name)
+    (table,) = path.glob("certificates/*/certificates.parquet")
+    settings = table.with_name("settings.json")
+    raw, whole = table.read_bytes(), json.loads(settings.read_text())
+    for at in leaves(whole):
+        for value in others(found_at(whole, at)):
+            settings.write_text(json.dumps(changed(whole, at, value)))
+            with pytest.raises(UserError):
+                read_facts(RunFolder(path))
+    settings.write_text(json.dumps(whole))
+    table.write_bytes(raw)
+    changed_table(table.parent, lambda rows: rows.pop(), name=table.name)
+    with pytest.raises(UserError, match="lacks 1 of the 4 inputs"):
+        read_facts(RunFolder(path))

@@ -22,7 +22,6 @@ from pydantic import ValidationError
 from dpdist.base.errors import UserError
 from dpdist.base.json_values import same_json
 from dpdist.base.reading import check_shape, reason, regular_file, shown
-from dpdist.bulk import FORMAT
 from dpdist.certification import reading
 from dpdist.certification.certificate import Certificate
 from dpdist.certification.reading import CertificateTable
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from dpdist.certification.classifier import ClassifierSpec
     from dpdist.models import ModelSpec
 
+_FORMAT = 1  # of what a table says of itself
 _MOST_VALUES = 2**27  # in one table: a small file may name more than any memory holds
 _MOST_NUMBERS = 2**29  # in one executed batch
 _ABOUT = {
@@ -104,8 +104,8 @@ def check_table(found: CertificateTable, digest: str, model: nn.Module, spec: Mo
     if isinstance(said["classifier"], dict):
         said["classifier"] = _UNSAID | said["classifier"]
     check_shape(said, str(where), _ABOUT)
-    if about["format"] != FORMAT:
-        raise UserError(f"{where}: damaged: format must be {FORMAT}, got {about['format']}")
+    if about["format"] != _FORMAT:
+        raise UserError(f"{where}: damaged: format must be {_FORMAT}, got {about['format']}")
     if about["model"] != digest:
         raise UserError(f"{where}: of another model than this one")
     if about["classes"] != spec.classes:

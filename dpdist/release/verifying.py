@@ -54,8 +54,10 @@ PUBLISHERS_WORD: dict[str, dict[str, str]] = {
         ),
         "licence": "a decision",
         "name": "a name",
-        "tested": "clean accuracy, measured without a record of it",
-        "tested.data": "clean accuracy, measured without a record of it",
+        **dict.fromkeys(
+            ("tested", "tested.accuracy", "tested.data"),
+            "clean accuracy, which no file holds the answers of",
+        ),
     },
     CARD: {
         **dict.fromkeys(("assumptions", "extra.model", "notes", "notes.*", "unit"), _FREE),
