@@ -113,16 +113,16 @@ class ObjectStore:
             )
         return raw
 
-    def download(self, name: str, target: Path) -> tuple[str, int]:
-        """Copy an object into the new file `target`; returns its digest and size. Raises
-        Missing."""
+    def download(self, name: str, target: Path, most: int) -> tuple[str, int]:
+        """Copy an object into the new file `target`; return its digest and size. Of one of more
+        than `most` bytes no piece beyond that is written. Raises Missing."""
         digest, size = hashlib.blake2b(digest_size=32), 0
         with (
             self._errors(name),
             self._opened(name) as stream,
             open(target, "xb") as file,
         ):
-            while piece := stream.read(_PIECE):
+            while size <= most and (piece := stream.read(min(_PIECE, most + 1 - size))):
                 file.write(piece)
                 digest.update(piece)
                 size += len(piece)

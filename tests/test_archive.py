@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -561,7 +562,7 @@ def test_objects_are_whole(url, tmp_path) -> None:
     store = ObjectStore(url)
     (tmp_path / "in").write_bytes(bytes(range(256)) * 50_000)  # 12.8 MB: in several parts
     written = store.put("a/b", tmp_path / "in")
-    assert store.download("a/b", tmp_path / "out") == written
+    assert store.download("a/b", tmp_path / "out", written[1]) == written
     assert (tmp_path / "out").read_bytes() == (tmp_path / "in").read_bytes()
     assert store.names("a") == ["b"] and store.names("nothing") == []
     store.delete("a/b")
@@ -580,3 +581,83 @@ def test_a_file_system_serves_as_well(tmp_path) -> None:
     assert paths == ["recipe.yaml"] and (target / "recipe.yaml").exists()
     with pytest.raises(UserError, match=r"not a run folder|no such run"):
         open_run(str(target), tmp_path)
+
+
+def test_an_object_is_written_no_further_than_its_manifest_says(tmp_path) -> None:
+    store = ObjectStore(f"file://{tmp_path}/store")
+    store.put("a", bytes(10 * 2**20))
+    target = tmp_path / "out"
+    assert store.download("a", target, 10)[1] == 11
+    assert target.stat().st_size == 11
+
+
+def test_an_address_that_cannot_be_written_does_not_bind_the_run(tmp_path, monkeypatch) -> None:
+    recipe, folder = make(tmp_path)
+    folder.begin(recipe)
+
+    def full(self, name, source):
+        raise ClusterError("no such bucket")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ObjectStore, "put", full)
+        with pytest.raises(ClusterError, match="no such bucket"):
+            Archive.begin(folder, f"file://{tmp_path}/mistyped", False)
+    assert not folder.archive.exists()
+    right = Archive.begin(folder, f"file://{tmp_path}/right", False)
+    assert right is not None
+    right.update()
+    with monkeypatch.context() as patch:  # what is bound stays so, whatever the store does then
+        patch.setattr(ObjectStore, "names", lambda self, folder: full(self, folder, b""))
+        with pytest.raises(ClusterError):
+            Archive.begin(folder, f"file://{tmp_path}/right", False)
+    assert folder.archive.exists()
+
+
+def test_a_short_key_of_archives_is_refused_before_anything(tmp_path, monkeypatch) -> None:
+    _, folder = make(tmp_path)
+    monkeypatch.setenv("DPDIST_ARCHIVE_KEY", "short")
+    with pytest.raises(UserError, match="at least 32 characters"):
+        Archive.check_free(folder, f"file://{tmp_path}/store")
+    assert not (tmp_path / "store").exists()
+    Archive.check_free(folder, None)
+
+
+def kept_in(url: str) -> dict[str, Any]:
+    return layout.newest(ObjectStore(url))[1]["files"]
+
+
+def test_what_is_kept_is_whole_and_the_run_s_own(tmp_path) -> None:
+    """No torn last line of the ledger, no file that a link in private/ leads to."""
+    recipe, folder = make(tmp_path)
+    prepare(recipe, folder, "test")
+    (tmp_path / "elsewhere").write_text("not of this run")
+    (folder.private / "link").symlink_to(tmp_path / "elsewhere")
+    (folder.private / "own").write_text("of this run")
+    whole = folder.ledger.read_bytes() if folder.ledger.exists() else b"{}\n"
+    folder.ledger.write_bytes(whole + b'{"torn": ')
+    url = f"file://{tmp_path}/store"
+    archive = Archive.begin(folder, url, True)
+    assert archive is not None
+    archive.update()
+    files = kept_in(url)
+    assert "private/own" in files and "private/link" not in files
+    assert ObjectStore(url).get(files["private/ledger.jsonl"]["object"]) == whole
+
+
+def test_the_newest_manifest_is_read_and_names_what_was_asked(tmp_path) -> None:
+    recipe, folder = make(tmp_path)
+    prepare(recipe, folder, "test")
+    url = f"file://{tmp_path}/store"
+    archive = Archive.begin(folder, url, True)
+    assert archive is not None
+    writing.write_json(folder.permit, {"epoch": 0, "step": 0, "steps": 1})
+    writing.write_json(folder.permit_asked, {"epoch": 0, "step": 1, "steps": 7})
+    assert archive.update() == Permit(0, 1, 7)
+    store = ObjectStore(url)
+    assert layout.permit_of(layout.newest(store)[1]) == Permit(0, 1, 7)
+    body = {k: v for k, v in layout.newest(store)[1].items() if k != "check"}
+    store.put(f"claims/{layout.new_claim(2)}", b"{}")
+    later = {**body, "files": {}, "permit": {"epoch": 1, "step": 0, "steps": 2}}
+    store.put(f"{layout.folder_of(2)}/{layout.MANIFEST}", layout.write_manifest(later))
+    number, manifest = layout.newest(store)
+    assert (number, layout.permit_of(manifest)) == (2, Permit(1, 0, 2))

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
@@ -31,13 +33,32 @@ from support.here import Done, command, without_ray
 import dpdist
 from dpdist import models
 from dpdist.base.errors import UserError
+from dpdist.base.json_values import same_json
 from dpdist.certification import reading
+from dpdist.certification import table as tables
+from dpdist.certification.cohen import certify
+from dpdist.certification.noises import Gaussian
 from dpdist.models import ModelSpec
+from dpdist.privacy import accounting
+from dpdist.privacy.card import card_markdown
 from dpdist.privacy.guarantee import Guarantee, format_epsilon
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.release import verifying
-from dpdist.release.files import CARD, DESCRIPTION, RELEASED, SIGNATURE, SUMS, ReleaseError, sums_of
-from dpdist.release.reading import same_json
+from dpdist.release.description import certified_of, description_of
+from dpdist.release.files import (
+    CARD,
+    CARD_TEXT,
+    DESCRIPTION,
+    PAGE,
+    RELEASED,
+    SIGNATURE,
+    SUMS,
+    ReleaseError,
+    sums_of,
+    table_name,
+)
+from dpdist.release.page import model_card
+from dpdist.release.tables import count_difference
 from dpdist.release.verifying import verify
 from dpdist.runs.folder import RunFolder
 
@@ -112,8 +133,41 @@ def edit(folder: Path, name: str, change: Callable[[Any], Any]) -> None:
     sum_again(folder)
 
 
+def changed_table(
+    folder: Path,
+    rows: Callable[[list[dict[str, Any]]], Any] = lambda rows: None,
+    about: Callable[[dict[str, Any]], Any] = lambda about: None,
+    name: str = table_name(1),
+) -> None:
+    """A table with other rows, or another description; its digest and its sum too."""
+    table = tables.read(folder / name)
+    found, said = table.to_pylist(), tables.about(table)
+    rows(found)
+    about(said)
+    tables.write(tables.build(found, said, table.schema), folder / name)
+    if (folder / SUMS).exists():
+        sum_again(folder)
+
+
+def write_pages(folder: Path) -> None:
+    """The pages made anew from what lies beside them; their sums too."""
+    card = json.loads((folder / CARD).read_text())
+    about = json.loads((folder / DESCRIPTION).read_text())
+    described = description_of(about, DESCRIPTION)
+    (folder / CARD_TEXT).write_text(card_markdown(card))
+    (folder / PAGE).write_text(model_card(described, card, models.read_spec(folder)))
+    sum_again(folder)
+
+
+def name_model(folder: Path, digest: str) -> None:
+    """Every file speaks of the model of this hash."""
+    edit(folder, DESCRIPTION, at("model", to=digest))
+    edit(folder, CARD, at("extra", "model hash", to=digest))
+    changed_table(folder, about=at("model", to=digest))
+
+
 def test_what_is_in_it(made):
-    assert {path.name for path in made.iterdir()} == {*RELEASED, SIGNATURE}
+    assert {path.name for path in made.iterdir()} == {*RELEASED, SIGNATURE, table_name(1)}
     for line in (made / SUMS).read_text().splitlines():
         digest, name = line.split("  ")
         assert hashlib.sha256((made / name).read_bytes()).hexdigest() == digest
@@ -128,9 +182,10 @@ def test_what_is_in_it(made):
     assert table["accuracy"] == [certified.certified_accuracy(radius) for radius in (0.0, 0.1)]
     evaluation = json.loads((made.parent / "evaluation.json").read_text())
     assert about["tested"]["accuracy"] == evaluation["accuracy"]
-    for path in made.iterdir():  # nothing of the machine, no seed
+    for path in made.iterdir():  # no path of the machine
         assert str(made.parent.parent).encode() not in path.read_bytes()
-        assert b"unlucky-7" not in path.read_bytes()
+        # The seed of what was certified, by which it can be drawn again, is where that lies alone.
+        assert (b"unlucky-7" in path.read_bytes()) == (path.name == table_name(1))
 
 
 def test_the_model_card_has_the_block_that_hubs_read(made):
@@ -225,7 +280,8 @@ def at(*path: Any, to: Any) -> Callable[[Any], None]:
         (CARD, at("unit", to="five records"), "does not say"),
         (CARD, at("unit", to="one record; 9 records: epsilon 0.1"), "unit does not follow"),
         (CARD, at("unit", to="one record\n\n(0.1, 1e-9)-differential privacy"), "unit does not"),
-        (CARD, at("extra", "training data", to="digits\n# (0.1, 1e-9)"), "extra does not"),
+        (CARD, at("extra", "training data", to="digits\n# (0.1, 1e-9)"), "speaks of another"),
+        (CARD, at("extra", "more", to="x\n# (0.1, 1e-9)"), "extra does not"),
         (CARD, at("released_besides", to=["x\n# (0.1, 1e-9)"]), "released_besides does not"),
         (CARD, at("guarantee", "epsilon", to="inf"), "calls private"),
         (CARD, at("data_set", to={"epsilon": 0.01, "delta": 1e-4}), "cannot cost less"),
@@ -245,15 +301,31 @@ def at(*path: Any, to: Any) -> Callable[[Any], None]:
         (CARD, at("library", to="0"), "no library that is known"),
         (CARD, at("more", to=1), "has not the entries"),
         (CARD, at("extra", "model hash", to="0" * 32), "speaks of another model"),
-        (CARD, at("extra", "method", to="dp-sgd"), "privacy_card.md: does not say"),
+        (CARD, at("extra", "model", to="other"), "privacy_card.md: does not say"),
+        (CARD, at("extra", "method", to="dp-sgd"), "speaks of another method"),
+        (DESCRIPTION, at("method", to="dp-sgd"), "speaks of another method"),
+        (DESCRIPTION, at("dpdist", to="9.9"), "speaks of another dpdist"),
+        (DESCRIPTION, at("dpdist", to="of mine"), "dpdist: "),
+        (DESCRIPTION, at("certified", 0, "norm", to="l7"), "certified.0.norm: "),
+        (DESCRIPTION, at("certified", 0, "norm", to="l1"), "norm does not follow"),
+        (DESCRIPTION, at("certified", 0, "accuracy", to=[0.5, 0.7]), "must not rise"),
+        (DESCRIPTION, at("certified", 0, "accuracy", to=[0.9, 0.3]), "must be a share of 4"),
+        (DESCRIPTION, at("certified", 0, "accuracy", to=[1.0, 1.0]), "accuracy does not follow"),
+        (DESCRIPTION, at("certified", 0, "radii", to=[0.1, 0.0]), "radii must rise"),
+        (DESCRIPTION, at("certified", 0, "radii", to=[0.0, 3.0]), "radii does not follow"),
+        (DESCRIPTION, at("certified", 0, "alpha", to=1e-9), "alpha does not follow"),
+        (DESCRIPTION, at("certified", 0, "inputs", to=400), "inputs does not follow"),
+        (DESCRIPTION, at("certified", to=[]), "has 1 tables of certificates"),
+        (DESCRIPTION, at("tested", "accuracy", to=0.12345), "must be a share of"),
         (DESCRIPTION, at("model", to="0" * 32), "another model"),
         (DESCRIPTION, at("noise", to={"kind": "input", "sigma": 1.0}), "other noise"),
         (DESCRIPTION, at("classes", to=["0", "1"]), "must be those that data names"),
         (DESCRIPTION, at("certificate", "sigma", to=0.5), "README.md: does not say"),
-        (DESCRIPTION, at("certified", 0, "accuracy", 1, to=1.0), "README.md: does not say"),
+        (DESCRIPTION, at("certified", 0, "accuracy", 1, to=1.0), "accuracy"),
         (DESCRIPTION, at("licence", to="MIT"), "README.md: does not say"),
         (DESCRIPTION, at("data", "root", to="/etc"), "data.root must be left out"),
-        (DESCRIPTION, at("format", to=2), "newer dpdist"),
+        (DESCRIPTION, at("format", to=3), "newer dpdist"),
+        (DESCRIPTION, at("format", to=1), "without the counts"),
         ("model.json", at("mean", to=[0.0]), "not the one that release.json names"),
         ("model.json", at("classes", to=11), "tells 11 classes"),
         ("model.json", at("name", to=7), "name must be str"),
@@ -277,26 +349,56 @@ def test_other_weights_are_noticed_with_right_sums(copied, call):
     edit(copied, DESCRIPTION, at("model", to=digest))
     fails(call, copied, "speaks of another model")
     edit(copied, CARD, at("extra", "model hash", to=digest))
+    fails(call, copied, "of another model than this one")  # what was certified
+    name_model(copied, digest)
     fails(call, copied, "does not say")  # the pages name the weights as well
     next(iter(tensors.values())).view(-1)[0] = torch.nan
     save_file(tensors, weights)
-    digest = models.model_hash(copied)
-    edit(copied, DESCRIPTION, at("model", to=digest))
-    edit(copied, CARD, at("extra", "model hash", to=digest))
+    name_model(copied, models.model_hash(copied))
     fails(call, copied, "not finite")
 
 
 def test_a_release_of_another_version_is_held_by_its_numbers(copied, monkeypatch):
-    """What it says in words may be worded otherwise now."""
+    """What it says in words may be worded otherwise now; each number must be there."""
     monkeypatch.setattr(verifying, "__version__", "9.9")
-    monkeypatch.setattr(verifying, "library_version", lambda: "dp-accounting 9.9")
-    assert ("pages", "not compared: dpdist 0.1.0 wrote them, this is 9.9") in verify(copied)
-    edit(copied, CARD, at("mechanism", 0, to="said otherwise"))
+    for name in (CARD, CARD_TEXT, PAGE):
+        text = (copied / name).read_text()
+        (copied / name).write_text(text.replace(accounting.library_version(), "dp-accounting 9.9"))
+    sum_again(copied)
+    said = dict(verify(copied))["pages"]
+    assert said.startswith("README.md and privacy_card.md name the numbers of the other files")
+    card, page = json.loads((copied / CARD).read_text()), (copied / PAGE).read_text()
+    edit(copied, CARD, at("mechanism", 0, to=card["mechanism"][0].replace(" ", " or so ")))
+    (copied / CARD_TEXT).write_text(card_markdown(json.loads((copied / CARD).read_text())))
+    (copied / PAGE).write_text(page.replace("trained by", "brought about by"))
+    sum_again(copied)
     verify(copied)
+    for name, change in (
+        (CARD, at("mechanism", 0, to="epsilon = 0.01")),
+        (CARD, at("accountant", to="epsilon = 0.01 by RDP")),
+        (CARD, at("relation", to="replace 2 records")),
+        (CARD, at("more", to="epsilon = 0.01")),
+        (CARD, at("epsilon_at_delta", 3, "epsilon", to=0.001)),
+    ):
+        whole = (copied / name).read_bytes()
+        edit(copied, name, change)
+        with pytest.raises(ReleaseError, match=r"verify it with dpdist 0\.1\.0"):
+            verify(copied)
+        (copied / name).write_bytes(whole)
+    epsilon = format_epsilon(card["guarantee"]["epsilon"])
+    for name in (PAGE, CARD_TEXT):
+        whole = (copied / name).read_text()
+        assert epsilon in whole
+        for text in (whole.replace(epsilon, "0.01"), whole + "\nepsilon = 0.01\n"):
+            (copied / name).write_text(text)
+            sum_again(copied)
+            with pytest.raises(ReleaseError, match="does not say what the files beside it say"):
+                verify(copied)
+        (copied / name).write_text(whole)
     stated = {"epsilon": 0.01, "delta": 1e-4, "neighbours": "add-or-remove-one"}
     whole = (copied / CARD).read_bytes()
     edit(copied, CARD, at("group", to={"size": 2, "guarantee": stated}))
-    with pytest.raises(ReleaseError, match="group does not follow"):
+    with pytest.raises(ReleaseError, match="does not follow"):
         verify(copied)
     (copied / CARD).write_bytes(whole)
     edit(copied, CARD, halved)
@@ -426,13 +528,8 @@ def test_foreign_code_is_imported_only_when_it_is_named(copied, call, tmp_path, 
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     edit(copied, "model.json", at("name", to="foreign:net"))
-    digest = models.model_hash(copied)
-    edit(copied, DESCRIPTION, at("model", to=digest))
-    edit(copied, CARD, at("extra", "model hash", to=digest))
-    (copied / "privacy_card.md").write_text(
-        dpdist.privacy.card.card_markdown(json.loads((copied / CARD).read_text()))
-    )
-    sum_again(copied)
+    name_model(copied, models.model_hash(copied))
+    write_pages(copied)
     done = call("verify", copied)
     assert done.code == 2 and "--trust-factory foreign:net" in done.err
     assert "foreign" not in sys.modules
@@ -522,3 +619,124 @@ def test_a_model_with_noise_inside_names_it(tmp_path):
     assert same_json(described, place_of(model).describe())
     model.hidden_std[0] += 1e-3
     assert not same_json(described, place_of(model).describe())
+
+
+def all_radii(rows: list[dict[str, Any]]) -> None:
+    for row in rows:
+        row["radius"], row["prediction"] = 3.0, row["label"]
+
+
+def other_counts(rows: list[dict[str, Any]]) -> None:
+    """Every input right in all draws, and all that follows from that."""
+    for row in rows:
+        votes = [0] * len(row["histogram"])
+        votes[row["label"]] = row["n"]
+        verdict = certify(row["label"], np.array(votes), row["alpha"], Gaussian(row["sigma"]))
+        row |= {"histogram": votes, "k": row["n"], "selected": row["label"]}
+        row |= {"p_lower": verdict.p_lower, "radius": verdict.radius, "prediction": row["label"]}
+
+
+def say_what_follows(folder: Path) -> None:
+    """release.json and the pages say what an edited table says."""
+    found = reading.of(tables.read(folder / table_name(1)))
+    edit(folder, DESCRIPTION, at("certified", 0, to=certified_of(found)))
+    write_pages(folder)
+
+
+def test_half_a_table_is_noticed(copied, call):
+    changed_table(copied, lambda rows: rows.pop())
+    say_what_follows(copied)
+    fails(call, copied, "lacks 1 of the 4 inputs")
+    changed_table(copied, about=at("settings", "max_inputs", to=3))
+    assert call("verify", copied).code == 0  # a smaller certification, and it says so
+
+
+def test_counts_are_drawn_again_where_one_asks_for_it(copied, call, monkeypatch):
+    assert "not re-drawn" in call("verify", copied).out
+    done = call("verify", copied, "--redraw", 3)
+    assert done.code == 0, done.err
+    assert "re-drawn for 3 inputs" in done.out
+    assert "re-drawn for 4 inputs" in call("verify", copied, "--redraw", 9).out
+    changed_table(copied, other_counts)
+    say_what_follows(copied)
+    assert call("verify", copied).code == 0  # consistent in itself
+    fails(call, copied, "are not those of its noise", "--redraw", 4)
+    monkeypatch.setattr("dpdist.certification.device.name", lambda device: "a machine elsewhere")
+    fails(call, copied, "rounding explains 0.01 %", "--redraw", 4)
+
+
+def test_counts_of_another_seed_or_data_are_noticed(copied, call):
+    whole = (copied / table_name(1)).read_bytes()
+    for change, match in (
+        (at("seed", to="8"), "are not those of its noise"),
+        (at("data", to="0" * 32), "was not made of these data"),
+        (at("inputs", to=100), "was not made of these data"),
+        (at("classifier", "batch", to=7), "are not those of its noise"),
+    ):
+        changed_table(copied, about=change)
+        fails(call, copied, match, "--redraw", 4)
+        (copied / table_name(1)).write_bytes(whole)
+
+    def other_label(rows: list[dict[str, Any]]) -> None:
+        rows[0]["label"] = (rows[0]["label"] + 1) % 10
+
+    changed_table(copied, other_label)
+    say_what_follows(copied)
+    fails(call, copied, "its labels are not those of", "--redraw", 1)
+
+
+def test_data_are_brought_for_drawing_again_alone(copied, call, tmp_path):
+    done = call("verify", copied, "--data-root", tmp_path)
+    assert done.code == 2 and "add --redraw K" in done.err
+
+
+def test_what_differs_by_rounding_is_said_and_little(copied):
+    stated = reading.read(copied / table_name(1)).table
+    row = stated.slice(0, 1).to_pylist()[0]
+    assert count_difference(row, row, stated.schema) == 0
+    moved = copy.deepcopy(row) | {"k": row["k"] - 1}
+    assert count_difference(row, moved, stated.schema) == 1 / row["k"]
+    other = copy.deepcopy(row) | {"selected": (row["selected"] + 1) % 10}
+    assert count_difference(row, other, stated.schema) >= 1
+    assert count_difference(row, row | {"histogram": None}, stated.schema) == 1
+
+
+def test_a_small_file_that_names_more_than_memory_holds_is_not_read(copied, call):
+    """Ten million rows that are all alike are a few kilobytes."""
+    numbers = pa.array(np.zeros(10**7, dtype=np.int64))
+    many = pa.table({f"column {i}": numbers for i in range(14)})
+    pq.write_table(many, copied / table_name(1), row_group_size=10**7)
+    sum_again(copied)
+    assert (copied / table_name(1)).stat().st_size < 2**20
+    fails(call, copied, "values, at most")
+
+
+def test_a_description_that_asks_for_more_than_its_weights_is_refused_before_memory(copied, call):
+    """2^33 parameters beside 20 KB of weights asked for 17 GB."""
+    edit(copied, "model.json", at("name", to="mlp"))
+    edit(copied, "model.json", at("options", to={"hidden": [32768] * 4}))
+    name_model(copied, models.model_hash(copied))
+    fails(call, copied, "parameters, more than ")
+
+
+@pytest.mark.parametrize("change", [all_radii, lambda rows: rows[1].update(p_lower=0.999)])
+def test_a_radius_that_does_not_follow_from_its_counts_is_noticed(copied, call, change):
+    """All radii set to 3.0 by hand, and everything that follows from that made again."""
+    changed_table(copied, change)
+    say_what_follows(copied)
+    fails(call, copied, "does not follow")
+
+
+def test_a_file_without_a_sum_is_missed(copied, call):
+    lines = (copied / SUMS).read_text().splitlines(keepends=True)
+    for name in (CARD, table_name(1)):
+        (copied / SUMS).write_text("".join(line for line in lines if name not in line))
+        fails(call, copied, "must have one line for each")
+
+
+def test_sums_end_lines_as_sha256sum_needs_it(copied, call):
+    (copied / SUMS).write_bytes((copied / SUMS).read_bytes().replace(b"\n", b"\r\n"))
+    fails(call, copied, "as on Windows")
+    sum_again(copied)
+    (copied / SUMS).write_text((copied / SUMS).read_text().removesuffix("\n"))
+    fails(call, copied, "must have one line for each")

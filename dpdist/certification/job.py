@@ -133,7 +133,11 @@ class Certification(Work):
         assignment = replace(self._assignment, device=device, gpus=gpus)
         spec = run_once(probe, assignment, "the model cannot be certified", num_gpus=gpus)
         write_json(output / _RATE, spec.rate)
-        return {"seed": self._assignment.source.seed, "classifier": spec.pinned}
+        return {
+            "seed": self._assignment.source.seed,
+            "classifier": spec.pinned,
+            "inputs": len(self._dataset.labels),  # by which a reader knows that no row is missing
+        }
 
     def open(self, about: dict[str, Any], output: Path) -> Task:
         return Inputs(self._pinned(about, output), self._dataset, self._indices)

@@ -12,6 +12,8 @@ import pyarrow as pa
 from pydantic import ValidationError
 
 from dpdist.base.errors import UserError
+from dpdist.base.fields import MOST
+from dpdist.base.reading import check_shape
 from dpdist.base.table_files import read_table
 from dpdist.certification import table as tables
 from dpdist.certification.catalogue import kind_of
@@ -139,7 +141,9 @@ class CertificateTable:
     def radii(self) -> tuple[float, ...]:
         """The radii that were asked for."""
         radii = self.about.get("settings", {}).get("radii", ())
-        if not all(type(radius) in (int, float) and radius >= 0 for radius in radii):
+        if not isinstance(radii, list | tuple) or not all(
+            type(radius) in (int, float) and radius >= 0 for radius in radii
+        ):
             raise UserError(f"{self.path}: damaged: settings.radii must be numbers >= 0")
         return tuple(radii)
 
@@ -156,7 +160,59 @@ def read(path: Path) -> CertificateTable:
     if columns := found.kind.columns():
         read_table(path, columns)
     found.kind.check(table, str(path))
+    check_complete(found)
     return found
+
+
+def check_complete(found: CertificateTable) -> None:
+    """Check that a table has a row for every input that its settings choose, and no others.
+
+    Where a table does not say how many inputs there were, those it has must be the first that its
+    settings choose. One that names no settings says nothing of what it should hold.
+
+    Raises:
+        UserError: an input is missing, or is there though it was not chosen.
+    """
+    about, have = found.about, np.sort(found.index)
+    settings = about.get("settings", {})
+    if "seeds" in about and "shares" not in about:  # merged by a version that did not say of what
+        return
+    chosen = [
+        found.kind.model_construct(start=start, every=every, max_inputs=most)
+        for start, every, most in (
+            _share(share, found.path) for share in about.get("shares", [settings])
+        )
+    ]
+    inputs = about.get("inputs")
+    if inputs is None:
+        if len(chosen) > 1 or not settings:
+            return
+        inputs = int(have[-1]) + 1
+    elif type(inputs) is not int or not 0 < inputs <= MOST:
+        raise UserError(f"{found.path}: damaged: inputs must be a number of inputs")
+    wanted = np.unique(np.concatenate([np.asarray(each.indices(inputs)) for each in chosen]))
+    if np.array_equal(have, wanted):
+        return
+    missing, more = np.setdiff1d(wanted, have), np.setdiff1d(have, wanted)
+    said = [f"lacks {len(missing):,} of the {len(wanted):,} inputs"] if len(missing) else []
+    said += [f"holds {len(more):,} that were not chosen"] if len(more) else []
+    first = int(min([*missing[:1], *more[:1]]))
+    raise UserError(
+        f"{found.path}: damaged: must have one row for each input that its settings choose, "
+        f"{' and '.join(said)} (input {first}); certify again"
+    )
+
+
+def _share(share: Any, path: Path) -> tuple[int, int, int | None]:
+    """Return the first input, the step and the most inputs of a share."""
+    given = share if isinstance(share, dict) else {"start": share}
+    start, every, most = given.get("start", 0), given.get("every", 1), given.get("max_inputs")
+    numbers = (start, every, 1 if most is None else most)
+    if not all(type(number) is int and number <= MOST for number in numbers) or not (
+        start >= 0 and min(numbers[1:]) >= 1
+    ):
+        raise UserError(f"{path}: damaged: start, every and max_inputs must choose inputs")
+    return start, every, most
 
 
 def of(table: pa.Table, path: Path = Path("certificates/-")) -> CertificateTable:
@@ -164,6 +220,7 @@ def of(table: pa.Table, path: Path = Path("certificates/-")) -> CertificateTable
     if not table.num_rows:
         raise UserError(f"{path}: no certificates in the table")
     about = tables.about(table)
+    check_shape({"settings": {}, "seed": "", **about}, str(path), {"settings": dict, "seed": str})
     once = {column: _once(table, about, column, path) for column in _ONCE}
     once["n"] = once.pop("cap")
     names = ("index", "label", "prediction", "radius")

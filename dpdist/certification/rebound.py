@@ -66,7 +66,21 @@ def merge(parts: Sequence[pa.Table]) -> pa.Table:
     classifier["notes"] = sorted({why for note in notes for why in note["classifier"]["notes"]})
     about = notes[0] | {"settings": settings, "classifier": classifier}
     about |= {"seed": seeds[0], "seeds": seeds}
+    if shares := _all_shares(notes):
+        about["shares"] = shares
     return tables.build(list(rows.values()), about, parts[0].schema.remove_metadata())
+
+
+def _all_shares(notes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return which inputs the merged tables hold, none where one does not say; in one order,
+    whatever the order of the tables."""
+    found: list[dict[str, Any]] = []
+    for note in notes:
+        if "seeds" in note and "shares" not in note:
+            return []  # merged by a version that did not say
+        share = {name: note["settings"][name] for name in _SHARE if name in note["settings"]}
+        found += [each for each in note.get("shares", [share]) if each not in found]
+    return sorted(found, key=lambda each: json.dumps(each, sort_keys=True))
 
 
 def shares(parts: Sequence[pa.Table]) -> list[list[int]]:

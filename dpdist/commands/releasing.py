@@ -9,22 +9,28 @@ from dpdist import __version__, models
 from dpdist.base.errors import UserError
 from dpdist.base.reading import read_bytes
 from dpdist.base.storage import built_aside, write_atomic, write_json
-from dpdist.certification.reading import CertificateTable
 from dpdist.privacy.card import card_markdown
 from dpdist.randomness.places import place_of
-from dpdist.release.description import FORMAT, OF_ONE_CERTIFICATION, description_of
+from dpdist.release.description import (
+    FORMAT,
+    OF_ONE_CERTIFICATION,
+    certified_of,
+    description_of,
+)
 from dpdist.release.files import (
     CARD,
     CARD_TEXT,
     DESCRIPTION,
     PAGE,
-    RELEASED,
     SIGNATURE,
     SUMS,
+    is_released,
     signature,
     sums_of,
+    table_name,
 )
 from dpdist.release.page import model_card
+from dpdist.release.tables import check_table
 from dpdist.reports.facts import Facts, read_facts
 from dpdist.runs.folder import RunFolder
 
@@ -64,7 +70,12 @@ def release(
         aside.mkdir()
         for name in ("model.safetensors", "model.json"):
             write_atomic(aside / name, read_bytes(folder.model / name))
-        about = _described(facts, _checked_model(facts, aside), aside, licence)
+        for number, table in enumerate(facts.tables, 1):
+            write_atomic(aside / table_name(number), read_bytes(table.path))
+        model = _checked_model(facts, aside)
+        for table in facts.tables:
+            check_table(table, models.model_hash(aside), model, models.read_spec(aside))
+        about = _described(facts, model, aside, licence)
         write_json(aside / CARD, described)
         write_atomic(aside / CARD_TEXT, card_markdown(described))
         write_json(aside / DESCRIPTION, about)
@@ -99,7 +110,7 @@ def _described(facts: Facts, model: nn.Module, copied: Path, licence: str | None
         "certificate": certificate,
         "data": recipe.data.model_dump(mode="json", include=_OF_TEST_DATA),
         "tested": tested,
-        "certified": [_certified(table) for table in facts.tables],
+        "certified": [certified_of(table) for table in facts.tables],
         "licence": licence,
     }
 
@@ -107,27 +118,12 @@ def _described(facts: Facts, model: nn.Module, copied: Path, licence: str | None
 _OF_TEST_DATA = {"name", "classes", "names", "labels", "test", "columns"}
 
 
-def _certified(table: CertificateTable) -> dict[str, Any]:
-    radii = [0.0, *table.shown_radii]
-    return {
-        "title": table.title,
-        "norm": table.norm,
-        "sigma": table.sigma,
-        "alpha": table.alpha,
-        "draws": table.n,
-        "inputs": len(table.index),
-        "radii": radii,
-        "accuracy": [table.certified_accuracy(radius) for radius in radii],
-    }
-
-
 def _refuse_foreign(release: Path) -> None:
     """Raise UserError for anything in release/ that is not ours: the folder is published whole."""
     if release.is_symlink() or (release.exists() and not release.is_dir()):
         raise UserError(f"{release}: must be a folder that `dpdist release` makes; remove it")
     found = sorted(release.iterdir()) if release.exists() else []
-    ours = (*RELEASED, SIGNATURE)
-    foreign = [p.name for p in found if p.name not in ours or p.is_symlink() or p.is_dir()]
+    foreign = [p.name for p in found if not is_released(p.name) or p.is_symlink() or p.is_dir()]
     if foreign:
         raise UserError(
             f"{release}: holds {', '.join(map(repr, foreign))}, which `dpdist release` did not "

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from dpdist.base.errors import UserError
-from dpdist.base.reading import read_bytes
+from dpdist.base.reading import read_bytes, regular_file
 from dpdist.base.storage import write_atomic, write_json
 from dpdist.models.base_folder import is_base, load_base
 from dpdist.models.catalogue import ZOO, factory_of
@@ -29,25 +29,26 @@ from dpdist.models.views import ViewAverage, check_views
 _GLOBAL_GENERATOR = threading.Lock()
 
 
-def build(spec: ModelSpec) -> nn.Module:
+def build(spec: ModelSpec, most: int | None = None) -> nn.Module:
     """The freshly initialised module: float32 inputs (B, *input_shape) in [0, 1] to logits (B,
     classes).
 
-    With a frozen part it is Sequential(denoiser, classifier), that part without gradients.
-    Raises UserError when the factory is unknown, fails, or does not give such a module.
+    With a frozen part it is Sequential(denoiser, classifier), that part without gradients. most: of
+    its parameters, where a file of weights says how many there can be. Raises UserError when the
+    factory is unknown, fails, or does not give such a module.
     """
     if spec.classifier is not None and spec.denoiser is not None:
         raise UserError(
             "model: a frozen denoiser and a frozen classifier: nothing is left to train"
         )
     if spec.classifier is not None:
-        network = _composed(spec, spec.classifier)
+        network = _composed(spec, spec.classifier, most)
     elif spec.denoiser is not None:
-        before = build(spec.denoiser).requires_grad_(False)
+        before = build(spec.denoiser, most).requires_grad_(False)
         check_denoiser(before, spec.denoiser)
-        network = _sequence(before, _network(spec))
+        network = _sequence(before, _network(spec, most))
     else:
-        network = _network(spec)
+        network = _network(spec, most)
     if spec.hidden_noise:
         attach_silence(network, tuple(spec.input_shape))
     if spec.block_noise is not None:
@@ -55,14 +56,14 @@ def build(spec: ModelSpec) -> nn.Module:
     return network
 
 
-def _composed(spec: ModelSpec, classifier: ModelSpec) -> nn.Module:
+def _composed(spec: ModelSpec, classifier: ModelSpec, most: int | None) -> nn.Module:
     if spec.mean or spec.std:
         raise UserError(
             "model.mean, model.std: a denoiser works on [0, 1]; normalisation belongs to its "
             "classifier"
         )
-    behind = build(classifier)
-    denoiser = _network(spec)
+    behind = build(classifier, most)
+    denoiser = _network(spec, most)
     check_denoiser(denoiser, spec)
     return _sequence(denoiser, behind.requires_grad_(False))
 
@@ -104,7 +105,7 @@ class _Unset(TorchFunctionMode):
         return func(*args, **named)
 
 
-def _check_size(spec: ModelSpec, factory: Callable[..., nn.Module]) -> None:
+def _check_size(spec: ModelSpec, factory: Callable[..., nn.Module], weights: int | None) -> None:
     """Raise UserError for a network of the zoo that no memory would hold, before making it."""
     values = list(spec.options.items())
     while values:
@@ -120,13 +121,18 @@ def _check_size(spec: ModelSpec, factory: Callable[..., nn.Module]) -> None:
     numbers = sum(parameter.numel() for parameter in sketch.parameters())
     if numbers > _MOST_PARAMETERS:
         raise UserError(f"model.options: {numbers:,} parameters, at most {_MOST_PARAMETERS:,}")
+    if weights is not None and numbers > weights:
+        raise UserError(
+            f"model.options: {numbers:,} parameters, more than {weights:,} bytes of weights "
+            "can hold"
+        )
 
 
-def _network(spec: ModelSpec) -> nn.Module:
+def _network(spec: ModelSpec, weights: int | None = None) -> nn.Module:
     factory = factory_of(spec.name)
     try:
         if spec.name in ZOO:
-            _check_size(spec, factory)
+            _check_size(spec, factory, weights)
         network = factory(tuple(spec.input_shape), spec.classes, **spec.options)
     except UserError:
         raise
@@ -256,6 +262,8 @@ def _loaded(folder: Path, trusted_factory: str | None) -> tuple[nn.Module, Model
     spec = read_spec(folder)
     check_trusted(spec, trusted_factory, folder)
     check_views(spec)
-    module = build(spec)
+    weights = Path(folder) / "model.safetensors"
+    # A parameter has a byte at least: what the file cannot fill is not made first.
+    module = build(spec, None if is_base(Path(folder)) else regular_file(weights).stat().st_size)
     load_weights(module, folder)
     return module.eval(), spec

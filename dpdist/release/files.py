@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from dpdist.base.errors import UserError
@@ -25,13 +26,36 @@ WEIGHTS, ARCHITECTURE = "model.safetensors", "model.json"
 SUMS, SIGNATURE = "SHA256SUMS", "SHA256SUMS.sig"
 SUMMED = (PAGE, ARCHITECTURE, WEIGHTS, CARD, CARD_TEXT, DESCRIPTION)
 RELEASED = (*SUMMED, SUMS)
-"""What is in every release."""
+"""What is in every release; beside it, `table_name(1)`, `table_name(2)`, ... where it certifies."""
 
+_TABLE = re.compile(r"certificates-([1-9][0-9]{0,2})\.parquet")
 _MOST = 2**20  # bytes of a file of sums, of a key
 
 
 class ReleaseError(UserError):
     """A release that does not hold: files, sums, signature and statements that do not fit."""
+
+
+def table_name(number: int) -> str:
+    """Return the name of a release's table of certificates; the first one is number 1."""
+    return f"certificates-{number}.parquet"
+
+
+def is_released(name: str) -> bool:
+    """Return whether a file of this name may lie in a release."""
+    return name in (*RELEASED, SIGNATURE) or _TABLE.fullmatch(name) is not None
+
+
+def tables_in(names: Iterable[str]) -> list[str]:
+    """Return the names that are of tables of certificates, in the order of their numbers.
+
+    Raises:
+        ReleaseError: a number is left out.
+    """
+    numbers = sorted(int(found[1]) for found in map(_TABLE.fullmatch, names) if found)
+    if numbers != list(range(1, len(numbers) + 1)):
+        raise ReleaseError(f"tables of certificates must be numbered from 1 on, got {numbers}")
+    return [table_name(number) for number in numbers]
 
 
 def is_release(folder: Path) -> bool:
@@ -41,7 +65,8 @@ def is_release(folder: Path) -> bool:
 
 def sums_of(folder: Path) -> str:
     """The text of SHA256SUMS for the files in `folder`."""
-    return "".join(f"{_digest(folder / name)}  {name}\n" for name in SUMMED)
+    tables = tables_in(path.name for path in folder.iterdir())
+    return "".join(f"{_digest(folder / name)}  {name}\n" for name in (*SUMMED, *tables))
 
 
 def check_sums(folder: Path) -> dict[str, str]:
@@ -57,27 +82,34 @@ def check_sums(folder: Path) -> dict[str, str]:
         raise UserError(f"{folder}: cannot be read: {reason(error)}") from None
     shown = [entry for entry in found if not entry.name.startswith(".")]
     for entry in shown:
-        if entry.name not in (*RELEASED, SIGNATURE):
+        if not is_released(entry.name):
             raise ReleaseError(f"{folder}: holds {entry.name!r}, which is not of a release")
         if not entry.is_file(follow_symlinks=False):
             raise ReleaseError(f"{entry.path}: must be a file of its own, no link and no folder")
     missing = set(RELEASED) - {entry.name for entry in shown}
     if missing:
         raise ReleaseError(f"{folder}: lacks {', '.join(sorted(missing))}: no whole release")
-    stated = _stated(folder / SUMS)
-    for name in SUMMED:
+    stated = _stated(folder / SUMS, [entry.name for entry in shown])
+    for name in stated:
         if _digest(folder / name) != stated[name]:
             raise ReleaseError(f"{folder / name}: was changed: its sum is not that of {SUMS}")
     return stated
 
 
-def _stated(path: Path) -> dict[str, str]:
-    """Sums by name, of exactly the files that have one."""
-    lines = read_text(path, _MOST).splitlines()
-    read = [re.fullmatch(r"([0-9a-f]{64})  ([A-Za-z_.]+)", line) for line in lines]
+def _stated(path: Path, there: list[str]) -> dict[str, str]:
+    """Return sums by name, of exactly the files that have one.
+
+    Every line ends with a line feed alone, as `sha256sum -c` needs it.
+    """
+    names = (*SUMMED, *tables_in(there))
+    *lines, rest = read_text(path, _MOST).split("\n")
+    read = [re.fullmatch(r"([0-9a-f]{64})  ([A-Za-z0-9_.-]+)", line) for line in lines]
     stated = {match[2]: match[1] for match in read if match}
-    if len(stated) != len(lines) or stated.keys() != set(SUMMED):
-        raise ReleaseError(f"{path}: damaged: must have one line for each of {', '.join(SUMMED)}")
+    if rest or len(stated) != len(lines) or stated.keys() != set(names):
+        ends = " (its lines end as on Windows)" if any("\r" in line for line in lines) else ""
+        raise ReleaseError(
+            f"{path}: damaged{ends}: must have one line for each of {', '.join(names)}"
+        )
     return stated
 
 

@@ -8,7 +8,6 @@ against the phases that they name by `dpdist.release.verifying`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpdist.base.errors import UserError
-from dpdist.base.reading import read_json, usable_path
+from dpdist.base.json_values import same_json
+from dpdist.base.reading import read_json, shown, usable_path
 from dpdist.privacy.card import accounted
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.release.description import Description, description_of
@@ -28,6 +28,7 @@ from dpdist.release.files import (
     check_signature,
     check_sums,
     is_release,
+    tables_in,
 )
 
 if TYPE_CHECKING:
@@ -155,9 +156,30 @@ def load(
         plan = accounted(card, str(path / CARD))
         if card["guarantee"]["delta"] != plan.delta:
             raise UserError(f"{path / CARD}: states a delta that is not that of its phases")
-        if card["extra"].get("model hash") != about.model:
-            raise UserError(f"{path / CARD}: speaks of another model than {DESCRIPTION}")
+        _check_same(card["extra"], about, path)
+        if (tables := len(tables_in(sums))) != len(about.certified):
+            raise UserError(
+                f"{path}: has {tables} tables of certificates, {DESCRIPTION} names "
+                f"{len(about.certified)}"
+            )
     return Release(path, about, card, plan, sums, trusted_factory)
+
+
+def _check_same(extra: dict[str, Any], about: Description, path: Path) -> None:
+    """Check that the privacy card speaks of the model that release.json describes."""
+    same = {
+        "model hash": (extra.get("model hash", about.model), about.model),
+        "method": (extra.get("method"), about.method),
+        "training data": (extra.get("training data"), about.data.name),
+        "dpdist": (extra.get("dpdist"), about.dpdist),
+    }
+    for name, (stated, described) in same.items():
+        if stated != described:
+            what = "model" if name == "model hash" else name
+            raise UserError(
+                f"{path / CARD}: speaks of another {what} than {DESCRIPTION} ({shown(stated)}, "
+                f"{shown(described)})"
+            )
 
 
 @contextmanager
@@ -167,16 +189,3 @@ def of_release() -> Iterator[None]:
         yield
     except UserError as error:
         raise ReleaseError(" ".join(str(error).split())) from error
-
-
-def same_json(one: Any, other: Any) -> bool:
-    """Whether two JSON values are equal but for the last bits of numbers, in which machines
-    differ."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(same_json(one[k], other[k]) for k in one)
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(same_json, one, other))
-    numbers = all(isinstance(v, int | float) and not isinstance(v, bool) for v in (one, other))
-    if numbers:
-        return math.isclose(one, other, rel_tol=1e-6, abs_tol=1e-300)
-    return type(one) is type(other) and one == other

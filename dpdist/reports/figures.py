@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import io
 import itertools
+import os
+import re
 from collections.abc import Mapping, Sequence
 
 import matplotlib
 import numpy as np
 
+from dpdist.base.errors import UserError
+from dpdist.base.reading import shown
 from dpdist.privacy import mechanisms
 
 matplotlib.use("Agg")
@@ -78,7 +82,13 @@ def _house_style(axes) -> None:
 
 
 def png(figure: Figure, form: str = "png") -> bytes:
-    """The picture as a file's bytes."""
+    """Return the picture as a file's bytes. Raises UserError for a SOURCE_DATE_EPOCH, which dates
+    it, that is no number of seconds."""
+    epoch = os.environ.get("SOURCE_DATE_EPOCH", "0")
+    if epoch and not re.fullmatch(r"[0-9]{1,11}", epoch):
+        raise UserError(
+            f"SOURCE_DATE_EPOCH: must be a whole number of seconds, got {shown(epoch)}; unset it"
+        )
     buffer = io.BytesIO()
     figure.savefig(buffer, format=form)
     return buffer.getvalue()

@@ -58,8 +58,9 @@ def write_report(
     """
     facts = read_facts(folder)
     curves = _curves(facts)
+    pictures: dict[str, str] = {}
     if curves["certified"] is not None:
-        _write_alone(folder, "certified_accuracy", curves["certified"], _headline(facts))
+        pictures["certified_accuracy"] = alone(curves["certified"], _headline(facts))
     shown = dict(
         heading=folder.name,
         facts=facts,
@@ -70,7 +71,7 @@ def write_report(
         curves=curves,
         tables=[_table(table, folder) for table in facts.tables],
         images=_images(facts, images),
-        attacks=_attacked(facts),
+        attacks=_attacked(facts, pictures),
         checks=_checked(facts),
         three=_three(facts),
         search=described(facts.search, folder, facts.guarantee),
@@ -80,20 +81,28 @@ def write_report(
         summary=[row for row in facts.summary() if row[0] != "report"],
         **_card(facts, None if facts.times_hidden and not dated else _today()),
     )
-    write_atomic(folder.report, render("page.html", baseline=None, **shown))
-    if (found := beside(facts)) is None:
+    page = render("page.html", baseline=None, **shown)
+    found = beside(facts)
+    private = None if found is None else render("page.html", baseline=found, **shown)
+    # Only now that nothing can be refused any more: the page and its pictures are of one report.
+    for name, picture in pictures.items():
+        write_atomic(folder.report.parent / f"{name}.svg", picture)
+    write_atomic(folder.report, page)
+    if private is None:
         folder.beside_baseline.unlink(missing_ok=True)
     else:
-        write_atomic(folder.beside_baseline, render("page.html", baseline=found, **shown))
+        write_atomic(folder.beside_baseline, private)
 
 
-def _attacked(facts: Facts) -> list[tuple[AttackTable, str, Grid, Path, str]]:
-    """Of each attack its table, what was attacked and how, what became of the inputs, its file and
-    its picture, which also becomes a file of its own."""
+def _attacked(
+    facts: Facts, pictures: dict[str, str]
+) -> list[tuple[AttackTable, str, Grid, Path, str]]:
+    """Return of each attack its table, what was attacked and how, what became of the inputs, its
+    file and its picture, which is added to the `pictures` that become files of their own."""
     folder, found = facts.folder, []
     for number, table in enumerate(facts.attacks):
         drawn = attacked_accuracy(table, facts.tables, f"attacked{number}")
-        _write_alone(folder, f"attacked_{table.name}", drawn, f"{folder.name}: {table.classifier}")
+        pictures[f"attacked_{table.name}"] = alone(drawn, f"{folder.name}: {table.classifier}")
         shown = grid(table, facts.tables, attrgetter("words"))
         words = f"{norm_name(table.norm)}, {table.classifier}"
         found.append((table, words, shown, table.path.relative_to(folder.path), drawn))
@@ -142,10 +151,6 @@ def _today() -> date:
     from datetime import UTC, datetime
 
     return datetime.now(UTC).date()
-
-
-def _write_alone(folder: RunFolder, name: str, drawn: str, heading: str) -> None:
-    write_atomic(folder.report.parent / f"{name}.svg", alone(drawn, heading))
 
 
 def _curves(facts: Facts) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from dpdist.base.errors import UserError
 from dpdist.base.names import check_paths
 from dpdist.base.storage import moved_in, write_atomic
-from dpdist.release.files import RELEASED, SIGNATURE
+from dpdist.release.files import RELEASED, is_released
 from dpdist.runs.folder import RunFolder
 
 PUBLISHABLE = (
@@ -32,7 +32,7 @@ def is_publishable(path: str) -> bool:
     """Whether a file of this path (as in `dpdist.base.names.check_path`) below a run folder may
     leave; of release/ only what `dpdist release` writes."""
     top, _, below = path.partition("/")
-    return top in PUBLISHABLE and (top != "release" or below in (*RELEASED, SIGNATURE))
+    return top in PUBLISHABLE and (top != "release" or is_released(below))
 
 
 def publishable(folder: RunFolder) -> list[Path]:

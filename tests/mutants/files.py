@@ -101,6 +101,8 @@ FAULTS: list[Fault] = [
             "if False:",
             "a changed manifest is believed",
         ),
+        ("for number in numbers:\n        name", "for number in reversed(numbers):\n        name",
+         "the oldest manifest is taken for the newest"),
         ("self.step > self.steps", "False", "a permit may end before it begins"),
         ("if keyed != bool(archive_key()):", "if False:", "a manifest without the key is taken"),
     ),
@@ -124,6 +126,12 @@ FAULTS: list[Fault] = [
     *group(
         "dpdist/runs/archive/writing.py",
         "test_archive",
+        ("raw[: raw.rfind(b\"\\n\") + 1]", "raw", "a torn line of the ledger is archived"),
+        ("            and not path.is_symlink()\n", "", "links in private/ are followed"),
+        ("read_permit(self.folder.permit_asked) if self.private else None\n        first",
+         "read_permit(self.folder.permit) if self.private else None\n        first",
+         "the manifest holds the granted permit"),
+        ("            if not bound:", "            if False:", "a mistyped address binds the run"),
         (
             "        self._check_claim()\n        kept",
             "        kept",

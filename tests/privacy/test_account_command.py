@@ -93,6 +93,18 @@ def test_mechanisms(tmp_path):
         text("mechanisms", "--plot", str(tmp_path / "no" / "figure.png"))
 
 
+@pytest.mark.parametrize("form", ["pdf", "svg", "png"])
+def test_a_date_of_pictures_that_is_none_is_refused(tmp_path, monkeypatch, form):
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "x")
+    picture = tmp_path / f"figure.{form}"
+    with pytest.raises(UserError, match="SOURCE_DATE_EPOCH: must be a whole number"):
+        text("mechanisms", "--plot", str(picture))
+    assert not picture.exists()
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
+    text("mechanisms", "--plot", str(picture))
+    assert picture.exists()
+
+
 def test_shuffling():
     found = answer("shuffling", "--noise-multiplier", "0.4", "--steps", "10000", "--delta", "1e-5")
     assert found["shuffled_epsilon_at_least"] > 2 * found["poisson_epsilon_at_most"] > 0

@@ -392,3 +392,24 @@ def test_in_a_browser_nothing_sticks_out_and_columns_sort(
         assert page["ground"] == ("rgb(18, 22, 27)" if dark else "rgb(255, 255, 255)")
     for page in found[2:]:
         assert page["sorted"][:2] == [["<b>", "c", long], ["c", long, "<b>"]]
+
+
+def test_a_report_that_fails_leaves_the_one_before(run: RunFolder, monkeypatch) -> None:
+    """Page and pictures are of one report: what is refused late replaced nothing."""
+    before = {path: path.read_bytes() for path in run.report.parent.iterdir()}
+    assert len(before) > 1
+    table = run.certificates / "mine/certificates.parquet"
+    whole = table.read_bytes()
+
+    def refused(facts: Facts) -> None:
+        raise UserError("refused late")
+
+    monkeypatch.setattr("dpdist.reports.page.beside", refused)
+    certify(run, data="0" * 32)
+    monkeypatch.setattr("dpdist.reports.page._headline", lambda facts: "another picture")
+    try:
+        with pytest.raises(UserError, match="refused late"):
+            write_report(run)
+        assert {path: path.read_bytes() for path in run.report.parent.iterdir()} == before
+    finally:
+        table.write_bytes(whole)

@@ -144,7 +144,7 @@ def _download(store: ObjectStore, manifest: dict[str, Any], aside: RunFolder) ->
 def _download_file(store: ObjectStore, path: str, entry: dict[str, Any], target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
-        found = store.download(entry["object"], target)
+        found = store.download(entry["object"], target, entry["size"])
     except Missing as error:
         raise UserError(
             f"{store.url}: {path} is named by the manifest and missing; if a run was still writing "
@@ -152,7 +152,8 @@ def _download_file(store: ObjectStore, path: str, entry: dict[str, Any], target:
         ) from error
     if found != (entry["digest"], entry["size"]):
         raise UserError(
-            f"{store.url}: {path} is not what was archived ({found[1]} bytes instead of "
+            f"{store.url}: {path} is not what was archived ("
+            f"{'more' if found[1] > entry['size'] else found[1]} bytes instead of "
             f"{entry['size']}, or changed): the archive is damaged"
         )
 

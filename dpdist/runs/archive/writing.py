@@ -6,6 +6,7 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from dpdist.runs.archive.layout import (
     FORMAT,
     MANIFEST,
     Permit,
+    archive_key,
     folder_of,
     new_claim,
     number_of,
@@ -59,7 +61,10 @@ class Archive:
 
     @classmethod
     def check_free(cls, folder: RunFolder, url: str | None) -> None:
-        """Raise UserError when a run that is not archived yet may not begin at this address."""
+        """Raise UserError when a run that is not archived yet may not begin at this address, and
+        for a key of archives that no manifest could be written with."""
+        if url is not None:
+            archive_key()
         if url is not None and not folder.archive.exists():
             store = ObjectStore(url)
             if store.names("claims"):
@@ -73,7 +78,8 @@ class Archive:
         or was taken over, when everybody could read private state; ClusterError when the store
         does not answer.
         """
-        if not folder.archive.exists():
+        bound = folder.archive.exists()
+        if not bound:
             if url is None:
                 return None
             cls.check_free(folder, url)
@@ -90,7 +96,14 @@ class Archive:
         if private and not about["private"]:
             write_json(folder.archive, {**about, "private": True})
         archive = cls(folder, _about(folder))
-        archive._own()
+        try:
+            archive._own()
+        except ClusterError:
+            if not bound:  # a mistyped address: nothing was sent, and the run is free of it
+                with suppress(ClusterError):
+                    archive.store.delete(f"claims/{archive._claim}")
+                folder.archive.unlink()
+            raise
         return archive
 
     def _own(self) -> None:

@@ -1,0 +1,319 @@
+"""The tables of certificates in a release, held against its model and against each other.
+
+Every radius is computed again from its counts by the reader of tables
+(`dpdist.certification.reading`). What that cannot tell is whether the counts were drawn:
+`count_again` executes inputs again, by the noise that the table names.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pydantic import ValidationError
+
+from dpdist.base.errors import UserError
+from dpdist.base.json_values import same_json
+from dpdist.base.reading import check_shape, reason, regular_file, shown
+from dpdist.certification import reading
+from dpdist.certification.certificate import Certificate
+from dpdist.certification.reading import CertificateTable
+from dpdist.release.files import ReleaseError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from dpdist.certification.classifier import ClassifierSpec
+    from dpdist.models import ModelSpec
+
+_FORMAT = 1  # of what a table says of itself
+_MOST_VALUES = 2**27  # in one table: a small file may name more than any memory holds
+_MOST_NUMBERS = 2**29  # in one executed batch
+_ABOUT = {
+    "format": int, "model": str, "data": str, "seed": str, "classes": int, "inputs": int,
+    "settings": dict,
+    "classifier": dict, "classifier.generator": str, "classifier.form": str,
+    "classifier.batch": int, "classifier.device": str, "classifier.torch_version": str,
+    "classifier.machine": str, "classifier.notes": list,
+}  # fmt: skip
+_UNSAID = {"device": "cpu", "generator": "aes", "notes": [], "check": ""}
+# Of counts, what rounding on another machine may change, and no more.
+_OF_ROUNDING = 1e-4
+_MEASURED = {"hidden", "sensitivity"}  # of the model, as its place's identity says it
+_NO_COUNTS = {"index", "prediction", "n0", "cap"}
+
+
+class Data(Protocol):
+    """What is needed of a data set: ``dpdist.data.Dataset`` has it."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    @property
+    def labels(self) -> np.ndarray: ...
+
+    def batch(self, indices: np.ndarray | slice) -> Any: ...
+
+
+def read_table(path: Path) -> CertificateTable:
+    """Read a release's table: every row follows from its counts, and no chosen input is missing.
+
+    Raises:
+        UserError: it is damaged, incomplete, or larger than any memory.
+    """
+    try:
+        about = pq.read_metadata(regular_file(path))
+        groups = [about.row_group(number) for number in range(about.num_row_groups)]
+        values = sum(
+            group.column(column).num_values
+            for group in groups
+            for column in range(about.num_columns)
+        )
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise UserError(f"{path}: not a readable Parquet table: {reason(error)}") from None
+    if max(values, about.num_rows) > _MOST_VALUES:
+        raise UserError(f"{path}: holds {values:,} values, at most {_MOST_VALUES:,} are read")
+    return reading.read(path)
+
+
+def check_table(found: CertificateTable, digest: str, model: nn.Module, spec: ModelSpec) -> None:
+    """Check that a table says how it was made, and that it was made with this model.
+
+    Args:
+        found: the table.
+        digest: hash of the model's weights and architecture.
+        model: the model.
+        spec: its architecture.
+
+    Raises:
+        UserError: the table does not say what `count_again` needs, is of another model or of other
+            classes, or states another noise or sensitivity than the model has.
+    """
+    about, where = found.about, found.path
+    said = {"classifier": {}, **about}
+    if isinstance(said["classifier"], dict):
+        said["classifier"] = _UNSAID | said["classifier"]
+    check_shape(said, str(where), _ABOUT)
+    if about["format"] != _FORMAT:
+        raise UserError(f"{where}: damaged: format must be {_FORMAT}, got {about['format']}")
+    if about["model"] != digest:
+        raise UserError(f"{where}: of another model than this one")
+    if about["classes"] != spec.classes:
+        raise UserError(f"{where}: of {about['classes']} classes, the model has {spec.classes}")
+    _check_rows(found)
+    rows = [int(found.table[name].to_numpy().max()) for name in ("label", "prediction", "selected")]
+    if max(rows) >= spec.classes:
+        raise UserError(f"{where}: damaged: names class {max(rows)} of {spec.classes}")
+    settings, executed = _settings_of(found), _spec_of(found)
+    if executed.batch * math.prod(spec.input_shape) > _MOST_NUMBERS:
+        raise UserError(f"{where}: damaged: batches of {executed.batch:,} inputs fit no memory")
+    measured = settings.place(model, tuple(spec.input_shape)).identity
+    for name in measured.keys() | (_MEASURED & about.keys()):
+        value = measured.get(name)
+        if not same_json(about.get(name), value):
+            raise UserError(
+                f"{where}: {name} is not that of the model: it says {shown(about.get(name))}, "
+                f"computed again {shown(value)}"
+            )
+
+
+def _check_rows(found: CertificateTable) -> None:
+    """Check that every row follows from its counts: certified again at its own error, it is the
+    same row. Results of early stopping are decided while they are counted, and have no counts that
+    say all of it."""
+    counted, stopped = found.table.to_pylist(), "histogram" not in found.table.column_names
+    for row in counted:
+        votes = row.get("histogram")
+        once = found.kind.spending == "none"  # looked at once, when all was counted
+        if row["spending"] != found.kind.spending or (
+            once and (row["looks"], row["target"], votes is None) != (1, None, False)
+        ):
+            raise UserError(
+                f"{found.path}: damaged: input {row['index']}: spending, looks, target and "
+                "histogram do not follow from its mode"
+            )
+        if votes is not None and not (
+            row["selected"] < len(votes) == found.about["classes"]
+            and (sum(votes), votes[row["selected"]]) == (row["n"], row["k"])
+        ):
+            raise UserError(f"{found.path}: damaged: input {row['index']}: k and n are not counted")
+        stopped |= votes is None
+    try:
+        again, _ = found.kind.rebound(found.table, found.alpha)
+    except UserError:
+        if stopped:
+            return
+        raise
+    for row, other in zip(counted, again, strict=True):
+        if not same_json(row, other):
+            key = next(key for key in row if not same_json(row[key], other.get(key)))
+            raise UserError(
+                f"{found.path}: damaged: input {row['index']}: {key} does not follow from its "
+                f"counts: it says {shown(row[key])}, computed again {shown(other.get(key))}"
+            )
+
+
+def _settings_of(found: CertificateTable) -> Certificate:
+    """Return the settings by which a table says that it was made."""
+    settings = {**found.about["settings"], "seed": found.about["seed"]}
+    mode = settings.pop("mode", found.mode)
+    if mode != found.mode:
+        raise UserError(f"{found.path}: damaged: its settings are of mode {shown(mode)}")
+    if "mode" in found.kind.model_fields:
+        settings["mode"] = mode
+    try:
+        return found.kind.model_validate(settings)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise UserError(f"{found.path}: damaged: settings.{key}: {first['msg']}") from None
+
+
+def _spec_of(found: CertificateTable) -> ClassifierSpec:
+    """Return the executed classifier that a table names."""
+    from dpdist.certification.classifier import FORMS, ClassifierSpec
+    from dpdist.certification.streams import STREAMS
+
+    pinned = _UNSAID | found.about["classifier"]
+    try:
+        spec = ClassifierSpec.of(pinned)
+    except TypeError:
+        raise UserError(f"{found.path}: damaged: {shown(pinned)} is no classifier") from None
+    known = spec.form in FORMS and spec.generator in STREAMS and spec.device in ("cpu", "cuda")
+    if not known or spec.batch < 1:
+        raise UserError(f"{found.path}: damaged: names no classifier that could be executed")
+    return spec
+
+
+def count_again(
+    found: CertificateTable, model: nn.Module, spec: ModelSpec, data: Data, inputs: int
+) -> tuple[int, int]:
+    """Count inputs of a table again, by the noise of its seed, and compare.
+
+    Which inputs is decided here and now, so that nobody who wrote the table could know. A table
+    with false counts in a share f of its rows passes with probability at most (1 - f)^inputs.
+
+    Args:
+        found: the table, as `check_table` left it.
+        model: the released model; spec: its architecture.
+        data: the test data by whose inputs it was made, brought by the reader.
+        inputs: how many to count again; all where the table has fewer.
+
+    Returns:
+        How many inputs were counted again, and how many of them differ by what rounding on
+        another machine explains.
+
+    Raises:
+        ReleaseError: a count is another one, or the table is of other data.
+    """
+    about, where = found.about, found.path
+    if data.fingerprint != about["data"] or len(data.labels) != about["inputs"]:
+        raise ReleaseError(f"{where}: was not made of these data ({data.name}), or not of all")
+    if not np.array_equal(np.asarray(data.labels)[found.index], found.label):
+        raise ReleaseError(f"{where}: its labels are not those of {data.name}")
+    chosen = secrets.SystemRandom().sample(range(len(found.index)), min(inputs, len(found.index)))
+    counters = [_Counting(found, model, spec, data, seed) for seed in _seeds(found)]
+    differing = 0
+    for row in chosen:
+        stated = found.table.slice(row, 1).to_pylist()[0]
+        answers = [counting(stated["index"]) for counting in counters]
+        off = min(count_difference(stated, answer, found.table.schema) for answer in answers)
+        most = _OF_ROUNDING if counters[0].elsewhere else 0.0
+        if off > most:
+            raise ReleaseError(
+                f"{where}: the counts of input {stated['index']} are not those of its noise: "
+                f"{100 * off:.2g} % of the draws fell otherwise{counters[0].elsewhere}"
+            )
+        differing += off > 0
+    return len(chosen), differing
+
+
+def _seeds(found: CertificateTable) -> list[str]:
+    """Return the seeds of a table: of several, which is whose is not said."""
+    seeds = found.about.get("seeds", [found.about["seed"]])
+    if not isinstance(seeds, list) or not all(isinstance(seed, str) for seed in seeds) or not seeds:
+        raise ReleaseError(f"{found.path}: damaged: seeds must be texts")
+    return list(seeds)
+
+
+class _Counting:
+    """Counts inputs as those of a table were counted. elsewhere: says where that was, if not on a
+    machine like this one."""
+
+    def __init__(
+        self, found: CertificateTable, model: nn.Module, spec: ModelSpec, data: Data, seed: str
+    ) -> None:
+        import torch
+
+        from dpdist.certification import device as devices
+        from dpdist.certification.worker import Assignment
+        from dpdist.randomness.units import UnitSource
+
+        settings, executed = _settings_of(found), _spec_of(found)
+        self._device = torch.device(executed.device if torch.cuda.is_available() else "cpu")
+        here = devices.name(self._device)
+        self.elsewhere = ""
+        if (executed.machine, executed.torch_version) != (here, torch.__version__):
+            self.elsewhere = (
+                f" (counted on {executed.machine} with torch {executed.torch_version}, here on "
+                f"{here} with {torch.__version__}: rounding explains {100 * _OF_ROUNDING:g} %)"
+            )
+        shape = tuple(spec.input_shape)
+        place = settings.place(model, shape).pinned(found.about)
+        source = UnitSource(
+            "certify", seed, found.about["model"], data.fingerprint, settings.noise, place.sigma
+        )
+        some = data.batch(np.sort(found.index)[:64]).numpy()
+        executed = replace(executed, device=self._device.type)
+        assignment = Assignment(
+            model, settings, place, source, spec.classes, shape, some, executed,
+            self._device.type, 1.0 if self._device.type == "cuda" else 0.0,
+        ).placed()  # fmt: skip
+        self._assignment, self._data, self._found = assignment, data, found
+        # The answers to the check batch are not compared: the counts themselves are.
+        self._sampler, _ = place.sampler(assignment, executed)
+
+    def __call__(self, index: int) -> dict[str, Any]:
+        """Return the row of one input."""
+        import torch
+
+        assignment = self._assignment
+        settings, batch = assignment.settings, assignment.executed.batch
+        (values,) = self._data.batch(np.asarray([index])).numpy()
+        x = torch.from_numpy(np.array(values)).to(self._device)
+        partial = settings.work(
+            self._sampler, x, index, 0, assignment.units, batch, assignment.place
+        )
+        label = int(self._data.labels[index])
+        return settings.row(index, label, assignment.verdict(partial), assignment.place)
+
+
+def count_difference(stated: dict[str, Any], drawn: dict[str, Any], schema: pa.Schema) -> float:
+    """Return the largest share by which the counts of two rows of one input differ."""
+    largest = 0.0
+    for field in schema:
+        kind = field.type.value_type if pa.types.is_list(field.type) else field.type
+        if field.name in _NO_COUNTS or not pa.types.is_integer(kind):
+            continue
+        one, other = (np.atleast_1d(_numbers(row[field.name])) for row in (stated, drawn))
+        if one.shape != other.shape:
+            return 1.0
+        apart = float(np.abs(one - other).sum())
+        if field.name in ("label", "selected", "looks"):
+            apart = float(apart > 0) * max(1.0, float(np.abs(one).sum()))
+        largest = max(largest, apart / max(1.0, float(np.abs(one).sum())))
+    return largest
+
+
+def _numbers(value: int | Sequence[int] | None) -> np.ndarray:
+    return np.asarray([] if value is None else value, dtype=np.float64)

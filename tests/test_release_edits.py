@@ -1,0 +1,220 @@
+"""Every single-field edit of every file of a release is refused, or is the publisher's own word.
+
+After each edit all that follows from it is made again (pages, sums, what release.json says of a
+table, a table's digest), as somebody would who wants to deceive; a signature would tell.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import yaml
+from test_release import (
+    call,
+    changed_table,
+    copied,
+    made,
+    say_what_follows,
+    work,
+    write_pages,
+)
+
+from dpdist.base.errors import UserError
+from dpdist.certification import table as tables
+from dpdist.release.description import certified_of
+from dpdist.release.files import CARD, DESCRIPTION, table_name
+from dpdist.release.verifying import PUBLISHERS_WORD, verify
+from dpdist.reports.facts import read_facts
+from dpdist.runs.folder import RunFolder
+
+__all__ = ["call", "copied", "made", "work"]
+pytestmark = pytest.mark.long
+TABLE = table_name(1)
+
+
+def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    inner = value.items() if isinstance(value, dict) else enumerate(value[:2])
+    for key, each in inner:
+        yield (*path, key)
+        if isinstance(each, dict | list):
+            yield from leaves(each, (*path, key))
+
+
+def others(value: Any) -> list[Any]:
+    """Other values: of the same kind, and none."""
+    if isinstance(value, bool):
+        found = [not value]
+    elif isinstance(value, int):
+        found = [value + 1, max(0, value - 1)]
+    elif isinstance(value, float):
+        found = [value * 1.01 + 0.01, value / 2, 0.0]
+    elif isinstance(value, str):
+        found = [f"{value} of mine", f"{value[:-1]}0", "l1"]
+    elif isinstance(value, list):
+        found = [value[:-1], [*value, *value[-1:]]]
+    else:
+        found = ["x", 1]
+    return [other for other in [*found, None] if other != value]
+
+
+def changed(value: Any, path: tuple[Any, ...], to: Any) -> Any:
+    whole = inner = copy.deepcopy(value)
+    for part in path[:-1]:
+        inner = inner[part]
+    inner[path[-1]] = to
+    return whole
+
+
+def found_at(value: Any, path: tuple[Any, ...]) -> Any:
+    for part in path:
+        value = value[part]
+    return value
+
+
+def said(path: tuple[Any, ...]) -> str:
+    return ".".join("*" if isinstance(part, int) else part for part in path)
+
+
+def believed(folder: Path, name: str, edit: Any) -> bool:
+    """Whether the release passes after an edit, and all that follows from it."""
+    again = shutil.copytree(folder, folder.with_name("again"), dirs_exist_ok=True)
+    try:
+        edit(again)
+    except (pa.ArrowException, ValueError, TypeError):
+        return False  # no table can hold it
+    try:
+        if name == TABLE:
+            say_what_follows(again)
+        write_pages(again)
+    except (UserError, KeyError, TypeError, ValueError, AttributeError, IndexError):
+        pass  # nobody could make pages of it; what is there is shown to verify
+    try:
+        verify(again)
+    except UserError as error:
+        assert "\n" not in str(error)
+        return False
+    return True
+
+
+def edits_of_json(folder: Path, name: str) -> set[str]:
+    whole, passed = json.loads((folder / name).read_text()), set()
+    for path in leaves(whole):
+        for value in others(found_at(whole, path)):
+
+            def edit(again: Path, path: Any = path, value: Any = value) -> None:
+                text = json.dumps(changed(whole, path, value), indent=2, sort_keys=True) + "\n"
+                (again / name).write_text(text)
+
+            if believed(folder, name, edit):
+                passed.add(said(path))
+    return passed
+
+
+def edits_of_tables(folder: Path) -> set[str]:
+    table, passed = tables.read(folder / TABLE), set()
+    rows, about = table.to_pylist(), tables.about(table)
+    for row in (0, 3):
+        for column, value in rows[row].items():
+            for other in others(value):
+
+                def edit(again: Path, row: int = row, at: str = column, to: Any = other) -> None:
+                    changed_table(again, lambda rows: rows[row].__setitem__(at, to))
+
+                if believed(folder, TABLE, edit):
+                    passed.add(column)
+    for path in leaves(about):
+        for other in others(found_at(about, path)):
+
+            def describe(again: Path, path: Any = path, to: Any = other) -> None:
+                new = changed(about, path, to)
+                changed_table(again, about=lambda said: (said.clear(), said.update(new)))
+
+            if believed(folder, TABLE, describe):
+                passed.add(f"about.{said(path)}")
+    return passed
+
+
+@pytest.mark.parametrize("name", [DESCRIPTION, CARD, "model.json", TABLE])
+def test_every_edit_is_refused_or_listed(copied, name):
+    found = edits_of_tables(copied) if name == TABLE else edits_of_json(copied, name)
+    assert found == set(PUBLISHERS_WORD[name])
+
+
+def test_the_docs_show_the_list():
+    text = (Path(__file__).parents[1] / "docs/releases.md").read_text()
+    for name, fields in PUBLISHERS_WORD.items():
+        for field, why in fields.items():
+            (row,) = [
+                line for line in text.splitlines() if line.startswith(f"| `{name}` | {why} |")
+            ]
+            assert f"`{field}`" in row
+
+
+# Of a run folder: fields whose edit changes what report and release show, and why nothing tells.
+RUN_OWNERS_WORD: dict[str, dict[str, str]] = {
+    "evaluation.json": {
+        "data": "a name; the fingerprint beside it is not shown",
+        "noise_draws": "how clean accuracy was measured, of which no answers are kept",
+    },
+    "recipe.yaml": {
+        "data.name": "a name; records are known by their hashes",
+        **dict.fromkeys(
+            ("model", "model.mirrored", "model.name", "model.shifts"),
+            "in words; what is released and certified is the trained model, by its hash",
+        ),
+        "privacy.budget": "which budget folder is looked into for all runs on the data",
+        "privacy.group_size": "of which group epsilon is shown as well, each computed",
+    },
+    "private/trained.json": {"model": "null, as runs before hashes had it: no hash is stated"},
+    "private/plan.json": {},
+}
+
+
+def shown(folder: RunFolder) -> Any:
+    """All that summary, report and release say of a run."""
+    facts = read_facts(folder)
+    return facts.summary(), facts.card(), [certified_of(table) for table in facts.tables]
+
+
+@pytest.mark.parametrize("name", list(RUN_OWNERS_WORD))
+def test_every_edit_of_a_run_is_refused_shows_nothing_or_is_listed(made, tmp_path, name):
+    path = shutil.copytree(made.parent, tmp_path / made.parent.name)
+    folder, before = RunFolder(path), shown(RunFolder(path))
+    raw = (path / name).read_text()
+    whole = yaml.safe_load(raw) if name.endswith("yaml") else json.loads(raw)
+    passed = set()
+    for at in leaves(whole):
+        for value in others(found_at(whole, at)):
+            new = changed(whole, at, value)
+            text = yaml.safe_dump(new) if name.endswith("yaml") else json.dumps(new)
+            (path / name).write_text(text)
+            try:
+                if shown(folder) != before:
+                    passed.add(said(at))
+            except UserError:
+                continue
+    assert passed == set(RUN_OWNERS_WORD[name])
+
+
+def test_every_edit_of_a_run_s_table_is_refused(made, tmp_path):
+    path = shutil.copytree(made.parent, tmp_path / made.parent.name)
+    (table,) = path.glob("certificates/*/certificates.parquet")
+    settings = table.with_name("settings.json")
+    raw, whole = table.read_bytes(), json.loads(settings.read_text())
+    for at in leaves(whole):
+        for value in others(found_at(whole, at)):
+            settings.write_text(json.dumps(changed(whole, at, value)))
+            with pytest.raises(UserError):
+                read_facts(RunFolder(path))
+    settings.write_text(json.dumps(whole))
+    table.write_bytes(raw)
+    changed_table(table.parent, lambda rows: rows.pop(), name=table.name)
+    with pytest.raises(UserError, match="lacks 1 of the 4 inputs"):
+        read_facts(RunFolder(path))
