@@ -107,7 +107,7 @@ def released_once(
         kept = ledger.answer(question)
         if kept is not None:
             return kept
-        if not ledger.began(question):
+        if ledger.asked_under(question) is None:
             try:
                 ledger.ask(question, plan)
             except NoAnswersLeft:

@@ -271,7 +271,7 @@ FAULTS: list[Fault] = [
             "votes are not counted before their noise",
         ),
         (
-            "        if not ledger.began(question):\n",
+            "        if ledger.asked_under(question) is None:\n",
             "        if True:\n",
             "a crash spends the votes",
         ),
