@@ -162,9 +162,9 @@ def read_settings(folder: SearchFolder, number: int) -> dict[str, Any]:
 
 def read_terms(folder: SearchFolder) -> dict[str, Any]:
     """What was fixed before the first trial. Raises UserError for damaged ones."""
-    shape = {"data": str, "plan": dict, "score_noise": float | None, "charge": str}
-    terms = {"trial": {}, "assumed": [], **read_json(folder.terms, shape)}
-    return check_shape(terms, str(folder.terms), {"trial": dict, "assumed": list})
+    shape = {"data": str, "plan": dict, "trial": dict, "score_noise": float | None, "charge": str}
+    terms = {"assumed": [], **read_json(folder.terms, shape)}
+    return check_shape(terms, str(folder.terms), {"assumed": list})
 
 
 def trial_limit(folder: SearchFolder) -> Limit:

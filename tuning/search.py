@@ -26,12 +26,12 @@ from dpdist.privacy.budget import Charge
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.randomness.keys import new_run_key
 from dpdist.runs.folder import RunFolder
+from dpdist.runs.planning import make_plan
 from dpdist.runs.recipe import Recipe
 from dpdist.runs.released import read_released
 from dpdist.sections.search import TuneRecipe
 from dpdist.training import charging
 from dpdist.training.job import PACKAGES
-from dpdist.training.planning import make_plan
 from dpdist.training.records import source_of, training_data
 from dpdist.tuning.cost import SearchCost
 from dpdist.tuning.manifest import (
@@ -104,9 +104,14 @@ class Search:
         if not self.folder.terms.exists() or self.run_folder.trained.exists():
             return
         begun, terms = read_terms(self.folder), self._terms()
-        changed = [name for name in ("data", "plan") if begun[name] != terms[name]]
+        changed = [name for name in terms if begun[name] != terms[name]]
         if changed:
-            what = {"data": "the private records", "plan": "what the search costs"}
+            what = {
+                "data": "the private records",
+                "plan": "what the search costs",
+                "trial": "what a trial may cost",
+                "score_noise": "the noise of the scores",
+            }
             raise UserError(
                 f"{self.run_folder.path}: {' and '.join(what[name] for name in changed)} changed "
                 "since this search was begun; restore it, or choose another --name"
@@ -127,9 +132,6 @@ class Search:
             return self
         terms = self._terms()
         if self.folder.terms.exists():
-            begun = read_terms(self.folder)
-            if not begun["trial"]:  # of an older version, which checked no trial by its own plan
-                write_json(self.folder.terms, {**begun, "trial": terms["trial"]})
             return self
         secret = self.recipe.privacy.run_key
         key = bytes.fromhex(secret) if secret else new_run_key()
@@ -138,6 +140,7 @@ class Search:
                 self.noise_of(trial.values)
         self.run_folder.begin(self.recipe)
         write_atomic(self.run_folder.asked, self.recipe.to_yaml())
+        self.run_folder.pin_recipe(self.recipe, None, asked=self.recipe)
         ensure_manifest(self.folder, self.tune, key)
         drawn = {"charge": secrets.token_hex(8), "assumed": self.assumed}
         write_json(self.folder.terms, {**terms, **drawn})
@@ -273,6 +276,7 @@ class Search:
             }
         )
         write_atomic(target.recipe_file, named.to_yaml())
+        target.pin_recipe(named, named.privacy.noise_multiplier, asked=self.recipe)
         if self.tune.law.name == "fixed":
             self._show_trials()
         # How long it took depends on how many trials ran beside it.

@@ -11,13 +11,15 @@ import torch
 from torch import Tensor
 
 from dpdist.base.errors import UserError
+from dpdist.cluster.packages import code_digest
 from dpdist.privacy.journal import JournalError
 from dpdist.privacy.ledger import Ledger, NoAnswersLeft
 from dpdist.randomness.keys import derive_key, new_run_key
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe
 from dpdist.runs.released import check_released, read_released
-from dpdist.training.job import TrainJob
+from dpdist.training.identity import recipe_digest
+from dpdist.training.job import PACKAGES, TrainJob
 from dpdist.training.teachers import Ensemble
 
 
@@ -93,21 +95,26 @@ def _question(one: Tensor) -> str:
     return digest.hexdigest()
 
 
+def _once(about: bytes) -> str:
+    """Name what is released once, by what it is drawn from."""
+    return hashlib.blake2b(about, digest_size=32, person=b"dpdist.once").hexdigest()
+
+
 def released_once(
     job: TrainJob, about: bytes, draw: Callable[[bytes], Sequence[float]]
 ) -> list[float]:
     """`dpdist.methods.base.Run.release`. What is drawn has a key of its own for everything that it
-    is drawn from: to draw it again after a crash is an exact replay."""
-    digest = hashlib.blake2b(about, digest_size=32, person=b"dpdist.once")
-    question = digest.hexdigest()
+    is drawn from, the recipe included: to draw it again after a crash is an exact replay, and a
+    copy of the folder in which anything is another draws other noise, or is refused."""
+    about_id, question = _once(about), _once(about + recipe_digest(job.recipe).encode())
     folder, plan = job.folder, job.plan
-    key = derive_key(folder.read_key(), "released", plan.fingerprint(), question)
     with Ledger.open(folder.ledger, plan.fingerprint()) as ledger:
         check_released(folder, plan, ledger)
         kept = ledger.answer(question)
         if kept is not None:
             return kept
-        if ledger.asked_under(question) is None:
+        nonce = ledger.asked_under(question)
+        if nonce is None:
             try:
                 ledger.ask(question, plan)
             except NoAnswersLeft:
@@ -115,6 +122,10 @@ def released_once(
                     f"{folder.path}: what is private has changed since it was released, and would "
                     "be released a second time; choose another --name"
                 ) from None
+            nonce = ledger.nonce
+        # A fixed key is for tests, which want the same again.
+        labels = [nonce, code_digest(PACKAGES)] if job.recipe.privacy.run_key is None else []
+        key = derive_key(folder.read_key(), "released", plan.fingerprint(), about_id, *labels)
         values = list(draw(key))
         ledger.keep(question, values)
         return values

@@ -40,12 +40,14 @@ from dpdist.training.canaries import Canaries, plant
 from dpdist.training.finite import Diverged, Divergence, probe
 from dpdist.training.fixed import check_same_fixed, digest, ensure_fixed, read_fixed
 from dpdist.training.identity import identity_of
-from dpdist.training.job import PACKAGES, TrainJob, read_run_key
+from dpdist.training.job import PACKAGES, PUT_BACK, TrainJob, read_run_key
 from dpdist.training.monitor import Monitor, Seen
 from dpdist.training.optimizer import FlatOptimizer
 from dpdist.training.permit import PermitGate
 from dpdist.training.reducer import MissingRank, Reducer
 from dpdist.training.sharding import RELEASES, Shards, Whole, release_id
+
+_RECORDS = ("data", "recipe")  # of an attempt's identity: what shapes noise that is drawn once
 
 
 def train_worker(config: dict[str, Any]) -> None:
@@ -201,9 +203,10 @@ class Loop(Mechanism):
         self.key = derive_key(
             read_run_key(folder), "run", plan.fingerprint(), self.dataset.fingerprint, "trial", 0
         )
-        self.dataset = self.method.seen(self.dataset, plan, derive_key(self.key, "records"))
+        self.records = self.dataset.fingerprint
         self.spec = model_spec(recipe, self.dataset)
         self.model = initial_model(recipe, self.spec).to(reducer.device)
+        self.initial = checkpoint.tensors_digest(self.model.state_dict())
         self.frozen = sum(p.numel() for p in self.model.parameters() if not p.requires_grad)
         self.engine, self.task = build_engine(recipe, self.model, plan), self.method.task()
         wire = wire_of(recipe, plan)
@@ -225,6 +228,7 @@ class Loop(Mechanism):
         self.slots = {n: t.to(reducer.device) for n, t in self.method.slots(self.model).items()}
         self.canaries = plant(self.dataset, read_run_key(folder), plan, self.engine.size)
         self.attempt = self._begin_attempt(stack)
+        self.dataset = self.method.seen(self.dataset, plan, self._records_key())
         self.start = self._newest_checkpoint()
         self.announced = self._announced()
         self.last = plan.steps if until is None else min(until, plan.steps)
@@ -244,7 +248,7 @@ class Loop(Mechanism):
         """The label of this attempt, in all its keys; worker 0 holds the ledger from here on."""
         job, attempt = self.job, ""
         mine = {
-            **identity_of(job, self.reducer),
+            **identity_of(job, self.reducer, self.records, self.initial),
             **self.sharing.identity(self.reducer, job.recipe.training.reproducible),
             "hidden noise": digest(self.fixed),
         }
@@ -263,6 +267,26 @@ class Loop(Mechanism):
         """Return the current attempt's label in keys. A fixed key is for tests, which want the same
         run again: no nonce then."""
         return f"{ledger.epoch}/{nonce if self.job.recipe.privacy.run_key is None else ''}"
+
+    def _records_key(self) -> bytes:
+        """Return the key of noise that is drawn once for each record, in the first attempt.
+
+        Raises UserError where that attempt saw other records, or another recipe: the same noise
+        would be added to something else.
+        """
+        label = ""
+        if self.ledger is not None:
+            first, now = self.ledger.attempts[0], self.ledger.attempts[-1]
+            label = first["nonce"] if self.job.recipe.privacy.run_key is None else ""
+            before, after = first["identity"], now["identity"]
+            shaped = [name for name in _RECORDS if before.get(name) != after.get(name)]
+            if shaped and self.method.local and self.job.given is None:
+                raise UserError(
+                    f"{self.job.folder.path}: the {' and '.join(shaped)} changed since its records "
+                    f"were released with noise; {PUT_BACK}"
+                )
+        label = self.reducer.gather(label)[0]
+        return derive_key(self.key, "records", *([label] if label else []))
 
     def _announced(self) -> list[tuple[int, int, str]]:
         """Return worker 0's list of the steps that are replayed: first step, end, label of each."""

@@ -27,11 +27,11 @@ from dpdist.runs import archive as archives
 from dpdist.runs.archive import Archive
 from dpdist.runs.exporting import export, unpack
 from dpdist.runs.folder import RunFolder
+from dpdist.runs.planning import ordinary
 from dpdist.runs.recipe import parse
 from dpdist.runs.released import read_released
 from dpdist.training.answering import released_once
 from dpdist.training.job import TrainJob, prepare
-from dpdist.training.planning import ordinary
 from dpdist.training.trainer import fit
 
 KEY = "5a" * 32
@@ -298,7 +298,7 @@ def test_what_is_released_once_has_a_key_of_its_own(tmp_path: Path) -> None:
 def test_the_student_sees_answers_and_nothing_else(tmp_path: Path) -> None:
     job = job_of(tmp_path / "a")
     with pytest.raises(UserError, match="never from records"):
-        execute(job)
+        execute(job_of(tmp_path / "refused"))
     given: list[Any] = []
     fit(job, workers=given.append, here=True)
     (told,) = Ledger.read(job.folder.ledger).answers

@@ -308,7 +308,7 @@ FAULTS: list[Fault] = [
         ),
     ),
     *group(
-        "dpdist/training/planning.py",
+        "dpdist/runs/planning.py",
         "training/test_loop privacy/test_plan wiring/test_nominal_records wiring/test_reported_epsilon",
         (
             "records = privacy.nominal_records or records\n    if batch_size",

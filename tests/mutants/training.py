@@ -14,8 +14,8 @@ FAULTS: list[Fault] = [
         "dpdist/training/job.py",
         "training/test_damaged_runs",
         (
-            "needed = [folder.plan, folder.data, folder.run_key]",
-            "needed = [folder.plan, folder.data]",
+            "needed = [folder.plan, folder.data, folder.run_key, folder.begun_with]",
+            "needed = [folder.plan, folder.data, folder.begun_with]",
             "a lost run key is made afresh",
         ),
         ("if keys - {None, key", "if False and keys - {None, key", "any run key goes on"),
@@ -23,7 +23,7 @@ FAULTS: list[Fault] = [
     *group(
         "dpdist/training/checkpoint.py",
         "training/test_damaged_runs",
-        ("about[_SEAL] != _seal(tensors)", "False", "a checkpoint's bits are believed"),
+        ("about[_SEAL] != tensors_digest(tensors)", "False", "a checkpoint's bits are believed"),
     ),
     *group(
         "dpdist/training/fixed.py",
