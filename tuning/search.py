@@ -18,11 +18,13 @@ from collections.abc import Callable
 from typing import Any
 
 from dpdist.base.errors import NoRoom, UserError
+from dpdist.base.reading import read_json
 from dpdist.base.storage import write_atomic, write_json
 from dpdist.cluster.packages import check_nodes
 from dpdist.cluster.session import Session
 from dpdist.data import Dataset
-from dpdist.privacy.budget import Charge
+from dpdist.privacy.budget import Charge, Lineage
+from dpdist.privacy.ledger import new_nonce
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.randomness.keys import new_run_key
 from dpdist.runs.folder import RunFolder
@@ -319,11 +321,28 @@ class Search:
             return
         plan, where = self.cost.plan, str(self.run_folder.recipe_file)
         records = records_of(self.recipe, 0.0, 1.0)  # some to train, the others to score
-        charge = Charge.of(self._charge_id(), self.recipe.name, plan, plan.phases)
+        charge = Charge.of(self._charge_id(), self.recipe.name, plan, (), self._lineage(settle))
         if settle:
             charging.settle(self.recipe, records, charge, where)
         else:
-            charging.reserve(self.recipe, records, charge, where, enforce=True)
+            charging.reserve(self.recipe, records, charge, where)
+
+    def _lineage(self, ended: bool) -> Lineage:
+        """What this search may release, or has where it ended. Of two copies of its folder each is
+        charged for a search; a secret number of trials, which both have, makes that too little."""
+        path = self.folder.processes
+        known = read_json(path, {"processes": list})["processes"] if path.exists() else []
+        if not known or not ended:
+            known = [*known, new_nonce()]
+            write_json(path, {"processes": known})
+        phases = self.cost.plan.phases
+        once = tuple(phase.units or 1 for phase in phases)
+        made = dict.fromkeys(known, (0,) * len(phases))
+        if ended:
+            made[known[-1]] = once
+        going_on = None if ended else known[-1]
+        alone = self.tune.law.secret is not None
+        return Lineage.of(phases, path, made, going_on, once, alone)
 
 
 def records_of(recipe: Recipe, hold_out: float, fraction: float) -> Dataset:

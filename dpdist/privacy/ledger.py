@@ -45,6 +45,11 @@ class NoAnswersLeft(LedgerError):
     """All answers that the plan pays for were given, or were begun and lost."""
 
 
+def new_nonce() -> str:
+    """Return a random label for one process, from the operating system's generator."""
+    return secrets.token_hex(16)
+
+
 class Ledger(OnJournal):
     """What was released under one plan. Use `open` to write, `read` to look at it."""
 
@@ -151,7 +156,7 @@ class Ledger(OnJournal):
     def nonce(self) -> str:
         """The random label of this process, in the keys of all that it releases anew."""
         if self._nonce is None:
-            self._nonce = secrets.token_hex(16)
+            self._nonce = new_nonce()
         return self._nonce
 
     def announce_process(self) -> str:
@@ -300,6 +305,45 @@ class Ledger(OnJournal):
     def events(self) -> list[dict[str, Any]]:
         """Other releases: name, event (a phase's dict), id."""
         return [dict(event) for event in self._events.values()]
+
+    @property
+    def processes(self) -> tuple[str, ...]:
+        """The nonces of all processes that wrote here, in order, each once."""
+        return tuple(dict.fromkeys(self._nonces))
+
+    def made(self, plan: PrivacyPlan) -> dict[str, tuple[int, ...]]:
+        """Return what each process released first, by its nonce: how many units (`Phase.units`) of
+        each of the plan's phases.
+
+        What is charged at once is 1 for the process under whose nonce it was drawn: votes when they
+        were counted, all else in the first attempt. Steps that are free behind it are not counted.
+        """
+        found = {nonce: [0] * len(plan.phases) for nonce in self.processes}
+        for (_, step), nonce in self._drawn.items():
+            place = plan.place_of(step)
+            found[nonce][place] += plan.phases[place].units is not None
+        for place, phase in enumerate(plan.phases):
+            if phase.pays_for:
+                drawn = [nonce for _, nonce in self._asked if nonce in found]
+            else:
+                drawn = [attempt["nonce"] for attempt in self._attempts]
+            if phase.units is None:
+                for nonce in drawn[:1]:
+                    found[nonce][place] = 1
+            elif phase.pays_for:
+                for nonce in drawn:
+                    found[nonce][place] += 1
+        return {nonce: tuple(counts) for nonce, counts in found.items()}
+
+    def left(self, plan: PrivacyPlan) -> tuple[int, ...]:
+        """Return how many units of each of the plan's phases nobody has released yet."""
+        done = [sum(counts) for counts in zip(*self.made(plan).values(), strict=True)]
+        done = done or [0] * len(plan.phases)
+        for step, releases in self._per_step.items():
+            place = plan.place_of(step)
+            done[place] -= (releases - 1) * (plan.phases[place].units is not None)
+        planned = (1 if phase.units is None else phase.units for phase in plan.phases)
+        return tuple(units - gone for units, gone in zip(planned, done, strict=True))
 
     @property
     def superseded(self) -> int:

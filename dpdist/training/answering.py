@@ -13,11 +13,12 @@ from torch import Tensor
 from dpdist.base.errors import UserError
 from dpdist.cluster.packages import code_digest
 from dpdist.privacy.journal import JournalError
-from dpdist.privacy.ledger import Ledger, NoAnswersLeft
+from dpdist.privacy.ledger import Ledger, NoAnswersLeft, new_nonce
 from dpdist.randomness.keys import derive_key, new_run_key
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe
 from dpdist.runs.released import check_released, read_released
+from dpdist.training import charging
 from dpdist.training.identity import recipe_digest
 from dpdist.training.job import PACKAGES, TrainJob
 from dpdist.training.teachers import Ensemble
@@ -35,6 +36,7 @@ class Oracle:
         released = read_released(folder)
         self._recipe, self._folder, self._plan = recipe, folder, released.plan
         self._teachers = Ensemble(folder, recipe.model.name)
+        self._nonce, self._charged = new_nonce(), recipe.privacy.budget is None
         self.left = self._plan.answers - released.ledger.asked
         self.input_shape = self._teachers.input_shape
 
@@ -47,7 +49,7 @@ class Oracle:
         private = self._teachers.scores(inputs).swapaxes(0, 1)
         try:
             # Held to the end: of two processes at once, one takes the last answer.
-            with Ledger.open(self._folder.ledger, self._plan.fingerprint()) as ledger:
+            with self._opened() as ledger:
                 check_released(self._folder, self._plan, ledger)
                 new = sum(ledger.answer(one) is None for one in dict.fromkeys(questions))
                 self.left = self._plan.answers - ledger.asked
@@ -56,6 +58,8 @@ class Oracle:
                         f"{self._folder.path}: {self.left:,} of {self._plan.answers:,} answers are "
                         f"left, {new:,} would be needed; nothing was asked"
                     )
+                if new:
+                    self._charge(ledger)
                 found = [
                     self._answer(ledger, *each) for each in zip(questions, private, strict=True)
                 ]
@@ -63,6 +67,21 @@ class Oracle:
         except JournalError as error:
             raise UserError(str(error)) from error
         return torch.tensor(found, dtype=torch.float64)
+
+    def _opened(self) -> Ledger:
+        return Ledger.open(self._folder.ledger, self._plan.fingerprint(), nonce=self._nonce)
+
+    def _charge(self, ledger: Ledger) -> None:
+        """Charge the records' budget for what is left to this process, before its first answer.
+
+        A run alone was charged for all its answers before its training. A copy of its folder may
+        answer as well, and counts for itself. Raises UserError, and nothing was asked.
+        """
+        if not self._charged:
+            process = ledger.announce_process()
+            charge = charging.charge_of(self._recipe, self._folder, process)
+            charging.reserve(self._recipe, None, charge, str(self._folder.recipe_file))
+            self._charged = True
 
     def affords(self, inputs: Tensor) -> int:
         """So many of these inputs, from the first on, can be answered with what is left: fewer than

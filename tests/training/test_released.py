@@ -198,7 +198,7 @@ def test_an_old_run_without_anchors_is_held_against_its_counts(run, tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("dpdist.privacy.journal._VERSION", 1)
         kept = rewritten(kept, tmp_path / "old.jsonl")
-        second = next(n for n, line in enumerate(kept) if n > 1 and b'"attempt"' in line)
+        _, second = (n for n, line in enumerate(kept) if b'"attempt"' in line)
         without_first = rewritten([kept[0], *kept[second:]], tmp_path / "cut.jsonl")
         third = json.dumps({"record": json.loads(kept[second])["record"] | {"epoch": 2}})
         one_more = rewritten([*kept, third.encode()], tmp_path / "more.jsonl")
