@@ -19,11 +19,15 @@ import yaml
 from support.training import execute, interrupted, make
 
 from dpdist.base.errors import UserError
+from dpdist.privacy.budgets import budgets_in
+from dpdist.privacy.filter import RenyiFilter
 from dpdist.privacy.ledger import Ledger
+from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder, complete_checkpoints
 from dpdist.runs.recipe import Recipe, load
 from dpdist.training import checkpoint, loop
 from dpdist.training.job import prepare
+from dpdist.training.trainer import _charged
 
 STEPS, FORK = 8, 3
 SECRET = {"noise_multiplier": 2.0, "delta": 1e-5}
@@ -250,3 +254,60 @@ def test_what_a_run_was_begun_with_is_missed(tmp_path):
     folder.begun_with.unlink()
     with pytest.raises(UserError, match=r"begun-with\.json: missing, and this run has begun"):
         prepare(recipe, folder, "test")
+
+
+# --- what both cost
+
+
+def test_the_budget_is_charged_for_what_both_released(tmp_path):
+    """Charged Renyi divergence is that of all steps that anybody released."""
+    limit = {"budget": str(tmp_path / "budgets"), "budget_ceiling": 20.0}
+    recipe, folder = make(
+        tmp_path, model="linear", privacy=SECRET | limit,
+        training={"batch_size": 40, "steps": STEPS, "learning_rate": 0.5},
+    )  # fmt: skip
+
+    def on(folder: RunFolder, until: int | None = None) -> None:
+        job = prepare(recipe, folder, "test")
+        with _charged(job):
+            execute(job, until=until)
+
+    on(folder, FORK)
+    copy = copied(folder)
+    on(copy)
+    on(folder)
+    (budget,) = budgets_in(tmp_path / "budgets")
+    plan, cost = folder.read_plan(), budget.terms.ceiling.cost
+    released = FORK + 2 * (STEPS - FORK)
+    assert budget.spent == pytest.approx(cost(plan.with_counts([released]), plan.records))
+    on(copy)  # to ask again for a finished run charges nothing
+    assert budgets_in(tmp_path / "budgets")[0].spent == budget.spent
+    stated = read_facts(copy).card()["data_set"]
+    assert stated["epsilon"] == 20.0
+
+
+def test_a_ceiling_without_room_for_the_copy_refuses_it(tmp_path):
+    plan = prepare(*make(tmp_path, "plan", training__steps=STEPS, privacy=SECRET), "test").plan
+    fitting = (
+        epsilon for epsilon in np.geomspace(0.1, 10, 200).tolist()
+        if (one := RenyiFilter.fixed(epsilon, 1e-5, plan.neighbours)).share
+        >= 1.1 * one.cost(plan.phases, plan.records)
+    )  # fmt: skip
+    limit = {"budget": str(tmp_path / "budgets"), "budget_ceiling": next(fitting)}
+    recipe, folder = make(
+        tmp_path, model="linear", privacy=SECRET | limit,
+        training={"batch_size": 40, "steps": STEPS, "learning_rate": 0.5},
+    )  # fmt: skip
+    job = prepare(recipe, folder, "test")
+    with _charged(job):
+        execute(job, until=FORK)
+    copy = copied(folder)
+    for _ in range(2):
+        with (
+            pytest.raises(UserError, match="with copies of it that went on or may,' would take"),
+            _charged(prepare(recipe, copy, "test")),
+        ):
+            raise AssertionError("must not start")
+    with _charged(job):
+        execute(job)
+    assert sorted(Ledger.read(copy.ledger).releases) == list(range(FORK))

@@ -321,9 +321,22 @@ def test_another_recipe_or_data_is_not_continued(recipe, begin):
         begin(recipe(name="other"), only_resume=True)
     search = begin(recipe())
     terms = json.loads(search.folder.terms.read_text())
-    search.folder.terms.write_text(json.dumps({**terms, "data": "others"}))
-    with pytest.raises(UserError, match="the private records changed"):
-        begin(recipe())
+    looser = {**terms["trial"], "delta": 1e-3}
+    for change, said in (
+        ({"data": "others"}, "the private records changed"),
+        ({"plan": looser}, "what the search costs changed"),
+        ({"trial": looser}, "what a trial may cost changed"),
+        ({"score_noise": 0.1}, "the noise of the scores changed"),
+    ):
+        search.folder.terms.write_text(json.dumps({**terms, **change}))
+        with pytest.raises(UserError, match=said):
+            begin(recipe())
+    search.folder.terms.write_text(json.dumps(terms))
+    # Both edited: search.yaml, and what is asked for now.
+    other = recipe(training={"batch_size": 199})
+    search.run_folder.asked.write_text(other.to_yaml())
+    with pytest.raises(UserError, match=r"search\.yaml: training\.batch_size: must be what this"):
+        begin(other)
 
 
 @pytest.mark.parametrize(
