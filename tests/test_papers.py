@@ -15,8 +15,8 @@ from support.benchmarks import load as load_benchmark
 
 from dpdist.base.errors import UserError
 from dpdist.commands.cli import app
+from dpdist.runs.planning import make_plan
 from dpdist.runs.recipe import RECIPES
-from dpdist.training.planning import make_plan
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "papers.md"

@@ -27,9 +27,9 @@ from dpdist.privacy.guarantee import Guarantee
 from dpdist.privacy.phases import Phase, walk
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.privacy.releases import GaussianReleases, GaussianSteps
+from dpdist.runs.planning import plan_at
 from dpdist.runs.recipe import Recipe
 from dpdist.sections.search import LawRecipe
-from dpdist.training.planning import plan_at
 from dpdist.tuning.space import Box, cost_boxes, methods, own_box, unit_cost
 
 if TYPE_CHECKING:

@@ -53,6 +53,11 @@ class SearchFolder:
         return self.path / "manifest.json"
 
     @property
+    def processes(self) -> Path:
+        """The nonces of the processes that were charged for the search, each once."""
+        return self.path / "processes.json"
+
+    @property
     def terms(self) -> Path:
         """What every trial needs to know: noise of the score, objective, packages."""
         return self.path / "terms.json"

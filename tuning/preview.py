@@ -10,9 +10,9 @@ from typing import Any
 
 from dpdist.base.errors import UserError
 from dpdist.privacy.plan import PrivacyPlan
+from dpdist.runs.planning import settle
 from dpdist.runs.recipe import Recipe
 from dpdist.sections.search import LawRecipe
-from dpdist.training.planning import settle
 from dpdist.tuning.cost import SearchCost, Sizes, kept_out
 
 # Training records of data sets that everybody has; --records tells of others.

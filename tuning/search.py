@@ -18,20 +18,22 @@ from collections.abc import Callable
 from typing import Any
 
 from dpdist.base.errors import NoRoom, UserError
+from dpdist.base.reading import read_json
 from dpdist.base.storage import write_atomic, write_json
 from dpdist.cluster.packages import check_nodes
 from dpdist.cluster.session import Session
 from dpdist.data import Dataset
-from dpdist.privacy.budget import Charge
+from dpdist.privacy.budget import Charge, Lineage
+from dpdist.privacy.ledger import new_nonce
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.randomness.keys import new_run_key
 from dpdist.runs.folder import RunFolder
+from dpdist.runs.planning import make_plan
 from dpdist.runs.recipe import Recipe
 from dpdist.runs.released import read_released
 from dpdist.sections.search import TuneRecipe
 from dpdist.training import charging
 from dpdist.training.job import PACKAGES
-from dpdist.training.planning import make_plan
 from dpdist.training.records import source_of, training_data
 from dpdist.tuning.cost import SearchCost
 from dpdist.tuning.manifest import (
@@ -104,9 +106,14 @@ class Search:
         if not self.folder.terms.exists() or self.run_folder.trained.exists():
             return
         begun, terms = read_terms(self.folder), self._terms()
-        changed = [name for name in ("data", "plan") if begun[name] != terms[name]]
+        changed = [name for name in terms if begun[name] != terms[name]]
         if changed:
-            what = {"data": "the private records", "plan": "what the search costs"}
+            what = {
+                "data": "the private records",
+                "plan": "what the search costs",
+                "trial": "what a trial may cost",
+                "score_noise": "the noise of the scores",
+            }
             raise UserError(
                 f"{self.run_folder.path}: {' and '.join(what[name] for name in changed)} changed "
                 "since this search was begun; restore it, or choose another --name"
@@ -127,7 +134,6 @@ class Search:
             return self
         terms = self._terms()
         if self.folder.terms.exists():
-            read_terms(self.folder)
             return self
         secret = self.recipe.privacy.run_key
         key = bytes.fromhex(secret) if secret else new_run_key()
@@ -136,6 +142,7 @@ class Search:
                 self.noise_of(trial.values)
         self.run_folder.begin(self.recipe)
         write_atomic(self.run_folder.asked, self.recipe.to_yaml())
+        self.run_folder.pin_recipe(self.recipe, None, asked=self.recipe)
         ensure_manifest(self.folder, self.tune, key)
         drawn = {"charge": secrets.token_hex(8), "assumed": self.assumed}
         write_json(self.folder.terms, {**terms, **drawn})
@@ -271,6 +278,7 @@ class Search:
             }
         )
         write_atomic(target.recipe_file, named.to_yaml())
+        target.pin_recipe(named, named.privacy.noise_multiplier, asked=self.recipe)
         if self.tune.law.name == "fixed":
             self._show_trials()
         # How long it took depends on how many trials ran beside it.
@@ -313,11 +321,28 @@ class Search:
             return
         plan, where = self.cost.plan, str(self.run_folder.recipe_file)
         records = records_of(self.recipe, 0.0, 1.0)  # some to train, the others to score
-        charge = Charge.of(self._charge_id(), self.recipe.name, plan, plan.phases)
+        charge = Charge.of(self._charge_id(), self.recipe.name, plan, (), self._lineage(settle))
         if settle:
             charging.settle(self.recipe, records, charge, where)
         else:
-            charging.reserve(self.recipe, records, charge, where, enforce=True)
+            charging.reserve(self.recipe, records, charge, where)
+
+    def _lineage(self, ended: bool) -> Lineage:
+        """What this search may release, or has where it ended. Of two copies of its folder each is
+        charged for a search; a secret number of trials, which both have, makes that too little."""
+        path = self.folder.processes
+        known = read_json(path, {"processes": list})["processes"] if path.exists() else []
+        if not known or not ended:
+            known = [*known, new_nonce()]
+            write_json(path, {"processes": known})
+        phases = self.cost.plan.phases
+        once = tuple(phase.units or 1 for phase in phases)
+        made = dict.fromkeys(known, (0,) * len(phases))
+        if ended:
+            made[known[-1]] = once
+        going_on = None if ended else known[-1]
+        alone = self.tune.law.secret is not None
+        return Lineage.of(phases, path, made, going_on, once, alone)
 
 
 def records_of(recipe: Recipe, hold_out: float, fraction: float) -> Dataset:

@@ -8,15 +8,16 @@ cannot go on, or cannot replay exactly, has failed; that is an outcome like any 
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dpdist import data
+from dpdist import data, models
 from dpdist.base.errors import UserError, no_room
 from dpdist.base.storage import write_atomic, write_json
-from dpdist.cluster.packages import check_same
+from dpdist.cluster.packages import check_same, code_digest
 from dpdist.data import Dataset
 from dpdist.privacy.journal import JournalBusy
 from dpdist.privacy.ledger import LedgerError, ReplayConflict
@@ -122,7 +123,8 @@ def _go_on(folder: SearchFolder, number: int, state: dict[str, Any], report: Rep
     asked = folder.run.read_asked()
     tune = asked.tune
     assert tune is not None
-    trial = read_trials(folder)[number]
+    trial, scored = read_trials(folder)[number], scoring_data(asked)
+    noise = read_terms(folder)["score_noise"]
     job = begin_trial(folder, asked, trial)
     trial_limit(folder).check(job.plan, f"trial {number}")
     from dpdist.tuning.scoring import score
@@ -136,16 +138,36 @@ def _go_on(folder: SearchFolder, number: int, state: dict[str, Any], report: Rep
             raise UserError("the training could not be replayed exactly")
         value = score(
             job.folder.model,
-            scoring_data(asked),
+            scored,
             tune.score,
             sigma=job.recipe.certify.sigma if job.recipe.certify else None,
-            noise=read_terms(folder)["score_noise"],
-            key=derive_key(trial.key, "rung", rung),
+            noise=noise,
+            key=score_key(trial, rung, asked, job, scored, noise),
             trusted_factory=job.recipe.model.name,
         )
         state = {**state, "scores": [*state["scores"], value], "done": rung == tune.rungs}
         write_json(folder.scores(number), state)
         report(rung, value)
+
+
+def score_key(
+    trial: Trial, rung: int, asked: Recipe, job: TrainJob, scored: Dataset, noise: float | None
+) -> bytes:
+    """Return the key of a score's noise: another one for everything that the score is made of.
+
+    In two copies of a search the same trial may have another model, or be scored otherwise: the
+    same noise on both counts would be none on their difference. To score again after a crash is an
+    exact replay. A fixed key is for tests, which want the same again.
+    """
+    if asked.privacy.run_key is not None:
+        return derive_key(trial.key, "rung", rung)
+    from dpdist.training.identity import recipe_digest
+
+    made_of = [
+        asked.model_dump(mode="json", exclude={"resources"}), recipe_digest(job.recipe), noise,
+        models.model_hash(job.folder.model), scored.fingerprint, code_digest(PACKAGES),
+    ]  # fmt: skip
+    return derive_key(trial.key, "rung", rung, json.dumps(made_of, sort_keys=True))
 
 
 def begin_trial(folder: SearchFolder, asked: Recipe, trial: Trial) -> TrainJob:

@@ -224,7 +224,7 @@ def audit_mechanism(options: MechanismAudit, target: Target, output: Path, show:
     from dpdist.audits.driving import Driven
     from dpdist.gradients.clipping import clipping_for
     from dpdist.randomness.keys import derive_key
-    from dpdist.training.planning import plan_at
+    from dpdist.runs.planning import plan_at
 
     plan, privacy = target.plan, target.recipe.privacy
     noise = _noise(target)

@@ -103,7 +103,7 @@ class Membership(Evaluation):
         A shadow is trained as the recipe says on fewer records. With coins their number is drawn:
         rate, divisor and steps follow from the expected one, as with privacy.nominal_records.
         """
-        from dpdist.training.planning import (
+        from dpdist.runs.planning import (
             make_plan,
             ordinary,
             refuse_answers,

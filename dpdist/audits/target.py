@@ -93,8 +93,8 @@ def refuse_withheld(recipe: Recipe) -> None:
 
 def of_recipe(recipe: Recipe, where: str) -> Target:
     """What a run of the recipe would execute. Raises UserError."""
+    from dpdist.runs.planning import make_plan
     from dpdist.training.job import check_trainable
-    from dpdist.training.planning import make_plan
 
     dataset, _ = check_trainable(recipe, where)
     plan = make_plan(recipe, len(dataset), where)

@@ -158,7 +158,7 @@ class Steps:
                 rows[row] += self._gradient(step, noisy, labels, 1.0)
             if step < self._method.pretraining or not self._method.xi:
                 continue
-            key = derive_key(worker.key, "draw", worker.attempt, step, row)
+            key = derive_key(worker.key, "draw", worker.attempt_of(step), step, row)
             for place, (noisy, labels) in enumerate(self._records(step + 1, begin, end)):
                 adversarial = examples(
                     self._network, noisy, self._method, derive_key(key, "pass", place)

@@ -312,7 +312,7 @@ class Functional(Method):
 
         todo, fresh = worker.job.plan.step(step), self.sigma > 0 and self.noise == "fresh"
         draws = self.perturbation(todo, 1.0, worker.fixed)
-        key = derive_key(worker.key, "draw", worker.attempt, step)
+        key = derive_key(worker.key, "draw", worker.attempt_of(step), step)
         for start in range(0, len(members), PASS):
             rows = members[start : start + PASS]
             targets = worker.canaries.labelled(rows, worker.dataset.targets(rows))

@@ -97,7 +97,7 @@ class Poisoning(Evaluation):
 
         Raises UserError for a recipe whose models cannot be trained one by one.
         """
-        from dpdist.training.planning import (
+        from dpdist.runs.planning import (
             make_plan,
             ordinary,
             refuse_answers,

@@ -5,13 +5,19 @@ released), so that a crash leaves the records charged, never free. With a ceilin
 budget is opened, it is a Renyi filter: runs may be chosen by the results of earlier ones, and what
 is stated is the ceiling. Otherwise what is stated is the composition, which assumes that they are
 not. `dpdist.privacy.budgets` finds the budgets that some records belong to.
+
+A copy of a run's folder cannot be told from the original, and both may go on. So a charge says what
+was released by whom: each process has a nonce, in the ledger that it wrote, and what two ledgers
+have in common counts once, all else is added. Renyi divergence adds up over what a run releases one
+after the other, with fresh randomness, whoever does it: what is charged is never less than what all
+copies that were charged have released.
 """
 
 from __future__ import annotations
 
 import base64
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -26,6 +32,7 @@ from dpdist.privacy.guarantee import Guarantee, Neighbours, check_delta
 from dpdist.privacy.journal import ChainedJournal, JournalError, OnJournal
 from dpdist.privacy.phases import Phase, compose_alternatives, data_alternatives
 from dpdist.privacy.plan import PrivacyPlan
+from dpdist.privacy.releases import NonPrivate
 
 KIND, SUFFIX = "budget", ".budget.jsonl"
 _FORMAT = 2
@@ -36,9 +43,114 @@ class BudgetExceeded(ValueError):
     """The run would carry the records above their ceiling, or cannot be accounted under it."""
 
 
+def run_id(key_name: str, plan: PrivacyPlan) -> str:
+    """Return the id of a run's charges, made of its key's public name and its plan. What each
+    process of the run, or of a copy of its folder, has released stands in the charge (`Lineage`).
+    """
+    return f"{key_name}-{plan.fingerprint()[:8]}"
+
+
+Counts = tuple[int, ...]  # units (`Phase.units`) of each of a plan's phases; 1: what has none
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """What the processes of one run, and of copies of its folder, have released and may yet.
+
+    planned: the plan's phases. place: where the ledger lies that says so. made: by the nonce of a
+    process, what it released first. open: by the nonce of a process that may be under way, what it
+    may yet release, and where its ledger lies. alone: no bound is known for two copies that both
+    go on.
+    """
+
+    planned: tuple[Phase, ...]
+    place: str
+    made: Mapping[str, Counts]
+    open: Mapping[str, tuple[Counts, str]]
+    alone: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        planned: tuple[Phase, ...],
+        place: Path,
+        made: Mapping[str, Counts],
+        going_on: str | None = None,
+        left: Counts = (),
+        alone: bool = False,
+    ) -> Lineage:
+        """What one ledger says. going_on: the process that may release what is left; None where
+        nobody will."""
+        where = str(place.resolve())
+        still = {} if going_on is None or not any(left) else {going_on: (left, where)}
+        return cls(planned, where, made, still, alone)
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """All of it, charged: the plan's phases in their order."""
+        counts = [*self.made.values(), *(left for left, _ in self.open.values())]
+        units = [sum(each) for each in zip(*counts, strict=True)] or [0] * len(self.planned)
+        found = [at for phase, n in zip(self.planned, units, strict=True) for at in phase.at(n)]
+        if self.alone and len([made for made in self.made.values() if any(made)]) > 1:
+            found.append(NonPrivate("two copies of a search shared one secret number of trials"))
+        return tuple(found)
+
+    def joined(self, before: Lineage) -> Lineage:
+        """Return what is on record and what the writer of this one knows.
+
+        A process that this ledger knows of has ended, unless it belongs to another copy of the
+        folder that is still there. What it released is at least what either side says: its steps
+        come one after the other, and a copy may have been made between two of them.
+        """
+        made = {
+            nonce: _larger(before.made.get(nonce), self.made.get(nonce))
+            for nonce in [*before.made, *(n for n in self.made if n not in before.made)]
+        }
+        kept = {
+            nonce: (left, place)
+            for nonce, (left, place) in before.open.items()
+            if nonce not in self.made or (place != self.place and Path(place).exists())
+        }
+        return replace(self, made=made, open=kept | dict(self.open))
+
+    def foreign(self, own: Lineage) -> bool:
+        """Whether processes that `own` does not know of have released anything, or may."""
+        others = [made for nonce, made in self.made.items() if nonce not in own.made]
+        others += [left for nonce, (left, _) in self.open.items() if nonce not in own.open]
+        return any(map(any, others))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return {
+            "planned": [phase.to_dict() for phase in self.planned],
+            "place": self.place,
+            "made": {nonce: list(counts) for nonce, counts in self.made.items()},
+            "open": {nonce: [list(left), place] for nonce, (left, place) in self.open.items()},
+            "alone": self.alone,
+        }
+
+    @classmethod
+    def from_dict(cls, record: dict[str, Any]) -> Lineage:
+        """Inverse of `to_dict`."""
+        return cls(
+            phases_from(record["planned"]),
+            record["place"],
+            {nonce: tuple(counts) for nonce, counts in record["made"].items()},
+            {nonce: (tuple(left), place) for nonce, (left, place) in record["open"].items()},
+            record["alone"],
+        )
+
+
+def _larger(one: Counts | None, other: Counts | None) -> Counts:
+    if one is None or other is None:
+        return one or other or ()
+    return tuple(map(max, one, other))
+
+
 @dataclass(frozen=True)
 class Charge:
-    """What one run or search costs. phases: in the order they ran. records, nominal: its plan's."""
+    """What one run or search costs. phases: in the order they ran; those of its lineage, where it
+    has one. records, nominal: its plan's."""
 
     run: str
     name: str
@@ -46,14 +158,31 @@ class Charge:
     phases: tuple[Phase, ...]
     status: Status
     nominal: bool = False
+    lineage: Lineage | None = None
 
     @classmethod
-    def of(cls, run: str, name: str, plan: PrivacyPlan, phases: Sequence[Phase]) -> Charge:
-        """A reservation for `phases` on the records of `plan`."""
-        return cls(run, name, plan.records, tuple(phases), "reserved", plan.nominal)
+    def of(
+        cls,
+        run: str,
+        name: str,
+        plan: PrivacyPlan,
+        phases: Sequence[Phase],
+        lineage: Lineage | None = None,
+    ) -> Charge:
+        """A reservation for `phases`, or for those of a lineage, on the records of `plan`."""
+        phases = phases if lineage is None else lineage.phases
+        return cls(run, name, plan.records, tuple(phases), "reserved", plan.nominal, lineage)
+
+    def joined(self, before: Charge | None) -> Charge:
+        """Return this charge beside what is on record for the same run."""
+        if before is None or before.lineage is None or self.lineage is None:
+            return self
+        lineage = self.lineage.joined(before.lineage)
+        return replace(self, lineage=lineage, phases=lineage.phases)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types."""
+        lineage = {} if self.lineage is None else {"lineage": self.lineage.to_dict()}
         return {
             "run": self.run,
             "name": self.name,
@@ -61,6 +190,7 @@ class Charge:
             "phases": [phase.to_dict() for phase in self.phases],
             "status": self.status,
             "nominal": self.nominal,
+            **lineage,
         }
 
     @classmethod
@@ -68,6 +198,8 @@ class Charge:
         """Inverse of `to_dict`."""
         fields = dict(record)
         fields["phases"] = phases_from(fields["phases"])
+        if "lineage" in fields:
+            fields["lineage"] = Lineage.from_dict(fields["lineage"])
         return cls(**fields)
 
 
@@ -201,9 +333,13 @@ class DataBudget(OnJournal):
             self._journal.append({"known": raw})
             self.__dict__.pop("known", None)
 
+    def charge_of(self, run: str) -> Charge | None:
+        """What is on record for this run or search."""
+        return next((charge for charge in self.charges if charge.run == run), None)
+
     def record(self, charge: Charge) -> None:
         """Put a charge on record, durably, unless it is there already."""
-        mine = next((other for other in self.charges if other.run == charge.run), None)
+        mine = self.charge_of(charge.run)
         if mine is not None and charge in (mine, replace(mine, status="reserved")):
             return
         self._journal.append(charge.to_dict())
@@ -218,7 +354,8 @@ def check_fits(
 ) -> None:
     """Raise BudgetExceeded when `new` does not fit beside the charges of other runs.
 
-    limit: epsilon and delta of a composition without a filter.
+    new: with what is on record for the same run (`Charge.joined`). limit: epsilon and delta of a
+    composition without a filter.
     """
     others = [charge for charge in charges if charge.run != new.run]
     if terms.ceiling is not None:

@@ -21,7 +21,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dpdist.base.storage import make_folder
-from dpdist.privacy.budget import SUFFIX, BudgetExceeded, Charge, DataBudget, Terms, check_fits
+from dpdist.privacy.budget import (
+    SUFFIX,
+    BudgetExceeded,
+    Charge,
+    DataBudget,
+    Lineage,
+    Terms,
+    check_fits,
+)
 from dpdist.privacy.guarantee import Neighbours
 from dpdist.privacy.journal import JournalError, anchor_path
 from dpdist.privacy.phases import Phase
@@ -37,7 +45,7 @@ def budgets_in(folder: str | Path) -> list[DataBudget]:
 
 def reserve(
     folder: str | Path,
-    records: NDArray,
+    records: NDArray | None,
     charge: Charge,
     terms: Terms,
     neighbours: Neighbours,
@@ -48,14 +56,18 @@ def reserve(
 ) -> None:
     """Put a run on record before it starts, on every budget that holds any of its records.
 
-    records: a hash of every record the run reads, one number each. terms: of the budget that is
-    opened when there is none; otherwise they must be the same. name: a public name of the data.
-    A run on record already (a continued one) is charged once. Durable on return.
+    records: a hash of every record the run reads, one number each; None for a run that is on record
+    and goes on. terms: of the budget that is opened when there is none; otherwise they must be the
+    same. name: a public name of the data. A run on record already (a continued one) is charged
+    once, and of a copy of it what the other has not released (`Lineage`). Durable on return.
 
     Raises BudgetExceeded, and nothing was recorded, where the run does not fit; JournalError.
     enforce: False records what was done already, whatever it costs.
     """
     with _opened(Path(folder)) as (key, budgets):
+        if records is None:
+            _go_on(budgets, charge, neighbours, limit)
+            return
         hashed = records.dtype.str
         other = [budget.path for budget in budgets if budget.hashed != hashed]
         if other and enforce:
@@ -72,27 +84,70 @@ def reserve(
                         f"{budget.path} holds some of these records under {budget.terms}, fixed "
                         f"before its first run; this run comes with {terms}"
                     )
-            for charges in [budget.charges for budget in held] or [[]]:
-                check_fits(terms, charges, charge, neighbours, limit)
+            _check_fits(held, terms, charge, neighbours, limit)
         if not held:
             held = [DataBudget.create(Path(folder), name, terms, hashed)]
             budgets.append(held[0])  # is closed with the others
         for budget in held:
             budget.add_records(known)
-            budget.record(charge)
+            budget.record(charge.joined(budget.charge_of(charge.run)))
 
 
-def settle(folder: str | Path, run: str, phases: Sequence[Phase]) -> bool:
+def _go_on(
+    budgets: Sequence[DataBudget],
+    charge: Charge,
+    neighbours: Neighbours,
+    limit: tuple[float, float] | None,
+) -> None:
+    held = [budget for budget in budgets if budget.charge_of(charge.run) is not None]
+    if not held:
+        raise BudgetExceeded(
+            f"{charge.name!r} is on no budget here; name the folder it was run with"
+        )
+    for budget in held:
+        _check_fits([budget], budget.terms, charge, neighbours, limit)
+    for budget in held:
+        budget.record(charge.joined(budget.charge_of(charge.run)))
+
+
+def _check_fits(
+    held: Sequence[DataBudget],
+    terms: Terms,
+    charge: Charge,
+    neighbours: Neighbours,
+    limit: tuple[float, float] | None,
+) -> None:
+    """Raise BudgetExceeded where a run, with all that copies of it have on record, does not fit."""
+    if not held:
+        check_fits(terms, [], charge, neighbours, limit)
+    for budget in held:
+        whole = charge.joined(budget.charge_of(charge.run))
+        if whole.lineage and charge.lineage and whole.lineage.foreign(charge.lineage):
+            if whole.lineage.alone:
+                raise BudgetExceeded(
+                    f"another copy of {charge.name!r} has gone on, or may: both have one secret "
+                    "number of trials, and what two such searches cost together is not known. Go "
+                    "on with that copy, remove it, or begin a new search"
+                )
+            whole = replace(whole, name=f"{whole.name}, with copies of it that went on or may,")
+        check_fits(terms, budget.charges, whole, neighbours, limit)
+
+
+def settle(
+    folder: str | Path, run: str, phases: Sequence[Phase], lineage: Lineage | None = None
+) -> bool:
     """Replace a reservation by what was really released (`Ledger.phases`); may be repeated.
 
-    False for a run that was never reserved. Raises JournalError.
+    lineage: says by whom; what it has not in common with what is on record is added. False for a
+    run that was never reserved. Raises JournalError.
     """
     found = False
     with _opened(Path(folder)) as (_, budgets):
         for budget in budgets:
             for charge in budget.charges:
                 if charge.run == run:
-                    budget.record(replace(charge, phases=tuple(phases), status="settled"))
+                    made = replace(charge, phases=tuple(phases), status="settled", lineage=lineage)
+                    budget.record(made.joined(charge))
                     found = True
     return found
 

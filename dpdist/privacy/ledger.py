@@ -4,10 +4,16 @@ Every release is durable in the file BEFORE its noise is added. Crashes and rest
 hide a release: an exact replay (same epoch, step and release id) is the same release and is stored
 once; anything else is charged again. `dpdist.privacy.journal` says how the file is kept.
 
-An attempt epoch numbers the tries. Everything that can change a floating-point sum (world size,
-micro-batch, device, code version) belongs to an attempt's identity; when it changes, the epoch
-goes up, and sampling and noise are drawn afresh under the new epoch. The same noise added to two
-different sums would cancel in their difference and reveal data: `record` refuses it.
+An attempt epoch numbers the tries. Everything that can change a floating-point sum (recipe, world
+size, micro-batch, device, code version) belongs to an attempt's identity; when it changes, the
+epoch goes up, and sampling and noise are drawn afresh under the new epoch. The same noise added to
+two different sums would cancel in their difference and reveal data: `record` refuses it.
+
+A plain copy of the folder cannot be told from the original. So every process that goes on draws a
+nonce of its own, written here before its first new step: two copies share the noise of the steps
+that were announced before they parted, whose sums `record` holds them to, and no other. To go on
+with fresh randomness is the same mechanism (adaptive composition): a step that is new costs once,
+whoever takes it, and an announced one is replayed under the nonce it was announced under.
 """
 
 from __future__ import annotations
@@ -38,6 +44,11 @@ class NoAnswersLeft(LedgerError):
     """All answers that the plan pays for were given, or were begun and lost."""
 
 
+def new_nonce() -> str:
+    """Return a random label for one process, from the operating system's generator."""
+    return secrets.token_hex(16)
+
+
 class Ledger(OnJournal):
     """What was released under one plan. Use `open` to write, `read` to look at it."""
 
@@ -48,9 +59,12 @@ class Ledger(OnJournal):
         self._epoch: int | None = None
         self._identity: dict[str, str] = {}
         self._attempts: list[dict[str, Any]] = []
+        self._nonces: list[str] = []  # of the processes that wrote here, the last one in force
+        self._nonce: str | None = None  # of this process
         self._releases: dict[tuple[int, int], str] = {}
+        self._drawn: dict[tuple[int, int], str] = {}
         self._per_step: Counter[int] = Counter()
-        self._asked: list[str] = []
+        self._asked: list[tuple[str, str]] = []  # question and nonce
         self._answers: dict[str, list[float]] = {}
         for record in journal.records:
             self._apply(record)
@@ -58,11 +72,12 @@ class Ledger(OnJournal):
     # --- opening
 
     @classmethod
-    def open(cls, path: str | Path, plan_fingerprint: str) -> Ledger:
+    def open(cls, path: str | Path, plan_fingerprint: str, *, nonce: str | None = None) -> Ledger:
         """Create the ledger of a plan, or load it and append to it.
 
-        Holds an exclusive lock until `close`. Raises LedgerError if the file is corrupt, was
-        written under another plan, or stays locked by another process for 15 seconds.
+        nonce: of this process, where it had the ledger open before. Holds an exclusive lock until
+        `close`. Raises LedgerError if the file is corrupt, was written under another plan, or stays
+        locked by another process for 15 seconds.
         """
         journal = ChainedJournal.open(path, _KIND, {"plan": plan_fingerprint})
         found = journal.header["plan"]
@@ -72,7 +87,9 @@ class Ledger(OnJournal):
                 f"{path} belongs to plan {found[:12]}..., not to "
                 f"{plan_fingerprint[:12]}...: another plan needs another run folder"
             )
-        return cls(journal)
+        ledger = cls(journal)
+        ledger._nonce = nonce
+        return ledger
 
     @classmethod
     def read(cls, path: str | Path) -> Ledger:
@@ -87,11 +104,16 @@ class Ledger(OnJournal):
             self._epoch = record["epoch"]
             self._identity = record["identity"]
             self._attempts.append(record)
+            self._nonces.append(record["nonce"])
+        elif kind == "process":
+            self._nonces.append(record["nonce"])
         elif kind == "release":
-            self._releases[record["epoch"], record["step"]] = record["id"]
+            key = record["epoch"], record["step"]
+            self._releases[key] = record["id"]
+            self._drawn[key] = self._nonces[-1]
             self._per_step[record["step"]] += 1
         elif kind == "asked":
-            self._asked.append(record["id"])
+            self._asked.append((record["id"], self._nonces[-1] if self._nonces else ""))
         elif kind == "answered":
             self._answers[record["id"]] = record["values"]
         else:
@@ -123,18 +145,41 @@ class Ledger(OnJournal):
     def _new_attempt(self, identity: dict[str, str], reason: str) -> None:
         epoch = 0 if self._epoch is None else self._epoch + 1
         record = {"kind": "attempt", "epoch": epoch, "identity": identity, "reason": reason}
-        self._append({**record, "nonce": secrets.token_hex(16)})
+        self._nonce = None  # one of its own for each
+        self._append({**record, "nonce": self.nonce})
 
     @property
     def nonce(self) -> str:
-        """A random label of the current attempt, for its keys: two copies of a run folder that go
-        on separately take the same epoch, and must not draw the same noise."""
-        if not self._attempts:
-            raise LedgerError("begin_attempt comes before nonce")
-        return self._attempts[-1]["nonce"]
+        """The random label of this process, in the keys of all that it releases anew."""
+        if self._nonce is None:
+            self._nonce = new_nonce()
+        return self._nonce
+
+    def announce_process(self) -> str:
+        """Return `nonce`, durably on record: what is recorded from now on is drawn under it."""
+        if self.nonce not in self._nonces[-1:]:
+            self._append({"kind": "process", "nonce": self.nonce})
+        return self.nonce
+
+    def announced(self, first: int) -> list[tuple[int, int, str]]:
+        """Return the steps from `first` on that the current attempt has announced.
+
+        Such a step may have been seen: it is replayed under the nonce it was announced under, and
+        only its own sum gets that noise. Returns (first step, end, nonce) of each run of steps.
+        """
+        found: list[tuple[int, int, str]] = []
+        drawn = {step: n for (epoch, step), n in self._drawn.items() if epoch == self._epoch}
+        for step in sorted(step for step in drawn if step >= first):
+            nonce = drawn[step]
+            if found and found[-1][1:] == (step, nonce):
+                found[-1] = (found[-1][0], step + 1, nonce)
+            else:
+                found.append((step, step + 1, nonce))
+        return found
 
     def record(self, step: int, release_id: str) -> Literal["new", "replay"]:
-        """Announce the release of `step` (from 0) in the current epoch; durable when this returns.
+        """Announce the release of `step` (from 0) in the current epoch; durable when this returns,
+        behind the nonce of the process that takes a new step.
 
         release_id: hex, at least 64 digits, a hash of key id, epoch, step, world size and the bytes
         of the pre-noise sum. Returns "replay" if exactly this release is on record already.
@@ -154,6 +199,7 @@ class Ledger(OnJournal):
                 f"step {step} of epoch {self._epoch} was already announced with a different sum; "
                 "adding the same noise to this one would reveal their difference"
             )
+        self.announce_process()
         self._append({"kind": "release", "epoch": self._epoch, "step": step, "id": release_id})
         return "new"
 
@@ -167,6 +213,7 @@ class Ledger(OnJournal):
         _check_id(question)
         if self.asked >= plan.answers:
             raise NoAnswersLeft(f"all {plan.answers:,} answers that epsilon pays for were given")
+        self.announce_process()
         self._append({"kind": "asked", "id": question})
         return self.asked - 1
 
@@ -185,9 +232,10 @@ class Ledger(OnJournal):
         """The answer that was given to this question, or None."""
         return self._answers.get(question)
 
-    def began(self, question: str) -> bool:
-        """Whether an answer to this question was counted, kept or lost."""
-        return question in self._asked
+    def asked_under(self, question: str) -> str | None:
+        """The nonce under which an answer to this question was counted first, kept or lost; None
+        where none was."""
+        return next((nonce for asked, nonce in self._asked if asked == question), None)
 
     @property
     def answers(self) -> tuple[list[float], ...]:
@@ -229,6 +277,45 @@ class Ledger(OnJournal):
         if self._epoch is None or identity not in (None, self._identity):
             return len(later)
         return len(later - self.steps_of(self._epoch))
+
+    @property
+    def processes(self) -> tuple[str, ...]:
+        """The nonces of all processes that wrote here, in order, each once."""
+        return tuple(dict.fromkeys(self._nonces))
+
+    def made(self, plan: PrivacyPlan) -> dict[str, tuple[int, ...]]:
+        """Return what each process released first, by its nonce: how many units (`Phase.units`) of
+        each of the plan's phases.
+
+        What is charged at once is 1 for the process under whose nonce it was drawn: votes when they
+        were counted, all else in the first attempt. Steps that are free behind it are not counted.
+        """
+        found = {nonce: [0] * len(plan.phases) for nonce in self.processes}
+        for (_, step), nonce in self._drawn.items():
+            place = plan.place_of(step)
+            found[nonce][place] += plan.phases[place].units is not None
+        for place, phase in enumerate(plan.phases):
+            if phase.pays_for:
+                drawn = [nonce for _, nonce in self._asked if nonce in found]
+            else:
+                drawn = [attempt["nonce"] for attempt in self._attempts]
+            if phase.units is None:
+                for nonce in drawn[:1]:
+                    found[nonce][place] = 1
+            elif phase.pays_for:
+                for nonce in drawn:
+                    found[nonce][place] += 1
+        return {nonce: tuple(counts) for nonce, counts in found.items()}
+
+    def left(self, plan: PrivacyPlan) -> tuple[int, ...]:
+        """Return how many units of each of the plan's phases nobody has released yet."""
+        done = [sum(counts) for counts in zip(*self.made(plan).values(), strict=True)]
+        done = done or [0] * len(plan.phases)
+        for step, releases in self._per_step.items():
+            place = plan.place_of(step)
+            done[place] -= (releases - 1) * (plan.phases[place].units is not None)
+        planned = (1 if phase.units is None else phase.units for phase in plan.phases)
+        return tuple(units - gone for units, gone in zip(planned, done, strict=True))
 
     @property
     def superseded(self) -> int:

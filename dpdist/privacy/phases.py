@@ -79,6 +79,15 @@ class Phase(ABC):
         return 0
 
     @property
+    def units(self) -> int | None:
+        """How many releases it plans that are charged one by one; None: it is charged at once."""
+        return None
+
+    def at(self, units: int) -> tuple[Phase, ...]:
+        """What was released of it: so many units, or all of it so many times."""
+        return self.times(units) if units else ()
+
+    @property
     def unproved(self) -> str | None:
         """Why no theorem covers it; None where one does."""
         return None

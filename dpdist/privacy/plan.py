@@ -126,6 +126,11 @@ class PrivacyPlan:
                     return index
         raise ValueError(f"the plan has steps 0 to {self.steps - 1}, got step {step}")
 
+    def place_of(self, step: int) -> int:
+        """Index among all phases of the one that step 0 <= step < steps belongs to."""
+        places = [place for place, phase in enumerate(self.phases) if phase.loop is not None]
+        return places[self.phase_of(step)]
+
     def step(self, t: int) -> StepPlan:
         """What step t executes, 0 <= t < steps. Raises ValueError outside that range."""
         phase = self._loops[self.phase_of(t)]

@@ -79,6 +79,13 @@ class GaussianSteps(Phase):
     def loop(self) -> GaussianSteps:
         return self
 
+    @property
+    def units(self) -> int:
+        return self.steps
+
+    def at(self, units: int) -> tuple[Phase, ...]:
+        return self.taken(units)
+
     def times(self, runs: int) -> tuple[Phase, ...]:
         return (replace(self, steps=self.steps * runs),)
 
@@ -228,6 +235,13 @@ class GaussianAnswers(GaussianReleases):
     @property
     def pays_for(self) -> int:
         return self.count
+
+    @property
+    def units(self) -> int:
+        return self.count
+
+    def at(self, units: int) -> tuple[Phase, ...]:
+        return (replace(self, count=units),) if units else ()
 
     def group_loss(self, size: int, grid: float) -> tuple[PrivacyLossDistribution, int] | None:
         """`size` records change at most so many models."""

@@ -21,6 +21,7 @@ from dpdist.bulk.evaluation import Evaluation, refuse_decisions
 from dpdist.certification import population, reading
 from dpdist.certification.reading import CertificateTable
 from dpdist.privacy.audited import Audited
+from dpdist.privacy.budget import run_id
 from dpdist.privacy.budgets import budgets_in
 from dpdist.privacy.card import card
 from dpdist.privacy.claims import Claim
@@ -392,12 +393,12 @@ def _data_set_guarantee(
     """What all runs on record have cost the data set, this one included."""
     if recipe.privacy.budget is None:
         return None
-    run_id = key_id(folder.read_key())
+    run = run_id(key_id(folder.read_key()), plan)
     if search is not None:
-        run_id = search.charge
+        run = search.charge
     totals = [
         budget.guarantee(plan.delta, plan.neighbours)
         for budget in budgets_in(recipe.privacy.budget)
-        if any(charge.run == run_id for charge in budget.charges)
+        if any(charge.run == run for charge in budget.charges)
     ]
     return max(totals, key=lambda total: total.epsilon, default=None)

@@ -22,7 +22,8 @@ from dpdist.base.reading import NoSuchFile, read_json, read_text, usable_path
 from dpdist.base.storage import built_aside, private_folder, write_atomic, write_json
 from dpdist.privacy.journal import anchor_path
 from dpdist.privacy.plan import PrivacyPlan, plan_of
-from dpdist.runs.recipe import Recipe, load
+from dpdist.runs import planning
+from dpdist.runs.recipe import Recipe, load, parse
 
 FORMAT = 1
 
@@ -91,6 +92,12 @@ class RunFolder:
     @property
     def plan(self) -> Path:
         return self.private / "plan.json"
+
+    @property
+    def begun_with(self) -> Path:
+        """The recipe that the run was begun with, the noise multiplier of its plan, and what a
+        search was asked for: recipe.yaml and search.yaml may be edited, this may not."""
+        return self.private / "begun-with.json"
 
     @property
     def asked(self) -> Path:
@@ -222,6 +229,39 @@ class RunFolder:
             write_json(path / "run.json", {"format": FORMAT, "dpdist": __version__})
         self.check_same_recipe(recipe)  # another start of the same run may have been faster
 
+    def pin_recipe(
+        self, recipe: Recipe, noise_multiplier: float | None, asked: Recipe | None = None
+    ) -> None:
+        """Keep what the run is begun with where nobody edits it.
+
+        noise_multiplier: of its plan; None before there is one. asked: with its search.
+        """
+        begun = {"recipe": recipe, "asked": asked}
+        said = {
+            name: one and one.model_dump(mode="json", exclude={"resources"})
+            for name, one in begun.items()
+        }
+        write_json(self.begun_with, {**said, "noise_multiplier": noise_multiplier})
+
+    def _read_begun_with(self) -> dict[str, Any]:
+        """Return what `pin_recipe` kept; nothing where nothing is kept."""
+        shape = {"recipe": dict, "asked": dict | None, "noise_multiplier": float | None}
+        try:
+            return read_json(self.begun_with, shape)
+        except NoSuchFile:
+            return dict.fromkeys(shape)
+
+    def _check_as_begun(self, name: str, path: Path, now: Recipe) -> None:
+        """Raise UserError unless a recipe file says what the run was begun with."""
+        kept = self._read_begun_with()[name]
+        changed = kept and parse(kept, str(self.begun_with)).same_experiment(now)
+        if changed:
+            raise UserError(
+                f"{path}: {', '.join(changed)}: must be what this run was begun with "
+                f"({self.begun_with} says it); put that back, or begin a new run under another "
+                "--name"
+            )
+
     def check_format(self) -> None:
         """Raise UserError unless this is a run folder that this version can read."""
         if not self.path.is_dir():
@@ -239,8 +279,8 @@ class RunFolder:
             )
 
     def read_recipe(self) -> Recipe:
-        """The recipe the run was begun with. Raises UserError when its canaries were written out of
-        it, or the audit that was fixed before them was changed."""
+        """The recipe the run was begun with. Raises UserError when it was changed since: its sums
+        and its plan would be those of another one."""
         recipe = load(self.recipe_file)
         if self.planted.exists():
             fixed, now = read_json(self.planted), recipe.planted
@@ -249,11 +289,15 @@ class RunFolder:
                     f"{self.recipe_file}: audit: was changed since canaries were planted in this "
                     f"run; put back what {self.planted} says"
                 )
+        self._check_as_begun("recipe", self.recipe_file, recipe)
         return recipe
 
     def read_asked(self) -> Recipe:
-        """The recipe with its search, before the search chose values."""
-        return load(self.asked)
+        """The recipe with its search, before the search chose values. Raises UserError when it was
+        changed since."""
+        asked = load(self.asked)
+        self._check_as_begun("asked", self.asked, asked)
+        return asked
 
     def require_trained(self) -> dict[str, Any]:
         """The summary of the finished training. Raises UserError when it never finished."""
@@ -274,8 +318,12 @@ class RunFolder:
         return bytes.fromhex(text)
 
     def read_plan(self) -> PrivacyPlan:
-        """The plan that the run executes. Raises UserError when it is missing or damaged."""
-        return plan_of(read_json(self.plan), str(self.plan))
+        """The plan that the run executes. Raises UserError when it is missing or damaged, or is not
+        the one that the recipe makes."""
+        plan = plan_of(read_json(self.plan), str(self.plan))
+        noise = self._read_begun_with()["noise_multiplier"]
+        planning.check_plan(self.read_recipe(), plan, noise, str(self.plan))
+        return plan
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:

@@ -127,7 +127,7 @@ def _tensors(path: Path) -> dict[str, Tensor]:
     except SafetensorError as error:
         raise UserError(f"{path}: damaged: {reason(error)}") from error
     about = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")]).get("__metadata__", {})
-    if about.get(_SEAL) != _seal(tensors):
+    if about.get(_SEAL) != tensors_digest(tensors):
         raise UserError(f"{path}: damaged: its numbers are not those that were written")
     return tensors
 
@@ -140,7 +140,7 @@ def _write(path: Path, tensors: dict[str, Tensor]) -> None:
     Written from where the tensors lie: a copy of them would be a training's peak of memory."""
     with written_aside(path) as aside:
         try:
-            save_file(tensors, aside, {_SEAL: _seal(tensors)})
+            save_file(tensors, aside, {_SEAL: tensors_digest(tensors)})
         except SafetensorError as error:
             if number := re.search(
                 r"(?:os error |code: )(\d+)", str(error)
@@ -150,11 +150,12 @@ def _write(path: Path, tensors: dict[str, Tensor]) -> None:
             raise
 
 
-def _seal(tensors: Mapping[str, Tensor]) -> str:
+def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
+    """Return a digest of tensors, of their names, types and shapes (hex)."""
     hashed = hashlib.blake2b(digest_size=16)
     for name, tensor in sorted(tensors.items()):
         hashed.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        hashed.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        hashed.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return hashed.hexdigest()
 
 

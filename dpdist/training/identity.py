@@ -1,14 +1,24 @@
-"""All that can change a step's floating-point sum, or its noise: what exact replay rests on."""
+"""All that can change a step's floating-point sum, or its noise: what exact replay rests on.
+
+It is made of what the process executes, never of what a file says, and kept in the ledger: whatever
+was edited in a run folder or a copy of it, another sum begins a new attempt, under keys of its own.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import importlib
+import json
 import platform
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from dpdist.base.errors import UserError
 from dpdist.cluster.packages import code_digest
 from dpdist.randomness.keys import key_id
+from dpdist.runs.recipe import Recipe
 from dpdist.training.job import PACKAGES, TrainJob, read_run_key
 from dpdist.training.reducer import Reducer
 
@@ -19,9 +29,42 @@ def _device(device: torch.device) -> str:
     return f"{device.type}/{torch.cuda.get_device_name(device)}" if named else device.type
 
 
-def identity_of(job: TrainJob, reducer: Reducer) -> dict[str, str]:
-    """Names and values; a change of any starts a new attempt epoch, under keys of its own. Raises
-    UserError where workers would make the noise on devices of several kinds."""
+def recipe_digest(recipe: Recipe) -> str:
+    """Return a digest of all in a recipe that its sums depend on, and of a user's own code in it:
+    the files of the model's factory and of the method's class."""
+    named = (name for name in (recipe.model.name, recipe.method.name) if ":" in name)
+    files = {name: _source(name.partition(":")[0]) for name in named}
+    return _digest([recipe.of_model, files])
+
+
+def _source(module: str) -> str:
+    path = importlib.import_module(module).__file__
+    return hashlib.blake2b(Path(path).read_bytes(), digest_size=16).hexdigest() if path else ""
+
+
+def _digest(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _environment() -> str:
+    """Return a digest of how torch was built, and of how it computes in this process."""
+    settings = [
+        torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled(),
+        torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark,
+        torch.backends.cudnn.allow_tf32, torch.backends.mkldnn.enabled,
+    ]  # fmt: skip
+    return _digest([torch.__config__.show(), *settings])
+
+
+def identity_of(job: TrainJob, reducer: Reducer, records: str, initial: str) -> dict[str, str]:
+    """Return what a sum depends on, by name: a change of any starts a new attempt epoch, under keys
+    of its own.
+
+    records: fingerprint of the records. initial: digest of the model before its first step, public
+    weights and frozen parts included. Raises UserError where workers would make the noise on
+    devices of several kinds.
+    """
     resources, kind = job.recipe.resources, _device(reducer.device)
     machine = f"{platform.machine()}/{torch.backends.cpu.get_cpu_capability()}/{kind}"
     machines = reducer.gather(machine)
@@ -39,4 +82,8 @@ def identity_of(job: TrainJob, reducer: Reducer) -> dict[str, str]:
         "threads": str(torch.get_num_threads()),
         "machines": ",".join(sorted(set(machines))),
         "code": code_digest(PACKAGES),
+        "environment": _environment(),
+        "recipe": recipe_digest(job.recipe),
+        "data": records,
+        "model": initial,
     }

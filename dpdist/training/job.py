@@ -16,10 +16,10 @@ from dpdist.data.overlap import check_unseen, refuse_common
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.randomness.keys import key_id, new_run_key
 from dpdist.runs.folder import RunFolder
+from dpdist.runs.planning import settle
 from dpdist.runs.recipe import Recipe, check_against_data, field_error
 from dpdist.runs.released import begun, read_released
 from dpdist.sections.training import CANONICAL_SHARDS
-from dpdist.training.planning import make_plan
 from dpdist.training.provenance import AMONG_PUBLIC, check_pretrained
 from dpdist.training.records import (
     evaluation_data,
@@ -31,6 +31,7 @@ from dpdist.training.records import (
 )
 
 PACKAGES = ("dpdist",)
+_CLOSE = 1e-6  # relative: another version of the accountant may round otherwise
 PUT_BACK = "put back what was there, or begin a new run under another --name"
 
 
@@ -101,19 +102,24 @@ def check_groups(recipe: Recipe, dataset: data.Dataset, where: str) -> None:
 
 @dataclass(frozen=True)
 class CheckedTraining:
-    """A training that nothing forbids, and the plan it executes. Nothing was written for it yet."""
+    """A training that nothing forbids, and the plan it executes. Nothing was written for it yet.
+
+    noise_multiplier: of the plan's steps; None where it is not kept with the run."""
 
     recipe: Recipe
     folder: RunFolder
     plan: PrivacyPlan
     dataset: data.Dataset
     pretrained: dict[str, Any] | None
+    noise_multiplier: float | None = None
 
     def begin(self) -> TrainJob:
         """Write the run down: folder, plan and key, unless that was done before."""
         recipe, folder = self.recipe, self.folder
         folder.begin(recipe)
         if not folder.plan.exists():
+            if self.noise_multiplier is not None:
+                folder.pin_recipe(recipe, self.noise_multiplier)
             write_json(folder.plan, self.plan.to_dict())
         if not folder.data.exists():
             write_json(folder.data, {"train": self.dataset.fingerprint})
@@ -141,9 +147,10 @@ def check(recipe: Recipe, folder: RunFolder, where: str) -> CheckedTraining:
     _check_same_pretrained(folder, pretrained)
     if continued and folder.plan.exists():
         plan = folder.read_plan()
-    else:
-        plan = make_plan(recipe, len(dataset), where)
-    return CheckedTraining(recipe, folder, plan, dataset, pretrained)
+        _check_target(recipe, plan, folder)
+        return CheckedTraining(recipe, folder, plan, dataset, pretrained)
+    noise, plan = settle(recipe, len(dataset), where)
+    return CheckedTraining(recipe, folder, plan, dataset, pretrained, noise)
 
 
 def prepare(recipe: Recipe, folder: RunFolder, where: str) -> TrainJob:
@@ -171,6 +178,15 @@ def check_trainable(recipe: Recipe, where: str) -> tuple[data.Dataset, dict[str,
 
     check_model(recipe, dataset)
     return dataset, pretrained
+
+
+def _check_target(recipe: Recipe, plan: PrivacyPlan, folder: RunFolder) -> None:
+    """Raise UserError where a plan that was read back costs more than the recipe's epsilon."""
+    target = recipe.privacy.epsilon
+    if target is not None and plan.guarantee().epsilon > target * (1 + _CLOSE):
+        raise UserError(
+            f"{folder.plan}: costs more than privacy.epsilon, {target:g}, allows; {PUT_BACK}"
+        )
 
 
 def _check_resources(recipe: Recipe, where: str) -> None:
@@ -205,7 +221,7 @@ def _check_kept(recipe: Recipe, folder: RunFolder, about: dict[str, Any] | None)
     """
     if not begun(folder):
         return
-    needed = [folder.plan, folder.data, folder.run_key]
+    needed = [folder.plan, folder.data, folder.run_key, folder.begun_with]
     needed += [folder.planted] if recipe.planted is not None else []
     needed += [folder.pretrained] if about is not None else []
     for path in needed:

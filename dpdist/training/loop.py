@@ -41,12 +41,14 @@ from dpdist.training.canaries import Canaries, plant
 from dpdist.training.finite import Diverged, Divergence, probe
 from dpdist.training.fixed import check_same_fixed, digest, ensure_fixed, read_fixed
 from dpdist.training.identity import identity_of
-from dpdist.training.job import PACKAGES, TrainJob, read_run_key
+from dpdist.training.job import PACKAGES, PUT_BACK, TrainJob, read_run_key
 from dpdist.training.monitor import Monitor, Seen
 from dpdist.training.optimizer import FlatOptimizer
 from dpdist.training.permit import PermitGate
 from dpdist.training.reducer import MissingRank, Reducer
 from dpdist.training.sharding import RELEASES, Shards, Whole, release_id
+
+_RECORDS = ("data", "recipe")  # of an attempt's identity: what shapes noise that is drawn once
 
 
 def train_worker(config: dict[str, Any]) -> None:
@@ -114,6 +116,10 @@ class Mechanism:
     permit: PermitGate | None = None
     canaries = Canaries()
 
+    def attempt_of(self, step: int) -> str:
+        """Return the label of the attempt in the keys of `step`."""
+        return self.attempt
+
     def gradient(self, step: int, todo: StepPlan, flag: bool = False) -> tuple[Tensor, Seen, bool]:
         """This worker's part of the step's noisy gradient, float64; what it is made of, PRIVATE;
         and whether any worker's flag was up. The next step's is written over it."""
@@ -127,8 +133,8 @@ class Mechanism:
         """This worker's part of the step: float64 (rows, size), PRIVATE, and what it is made of."""
         engine, dataset, device = self.engine, self.dataset, self.reducer.device
         engine.blocks = Blocks.for_batches(self.shards.largest, todo.sample_rate, todo.batch_cap)
-        sample_key = derive_key(self.key, "sample", self.attempt, step)
-        draw_key = derive_key(self.key, "draw", self.attempt, step)
+        sample_key = derive_key(self.key, "sample", self.attempt_of(step), step)
+        draw_key = derive_key(self.key, "draw", self.attempt_of(step), step)
         rows = self.reducer.rows(self.shards.rows, engine.size)
         seen, joined = Seen(), []
         for row, begin, end in self.shards.mine:
@@ -166,12 +172,12 @@ class Mechanism:
         """
         total, flagged = self.sharing.sum(self.reducer, rows, self.shards, flag)
         summed, size = total.cpu().numpy(), rows.shape[1]
-        label = f"{key_id(self.key)}/{self.attempt}/{step}"
+        label = f"{key_id(self.key)}/{self.attempt_of(step)}/{step}"
         leaves = self.sharing.digests(self.reducer, label, summed, size)
         if self.ledger is not None and self.permit is not None:
             self.permit.wait(step)
             _announce(self.ledger, step, release_id(label, leaves))
-        noise_key = derive_key(self.key, "noise", self.attempt, step)
+        noise_key = derive_key(self.key, "noise", self.attempt_of(step), step)
         start = self.sharing.own(self.reducer, size).start
         if self.noise_there:
             return device_noise.add_noise_on(total, noise_key, noise_std, start), flagged
@@ -198,9 +204,10 @@ class Loop(Mechanism):
         self.key = derive_key(
             read_run_key(folder), "run", plan.fingerprint(), self.dataset.fingerprint, "trial", 0
         )
-        self.dataset = self.method.seen(self.dataset, plan, derive_key(self.key, "records"))
+        self.records = self.dataset.fingerprint
         self.spec = model_spec(recipe, self.dataset)
         self.model = initial_model(recipe, self.spec).to(reducer.device)
+        self.initial = checkpoint.tensors_digest(self.model.state_dict())
         self.frozen = sum(p.numel() for p in self.model.parameters() if not p.requires_grad)
         self.engine, self.task = build_engine(recipe, self.model, plan), self.method.task()
         wire = wire_of(recipe, plan)
@@ -229,7 +236,9 @@ class Loop(Mechanism):
             self.engine.draws = self.method.perturbation(todo, rate, self.fixed)
             public_examples.screen(self.engine, self.task, job.source)
         self.attempt = self._begin_attempt(stack)
+        self.dataset = self.method.seen(self.dataset, plan, self._records_key())
         self.start = self._newest_checkpoint()
+        self.announced = self._announced()
         self.last = plan.steps if until is None else min(until, plan.steps)
         self.monitor: Monitor | None = None
         if self.ledger is not None:
@@ -257,7 +266,7 @@ class Loop(Mechanism):
         """The label of this attempt, in all its keys; worker 0 holds the ledger from here on."""
         job, attempt = self.job, ""
         mine = {
-            **identity_of(job, self.reducer),
+            **identity_of(job, self.reducer, self.records, self.initial),
             **self.sharing.identity(self.reducer, job.recipe.training.reproducible),
             "hidden noise": digest(self.fixed),
         }
@@ -266,12 +275,56 @@ class Loop(Mechanism):
             check_released(job.folder, job.plan, ledger)
             check_same_fixed(job.folder, ledger, mine["hidden noise"])
             self._check_ceiling(ledger, mine)
-            epoch = ledger.begin_attempt(mine)
-            # A fixed key is for tests, which want the same run again: no nonce then.
-            attempt = f"{epoch}/{ledger.nonce if job.recipe.privacy.run_key is None else ''}"
+            ledger.begin_attempt(mine)
+            attempt = self._label(ledger, ledger.nonce)
             self.ledger = ledger
         # Nobody passes before worker 0 holds the ledger: an older attempt writes no more.
         return self.reducer.gather(attempt)[0]
+
+    def _label(self, ledger: Ledger, nonce: str) -> str:
+        """Return the current attempt's label in keys. A fixed key is for tests, which want the same
+        run again: no nonce then."""
+        return f"{ledger.epoch}/{nonce if self.job.recipe.privacy.run_key is None else ''}"
+
+    def _records_key(self) -> bytes:
+        """Return the key of noise that is drawn once for each record, in the first attempt.
+
+        Raises UserError where that attempt saw other records, or another recipe: the same noise
+        would be added to something else.
+        """
+        label = ""
+        if self.ledger is not None:
+            first, now = self.ledger.attempts[0], self.ledger.attempts[-1]
+            label = first["nonce"] if self.job.recipe.privacy.run_key is None else ""
+            before, after = first["identity"], now["identity"]
+            shaped = [name for name in _RECORDS if before.get(name) != after.get(name)]
+            if shaped and self.method.local and self.job.given is None:
+                raise UserError(
+                    f"{self.job.folder.path}: the {' and '.join(shaped)} changed since its records "
+                    f"were released with noise; {PUT_BACK}"
+                )
+        label = self.reducer.gather(label)[0]
+        return derive_key(self.key, "records", *([label] if label else []))
+
+    def _announced(self) -> list[tuple[int, int, str]]:
+        """Return worker 0's list of the steps that are replayed: first step, end, label of each."""
+        found = []
+        if self.ledger is not None:
+            known = self.ledger.announced(self.start)
+            found = [(first, end, self._label(self.ledger, n)) for first, end, n in known]
+        count = self.reducer.from_first(len(found))
+        told = []
+        for at in range(count):
+            said = " ".join(map(str, found[at])) if found else ""
+            first, end, label = self.reducer.gather(said)[0].split(" ")
+            told.append((int(first), int(end), label))
+        return told
+
+    def attempt_of(self, step: int) -> str:
+        """Return the label in the keys of `step`: that of the process that announced it, if one
+        did; this process's own for a new step."""
+        replayed = (label for first, end, label in self.announced if first <= step < end)
+        return next(replayed, self.attempt)
 
     def _check_ceiling(self, ledger: Ledger, mine: dict[str, str]) -> None:
         """Raise UserError, before anything is on record, where a budget's ceiling, which has room

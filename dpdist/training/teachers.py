@@ -29,12 +29,12 @@ from dpdist.bulk.job import Task, Work, run
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.randomness.keys import derive_key, key_id
 from dpdist.runs.folder import RunFolder
+from dpdist.runs.planning import ordinary, plan_at
 from dpdist.runs.recipe import Recipe
 from dpdist.training.building import check_model, initial_model, model_spec
 from dpdist.training.finite import Diverged
 from dpdist.training.job import TrainJob, read_run_key
 from dpdist.training.many import ManyTrainings, file_digest, files_of, kept_in, trained_here
-from dpdist.training.planning import ordinary, plan_at
 from dpdist.training.records import source_of, training_data
 
 if TYPE_CHECKING:

@@ -19,18 +19,15 @@ from dpdist.base.storage import private_folder, write_atomic
 from dpdist.cluster.packages import check_nodes
 from dpdist.cluster.session import Session
 from dpdist.cluster.waiting import Room
-from dpdist.privacy.budget import Charge
 from dpdist.privacy.journal import JournalBusy, check_free
 from dpdist.privacy.ledger import Ledger
-from dpdist.privacy.phases import Phase
-from dpdist.randomness.keys import key_id
 from dpdist.runs.archive import Archive
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe
-from dpdist.runs.released import begun, check_released, read_released
+from dpdist.runs.released import check_released
 from dpdist.training import charging
 from dpdist.training.groups import Teller
-from dpdist.training.job import PACKAGES, TrainJob, read_run_key
+from dpdist.training.job import PACKAGES, TrainJob
 from dpdist.training.records import training_records
 
 Progress = Callable[[int, int, float], None]  # done, total, per second
@@ -83,30 +80,22 @@ def _charged(job: TrainJob) -> Iterator[None]:
     if recipe.privacy.budget is None:
         yield
         return
-    records = training_records(recipe, job.source)
-    run_id, where = key_id(read_run_key(folder)), str(folder.recipe_file)
-
-    def charge(phases: Sequence[Phase]) -> Charge:
-        return Charge.of(run_id, recipe.name, plan, phases)
-
-    def reserve(enforce: bool) -> None:
-        planned = plan.counts()
-        if begun(folder):  # superseded attempts come on top of the plan
-            for step, releases in read_released(folder).ledger.releases.items():
-                planned[plan.phase_of(step)] += releases - 1
-        phases = plan.with_counts(planned)
-        charging.reserve(recipe, records, charge(phases), where, enforce=enforce)
-
+    records, where = training_records(recipe, job.source), str(folder.recipe_file)
+    mine: str | None = None
     if not folder.trained.exists():
-        reserve(enforce=True)
+        # In the ledger first: of two copies that go on, each is charged for what is left.
+        with Ledger.open(folder.ledger, plan.fingerprint()) as ledger:
+            check_released(folder, plan, ledger)
+            mine = ledger.announce_process()
+        charging.reserve(recipe, records, charging.charge_of(recipe, folder, mine), where)
     try:
         yield
     finally:
+        charge = charging.charge_of(recipe, folder, mine)
         if folder.trained.exists():
-            released = read_released(folder).ledger.phases(plan)
-            charging.settle(recipe, records, charge(released), where)
+            charging.settle(recipe, records, charge, where)
         else:
-            reserve(enforce=False)
+            charging.reserve(recipe, records, charge, where, enforce=False)
 
 
 @dataclass(frozen=True)

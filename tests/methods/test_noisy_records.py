@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,17 @@ import torch
 import yaml
 from scipy.stats import binom, chi2, norm
 from support.here import command, without_ray
-from support.training import make, train
+from support.training import execute, make, train
 
 from dpdist.base.errors import UserError
 from dpdist.methods.noisy_records import Noised, NoisyRecordsMethod
 from dpdist.privacy.claims import residual_input_guarantee
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.privacy.releases import GaussianSteps, NoisyRecords
-from dpdist.runs.recipe import parse
+from dpdist.runs.folder import RunFolder
+from dpdist.runs.recipe import Recipe, parse
 from dpdist.runs.released import read_released
+from dpdist.training.job import prepare
 
 CLASSES = 4
 RAW: dict[str, Any] = {
@@ -191,3 +194,51 @@ def test_the_steps_see_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert torch.equal(found, again) and len(seen) == 12 and max(seen) < 1e-5
     two = train(recipe, make(tmp_path, "c", **more, privacy=privacy, model="linear")[1], 2)
     assert torch.allclose(found, two, atol=1e-5)  # the same noise on any worker
+
+
+def test_copies_of_a_run_noise_another_release_of_the_records_afresh(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The noise of a record is drawn once: by each copy where both begin; where one had begun, it
+    stays the same for the same recipe and is refused for another. With the noise of input norm 4
+    on records clipped to 3, the difference of two releases would be the record itself."""
+    seen: list[tuple[np.ndarray, torch.Tensor]] = []
+    real = Noised.batch
+
+    def watched(self: Noised, indices: Any) -> torch.Tensor:
+        seen.append((np.asarray(indices), real(self, indices)))
+        return seen[-1][1]
+
+    monkeypatch.setattr(Noised, "batch", watched)
+
+    def inputs(recipe: Recipe, folder: RunFolder, until: int | None = None) -> dict[int, bytes]:
+        seen.clear()
+        execute(prepare(recipe, folder, "test"), until=until)
+        return {
+            int(n): row.numpy().tobytes()
+            for rows, found in seen for n, row in zip(rows, found, strict=True)
+        }  # fmt: skip
+
+    def shared(one: dict[int, bytes], other: dict[int, bytes]) -> set[bool]:
+        both = one.keys() & other.keys()
+        assert len(both) > 100
+        return {one[n] == other[n] for n in both}
+
+    training = RAW["training"] | {"batch_size": 1000}  # of 1,437: hundreds in common
+    recipe = parse(RAW | {"training": training}, "test")
+    folder, before, after = (RunFolder(tmp_path / name) for name in ("run", "before", "after"))
+    prepare(recipe, folder, "test")
+    shutil.copytree(folder.path, before.path)
+    whole = inputs(recipe, folder, until=2)
+    assert shared(whole, inputs(recipe, before, until=2)) == {False}
+    shutil.copytree(folder.path, after.path)
+    assert shared(whole, inputs(recipe, folder)) == {True}
+
+    method = recipe.method.model_copy(update={"input_norm": 3.0})
+    other = recipe.model_copy(update={"method": method})
+    after.recipe_file.write_text(other.to_yaml())
+    with pytest.raises(UserError, match=r"method\.input_norm: must be what this run was begun"):
+        prepare(recipe, after, "test")
+    after.pin_recipe(other, 0.5)
+    with pytest.raises(UserError, match="recipe changed since its records were released"):
+        inputs(other, after)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,11 +28,11 @@ from dpdist.runs import archive as archives
 from dpdist.runs.archive import Archive
 from dpdist.runs.exporting import export, unpack
 from dpdist.runs.folder import RunFolder
+from dpdist.runs.planning import ordinary
 from dpdist.runs.recipe import parse
 from dpdist.runs.released import read_released
 from dpdist.training.answering import released_once
 from dpdist.training.job import TrainJob, prepare
-from dpdist.training.planning import ordinary
 from dpdist.training.trainer import fit
 
 KEY = "5a" * 32
@@ -296,10 +297,48 @@ def test_what_is_released_once_has_a_key_of_its_own(tmp_path: Path) -> None:
     assert len({first, key_of("other", about=b"other"), key_of("plan", delta=1e-4)}) == 3
 
 
+def test_copies_of_a_run_draw_other_votes_afresh(tmp_path: Path) -> None:
+    """Without a fixed key. Made before the votes were counted, two copies draw keys of their own;
+    after that the same one, from the same votes by the same recipe, and for anything else none.
+    With another threshold the same noise would be on the votes of other inputs."""
+    recipe = job_of(tmp_path / "fixed").recipe
+    privacy = recipe.privacy.model_copy(update={"run_key": None})
+    recipe = recipe.model_copy(update={"privacy": privacy})
+    jobs = {"run": prepare(recipe, RunFolder(tmp_path / "run"), "test")}
+
+    def copied(name: str) -> None:
+        folder = RunFolder(tmp_path / name)
+        shutil.copytree(jobs["run"].folder.path, folder.path)
+        jobs[name] = replace(jobs["run"], folder=folder)
+
+    def key_of(job: TrainJob, about: bytes = b"votes") -> bytes:
+        """The process dies before the votes are kept."""
+        found: list[bytes] = []
+
+        def dies(key: bytes) -> list[float]:
+            found.append(key)
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            released_once(job, about, dies)
+        return found[0]
+
+    copied("before")
+    first = key_of(jobs["run"])
+    assert key_of(jobs["run"]) == first  # to go on after a crash is an exact replay
+    copied("after")
+    assert key_of(jobs["after"]) == first and key_of(jobs["before"]) != first
+    method = recipe.method.model_copy(update={"threshold": 1.5})
+    other = replace(jobs["after"], recipe=recipe.model_copy(update={"method": method}))
+    for job, about in ((other, b"votes"), (jobs["after"], b"other votes")):
+        with pytest.raises(UserError, match="would be released a second time"):
+            released_once(job, about, lambda key: [1.0])
+
+
 def test_the_student_sees_answers_and_nothing_else(tmp_path: Path) -> None:
     job = job_of(tmp_path / "a")
     with pytest.raises(UserError, match="never from records"):
-        execute(job)
+        execute(job_of(tmp_path / "refused"))
     given: list[Any] = []
     fit(job, workers=given.append, here=True)
     (told,) = Ledger.read(job.folder.ledger).answers

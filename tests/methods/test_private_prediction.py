@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from dpdist.base.errors import UserError
 from dpdist.commands.releasing import release
 from dpdist.evaluation import require_model
 from dpdist.methods.private_prediction import PrivatePrediction, bounded
+from dpdist.privacy.budgets import budgets_in
 from dpdist.privacy.ledger import Ledger, LedgerError, NoAnswersLeft
 from dpdist.privacy.phases import Phase
 from dpdist.privacy.plan import PrivacyPlan
@@ -322,6 +324,37 @@ def test_a_crash_counts_and_two_at_once_take_one(
     assert len(set(keys)) == 2  # noise of its own
     with pytest.raises(LedgerError, match="holds more"):
         _one_too_many(folder)
+
+
+@pytest.mark.slow
+def test_a_copy_that_answers_is_charged_for_itself(here: Any, tmp_path: Path) -> None:
+    """A run alone pays for all its answers beforehand. Each copy gives as many, with fresh noise:
+    the budget is charged for both, or refuses the second before it answers."""
+    ceiling = {"budget": "budgets", "budget_ceiling": 60.0}
+    raw = {**RAW, "privacy": RAW["privacy"] | ceiling}
+    (tmp_path / "x.yaml").write_text(yaml.safe_dump(raw))
+    assert here("run", "x.yaml").code == 0  # three of six answers are given
+    folder = RunFolder(tmp_path / "runs" / "x")
+    copy = RunFolder(tmp_path / "copy")
+    shutil.copytree(folder.path, copy.path)
+    recipe, rng = folder.read_recipe(), torch.Generator().manual_seed(0)
+    inputs = torch.rand(6, 1, 8, 8, generator=rng)
+    (budget,) = budgets_in(tmp_path / "budgets")
+    whole, cost = folder.read_plan().phases, budget.terms.ceiling.cost
+    assert budget.spent == cost(whole, 1400)
+    Oracle(recipe, folder)(inputs[:2])
+    assert budgets_in(tmp_path / "budgets")[0].spent == pytest.approx(budget.spent)
+    oracle = Oracle(recipe, copy)
+    oracle(inputs[3:5])
+    oracle(inputs[5:])
+    both = (GaussianAnswers(whole[0].noise_multiplier, 3 + 3 + 3),)  # type: ignore[attr-defined]
+    assert budgets_in(tmp_path / "budgets")[0].spent == pytest.approx(cost(both, 1400))
+    other = RunFolder(tmp_path / "other")
+    shutil.copytree(folder.path, other.path)
+    shutil.rmtree(tmp_path / "budgets")
+    with pytest.raises(UserError, match="is on no budget here"):
+        Oracle(recipe, other)(inputs[5:])
+    assert Ledger.read(other.ledger).asked == 5  # nothing was asked
 
 
 def test_an_evaluation_ends_after_a_crash_has_used_up_one_of_its_answers(

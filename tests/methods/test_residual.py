@@ -37,8 +37,8 @@ from dpdist.privacy.plan import PrivacyPlan
 from dpdist.randomness.places import Several, place_of
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
+from dpdist.runs.planning import make_plan
 from dpdist.runs.recipe import parse
-from dpdist.training.planning import make_plan
 from dpdist.training.records import evaluation_data, source_of
 
 SHAPE, KEY = (1, 8, 8), b"k" * 32

@@ -216,10 +216,8 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/training/trainer.py", EPSILON,
-        ("released = read_released(folder).ledger.phases(plan)",
-         "released = plan.phases", "superseded releases are settled away"),
-        ("planned[plan.phase_of(step)] += releases - 1", "planned[plan.phase_of(step)] += 0",
-         "a continued run reserves its plan only"),
+        ("charging.reserve(recipe, records, charge, where, enforce=False)", "pass",
+         "what was superseded is forgotten until the run ends"),
     ),
     *group(
         "dpdist/privacy/filter.py",
@@ -300,7 +298,7 @@ FAULTS: list[Fault] = [
         ),
     ),
     *group(
-        "dpdist/training/planning.py",
+        "dpdist/runs/planning.py",
         "training/test_loop privacy/test_plan wiring/test_nominal_records wiring/test_reported_epsilon",
         (
             "records = privacy.nominal_records or records\n    if batch_size",
@@ -319,7 +317,7 @@ FAULTS: list[Fault] = [
             "no ceiling is enforced",
         ),
         (
-            "if not budgets.settle(recipe.privacy.budget, charge.run, charge.phases):",
+            "if not budgets.settle(recipe.privacy.budget, *made):",
             "if False:",
             "a finished run stays as it was reserved",
         ),

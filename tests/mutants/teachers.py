@@ -271,18 +271,18 @@ FAULTS: list[Fault] = [
             "votes are not counted before their noise",
         ),
         (
-            "        if not ledger.began(question):\n",
+            "        if nonce is None:\n",
             "        if True:\n",
             "a crash spends the votes",
         ),
         (
-            '"released", plan.fingerprint(), question)',
+            '"released", plan.fingerprint(), about_id, *labels)',
             '"released", plan.fingerprint())',
             "other votes have the noise of the first",
         ),
         (
-            '"released", plan.fingerprint(), question)',
-            '"released", question)',
+            '"released", plan.fingerprint(), about_id, *labels)',
+            '"released", about_id)',
             "votes under another plan have the noise of the first",
         ),
     ),
@@ -332,8 +332,8 @@ FAULTS: list[Fault] = [
         "dpdist/training/loop.py",
         NOISY,
         (
-            'self.dataset = self.method.seen(self.dataset, plan, derive_key(self.key, "records"))',
-            'self.method.seen(self.dataset, plan, derive_key(self.key, "records"))',
+            "self.dataset = self.method.seen(self.dataset, plan, self._records_key())",
+            "self.method.seen(self.dataset, plan, self._records_key())",
             "the steps see the records",
         ),
     ),

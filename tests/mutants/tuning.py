@@ -17,7 +17,7 @@ FAULTS: list[Fault] = [
          "the same score noise at every rung"),
         ('derive_key(trial.key, "rung", rung)', 'derive_key(bytes(32), "rung", rung)',
          "the same score noise in every trial"),
-        ('noise=read_terms(folder)["score_noise"]', "noise=None", "private scores carry no noise"),
+        ("            noise=noise,\n", "            noise=None,\n", "private scores carry no noise"),
         ('update={"hold_out": kept_out(asked)}', 'update={"hold_out": 0.0}',
          "trials train on held-out records"),
         ('"noise_multiplier": settings["noise_multiplier"]', '"noise_multiplier": 1.0',

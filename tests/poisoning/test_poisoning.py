@@ -36,9 +36,9 @@ from dpdist.privacy.poisoning import Poisoned
 from dpdist.privacy.releases import GaussianSteps
 from dpdist.randomness.keys import derive_key
 from dpdist.runs.folder import RunFolder
+from dpdist.runs.planning import make_plan
 from dpdist.runs.recipe import Recipe, find, load
 from dpdist.training import job, many
-from dpdist.training.planning import make_plan
 from dpdist.training.records import evaluation_data, source_of, training_data
 from dpdist.training.teachers import plan_of_shard, shards_by_hash
 

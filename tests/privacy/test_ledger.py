@@ -147,7 +147,7 @@ def test_torn_last_line_is_dropped_and_writing_goes_on(ledger, cut):
     raw = ledger.path.read_bytes()
     ledger.path.write_bytes(raw[:-cut])
     anchor_path(ledger.path).write_bytes(before)  # it follows a line that is whole and durable
-    with Ledger.open(ledger.path, PLAN.fingerprint()) as again:
+    with Ledger.open(ledger.path, PLAN.fingerprint(), nonce=ledger.nonce) as again:
         assert again.releases == {0: 1, 1: 1}
         assert again.record(2, release(2)) == "new"
     assert ledger.path.read_bytes() == raw

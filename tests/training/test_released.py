@@ -251,7 +251,14 @@ def test_another_plan_beside_the_ledger(run):
     plan = json.loads(folder.plan.read_text())
     plan["phases"][0]["noise_multiplier"] = 50.0
     folder.plan.write_text(json.dumps(plan))
-    refused(recipe, folder, "was not written under the plan")
+    refused(recipe, folder, r"plan\.json: phases: must be what the run's recipe makes")
+    # The recipe, and what is kept of it, forged as well.
+    privacy = recipe.privacy.model_copy(update={"noise_multiplier": 50.0})
+    other = recipe.model_copy(update={"privacy": privacy})
+    folder.recipe_file.write_text(other.to_yaml())
+    refused(other, folder, r"recipe\.yaml: privacy\.noise_multiplier: must be what this run was be")
+    folder.pin_recipe(other, 50.0)
+    refused(other, folder, "was not written under the plan")
 
 
 def test_a_budget_that_was_cut_is_refused(run):

@@ -18,12 +18,12 @@ from support.here import without_ray
 from dpdist import bulk
 from dpdist.base.errors import UserError
 from dpdist.runs.folder import RunFolder
+from dpdist.runs.planning import ordinary
 from dpdist.runs.recipe import Recipe, parse
 from dpdist.training import teachers
 from dpdist.training.building import initial_model, model_spec
 from dpdist.training.finite import Diverged, Divergence
 from dpdist.training.job import TrainJob, prepare
-from dpdist.training.planning import ordinary
 from dpdist.training.teachers import (
     Ensemble,
     TeacherSetup,

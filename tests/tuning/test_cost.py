@@ -23,9 +23,9 @@ from dpdist.privacy.plan import PrivacyPlan
 from dpdist.privacy.releases import GaussianReleases, GaussianSteps
 from dpdist.privacy.searches import search_guarantee
 from dpdist.privacy.selection import SelectionLaw
+from dpdist.runs.planning import make_plan, plan_at
 from dpdist.runs.recipe import find, load
 from dpdist.sections.search import LawRecipe, TuneRecipe
-from dpdist.training.planning import make_plan, plan_at
 from dpdist.tuning import preview
 from dpdist.tuning.cost import Limit, SearchCost, Sizes
 from dpdist.tuning.space import check_space, draw, with_values

@@ -22,10 +22,10 @@ from dpdist.privacy.plan import PrivacyPlan
 from dpdist.release.verifying import verify
 from dpdist.reports.facts import read_facts
 from dpdist.reports.page import write_report
+from dpdist.runs.planning import plan_at
 from dpdist.sections.resources import ResourcesRecipe
 from dpdist.sections.search import Domain
 from dpdist.training import loop
-from dpdist.training.planning import plan_at
 from dpdist.training.records import private_part, source_of, training_data
 from dpdist.tuning import scoring
 from dpdist.tuning import trial as trial_module
@@ -321,9 +321,22 @@ def test_another_recipe_or_data_is_not_continued(recipe, begin):
         begin(recipe(name="other"), only_resume=True)
     search = begin(recipe())
     terms = json.loads(search.folder.terms.read_text())
-    search.folder.terms.write_text(json.dumps({**terms, "data": "others"}))
-    with pytest.raises(UserError, match="the private records changed"):
-        begin(recipe())
+    looser = {**terms["trial"], "delta": 1e-3}
+    for change, said in (
+        ({"data": "others"}, "the private records changed"),
+        ({"plan": looser}, "what the search costs changed"),
+        ({"trial": looser}, "what a trial may cost changed"),
+        ({"score_noise": 0.1}, "the noise of the scores changed"),
+    ):
+        search.folder.terms.write_text(json.dumps({**terms, **change}))
+        with pytest.raises(UserError, match=said):
+            begin(recipe())
+    search.folder.terms.write_text(json.dumps(terms))
+    # Both edited: search.yaml, and what is asked for now.
+    other = recipe(training={"batch_size": 199})
+    search.run_folder.asked.write_text(other.to_yaml())
+    with pytest.raises(UserError, match=r"search\.yaml: training\.batch_size: must be what this"):
+        begin(other)
 
 
 @pytest.mark.parametrize(
@@ -451,6 +464,15 @@ def test_a_trial_beyond_what_was_accounted_is_not_begun(recipe, begin, run_trial
     raw["phases"][0]["steps"] += 1
     plan.write_text(json.dumps(raw))
     search.folder.trial(0).plan.unlink()
+    with pytest.raises(UserError, match="phases: must be what the run's recipe makes"):
+        search._check_trials()
+    own = search.folder.trial(1)  # its recipe as well, and what is kept of it
+    longer = own.read_recipe()
+    longer = longer.model_copy(
+        update={"training": longer.training.model_copy(update={"steps": raw["phases"][0]["steps"]})}
+    )
+    own.recipe_file.write_text(longer.to_yaml())
+    own.pin_recipe(longer, longer.privacy.noise_multiplier)
     with pytest.raises(UserError, match="a trial of this search: this training is not covered"):
         finish(search)
     assert not search.run_folder.trained.exists()

@@ -4,6 +4,8 @@ noise, whose model."""
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,10 +14,12 @@ from safetensors.torch import load_file
 from support.keys import NOISE, SAMPLING, Recorder, record
 
 from dpdist import models
+from dpdist.base.errors import UserError
 from dpdist.base.storage import write_json
 from dpdist.cluster.session import Session
 from dpdist.commands.releasing import release
 from dpdist.gradients.noise import standard_normal
+from dpdist.privacy.budgets import budgets_in
 from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.releases import GaussianReleases
 from dpdist.randomness.keys import derive_key
@@ -29,7 +33,7 @@ from dpdist.training.records import training_data
 from dpdist.tuning import manifest, scoring
 from dpdist.tuning.manifest import read_trials
 from dpdist.tuning.preparing import prepare
-from dpdist.tuning.trial import scores_of, scoring_data
+from dpdist.tuning.trial import begin_trial, score_key, scores_of, scoring_data
 
 SESSION = Session(None, 2, 0, 1)
 RUNS = 3
@@ -286,3 +290,82 @@ def test_a_trial_trains_as_its_method_does(recipe, begin, run_trials, monkeypatc
     monkeypatch.setattr(type(asked.method), "train", train)
     run_trials(search)
     assert len(begun) == len(set(begun)) == 2 and not any(done for _, done in begun)
+
+
+def test_copies_of_a_search_share_no_noise(recipe, begin, run_trials, tmp_path, monkeypatch):
+    """Neither of a step nor of a score: the same trial has another model in each. The same noise on
+    both counts of held-out records would be none on their difference."""
+    asked = recipe(tune=ASHA)
+    search = begin(asked)
+    other = tmp_path / "copy"
+    shutil.copytree(search.run_folder.path, other)
+    noise = []
+    for one in (search, prepare(asked, RunFolder(other), "r.yaml")):
+        with monkeypatch.context() as patch:
+            seen = record(patch)
+            run_trials(one)
+        noise.append(set(seen.of(NOISE)))
+        assert sum("rung" in seen.labels(key) for key in noise[-1]) == RUNS * 2
+    assert not noise[0] & noise[1]
+
+
+def test_a_score_s_key_depends_on_all_that_is_scored(recipe, begin, run_trials):
+    """To score the same again, after a crash, is the same noise; whatever else, another."""
+    search = begin(recipe(tune=ASHA))
+    run_trials(search)
+    trial = read_trials(search.folder)[0]
+    job = begin_trial(search.folder, search.recipe, trial)
+    scored = scoring_data(search.recipe)
+
+    def key(**more: Any) -> bytes:
+        given = {
+            "trial": trial, "rung": 1, "asked": search.recipe, "job": job, "scored": scored,
+            "noise": 3.0,
+        }  # fmt: skip
+        return score_key(**(given | more))
+
+    assert key() == key()
+    tune = search.tune.model_copy(
+        update={"score": search.tune.score.model_copy(update={"draws": 7})}
+    )
+    scaled = job.recipe.training.model_copy(update={"learning_rate": 9.0})
+    others = [
+        key(rung=2),
+        key(noise=0.1),
+        key(scored=job.records()),
+        key(asked=search.recipe.model_copy(update={"tune": tune})),
+        key(job=replace(job, recipe=job.recipe.model_copy(update={"training": scaled}))),
+        key(job=begin_trial(search.folder, search.recipe, read_trials(search.folder)[1])),
+    ]
+    assert len({key(), *others}) == 1 + len(others)
+    fixed = recipe(privacy=FIXED, tune=ASHA)
+    assert key(asked=fixed) == derive_key(trial.key, "rung", 1)
+
+
+@pytest.mark.parametrize("law", ["fixed", "geometric"])
+def test_a_budget_knows_of_copies_of_a_search(recipe, begin, run_trials, tmp_path, law):
+    """Two with a fixed number of trials are paid for twice. With a secret one, which both would
+    share, the copy is refused before its first trial."""
+    budget = {"budget": str(tmp_path / "b"), "budget_ceiling": 40.0, "budget_composition": "filter"}
+    number = {"runs": 2, "mean": None} if law == "fixed" else {"mean": 2.0, "runs": None}
+    asked = recipe(privacy=budget, tune={"law": {"name": law, **number}})
+    search = begin(asked)
+    search._charge()
+    other = RunFolder(tmp_path / "copy")
+    shutil.copytree(search.run_folder.path, other.path)
+    (before,) = budgets_in(tmp_path / "b")
+    search._charge()  # goes on after a crash
+    assert budgets_in(tmp_path / "b")[0].spent == before.spent
+    copy = prepare(asked, other, "r.yaml")
+    if law == "fixed":
+        copy._charge()
+        for one in (search, copy):
+            one._charge(settle=True)
+        assert budgets_in(tmp_path / "b")[0].spent == pytest.approx(2 * before.spent)
+        return
+    with pytest.raises(UserError, match="one secret number of trials"):
+        copy._charge()
+    search._charge(settle=True)
+    assert budgets_in(tmp_path / "b")[0].spent == before.spent
+    with pytest.raises(UserError, match="one secret number of trials"):
+        copy._charge()

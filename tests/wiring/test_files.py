@@ -33,8 +33,8 @@ RELEASE = {
 CERTIFIED = {"certificates.parquet", "journal.jsonl", "rate.json", "settings.json", "timings.csv"}
 REPORT = {"report/index.html"}
 PRIVATE = {
-    "run.key", "plan.json", "ledger.jsonl", "ledger.anchor", "data.json", "trained.json",
-    "progress.json", "metrics.jsonl", "workers.jsonl",
+    "run.key", "plan.json", "begun-with.json", "ledger.jsonl", "ledger.anchor", "data.json",
+    "trained.json", "progress.json", "metrics.jsonl", "workers.jsonl",
     "model/model.json", "model/model.safetensors",
     "checkpoints/step-00000005/state.safetensors", "checkpoints/step-00000005/done.json",
 }  # fmt: skip

@@ -3,7 +3,6 @@ that was released, by dp-accounting itself."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from pathlib import Path
@@ -19,10 +18,11 @@ from support.training import execute, interrupted, make
 from dpdist.base.errors import UserError
 from dpdist.commands.releasing import release
 from dpdist.evaluation import evaluate_stage, load_model
+from dpdist.methods.base import Method
 from dpdist.privacy.budgets import budgets_in
 from dpdist.privacy.guarantee import format_epsilon
 from dpdist.privacy.ledger import Ledger
-from dpdist.privacy.plan import PrivacyPlan
+from dpdist.privacy.phases import Phase
 from dpdist.privacy.releases import GaussianSteps
 from dpdist.release.verifying import verify
 from dpdist.reports.facts import read_facts
@@ -116,42 +116,27 @@ def test_an_exact_replay_is_charged_once(tmp_path, monkeypatch):
     covers(stated(job.folder), exact((STEPS, RATE, NOISE)))
 
 
+class TwoPhases(Method):
+    """Half of the steps with little noise, half with much."""
+
+    def cost(self, steps: GaussianSteps) -> tuple[Phase, ...]:
+        return (GaussianSteps(6, DEAR, RATE), GaussianSteps(6, CHEAP, RATE))
+
+
 def test_superseded_steps_are_charged_at_the_noise_of_their_phase(tmp_path, monkeypatch):
     """Two phases; what was superseded lies in the first, the dear one."""
-    job = job_of(tmp_path)
-    phases = (GaussianSteps(6, DEAR, RATE), GaussianSteps(6, CHEAP, RATE))
-    plan = PrivacyPlan(job.plan.records, phases, DELTA, job.plan.clip_norm)
-    job = dataclasses.replace(job, plan=plan)
-    job.folder.plan.write_text(json.dumps(plan.to_dict()))
+    job = job_of(tmp_path, method=f"{__name__}:TwoPhases")
+    assert len(job.plan.phases) == 2
     execute(job, until=4)
     execute(job, 2)  # goes on from the checkpoint of step 4
     assert Ledger.read(job.folder.ledger).superseded == 0
     covers(stated(job.folder), exact((6, RATE, DEAR), (6, RATE, CHEAP)))
 
-    other = job_of(tmp_path / "other")
-    other = dataclasses.replace(other, plan=plan)
-    other.folder.plan.write_text(json.dumps(plan.to_dict()))
-    interrupted_at(other, monkeypatch, 4)
+    other = job_of(tmp_path / "other", method=f"{__name__}:TwoPhases")
+    interrupted(other.recipe, other.folder, monkeypatch, 4)
     execute(other, 2)
     assert Ledger.read(other.folder.ledger).superseded == 5
     covers(stated(other.folder), exact((11, RATE, DEAR), (6, RATE, CHEAP)))
-
-
-def interrupted_at(job: TrainJob, patch: pytest.MonkeyPatch, at: int) -> None:
-    """As `interrupted`, for a job with a plan of its own."""
-    from dpdist.training import loop
-
-    real, calls = loop.add_noise, []
-
-    def dies(*args: Any) -> Any:
-        calls.append(1)
-        if len(calls) == at + 1:
-            raise KeyboardInterrupt
-        return real(*args)
-
-    with patch.context() as inner, pytest.raises(KeyboardInterrupt):
-        inner.setattr(loop, "add_noise", dies)
-        execute(job)
 
 
 def test_the_budget_of_a_data_set_counts_them_too(tmp_path, monkeypatch):

@@ -67,6 +67,33 @@ def settle(recipe: Recipe, records: int, where: str) -> tuple[float, PrivacyPlan
         raise UserError(f"{where}: privacy: {error}") from error
 
 
+def check_plan(
+    recipe: Recipe, plan: PrivacyPlan, noise_multiplier: float | None, where: str
+) -> None:
+    """Raise UserError unless the recipe makes this plan, on the plan's number of records.
+
+    noise_multiplier: of its steps, as it was found for privacy.epsilon; not needed where the recipe
+    gives it. None: it is found again.
+    """
+    given = recipe.privacy.noise_multiplier
+    noise = noise_multiplier if given is None else given
+    try:
+        if noise is None:
+            made = make_plan(recipe, plan.records, where)
+        else:
+            made = plan_at(recipe, plan.records, noise)
+    except ValueError as error:
+        raise UserError(f"{where}: no plan of this run's recipe: {error}") from error
+    if made != plan:
+        before, now = plan.to_dict(), made.to_dict()
+        changed = sorted(key for key in before | now if before.get(key) != now.get(key))
+        raise UserError(
+            f"{where}: {', '.join(changed)}: must be what the run's recipe makes; put back "
+            "plan and recipe as the run was begun with them, or begin a new run under another "
+            "--name"
+        )
+
+
 def refuse_answers(plan: PrivacyPlan, where: str) -> None:
     """Raise UserError for a training that pays for answers: as one of many it has nobody to ask."""
     if plan.answers:

@@ -1,0 +1,313 @@
+"""Two copies of a run folder that both go on: an attack, in which everything is changed in one copy
+that its owner can change, and the sums and noises of the two are compared.
+
+A plain copy cannot be told from the original, so it must not matter: no step that is new to either
+may draw what the other draws.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from support.training import execute, interrupted, make
+
+from dpdist.base.errors import UserError
+from dpdist.privacy.budgets import budgets_in
+from dpdist.privacy.filter import RenyiFilter
+from dpdist.privacy.ledger import Ledger
+from dpdist.reports.facts import read_facts
+from dpdist.runs.folder import RunFolder, complete_checkpoints
+from dpdist.runs.recipe import Recipe, load
+from dpdist.training import checkpoint, loop
+from dpdist.training.job import prepare
+from dpdist.training.trainer import _charged
+
+STEPS, FORK = 8, 3
+SECRET = {"noise_multiplier": 2.0, "delta": 1e-5}
+Sums = dict[int, tuple[np.ndarray, np.ndarray]]  # by step: what was summed, and its noise
+
+
+def begun(tmp: Path, **more: Any) -> tuple[Recipe, RunFolder]:
+    """A run without a fixed key that was paused after three steps, and its folder."""
+    recipe, folder = make(
+        tmp, model="linear", privacy=SECRET | more.pop("privacy", {}),
+        training={"batch_size": 40, "steps": STEPS, "learning_rate": 0.5}, **more,
+    )  # fmt: skip
+    execute(prepare(recipe, folder, "test"), until=FORK)
+    return recipe, folder
+
+
+def copied(folder: RunFolder, name: str = "copy") -> RunFolder:
+    copy = RunFolder(folder.path.parent / name)
+    shutil.copytree(folder.path, copy.path)
+    return copy
+
+
+def gone_on(recipe: Recipe, folder: RunFolder, workers: int = 1) -> Sums:
+    """Go on to the end: the sums and noises of all steps that this process took."""
+    found: list[tuple[np.ndarray, np.ndarray]] = []
+    real, job = loop.add_noise, prepare(recipe, folder, "test")
+    first = checkpoint.newest_step(folder.checkpoints)
+
+    def watched(total: np.ndarray, *rest: Any) -> np.ndarray:
+        before = total.copy()
+        noisy = real(total, *rest)
+        found.append((before, noisy - before))
+        return noisy
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "add_noise", watched)
+        execute(job, workers)
+    return dict(enumerate(found[::workers], first))
+
+
+def shared(one: Sums, other: Sums) -> list[int]:
+    """The steps of which the noise of both is the same; chance has no part in it."""
+    return [s for s in one if s in other and np.abs(one[s][1] - other[s][1]).max() < 1e-3]
+
+
+def edit(path: Path, change: Callable[[Any], None]) -> None:
+    """Change a JSON or YAML file in place."""
+    text = path.read_text()
+    raw = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    change(raw)
+    path.write_text(json.dumps(raw) if path.suffix == ".json" else yaml.safe_dump(raw))
+
+
+def test_plain_copies_share_no_noise_on_new_steps(tmp_path):
+    recipe, folder = begun(tmp_path)
+    copies = [copied(folder, f"copy{n}") for n in range(2)]
+    runs = [gone_on(recipe, each) for each in (folder, *copies)]
+    for place, one in enumerate(runs):
+        assert sorted(one) == list(range(FORK, STEPS))
+        for other in runs[:place]:
+            assert shared(one, other) == []
+            assert all(not np.array_equal(one[s][0], other[s][0]) for s in one)  # nor a batch
+    plan = folder.read_plan()
+    for each in (folder, *copies):
+        ledger = Ledger.read(each.ledger)
+        assert len(ledger.attempts) == 1 and ledger.superseded == 0
+        assert ledger.guarantee(plan) == plan.guarantee()  # a new step is charged once
+
+
+def changed_rate(raw: dict[str, Any]) -> None:
+    raw["training"]["learning_rate"] = 0.05
+
+
+@pytest.mark.parametrize("forged", [False, True], ids=["recipe.yaml", "what is kept of it, too"])
+def test_another_recipe_is_refused_or_draws_all_afresh(tmp_path, forged):
+    """The attack of the issue: the copy's learning rate is another one. With the kept recipe
+    forged as well it is another attempt, and shares no noise even of announced steps."""
+    recipe, folder = begun(tmp_path)
+    interrupted(recipe, folder, pytest.MonkeyPatch(), 1)  # steps 3 and 4 are announced, 3 is saved
+    copy = copied(folder)
+    edit(copy.recipe_file, changed_rate)
+    if not forged:
+        before = Ledger.read(copy.ledger).anchor
+        for given in (load(copy.recipe_file), recipe):
+            with pytest.raises(UserError, match=r"recipe\.yaml: training\.learning_rate: must be"):
+                prepare(given, copy, "test")
+        assert Ledger.read(copy.ledger).anchor == before
+        return
+    edit(copy.begun_with, lambda raw: changed_rate(raw["recipe"]))
+    for kept in complete_checkpoints(copy.checkpoints)[1:]:
+        shutil.rmtree(kept)
+    other, one = gone_on(load(copy.recipe_file), copy), gone_on(recipe, folder)
+    assert sorted(one) == [4, 5, 6, 7] and sorted(other) == list(range(FORK, STEPS))
+    assert shared(one, other) == []
+    ledger = Ledger.read(copy.ledger)
+    assert [made["reason"] for made in ledger.attempts] == ["start", "identity changed"]
+    changed = {
+        name for name, value in ledger.attempts[0]["identity"].items()
+        if ledger.attempts[1]["identity"][name] != value
+    }  # fmt: skip
+    assert changed == {"recipe"}
+    assert ledger.superseded == 2  # steps 3 and 4, released under the first recipe
+
+
+def test_an_announced_step_is_the_same_release_in_both_or_none(tmp_path):
+    """Step 4 was announced when the process died: both copies replay it, with the same noise on the
+    same sum. Where a copy's parameters are others, its sum is another and its noise too."""
+    recipe, folder = begun(tmp_path)
+    interrupted(recipe, folder, pytest.MonkeyPatch(), 1)
+    copies = [copied(folder, f"copy{n}") for n in range(2)]
+    forge_checkpoint(copies[1])
+    one, same = gone_on(recipe, folder), gone_on(recipe, copies[0])
+    assert sorted(one) == sorted(same) == [4, 5, 6, 7]
+    assert shared(one, same) == [4] and np.array_equal(one[4][0], same[4][0])
+    with pytest.raises(loop.ReplayConflict):
+        gone_on(recipe, copies[1])
+    moved = gone_on(recipe, copies[1])
+    assert shared(one, moved) == [] and Ledger.read(copies[1].ledger).superseded == 1
+
+
+def forge_checkpoint(folder: RunFolder) -> None:
+    """Other parameters in the newest checkpoint, sealed as its own."""
+    state = checkpoint.latest(folder.checkpoints)
+    state.flat += 0.1
+    path = complete_checkpoints(folder.checkpoints)[-1] / "state.safetensors"
+    tensors = {"flat": state.flat, **{f"slot.{k}": v for k, v in state.slots.items()}}
+    checkpoint._write(path, tensors)
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("release", ["whole", "sharded"])
+def test_every_worker_knows_under_what_each_step_is_drawn(tmp_path, workers, release):
+    """Canonical shards: what one worker announced, others replay, and go on afresh."""
+    resources = {"checkpoint_seconds": 1e9, "release": release}
+    training = {"batch_size": 40, "steps": STEPS, "learning_rate": 0.5, "reproducible": True}
+    recipe, folder = make(
+        tmp_path, model="linear", privacy=SECRET, training=training, resources=resources
+    )
+    execute(prepare(recipe, folder, "test"), until=FORK)
+    for at in (1, 2):  # steps 3 and 4 announced by one process, 5 by the next
+        interrupted(recipe, folder, pytest.MonkeyPatch(), at)
+    execute(prepare(recipe, copied(folder), "test"), workers)
+    for each in (folder, RunFolder(tmp_path / "copy")):
+        nonces = [n for *_, n in Ledger.read(each.ledger).announced(0)]
+        assert len(nonces) == len(set(nonces)) == (3 if each is folder else 4)
+    ledger = Ledger.read(tmp_path / "copy" / "private" / "ledger.jsonl")
+    assert ledger.releases == dict.fromkeys(range(STEPS), 1) and len(ledger.attempts) == 1
+
+
+def test_the_nonce_is_durable_before_a_new_step_is_announced(tmp_path, monkeypatch):
+    """In the file the line of the process comes before that of its first new step, and none before
+    a step that it replays."""
+    recipe, folder = begun(tmp_path)
+    interrupted(recipe, folder, monkeypatch, 1)
+    gone_on(recipe, folder)
+    lines = [json.loads(line)["record"] for line in folder.ledger.read_text().splitlines()]
+    kinds = [(line["kind"], line.get("step")) for line in lines[1:]]
+    assert kinds == [
+        ("attempt", None), *(("release", step) for step in range(3)),
+        ("process", None), ("release", 3), ("release", 4),
+        ("process", None), ("release", 5), ("release", 6), ("release", 7),
+    ]  # fmt: skip
+
+
+def test_the_ledger_must_know_the_process(tmp_path, monkeypatch):
+    """Where its nonce cannot be written, no new step is announced or drawn."""
+    recipe, folder = begun(tmp_path)
+
+    def full(self: Ledger) -> str:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(Ledger, "announce_process", full)
+    with pytest.raises(OSError, match="disk full"):
+        gone_on(recipe, folder)
+    assert sorted(Ledger.read(folder.ledger).releases) == [0, 1, 2]
+
+
+# --- the plan is held against the recipe
+
+
+def another_method(raw: dict[str, Any]) -> None:
+    raw["method"] = {"name": "functional"}
+
+
+def test_a_plan_is_executed_by_no_other_recipe(tmp_path):
+    """Begun as sampled dp-sgd; then functional, which takes all records into each of its ten sums,
+    at that plan's noise: refused before anything is summed, whatever was forged beside it."""
+    _, folder = begun(tmp_path)
+    files = [folder.recipe_file, folder.begun_with]
+    for count in (1, 2):
+        copy = copied(folder, f"copy{count}")
+        for path in files[:count]:
+            mine = copy.path / path.relative_to(folder.path)
+            edit(mine, lambda raw: another_method(raw.get("recipe", raw)))
+        found = r"method\.\w+(, method\.\w+)*: must be" if count == 1 else r"plan\.json: phases"
+        with pytest.raises(UserError, match=found):
+            prepare(load(copy.recipe_file), copy, "test")
+
+
+def test_a_calibrated_plan_is_held_against_its_target(tmp_path):
+    privacy = SECRET | {"noise_multiplier": None, "epsilon": 2.0}
+    recipe, folder = make(tmp_path, model="linear", privacy=privacy)
+    plan = prepare(recipe, folder, "test").plan
+    assert plan == folder.read_plan() and 1.9 < plan.guarantee().epsilon <= 2.0
+
+    def louder(raw: dict[str, Any]) -> None:
+        raw["phases"][0]["noise_multiplier"] *= 0.5
+
+    edit(folder.plan, louder)
+    with pytest.raises(UserError, match=r"plan\.json: phases: must be what"):
+        prepare(recipe, folder, "test")
+
+    def halved(raw: dict[str, Any]) -> None:
+        raw["noise_multiplier"] *= 0.5
+
+    edit(folder.begun_with, halved)
+    assert folder.read_plan().guarantee().epsilon > 4  # as its reader is told
+    with pytest.raises(UserError, match=r"costs more than privacy\.epsilon, 2, allows"):
+        prepare(recipe, folder, "test")
+
+
+def test_what_a_run_was_begun_with_is_missed(tmp_path):
+    recipe, folder = begun(tmp_path)
+    folder.begun_with.unlink()
+    with pytest.raises(UserError, match=r"begun-with\.json: missing, and this run has begun"):
+        prepare(recipe, folder, "test")
+
+
+# --- what both cost
+
+
+def test_the_budget_is_charged_for_what_both_released(tmp_path):
+    """Charged Renyi divergence is that of all steps that anybody released."""
+    limit = {"budget": str(tmp_path / "budgets"), "budget_ceiling": 20.0}
+    recipe, folder = make(
+        tmp_path, model="linear", privacy=SECRET | limit,
+        training={"batch_size": 40, "steps": STEPS, "learning_rate": 0.5},
+    )  # fmt: skip
+
+    def on(folder: RunFolder, until: int | None = None) -> None:
+        job = prepare(recipe, folder, "test")
+        with _charged(job):
+            execute(job, until=until)
+
+    on(folder, FORK)
+    copy = copied(folder)
+    on(copy)
+    on(folder)
+    (budget,) = budgets_in(tmp_path / "budgets")
+    plan, cost = folder.read_plan(), budget.terms.ceiling.cost
+    released = FORK + 2 * (STEPS - FORK)
+    assert budget.spent == pytest.approx(cost(plan.with_counts([released]), plan.records))
+    on(copy)  # to ask again for a finished run charges nothing
+    assert budgets_in(tmp_path / "budgets")[0].spent == budget.spent
+    stated = read_facts(copy).card()["data_set"]
+    assert stated["epsilon"] == 20.0
+
+
+def test_a_ceiling_without_room_for_the_copy_refuses_it(tmp_path):
+    plan = prepare(*make(tmp_path, "plan", training__steps=STEPS, privacy=SECRET), "test").plan
+    fitting = (
+        epsilon for epsilon in np.geomspace(0.1, 10, 200).tolist()
+        if (one := RenyiFilter.fixed(epsilon, 1e-5, plan.neighbours)).share
+        >= 1.1 * one.cost(plan.phases, plan.records)
+    )  # fmt: skip
+    limit = {"budget": str(tmp_path / "budgets"), "budget_ceiling": next(fitting)}
+    recipe, folder = make(
+        tmp_path, model="linear", privacy=SECRET | limit,
+        training={"batch_size": 40, "steps": STEPS, "learning_rate": 0.5},
+    )  # fmt: skip
+    job = prepare(recipe, folder, "test")
+    with _charged(job):
+        execute(job, until=FORK)
+    copy = copied(folder)
+    for _ in range(2):
+        with (
+            pytest.raises(UserError, match="with copies of it that went on or may,' would take"),
+            _charged(prepare(recipe, copy, "test")),
+        ):
+            raise AssertionError("must not start")
+    with _charged(job):
+        execute(job)
+    assert sorted(Ledger.read(copy.ledger).releases) == list(range(FORK))
