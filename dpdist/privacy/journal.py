@@ -119,6 +119,7 @@ def _parse(raw: bytes, path: Path) -> tuple[list[dict[str, Any]], list[str], int
 
 def _read_anchor(path: Path) -> Anchor | None:
     where = anchor_path(path)
+    not_blocking(where)
     try:
         line = where.read_text()
         return Anchor.from_line(line) if line else None  # a crash came before its first line

@@ -12,6 +12,7 @@ from contextlib import closing
 
 import pytest
 
+from dpdist.base.errors import UserError
 from dpdist.privacy.journal import Anchor, ChainedJournal, _parse, anchor_path
 from dpdist.privacy.ledger import Ledger, LedgerError, ReplayConflict
 from dpdist.privacy.plan import PrivacyPlan
@@ -310,6 +311,16 @@ def test_a_journal_of_another_version_is_refused(tmp_path, monkeypatch, lines):
     anchor_path(path).unlink()
     with pytest.raises(LedgerError):
         ChainedJournal.read(path, "plan")
+
+
+@pytest.mark.timeout(20)
+def test_a_pipe_in_place_of_the_anchor_is_not_waited_for(ledger):
+    ledger.close()
+    anchor_path(ledger.path).unlink()
+    os.mkfifo(anchor_path(ledger.path))
+    for opened in (lambda: Ledger.read(ledger.path), lambda: Ledger.open(ledger.path, "ff" * 32)):
+        with pytest.raises(UserError, match="is a pipe, must be a regular file"):
+            opened()
 
 
 def test_another_plan_is_refused(ledger):
