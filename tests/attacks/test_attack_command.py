@@ -24,6 +24,8 @@ from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse
 from dpdist.training.job import prepare
 
+pytestmark = pytest.mark.whole
+
 app = typer.Typer()
 app.command("attack")(attack.command)
 app.command("certify")(certify.command)

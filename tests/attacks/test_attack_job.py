@@ -16,6 +16,8 @@ from dpdist.attacks.table import TABLE
 from dpdist.base.errors import UserError
 from dpdist.certification import classifier
 
+pytestmark = pytest.mark.whole
+
 
 @dataclass(frozen=True)
 class FakeData:

@@ -8,6 +8,8 @@ from dpdist.base.binomial import clopper_pearson_lower
 from dpdist.certification import sequential
 from dpdist.certification.sequential import TargetTest, planned_looks, thresholds
 
+pytestmark = pytest.mark.guarantee
+
 ALPHA = 0.01
 
 

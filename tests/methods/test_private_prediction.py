@@ -33,6 +33,8 @@ from dpdist.runs.released import read_released
 from dpdist.training.answering import Oracle
 from dpdist.training.records import evaluation_data, source_of
 
+pytestmark = pytest.mark.guarantee
+
 METHOD = {"name": "private-prediction", "teachers": 5, "logit_bound": 2.0, "queries": 6}
 RAW: dict[str, Any] = {
     "name": "x",
@@ -209,6 +211,7 @@ def one_line(done: Done, said: str) -> None:
     assert done.code == 2 and said in done.err and len(lines) == 1, done.err
 
 
+@pytest.mark.slow
 def test_a_run_answers_and_then_no_more(here: Any, tmp_path: Path) -> None:
     done = here("run", "x.yaml")
     assert done.code == 0, done.err
@@ -274,6 +277,7 @@ def _nothing_leaves(folder: RunFolder, tmp_path: Path) -> None:
         require_model(folder.read_recipe(), folder)
 
 
+@pytest.mark.slow
 def test_a_crash_counts_and_two_at_once_take_one(
     here: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -324,6 +328,7 @@ def test_a_crash_counts_and_two_at_once_take_one(
         _one_too_many(folder)
 
 
+@pytest.mark.slow
 def test_an_evaluation_ends_after_a_crash_has_used_up_one_of_its_answers(
     here: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,8 @@ from scipy import integrate, stats
 
 from dpdist.privacy import mechanisms as m
 
+pytestmark = pytest.mark.guarantee
+
 # Delta 1, delta 1e-5: epsilon, analytic, extended, classical formula
 TABLE = [
     (0.1, 30.7496, 47.6174, 48.4481),

@@ -14,6 +14,8 @@ from dpdist.models import ModelSpec
 from dpdist.sections.search import ScoreRecipe
 from dpdist.tuning.scoring import _values, certified_radii, correct, score
 
+pytestmark = pytest.mark.guarantee
+
 KEY = bytes(range(32))
 
 

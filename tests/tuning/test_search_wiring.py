@@ -31,6 +31,8 @@ from dpdist.tuning.manifest import read_trials
 from dpdist.tuning.preparing import prepare
 from dpdist.tuning.trial import scores_of, scoring_data
 
+pytestmark = pytest.mark.whole
+
 SESSION = Session(None, 2, 0, 1)
 RUNS = 3
 FIXED = {"run_key": "7f" * 32}
