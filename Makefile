@@ -55,7 +55,7 @@ check: install
 	@$(MAKE) --no-print-directory -j 2 lint quick
 
 quick:
-	@$(TESTS) --check -m "not slow and not long" $(PYTEST_ARGS)
+	@$(TESTS) --check $(PYTEST_ARGS)
 
 test: install
 	@$(TESTS) -m "not long" $(PYTEST_ARGS)

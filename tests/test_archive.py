@@ -37,6 +37,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import s3_guard
 import s3_server
 
+pytestmark = pytest.mark.whole
+
 SECRET = "wJalrXUtnFEMI-secret"
 STEPS = 200
 

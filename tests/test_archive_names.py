@@ -21,6 +21,8 @@ from dpdist.runs import archive as archives
 from dpdist.runs.archive import Archive, layout
 from dpdist.runs.folder import RunFolder
 
+pytestmark = pytest.mark.whole
+
 SECRET = "0123456789abcdef" * 4
 
 

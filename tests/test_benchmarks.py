@@ -262,6 +262,7 @@ def test_a_script_that_needs_data_says_so(name, words, tmp_path, monkeypatch, ca
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.whole
 def test_make_bench_runs_every_script_but_the_experiments():
     makefile = (CHECKOUT / "Makefile").read_text()
     (listed,) = re.findall(r"^EXPERIMENTS := ((?:.*\\\n)*.*)$", makefile, re.MULTILINE)

@@ -13,6 +13,8 @@ from dpdist.commands import audit, cli
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import load, read_changes, resolve
 
+pytestmark = pytest.mark.whole
+
 RECIPE = {
     "data": {"name": "digits"},
     "model": "linear",

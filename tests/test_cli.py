@@ -16,6 +16,8 @@ import yaml
 
 from dpdist.commands.cli import main
 
+pytestmark = pytest.mark.whole
+
 COMMANDS = [
     "run", "train", "tune", "certify", "attack", "predict", "report", "release",
     "account", "budget", "radius", "recipes", "data",

@@ -11,7 +11,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from support import cases
+
+pytestmark = pytest.mark.whole
 
 HERE = Path(__file__).parent
 

@@ -23,6 +23,8 @@ from dpdist.tuning import preparing
 from dpdist.tuning.manifest import read_trials
 from dpdist.tuning.trial import begin_trial
 
+pytestmark = pytest.mark.whole
+
 BASE = {
     "name": "r",
     "data": {"name": "digits"},

@@ -35,7 +35,7 @@ from support.threads import one_thread
 
 from dpdist.privacy.ledger import Ledger
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.whole]
 
 
 def recipe(folder: Path, **sections) -> Path:

@@ -22,6 +22,8 @@ from dpdist.certification.cohen import Cohen
 from dpdist.certification.job import certify
 from dpdist.training.records import source_of
 
+pytestmark = pytest.mark.whole
+
 
 @pytest.fixture
 def beside(tmp_path, monkeypatch) -> Path:

@@ -8,6 +8,8 @@ from collections import Counter
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 DEFINITIONS = ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef
 
@@ -59,6 +61,7 @@ def _unused(definitions: dict[str, ast.AST], uses: Counter[str]) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_what_is_defined_is_used():
     uses: Counter[str] = Counter()
     for tree in _trees().values():

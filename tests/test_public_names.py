@@ -13,6 +13,8 @@ from support.training import make, train
 import dpdist
 from dpdist.evaluation import evaluate_stage
 
+pytestmark = pytest.mark.whole
+
 
 def test_every_name_is_listed_and_there():
     assert set(dpdist.__all__) <= set(dir(dpdist))

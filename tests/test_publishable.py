@@ -35,6 +35,8 @@ from dpdist.training.job import prepare
 from dpdist.training.records import evaluation_data, source_of, training_data
 from dpdist.training.reducer import Reducer
 
+pytestmark = pytest.mark.whole
+
 PUBLIC, HELD = 0.4, 0.3  # shares: public, held out of the others
 
 

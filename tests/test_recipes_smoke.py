@@ -24,6 +24,8 @@ from dpdist.training.reducer import Reducer
 from dpdist.training.teachers import Ensemble
 from dpdist.training.trainer import fit
 
+pytestmark = pytest.mark.whole
+
 RECORDS = 48
 SIDES = {"mnist": (28, 28), "cifar10": (32, 32, 3), "cifar100": (32, 32, 3), "idc": (50, 50, 3)}
 FEATURES = {"cifar100-features": 1280, "pubfig83-features": 2048, "celeba1000-features": 2048}

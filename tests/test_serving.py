@@ -20,6 +20,8 @@ from dpdist.serving.deployments import Classifier, require_server
 from dpdist.serving.gate import Gate, Limits, Lost, Reply
 from dpdist.serving.http import Application, listen, speak
 
+pytestmark = pytest.mark.whole
+
 SHAPE = (1, 4, 4)
 ANSWER = {"label": 3, "abstain": False, "radius": 0.25}
 

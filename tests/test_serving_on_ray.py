@@ -24,6 +24,8 @@ from dpdist.commands.releasing import release
 from dpdist.serving.deployments import Serving, deployed
 from dpdist.serving.gate import Limits
 
+pytestmark = pytest.mark.whole
+
 needs_serve()
 
 LOOPBACK = {"127.0.0.1", "::1", "::ffff:127.0.0.1"}

@@ -7,6 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.whole
+
 ROOT = Path(__file__).resolve().parent.parent
 CODE = """
 import contextlib, io, os, sys

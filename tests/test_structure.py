@@ -8,7 +8,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 from dpdist.privacy.catalogue import KINDS
+
+pytestmark = pytest.mark.whole
 
 ROOT = Path(__file__).resolve().parent.parent
 

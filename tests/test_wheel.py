@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 from support.wheel import INSTALL, build, build_wheel
 
+pytestmark = pytest.mark.whole
+
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = """\
 import cluster, tuning

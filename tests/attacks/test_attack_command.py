@@ -25,6 +25,8 @@ from dpdist.runs.recipe import parse
 from dpdist.training.job import prepare
 from dpdist.training.monitor import sum_up
 
+pytestmark = pytest.mark.whole
+
 app = typer.Typer()
 app.command("attack")(attack.command)
 app.command("certify")(certify.command)

@@ -22,6 +22,8 @@ from dpdist.base.errors import UserError
 from dpdist.certification import betting, classifier
 from dpdist.certification.expected_score_bounds import SCORE_UNIT
 
+pytestmark = pytest.mark.whole
+
 
 @dataclass(frozen=True)
 class FakeData:

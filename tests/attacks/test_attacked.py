@@ -19,6 +19,8 @@ from dpdist.evaluation import load_model
 from dpdist.reports.facts import read_facts
 from dpdist.training.records import evaluation_data, source_of
 
+pytestmark = pytest.mark.whole
+
 SETTINGS = {"sigma": 0.25, "n": 200, "n0": 20, "max_inputs": 20, "alpha": 0.01}
 
 

@@ -22,6 +22,8 @@ from dpdist.certification import table as certificates
 from dpdist.certification.cohen import Cohen
 from dpdist.certification.scores import ExpectedScores
 
+pytestmark = pytest.mark.whole
+
 CERTIFY = Cohen(sigma=0.25, n0=50, n=1000, batch=200, seed="1")
 ATTACK = AttackSettings(attacks=("pgd",), steps=5, draws=4, seed="2", batch=20)
 

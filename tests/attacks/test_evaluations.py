@@ -24,6 +24,8 @@ from dpdist.runs.archive import Archive
 from dpdist.runs.exporting import export, unpack
 from dpdist.runs.folder import RunFolder
 
+pytestmark = pytest.mark.whole
+
 SCHEMA = pa.schema([pa.field("index", pa.int64()), pa.field("score", pa.float64())])
 
 

@@ -21,6 +21,8 @@ from dpdist.reports.facts import Facts, read_facts
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import find, load
 
+pytestmark = pytest.mark.whole
+
 FEW = ("--set", "releases=400", "--set", "workers=1")
 
 

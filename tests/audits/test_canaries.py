@@ -31,6 +31,8 @@ from dpdist.training.canaries import SLOT, WithCanaries, coins, places
 from dpdist.training.job import TrainJob, prepare
 from dpdist.training.records import training_records
 
+pytestmark = pytest.mark.whole
+
 STEPS, CANARIES, CLIP, NOISE_STD = 4, 300, 0.5, 1.5
 PRIVACY = {
     "noise_multiplier": NOISE_STD / CLIP, "clip_norm": CLIP, "delta": 1e-5, "run_key": "5a" * 32,

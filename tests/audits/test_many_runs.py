@@ -33,6 +33,8 @@ from dpdist.sections.audit import ManyRunsAudit
 from dpdist.training.job import prepare
 from dpdist.training.records import source_of, training_data
 
+pytestmark = pytest.mark.whole
+
 SEED = "5b" * 32
 
 

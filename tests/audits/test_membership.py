@@ -29,6 +29,8 @@ from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe, find, load, parse
 from dpdist.training import job, records
 
+pytestmark = pytest.mark.whole
+
 SEED = "5b" * 32
 HOME = "runs/x/private/attacks"
 

@@ -12,6 +12,8 @@ from dpdist.certification.noises import Gaussian
 from dpdist.randomness import units
 from dpdist.randomness.units import RandomWords, UnitSource
 
+pytestmark = pytest.mark.guarantee
+
 SOURCE = UnitSource("test", "seed", "model", "data", "gaussian", 0.5)
 
 

@@ -8,6 +8,8 @@ from scipy import stats
 from dpdist.base import binomial
 from dpdist.certification import bounds
 
+pytestmark = pytest.mark.guarantee
+
 
 def exact_upper_tail(hits: int, draws: int, p: float) -> mp.mpf:
     """Pr[Binomial(draws, p) >= hits] by summation from the mode's side with 50 digits."""

@@ -19,6 +19,8 @@ from dpdist.commands import certify, predict
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse
 
+pytestmark = pytest.mark.whole
+
 app = typer.Typer()
 app.command("certify")(certify.command)
 app.command("predict")(predict.command)

@@ -8,6 +8,8 @@ from dpdist.certification import expected_score_bounds as by_scores
 from dpdist.certification.expected_score_bounds import ScoreBounds
 from dpdist.privacy import mechanisms
 
+pytestmark = pytest.mark.guarantee
+
 
 def of(p_a: float, p_b: float) -> ScoreBounds:
     return ScoreBounds(np.array([p_a, 0.0, 0.0]), np.array([1.0, p_b, p_b / 2]))

@@ -22,6 +22,8 @@ from dpdist.certification.places import SmoothedPlace
 from dpdist.certification.worker import Assignment
 from dpdist.randomness.units import UnitSource
 
+pytestmark = pytest.mark.guarantee
+
 
 @dataclass(frozen=True)
 class FakeData:
@@ -62,6 +64,7 @@ def reference(here: None, model_folder: Path, tmp_path_factory: pytest.TempPathF
     return output
 
 
+@pytest.mark.slow
 def test_the_table_is_cohens_procedure(reference: Path, model_folder: Path) -> None:
     rows = table.read(reference / job.TABLE).to_pylist()
     assert [row["index"] for row in rows] == list(range(12))
@@ -78,6 +81,7 @@ def test_the_table_is_cohens_procedure(reference: Path, model_folder: Path) -> N
             assert (row["prediction"], row["radius"]) == (-1, 0.0)
 
 
+@pytest.mark.slow
 def test_counts_agree_with_a_plain_loop(reference: Path, model_folder: Path) -> None:
     # Independent noise (torch's) and the original model. Each of 12 two-sample tests on the
     # selected class has false failure 1e-5.
@@ -92,6 +96,7 @@ def test_counts_agree_with_a_plain_loop(reference: Path, model_folder: Path) -> 
         assert stats.fisher_exact(pair).pvalue > 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("actors", "seconds"), [(2, 1e-3), (4, 0.02)])
 def test_workers_and_chunks_change_no_byte(
     reference: Path, model_folder: Path, tmp_path: Path, actors: int, seconds: float
@@ -100,6 +105,7 @@ def test_workers_and_chunks_change_no_byte(
     assert raw(tmp_path) == raw(reference)
 
 
+@pytest.mark.slow
 def test_order_changes_no_byte(
     reference: Path, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,6 +138,7 @@ def test_a_slow_worker_is_not_taken_for_a_hanging_one(
     assert seen[0].stall_after >= 60
 
 
+@pytest.mark.slow
 def test_an_interrupted_job_computes_only_what_is_missing(
     reference: Path, model_folder: Path, tmp_path: Path
 ) -> None:
@@ -160,6 +167,7 @@ def test_an_interrupted_job_computes_only_what_is_missing(
     assert not (tmp_path / "parts").exists()
 
 
+@pytest.mark.slow
 def test_a_secret_seed_is_stored_and_kept(here: None, model_folder: Path, tmp_path: Path) -> None:
     settings = changed(SETTINGS, seed=None, max_inputs=2)
     first = job.certify(model_folder, FakeData(), settings, tmp_path, actors=1)
@@ -197,6 +205,7 @@ def test_other_data_and_models_are_not_mixed(
         job.certify(tmp_path, FakeData(), SETTINGS, reference, actors=1)
 
 
+@pytest.mark.slow
 def test_two_certifications_of_one_folder_are_refused(
     reference: Path, model_folder: Path, tmp_path: Path
 ) -> None:
@@ -214,6 +223,7 @@ def test_two_certifications_of_one_folder_are_refused(
     assert raw(tmp_path) == raw(reference)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("noise_bank", [False, True])
 def test_many_chunks_need_little_memory(noise_bank: bool) -> None:
     """Chunks are a stream, and what is counted of a half-done input is kept joined."""
@@ -249,6 +259,7 @@ def test_many_chunks_need_little_memory(noise_bank: bool) -> None:
     assert streamed < 0.5e6 and kept > 1e6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["target", "anytime"])
 def test_sequential_modes_are_independent_of_workers_too(
     here: None, model_folder: Path, tmp_path: Path, mode: str
@@ -269,6 +280,7 @@ def test_sequential_modes_are_independent_of_workers_too(
             assert row["radius"] >= 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["small-cnn", "mlp"])
 def test_a_noise_bank_is_independent_of_workers_too(here: None, tmp_path: Path, name: str) -> None:
     spec = models.ModelSpec(name, (1, 6, 6), 3)
@@ -282,6 +294,7 @@ def test_a_noise_bank_is_independent_of_workers_too(here: None, tmp_path: Path, 
     assert table.about(table.read(tmp_path / "1" / job.TABLE))["settings"]["noise_bank"]
 
 
+@pytest.mark.slow
 def test_what_a_noise_bank_rounds_otherwise_stops_nothing(
     here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,8 @@ from dpdist.certification import reading
 from dpdist.certification.population import floored, line, of_population
 from dpdist.certification.rebound import rebound
 
+pytestmark = pytest.mark.guarantee
+
 ALPHA = 0.1
 
 

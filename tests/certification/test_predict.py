@@ -19,6 +19,8 @@ from dpdist.certification.predict import Predictor, as_input
 from dpdist.certification.scores import ExpectedScores
 from dpdist.randomness.places import Nowhere
 
+pytestmark = pytest.mark.guarantee
+
 
 class Threshold(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,8 @@ from scipy import stats
 from dpdist.base import binomial
 from dpdist.certification import radii
 
+pytestmark = pytest.mark.guarantee
+
 
 def exact_gaussian_radius(p: float, sigma: float) -> mp.mpf:
     mp.mp.dps = 40

@@ -20,6 +20,8 @@ from dpdist.certification.rebound import (
     shares,
 )
 
+pytestmark = pytest.mark.guarantee
+
 CLASSIFIER = {"form": "frozen", "batch": 100, "check": "c", "notes": []}
 
 

@@ -19,6 +19,8 @@ from dpdist.certification.sampling import SCORE_UNIT, HiddenNoiseSampler, Sample
 from dpdist.randomness import units
 from dpdist.randomness.units import RandomWords, UnitSource
 
+pytestmark = pytest.mark.guarantee
+
 SOURCE = UnitSource("test", "seed", "model", "data", "gaussian", 0.5)
 DISTRIBUTIONS = {
     "gaussian": lambda s: stats.norm(scale=s),

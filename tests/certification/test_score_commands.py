@@ -28,6 +28,8 @@ from dpdist.training.job import prepare
 from dpdist.training.loop import run
 from dpdist.training.reducer import Reducer
 
+pytestmark = pytest.mark.whole
+
 app = typer.Typer()
 app.command("certify")(certify.command)
 app.command("predict")(predict.command)

@@ -29,6 +29,8 @@ from dpdist.models import ModelSpec
 from dpdist.randomness import units
 from dpdist.randomness.places import BehindLayer, place_of
 
+pytestmark = pytest.mark.guarantee
+
 SPEC = ModelSpec(
     "hgm-cnn",
     (1, 6, 6),
@@ -168,6 +170,7 @@ def test_as_printed_exceeds_the_truth() -> None:
     assert all(verdict.sizes[name] <= 0.3 for name in SIZES)
 
 
+@pytest.mark.slow
 def test_the_sums_of_an_input_are_the_softmax_of_its_draws() -> None:
     model = noisy_model()
     split, noise = models.require_split(model), place_of(model).behind_first()
@@ -191,6 +194,7 @@ def test_the_sums_of_an_input_are_the_softmax_of_its_draws() -> None:
 # ---- in bulk
 
 
+@pytest.mark.slow
 def test_table_is_reproducible_from_its_sums_and_holds_what_was_executed(
     reference: Path, model_folder: Path
 ) -> None:
@@ -229,6 +233,7 @@ def test_table_is_reproducible_from_its_sums_and_holds_what_was_executed(
         reading.of(got).certified("magic", "l2")
 
 
+@pytest.mark.slow
 def test_any_number_of_actors_and_any_interruption_give_the_same_bytes(
     reference: Path, model_folder: Path, tmp_path: Path
 ) -> None:

@@ -14,6 +14,8 @@ from dpdist.certification.places import SmoothedPlace
 from dpdist.certification.sequential import TargetTest, planned_looks, thresholds
 from dpdist.randomness.units import SELECT
 
+pytestmark = pytest.mark.guarantee
+
 ALPHA = 0.01
 
 

@@ -25,6 +25,8 @@ from dpdist.certification.stopping_scores import LeadTest, TargetScores
 from dpdist.randomness import units
 from dpdist.randomness.places import place_of
 
+pytestmark = pytest.mark.guarantee
+
 ALPHA = 0.05
 
 
@@ -148,6 +150,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_table_of_targets(here: None, model_folder: Path, tmp_path: Path) -> None:
     settings = settings_of({**SECTION, "mode": "target-scores", "radii": (0.001, 0.03, 0.4)})
     assert type(settings) is TargetScores

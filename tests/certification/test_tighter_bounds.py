@@ -25,6 +25,8 @@ from dpdist.certification.expected_score_bounds import (
 from dpdist.certification.rebound import rebound
 from dpdist.certification.scores import BettingScores, ExpectedScores
 
+pytestmark = pytest.mark.guarantee
+
 
 def folder_of(path: Path) -> Path:
     spec = models.ModelSpec("small-cnn", (1, 6, 6), 3, {"width": 4}, hidden_noise=True)

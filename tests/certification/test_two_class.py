@@ -22,6 +22,8 @@ from dpdist.certification.population import of_population
 from dpdist.certification.rebound import label_reach, rebound
 from dpdist.certification.two_class import TwoClass
 
+pytestmark = pytest.mark.guarantee
+
 NOISE = Gaussian(0.5)
 
 

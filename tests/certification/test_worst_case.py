@@ -33,6 +33,8 @@ from dpdist.certification.worker import Assignment, Piece, Worker, probe
 from dpdist.models.normalised import Normalised
 from dpdist.randomness import units
 
+pytestmark = pytest.mark.guarantee
+
 SIGMA = 0.5
 
 

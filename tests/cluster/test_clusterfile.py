@@ -14,6 +14,8 @@ from dpdist.base.errors import ClusterError, UserError
 from dpdist.cluster.clusterfile import Needs, check_file, templates
 from dpdist.cluster.findings import strings
 
+pytestmark = pytest.mark.whole
+
 VERSION = "0.1.0"
 TEMPLATES = Path(__file__).resolve().parents[2] / "cluster" / "templates"
 RAY, PYTHON = version("ray"), "py{}{}".format(*sys.version_info)

@@ -15,6 +15,8 @@ from dpdist.base.errors import ClusterError
 from dpdist.cluster.jobs import Jobs
 from dpdist.cluster.session import read_environment_again
 
+pytestmark = pytest.mark.whole
+
 TOKEN = "a" * 64
 PARTS = ["training: begins\n", "training: 10 of 20 steps\n", "certified\n"]
 

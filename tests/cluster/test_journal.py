@@ -9,6 +9,8 @@ import pytest
 
 from dpdist.cluster.journal import InUse, Journal
 
+pytestmark = pytest.mark.whole
+
 
 def test_entries_come_back_in_order(tmp_path: Path) -> None:
     with Journal(tmp_path / "a" / "journal") as journal:

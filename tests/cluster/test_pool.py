@@ -16,6 +16,8 @@ from dpdist.cluster.calls import Runner
 from dpdist.cluster.pool import Chunk, PoolSettings, run_chunks
 from dpdist.cluster.session import connect
 
+pytestmark = pytest.mark.whole
+
 
 @pytest.fixture(scope="module", autouse=True)
 def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:

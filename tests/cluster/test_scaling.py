@@ -9,6 +9,8 @@ import sys
 import pytest
 from support.benchmarks import BENCHMARKS, load
 
+pytestmark = pytest.mark.whole
+
 
 @pytest.fixture(scope="module")
 def scaling():

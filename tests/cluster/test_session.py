@@ -18,6 +18,8 @@ import ray
 from dpdist.cluster import session as module
 from dpdist.cluster.session import Session, _LogFile, connect
 
+pytestmark = pytest.mark.whole
+
 LINE = "Trial task failed for trial 7"
 
 

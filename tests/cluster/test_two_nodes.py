@@ -28,6 +28,8 @@ from dpdist.privacy.ledger import Ledger
 from dpdist.runs.folder import RunFolder
 from dpdist.training.groups import read
 
+pytestmark = pytest.mark.whole
+
 ENVIRONMENT = {
     "RAY_AUTH_MODE": "disabled",
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",

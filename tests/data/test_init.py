@@ -19,6 +19,8 @@ from dpdist.data.found import look
 from dpdist.runs.recipe import load
 from dpdist.training.records import evaluation_data, source_of, training_data
 
+pytestmark = pytest.mark.whole
+
 
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch) -> None:

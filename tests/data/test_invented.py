@@ -56,7 +56,9 @@ def test_scenes_have_colours_and_use_the_whole_range():
     assert 0.02 < np.abs(np.diff(values, axis=3)).mean() < 0.1
 
 
-@pytest.mark.parametrize(("name", "least"), [("strokes", 0.5), ("scenes", 0.12)])
+@pytest.mark.parametrize(
+    ("name", "least"), [("strokes", 0.5), pytest.param("scenes", 0.12, marks=pytest.mark.slow)]
+)
 def test_the_classes_are_the_same_for_every_seed(name, least):
     invented = INVENTED[name].invented
     first, labels = invented(2000, seed=0, classes=20)

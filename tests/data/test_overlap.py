@@ -30,6 +30,8 @@ from dpdist.training.records import private_data, source_of, training_data
 from dpdist.training.reducer import Reducer
 from dpdist.tuning.preparing import prepare as prepare_search
 
+pytestmark = pytest.mark.whole
+
 
 def pixels(seed: int, count: int, side: int = 4) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (count, side, side), dtype=np.uint8)

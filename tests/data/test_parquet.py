@@ -14,6 +14,8 @@ from PIL import Image
 from dpdist.base.errors import UserError
 from dpdist.data import Columns, Source, load, split_by_id
 
+pytestmark = pytest.mark.whole
+
 
 def png(pixels: np.ndarray) -> bytes:
     buffer = io.BytesIO()

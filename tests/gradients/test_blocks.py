@@ -16,6 +16,8 @@ from dpdist.gradients.clipping import FlatClipping, rounding_slack, short_run, s
 from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.perturbations import Draws, InputDraws
 
+pytestmark = pytest.mark.guarantee
+
 KEY = bytes(range(32))
 
 

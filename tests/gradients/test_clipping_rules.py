@@ -16,6 +16,8 @@ from dpdist.gradients.clipping import FlatClipping
 from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.rules import normalisation
 
+pytestmark = pytest.mark.guarantee
+
 EXAMPLES = cases(25)
 RTOL = 1e-6
 

@@ -16,6 +16,8 @@ from dpdist.gradients.noise import add_noise, standard_normal
 from dpdist.randomness import chacha
 from dpdist.randomness.keys import words
 
+pytestmark = pytest.mark.guarantee
+
 KEY, CPU = bytes(range(32)), torch.device("cpu")
 
 

@@ -17,6 +17,8 @@ from dpdist.gradients.clipping import AutomaticClipping, FlatClipping, PerLayerC
 from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.perturbations import HiddenDraws
 
+pytestmark = pytest.mark.guarantee
+
 
 def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(outputs, targets, reduction="none")

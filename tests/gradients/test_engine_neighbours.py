@@ -24,6 +24,8 @@ from dpdist.gradients.perturbations import (
 )
 from dpdist.randomness.places import Several
 
+pytestmark = pytest.mark.guarantee
+
 C = 0.2
 KEY = bytes(range(32))
 Sum = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -15,6 +15,8 @@ from dpdist.gradients.noise import add_noise, standard_normal
 from dpdist.gradients.sampling import poisson_sample, share
 from dpdist.randomness.keys import WordReader, derive_key, key_id, new_run_key, words
 
+pytestmark = pytest.mark.guarantee
+
 KEY = bytes(range(32))
 FIRST = [-0.30008795403628297, 1.2928748160919075, -0.6054132183873209, -0.2889656753624945]
 

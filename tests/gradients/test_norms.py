@@ -25,6 +25,8 @@ from dpdist.gradients.forms import (
     squared_lengths,
 )
 
+pytestmark = pytest.mark.guarantee
+
 KEY = bytes(range(32))
 SLACK = rounding_slack(torch.float32)
 

@@ -29,6 +29,8 @@ from dpdist.gradients.perturbations import (
 )
 from dpdist.randomness.places import Several
 
+pytestmark = pytest.mark.guarantee
+
 KEY, OTHER_KEY = bytes(range(32)), bytes(range(1, 33))
 IDS = torch.tensor([17, 4, 901, 33, 250])
 

@@ -22,6 +22,8 @@ from dpdist.gradients.clipping import FlatClipping
 from dpdist.gradients.engine import GradientEngine
 from dpdist.models.zoo import tf_cnn
 
+pytestmark = pytest.mark.whole
+
 
 @pytest.mark.long
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")

@@ -23,7 +23,7 @@ from faults import (
 from over_ssh import Cluster
 from rooms import SHARED, SMALL
 
-pytestmark = [pytest.mark.timeout(1800), asked_for]
+pytestmark = [pytest.mark.timeout(1800), asked_for, pytest.mark.whole]
 
 TRIAL = "ray::ImplicitFunc"
 STEPS = 1000

@@ -26,7 +26,7 @@ from faults import (
 )  # fmt: skip
 from safetensors.torch import load_file, save_file
 
-pytestmark = pytest.mark.timeout(1800)
+pytestmark = [pytest.mark.timeout(1800), pytest.mark.whole]
 
 STEPS, LONG = 400, 2500
 RECIPE = {

@@ -21,6 +21,8 @@ from dpdist.commands import cli
 from dpdist.runs.folder import RunFolder
 from dpdist.training.trainer import _word_of
 
+pytestmark = pytest.mark.whole
+
 needs_a_small_disk = pytest.mark.skipif(
     os.geteuid() != 0
     or shutil.which("unshare") is None

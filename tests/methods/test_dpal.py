@@ -26,6 +26,8 @@ from dpdist.runs.recipe import find, load, parse
 from dpdist.training.canaries import WithCanaries, coins
 from dpdist.training.job import prepare
 
+pytestmark = pytest.mark.guarantee
+
 SHAPE, KEY = (1, 8, 8), b"k" * 32
 OPTIONS = {"filters": [4, 4], "dense": 16}
 METHOD: dict[str, Any] = {
@@ -168,6 +170,7 @@ def noises(job: Any) -> list[Tensor]:
     return [found.input_noise, found.hidden_noise]
 
 
+@pytest.mark.slow
 def test_one_noise_for_all_steps_and_attempts(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(dpal_steps, "_SAVED", 1)
     whole, folder = run(tmp_path, "whole")
@@ -185,6 +188,7 @@ def test_one_noise_for_all_steps_and_attempts(tmp_path, monkeypatch) -> None:
     assert float(kept.max()) <= 1 + 1e-6
 
 
+@pytest.mark.slow
 def test_batches_are_disjoint_and_stay(tmp_path, monkeypatch) -> None:
     seen: list[list[Tensor]] = []
     real = dpal_steps.Steps._records
@@ -206,6 +210,7 @@ def test_batches_are_disjoint_and_stay(tmp_path, monkeypatch) -> None:
     assert own == [own[step % count] for step in range(9)] and following[:-1] == own[1:]
 
 
+@pytest.mark.slow
 def test_workers_share_a_batch(tmp_path) -> None:
     alone = {"method": {**METHOD, "xi": 0}}
     one = train(*run(tmp_path, "one", **alone))
@@ -251,6 +256,7 @@ def test_the_claim_is_pure_and_nothing_is_proved(tmp_path) -> None:
     assert "fixed disjoint batches" in " ".join(job.plan.assumptions)
 
 
+@pytest.mark.slow
 def test_a_pair_is_one_record_under_one_of_two_labels(tmp_path, monkeypatch) -> None:
     audit = {"kind": "canaries", "canary": "pair", "canaries": 40}
     recipe, folder = run(tmp_path, audit=audit, training__steps=6)
@@ -280,6 +286,7 @@ def test_a_pair_is_one_record_under_one_of_two_labels(tmp_path, monkeypatch) -> 
         parse({**recipe.model_dump(mode="json"), "privacy": added}, "x")
 
 
+@pytest.mark.slow
 def test_it_is_not_released(tmp_path, monkeypatch, capsys) -> None:
     without_ray(monkeypatch)
     recipe, _ = run(tmp_path)
@@ -296,6 +303,7 @@ def test_it_is_not_released(tmp_path, monkeypatch, capsys) -> None:
     assert done.code == 2 and "its proved epsilon is infinite" in done.err
 
 
+@pytest.mark.slow
 def test_one_run_refutes_its_epsilon(tmp_path, monkeypatch, capsys) -> None:
     """The claim is pure 0.2; canaries of one training on built-in data say more at 95 %. By a fixed
     key: one training in seven does not (docs/adversarial.md)."""

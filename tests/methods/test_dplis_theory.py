@@ -14,6 +14,8 @@ from dpdist.gradients.clipping import FlatClipping
 from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.perturbations import ParameterDraws
 
+pytestmark = pytest.mark.guarantee
+
 KEY = bytes(range(32))
 
 
@@ -100,6 +102,7 @@ def test_theorem_three_is_empty_at_the_paper_s_setting():
     assert digits > 1000
 
 
+@pytest.mark.slow
 def test_smoothing_leads_to_the_flat_minimum():
     toy = vars(load_benchmark("toy"))
     theta = np.random.default_rng(1).normal(0, 6, (20, 2))

@@ -27,6 +27,8 @@ from dpdist.training import loop
 from dpdist.training.checkpoint import latest
 from dpdist.training.job import prepare
 
+pytestmark = pytest.mark.guarantee
+
 SHAPE, CLASSES, RECORDS = (1, 8, 8), 10, 24
 MODEL = {"name": "scattering", "options": {"widths": [1.0], "stride": 1, "cosines": 3}}
 METHOD = {"name": "functional", "rounds": 2}
@@ -276,6 +278,7 @@ def test_what_it_costs_is_the_exact_gaussian(tmp_path: Path, rounds: int) -> Non
     assert exact <= plan.guarantee().epsilon <= exact + 1e-3
 
 
+@pytest.mark.slow
 def test_any_number_of_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(workers: int, **more: Any) -> tuple[Tensor, list[np.ndarray]]:
         with monkeypatch.context() as patch:
@@ -292,6 +295,7 @@ def test_any_number_of_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert torch.equal(run(1, **exactly)[0], run(3, **exactly)[0])
 
 
+@pytest.mark.slow
 def test_it_continues_with_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = {"model": MODEL, "method": {**METHOD, "sigma": 0.2, "draws": 2}}
     whole = train(*make(tmp_path, "whole", **given))

@@ -27,6 +27,8 @@ from dpdist.models import ModelSpec, last_linear
 from dpdist.runs.recipe import parse
 from dpdist.training.canaries import Canaries
 
+pytestmark = [pytest.mark.whole, pytest.mark.guarantee]
+
 ROUND = 2  # the step of the first round
 MOVED = Adversarial(size=0.2, steps=2)
 PATCHES = {"filters": 6, "side": 3, "pool": 3}

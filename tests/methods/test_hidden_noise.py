@@ -28,6 +28,8 @@ from dpdist.models.sensitivity import keep_within, layer_bound
 from dpdist.privacy.releases import GaussianReleases, NonPrivate
 from dpdist.runs.recipe import find, load
 
+pytestmark = pytest.mark.guarantee
+
 SPEC = ModelSpec("hgm-cnn", (1, 6, 6), 3, {"filters": [4], "kernels": [3], "strides": [2]})
 
 
@@ -220,6 +222,7 @@ def test_the_benchmark_counts_images_and_compares_them_seed_by_seed(bench) -> No
     assert bench["interval"]([1.0, 2.0, 6.0]) == "+3.0 ± 6.6"  # 4.303 * 2.646 / sqrt(3)
 
 
+@pytest.mark.slow
 def test_the_benchmark_makes_its_lines_and_continues(
     bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:

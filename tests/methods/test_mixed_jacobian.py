@@ -15,6 +15,8 @@ from dpdist.gradients.mixed_jacobian import (
 )
 from dpdist.gradients.task import squared_error
 
+pytestmark = pytest.mark.guarantee
+
 
 def denoiser(activation: type[nn.Module] = nn.Tanh, channels: int = 2) -> nn.Module:
     """One convolution and one transposed one on 1x4x4 images: 53 parameters."""

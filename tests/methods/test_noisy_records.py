@@ -26,6 +26,8 @@ from dpdist.runs.recipe import Recipe, parse
 from dpdist.runs.released import read_released
 from dpdist.training.job import prepare
 
+pytestmark = pytest.mark.guarantee
+
 CLASSES = 4
 RAW: dict[str, Any] = {
     "name": "x",
@@ -153,6 +155,7 @@ def test_what_it_does_not_protect_is_refused() -> None:
 # ---- the whole
 
 
+@pytest.mark.slow
 def test_a_run_is_trained_on_them_and_released(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
@@ -172,6 +175,7 @@ def test_a_run_is_trained_on_them_and_released(
     assert audit.code == 2 and "noised before the steps" in audit.err
 
 
+@pytest.mark.slow
 def test_the_steps_see_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Inputs are all but nothing, labels are coins: nothing else of a record reaches a step."""
     method = {"name": "noisy-records", "input_norm": 1e-6, "label_epsilon": 1e-9}

@@ -18,6 +18,8 @@ from dpdist.privacy.plan import PrivacyPlan
 from dpdist.privacy.releases import GaussianReleases, GaussianSteps
 from dpdist.runs.recipe import parse
 
+pytestmark = pytest.mark.whole
+
 RECIPE = {
     "name": "toy",
     "data": {"name": "digits"},

@@ -35,6 +35,8 @@ from dpdist.training.answering import released_once
 from dpdist.training.job import TrainJob, prepare
 from dpdist.training.trainer import fit
 
+pytestmark = pytest.mark.guarantee
+
 KEY = "5a" * 32
 METHOD = {
     "name": "pate", "teachers": 5, "public": {"data": "digits"}, "queries": 20, "answers": 12,
@@ -154,6 +156,7 @@ def votes_of(job: TrainJob) -> np.ndarray:
     return np.load(job.folder.private / VOTES)
 
 
+@pytest.mark.slow
 def test_one_record_is_one_vote_of_each_row(tmp_path: Path) -> None:
     every = job_of(tmp_path / "every")
     votes, private = votes_of(every), every.own_records()
@@ -252,6 +255,7 @@ def test_what_does_not_go_with_it_is_refused(section: str, given: Any, said: str
 # ---- once
 
 
+@pytest.mark.slow
 def test_a_crash_replays_the_votes_and_others_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -282,6 +286,7 @@ def test_a_crash_replays_the_votes_and_others_are_refused(
     assert Ledger.read(path).asked == 1
 
 
+@pytest.mark.slow
 def test_what_is_released_once_has_a_key_of_its_own(tmp_path: Path) -> None:
     """For the plan and for everything that it is drawn from, under one run key."""
 
@@ -335,6 +340,7 @@ def test_copies_of_a_run_draw_other_votes_afresh(tmp_path: Path) -> None:
             released_once(job, about, lambda key: [1.0])
 
 
+@pytest.mark.slow
 def test_the_student_sees_answers_and_nothing_else(tmp_path: Path) -> None:
     job = job_of(tmp_path / "a")
     with pytest.raises(UserError, match="never from records"):
@@ -361,6 +367,7 @@ def test_the_student_sees_answers_and_nothing_else(tmp_path: Path) -> None:
     assert torch.allclose(alone, parameters(other.folder), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_student_tells_the_records_classes_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -404,6 +411,7 @@ def test_no_question_is_a_test_record(tmp_path: Path) -> None:
         prepare(job.recipe, job.folder, "test")
 
 
+@pytest.mark.slow
 def test_damaged_votes_are_said(tmp_path: Path) -> None:
     job, path = job_of(tmp_path), tmp_path / "run/private" / VOTES
     np.save(path, np.zeros((20, 2), dtype=np.int64))
@@ -415,6 +423,7 @@ def test_damaged_votes_are_said(tmp_path: Path) -> None:
     assert not job.folder.ledger.exists()
 
 
+@pytest.mark.slow
 def test_too_few_questions_and_too_high_a_threshold_are_said(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"needs 500 public inputs of shape \(6,\), made/train has"):
         job_of(tmp_path / "many", queries=500)
@@ -437,6 +446,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Any:
     return go
 
 
+@pytest.mark.slow
 def test_a_run_from_teachers_to_release(here: Any, tmp_path: Path) -> None:
     smooth = {"smoothing": {"std": 0.01, "draws": 2}}
     training = {"batch_size": 20, "steps": 8, "learning_rate": 0.5}
@@ -470,6 +480,7 @@ def test_a_run_from_teachers_to_release(here: Any, tmp_path: Path) -> None:
             assert path.is_dir() or votes not in path.read_bytes()
 
 
+@pytest.mark.slow
 def test_splits_are_searched_at_one_price(here: Any, tmp_path: Path) -> None:
     raw = RAW | {
         "privacy": {"epsilon": 8.0, "delta": 1e-4, "clipping": "none", "run_key": KEY},

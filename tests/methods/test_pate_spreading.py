@@ -29,6 +29,8 @@ from dpdist.runs.recipe import parse
 from dpdist.training.job import TrainJob, prepare
 from dpdist.training.trainer import fit
 
+pytestmark = pytest.mark.whole
+
 SPREADING = {"spreading": {"neighbours": 5}}
 
 

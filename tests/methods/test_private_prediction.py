@@ -35,6 +35,8 @@ from dpdist.runs.released import read_released
 from dpdist.training.answering import Oracle
 from dpdist.training.records import evaluation_data, source_of
 
+pytestmark = pytest.mark.guarantee
+
 METHOD = {"name": "private-prediction", "teachers": 5, "logit_bound": 2.0, "queries": 6}
 RAW: dict[str, Any] = {
     "name": "x",
@@ -211,6 +213,7 @@ def one_line(done: Done, said: str) -> None:
     assert done.code == 2 and said in done.err and len(lines) == 1, done.err
 
 
+@pytest.mark.slow
 def test_a_run_answers_and_then_no_more(here: Any, tmp_path: Path) -> None:
     done = here("run", "x.yaml")
     assert done.code == 0, done.err
@@ -276,6 +279,7 @@ def _nothing_leaves(folder: RunFolder, tmp_path: Path) -> None:
         require_model(folder.read_recipe(), folder)
 
 
+@pytest.mark.slow
 def test_a_crash_counts_and_two_at_once_take_one(
     here: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

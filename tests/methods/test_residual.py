@@ -41,6 +41,8 @@ from dpdist.runs.planning import make_plan
 from dpdist.runs.recipe import parse
 from dpdist.training.records import evaluation_data, source_of
 
+pytestmark = [pytest.mark.whole, pytest.mark.guarantee]
+
 SHAPE, KEY = (1, 8, 8), b"k" * 32
 OPTIONS = {"width": 4, "groups": 2}
 

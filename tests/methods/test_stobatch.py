@@ -36,6 +36,8 @@ from dpdist.reports.facts import read_facts
 from dpdist.training import loop
 from dpdist.training.job import prepare
 
+pytestmark = pytest.mark.guarantee
+
 SPEC = ModelSpec("small-cnn", (1, 8, 8), 3, {"width": 4})
 C, ROWS = 0.2, 12
 
@@ -249,12 +251,14 @@ def worst(draws: AdversarialDraws) -> tuple[float, float]:
     return moved, others
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attacks", [("i-fgsm",), ("mim",), ("pgd",), ("i-fgsm", "mim", "pgd")])
 def test_one_record_moves_the_sum_by_its_clip_and_no_other_record(attacks) -> None:
     moved, others = worst(draws_of(network(), attacks=attacks, split=0.5))
     assert 0.9 < moved <= 1 + 1e-6 and others == 0.0
 
 
+@pytest.mark.slow
 def test_an_attack_chosen_by_place_is_detected(monkeypatch) -> None:
     monkeypatch.setattr(
         AdversarialDraws, "members",
@@ -264,6 +268,7 @@ def test_an_attack_chosen_by_place_is_detected(monkeypatch) -> None:
     assert others > 0.01 and moved > 1.001
 
 
+@pytest.mark.slow
 def test_a_size_taken_from_the_batch_is_detected(monkeypatch) -> None:
     attacked = AdversarialDraws.attacked
 
@@ -337,6 +342,7 @@ def recipe_of(tmp_path, name="run", **changes):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 def test_neighbour_replay(tmp_path, monkeypatch, workers) -> None:
     """One record less, same keys, real runs: the sums differ by at most C where it was drawn."""
@@ -360,6 +366,7 @@ def test_neighbour_replay(tmp_path, monkeypatch, workers) -> None:
     assert 0.5 < np.linalg.norm(sums[True] - sums[False]) <= 1 + 1e-6
 
 
+@pytest.mark.slow
 def test_two_workers_make_the_same_examples_as_one(tmp_path, monkeypatch) -> None:
     captured: dict[int, np.ndarray] = {}
     for workers in (1, 2):
@@ -372,6 +379,7 @@ def test_two_workers_make_the_same_examples_as_one(tmp_path, monkeypatch) -> Non
     assert captured[1] == pytest.approx(captured[2], abs=1e-4)
 
 
+@pytest.mark.slow
 def test_a_run_proves_dp_sgd_and_carries_its_noise(tmp_path) -> None:
     recipe, folder = recipe_of(tmp_path)
     job = prepare(recipe, folder, "test")

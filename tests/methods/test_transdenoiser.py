@@ -34,6 +34,8 @@ from dpdist.training.provenance import PROVENANCE, RECORDS
 from dpdist.training.records import source_of, training_data
 from dpdist.training.reducer import Reducer
 
+pytestmark = [pytest.mark.whole, pytest.mark.guarantee]
+
 KEY = "5a" * 32
 STEP_KEY = bytes(range(32))
 C = 0.1

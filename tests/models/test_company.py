@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from dpdist import models
 from dpdist.models import ModelSpec, mixing
 
+pytestmark = pytest.mark.guarantee
+
 
 class Of(nn.Module):
     """A network behind a function of its batch of inputs."""

@@ -16,6 +16,8 @@ from dpdist.models.normalised import Normalised
 from dpdist.models.sensitivity import keep_within, layer_bound
 from dpdist.randomness.places import BehindLayer, place_of
 
+pytestmark = pytest.mark.guarantee
+
 CNN = ModelSpec("hgm-cnn", (2, 8, 8), 3, {"filters": [4], "kernels": [3], "strides": [2]})
 SPECS = [
     CNN,

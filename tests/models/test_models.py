@@ -14,6 +14,8 @@ from dpdist import models
 from dpdist.base.errors import UserError
 from dpdist.models import ModelSpec
 
+pytestmark = pytest.mark.whole
+
 
 def size(spec: ModelSpec) -> int:
     return sum(p.numel() for p in models.build(spec).parameters())

@@ -34,6 +34,8 @@ from dpdist.training.estimate import describe
 from dpdist.training.job import prepare
 from dpdist.training.pretrain import pretrain
 
+pytestmark = pytest.mark.whole
+
 LENGTH, TOKENS, CLIP = 9, 14, 0.5
 GPT2 = {"model_type": "gpt2", "vocab_size": TOKENS, "n_embd": 8, "n_layer": 1, "n_head": 2,
         "n_positions": 32}  # fmt: skip

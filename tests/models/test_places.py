@@ -28,6 +28,8 @@ from dpdist.randomness.inside import MODES
 from dpdist.randomness.places import PLACES, BehindLayer, Nowhere, OnInput, Several, place_of
 from dpdist.randomness.units import UnitSource
 
+pytestmark = pytest.mark.guarantee
+
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE, SOURCE = (1, 6, 6), UnitSource("test", "1", "m", "d", "", 1.0)
 SPEC = ModelSpec("small-cnn", SHAPE, 3, {"width": 4})

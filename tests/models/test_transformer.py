@@ -30,6 +30,8 @@ from dpdist.training.building import initial_model, model_spec
 from dpdist.training.job import prepare
 from dpdist.training.records import source_of
 
+pytestmark = pytest.mark.whole
+
 needs_hf(whole_file=True)
 
 WORDS = {

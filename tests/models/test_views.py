@@ -36,6 +36,8 @@ from dpdist.training.pretrain import pretrain
 from dpdist.training.records import evaluation_data, source_of, training_data
 from dpdist.training.reducer import Reducer
 
+pytestmark = pytest.mark.whole
+
 SPEC = ModelSpec("small-cnn", (2, 6, 6), 3, {"width": 4}, mean=(0.4,), std=(0.5,), shifts=2)
 MOVES = [(0, 0), (1, 0), (-1, 0), (0, 1), (0, -1), (2, 0), (-2, 0), (0, 2), (0, -2)]
 

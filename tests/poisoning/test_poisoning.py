@@ -42,6 +42,8 @@ from dpdist.training import job, many
 from dpdist.training.records import evaluation_data, source_of, training_data
 from dpdist.training.teachers import plan_of_shard, shards_by_hash
 
+pytestmark = [pytest.mark.whole, pytest.mark.guarantee]
+
 SEED = "5b" * 32
 PLAN = PrivacyPlan(1000, (GaussianSteps(1, 10.0, 1.0),), 1e-5)
 POISONED = Poisoned(PLAN)  # keeps what it worked out

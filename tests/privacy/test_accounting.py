@@ -24,6 +24,8 @@ from dpdist.privacy.losses import Unsupported, compose_pld, relation
 from dpdist.privacy.mechanisms import gaussian_delta, gaussian_epsilon
 from dpdist.privacy.subsampled import sampled_gaussian_pld, truncated_gaussian_pld
 
+pytestmark = pytest.mark.guarantee
+
 BOTH = ["add-or-remove-one", "replace-one"]
 GAUSS = dpa.GaussianDpEvent(1.1)
 SAMPLED = dpa.PoissonSampledDpEvent(0.02, dpa.GaussianDpEvent(0.9))
@@ -45,6 +47,7 @@ def test_one_gaussian_matches_the_exact_profile_in_both_relations(neighbours, se
     assert delta_profile([event], neighbours)(exact) == pytest.approx(1e-5, rel=1e-2)
 
 
+@pytest.mark.slow
 def test_the_library_itself_mixes_two_sensitivities():
     """Why we normalise: RDP forgets the factor 2 that PLD applies under replace-one."""
     relation = dpa.NeighboringRelation.REPLACE_ONE
@@ -102,6 +105,7 @@ def test_the_library_ignores_a_count_that_we_apply():
     assert ours.get_epsilon_for_delta(1e-9) == pytest.approx(10 * math.log(3), abs=2e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("neighbours", BOTH)
 @pytest.mark.parametrize(("noise", "rate"), [(1.1, 0.004), (0.4, 0.3), (12.0, 1e-4), (1.0, 0.99)])
 def test_arrays_give_the_library_s_own_losses(neighbours, noise, rate):
@@ -118,6 +122,7 @@ def test_arrays_give_the_library_s_own_losses(neighbours, noise, rate):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("neighbours", BOTH)
 @pytest.mark.parametrize("cap", [20, 26, 40])
 def test_truncated_sampling_gives_the_library_s_own_losses(neighbours, cap):
@@ -177,6 +182,7 @@ def test_laplace_parts_match_their_exact_profile():
         )
 
 
+@pytest.mark.slow
 def test_opacus_accountants_agree_within_their_stated_error():
     pytest.importorskip("opacus")
     with warnings.catch_warnings():
@@ -261,6 +267,7 @@ def test_deltas_below_the_grid_s_resolution_use_renyi():
     assert value > epsilon([event], 1e-12, BOTH[0])[0]
 
 
+@pytest.mark.slow
 @cases(15, derandomize=False)
 @given(
     noise=st.floats(0.5, 8.0),
@@ -292,6 +299,7 @@ def test_coarse_bounds_are_bounds():
     assert float(gaussian_delta(fine, 1.0, 1.0)) < 1
 
 
+@pytest.mark.whole
 def test_neither_torch_nor_ray_is_imported():
     code = (
         "import sys\n"
@@ -311,6 +319,7 @@ def test_neither_torch_nor_ray_is_imported():
 TINY = [1e-5, 1e-10, 1e-12, 1e-13, 1e-15]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("noise", "count"), [(1.0, 10_000), (2.0, 100_000)])
 def test_epsilon_is_never_below_the_exact_one_however_small_delta_is(noise, count):
     """Rounding in the transforms: delta 1.46e-13 where 1e-13 was stated, 2e-12 for 100,000 steps.
@@ -337,6 +346,7 @@ def test_a_delta_profile_is_never_below_the_exact_one():
         assert delta * (1 - 1e-9) <= profile(at) <= 10 * delta
 
 
+@pytest.mark.slow
 def test_where_neither_accountant_resolves_delta_nothing_is_stated():
     event = dpa.SelfComposedDpEvent(TRUNCATED, 10)
     value, name = epsilon([event], 1e-14, BOTH[0])

@@ -15,6 +15,8 @@ from dpdist.privacy.audit_bounds import ManyRuns, OneRun, Trials
 from dpdist.privacy.mechanisms import gaussian_epsilon
 from dpdist.privacy.plan import PrivacyPlan
 
+pytestmark = pytest.mark.guarantee
+
 ALPHA = 0.05
 
 

@@ -27,7 +27,7 @@ from dpdist.privacy.searches import search_guarantee
 from dpdist.privacy.selection import SelectionLaw
 from dpdist.privacy.subsampled import sampled_gaussian_pld
 
-pytestmark = pytest.mark.slow  # numerical distributions of the privacy loss
+pytestmark = pytest.mark.guarantee
 
 GEOMETRIC, LOGARITHMIC, POISSON, HALF = 1.0, 0.0, math.inf, -0.5
 
@@ -153,6 +153,7 @@ pairs = st.lists(st.floats(0.01, 1.0), min_size=3, max_size=7).flatmap(
 )
 
 
+@pytest.mark.slow
 @cases(60, phases=[Phase.explicit, Phase.generate])
 @given(
     pairs,
@@ -174,6 +175,7 @@ def test_no_ordering_of_any_pair_is_beyond_the_bound(pair, mean, shape, epsilon,
         assert loss._pmf_add.get_delta_for_epsilon(epsilon) >= back - 1e-9
 
 
+@pytest.mark.slow
 def test_a_simulated_search_is_not_beyond_the_bound():
     """400,000 searches over a Gaussian score on each of two neighbours, the worst of 200 events
     chosen on half of them; false failures: below 1e-3 (normal interval at 3.3 deviations)."""
@@ -339,6 +341,7 @@ def test_the_guarantee_says_what_it_rests_on():
     assert math.isinf(none.epsilon)
 
 
+@pytest.mark.slow
 def test_relations_and_caps_that_have_no_renyi_bound():
     law = SelectionLaw(3, POISSON)
     capped = (GaussianSteps(20, 1.5, 0.05, 80),)
@@ -367,6 +370,7 @@ def test_the_maximum_covers_curves_that_cross():
         assert both.get_delta_for_epsilon(epsilon) == pytest.approx(larger, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_an_addition_counts_as_a_removal_does():
     """Larger batches at more noise: below for a removal, above for an addition."""
     base, larger = sampled(0.9945, 200 / 9000, 100), sampled(2.0, 400 / 9000, 100)
@@ -380,6 +384,7 @@ def test_an_addition_counts_as_a_removal_does():
     assert exceeds(larger, maximum([base], 1e-9))
 
 
+@pytest.mark.slow
 def test_a_floor_is_paid_and_covers_what_lies_below():
     steps = sampled(1.152, 512 / 10800, 150)
     floored = maximum([steps], 1e-7)

@@ -16,6 +16,8 @@ from dpdist.privacy.mechanisms import (
 )
 from dpdist.privacy.published import published_claims
 
+pytestmark = pytest.mark.guarantee
+
 
 @pytest.fixture(scope="module")
 def table():

@@ -13,6 +13,8 @@ from dpdist.privacy.mechanisms import gaussian_delta, gaussian_epsilon
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.privacy.releases import GaussianSteps, LaplaceReleases
 
+pytestmark = pytest.mark.guarantee
+
 
 def plan(*phases, **setting) -> PrivacyPlan:
     return PrivacyPlan(1000, phases, 1e-4, **setting)

@@ -11,6 +11,8 @@ from support.mechanisms import heterogeneous_std, laplace_epsilon
 
 from dpdist.privacy import mechanisms as m
 
+pytestmark = pytest.mark.guarantee
+
 # Delta 1, delta 1e-5: epsilon, analytic, extended, classical formula
 TABLE = [
     (0.1, 30.7496, 47.6174, 48.4481),

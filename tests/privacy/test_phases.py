@@ -31,6 +31,8 @@ from dpdist.privacy.releases import (
 )
 from dpdist.privacy.votes import NoisyVotes
 
+pytestmark = pytest.mark.guarantee
+
 STEPS = GaussianSteps(6057, 1.1, 256 / 60_000)
 CAPPED = GaussianSteps(30, 0.8, 0.1, 12)
 RELEASE = GaussianReleases(20.0, 2, 0.1)

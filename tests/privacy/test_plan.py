@@ -14,6 +14,8 @@ from dpdist.privacy.phases import sequence_alternatives
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.privacy.releases import GaussianSteps, LaplaceReleases
 
+pytestmark = pytest.mark.guarantee
+
 MNIST = {
     "records": 60_000,
     "batch_size": 256,

@@ -15,7 +15,8 @@ from dpdist.privacy.releases import GaussianSteps
 
 NORMAL = stats.norm
 
-pytestmark = pytest.mark.slow  # whoever is first composes the losses that all of them read
+# Whoever is first composes the losses that all of them read.
+pytestmark = [pytest.mark.slow, pytest.mark.guarantee]
 
 
 def gaussian(mu: float, **more: object) -> PrivacyPlan:

@@ -18,6 +18,8 @@ from dpdist.privacy.releases import GaussianReleases, GaussianSteps
 from dpdist.privacy.searches import fixed_runs_guarantee, search_guarantee
 from dpdist.privacy.selection import SelectionLaw, mean_of
 
+pytestmark = pytest.mark.guarantee
+
 STEPS = (GaussianSteps(4680, 1.23, 512 / 60_000),)
 SHAPES = [math.inf, 3.0, 1.0, 0.5, 0.1, 0.0, -0.1, -300.0]
 

@@ -13,6 +13,8 @@ from dpdist.privacy.plan import PrivacyPlan
 from dpdist.privacy.releases import GaussianSteps
 from dpdist.privacy.shuffling import shuffled_delta_lower_bound, shuffled_epsilon_lower_bound
 
+pytestmark = pytest.mark.guarantee
+
 
 @pytest.mark.slow
 def test_the_published_gap():

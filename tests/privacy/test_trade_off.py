@@ -8,6 +8,8 @@ from dpdist.privacy import trade_off
 from dpdist.privacy.group import lemma_delta
 from dpdist.privacy.plan import PrivacyPlan
 
+pytestmark = pytest.mark.guarantee
+
 GRID = np.linspace(0, 1, 2001)
 
 

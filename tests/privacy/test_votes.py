@@ -15,6 +15,8 @@ from dpdist.privacy.plan import PrivacyPlan
 from dpdist.privacy.releases import GaussianSteps
 from dpdist.privacy.votes import NoisyVotes
 
+pytestmark = pytest.mark.guarantee
+
 METHOD = {
     "name": "pate", "teachers": 5, "public": {"data": "digits"}, "queries": 20, "answers": 12,
     "threshold": 1.0, "screening": 0.2,

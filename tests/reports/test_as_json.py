@@ -12,7 +12,7 @@ from support.here import command
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
 
-pytestmark = pytest.mark.usefixtures("here")
+pytestmark = [pytest.mark.usefixtures("here"), pytest.mark.whole]
 RECIPE = {
     "data": {"name": "digits"},
     "model": "linear",

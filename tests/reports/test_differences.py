@@ -28,6 +28,8 @@ from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
 from dpdist.training.records import evaluation_data, source_of
 
+pytestmark = pytest.mark.whole
+
 SIZES = {"l2": (0.1,), "linf": ()}
 # Inputs that only the later run gets right, that only the first one does, and all.
 ONLY_LATER, ONLY_FIRST, ALL = range(0, 9), range(9, 12), range(40)

@@ -34,6 +34,8 @@ from dpdist.reports.facts import read_facts
 from dpdist.reports.pictures import attacked_accuracy
 from dpdist.runs.folder import RunFolder
 
+pytestmark = pytest.mark.whole
+
 N = 1000
 NORMS = Sensitivity(1.0, 2.0, 0.01)
 

@@ -42,6 +42,8 @@ from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse
 from dpdist.training.records import evaluation_data, source_of
 
+pytestmark = pytest.mark.whole
+
 HOSTILE = "<img src=x onerror=alert(1)> & 'more'"
 VOID = {"meta", "img", "br", "circle", "rect", "polygon", "path"}
 NAMES = [*"abcdefgh", "<i>", "j"]  # of the classes

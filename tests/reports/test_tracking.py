@@ -15,6 +15,8 @@ from dpdist.reports import tracking
 from dpdist.reports.facts import read_facts
 from dpdist.reports.tracking import Tracker, figures, tracker
 
+pytestmark = pytest.mark.whole
+
 
 class Kept:
     """A backend that keeps what it is given."""

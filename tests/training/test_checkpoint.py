@@ -24,6 +24,8 @@ from dpdist.training.checkpoint import TrainState
 from dpdist.training.job import prepare, read_run_key
 from dpdist.training.reducer import MissingRank
 
+pytestmark = pytest.mark.guarantee
+
 ANCHOR = Anchor(2, "ab" * 16)
 
 
@@ -79,6 +81,7 @@ def test_a_disk_without_room_is_told_as_such(tmp_path):
     assert list((tmp_path / "step-00000004").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_written_without_a_copy(tmp_path):
     """Ten million parameters are 38 MiB; the memory that the process has at most, reset before."""
     big = TrainState(3, torch.zeros(10_000_000), {"mean": torch.zeros(10_000_000)})

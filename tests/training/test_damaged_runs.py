@@ -23,6 +23,8 @@ from dpdist.runs.released import begun, read_released
 from dpdist.training import groups
 from dpdist.training.trainer import _charged
 
+pytestmark = pytest.mark.whole
+
 HIDDEN = {
     "method": {"name": "pixeldp"},
     "model": {

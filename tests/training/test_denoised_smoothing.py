@@ -50,6 +50,8 @@ from dpdist.training.provenance import PROVENANCE
 from dpdist.training.records import public_data, source_of, training_data
 from dpdist.training.reducer import Reducer
 
+pytestmark = pytest.mark.whole
+
 CNN = {"name": "small-cnn", "options": {"width": 4}}
 DENOISER = {"name": "conv-autoencoder", "options": {"channels": [4]}}
 QUICK = {"batch_size": 50, "steps": 60, "learning_rate": 0.01, "optimizer": "adam"}

@@ -33,6 +33,8 @@ from dpdist.training.records import (
 )
 from dpdist.training.reducer import Reducer
 
+pytestmark = pytest.mark.whole
+
 CNN = {"name": "small-cnn", "options": {"width": 4}}
 UNET = {"name": "unet", "options": {"channels": [8]}}
 TRAINING = {"batch_size": 50, "steps": 200, "learning_rate": 0.01, "optimizer": "adam"}

@@ -23,7 +23,7 @@ from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import RECIPES, load, resolve
 from dpdist.training.pretrain import pretrain
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.whole]
 
 
 def colour_images(root: Path, records: int = 60) -> Path:

@@ -14,6 +14,8 @@ from dpdist.training.estimate import describe
 from dpdist.training.groups import Group, Teller, read, write
 from dpdist.training.job import prepare
 
+pytestmark = [pytest.mark.whole, pytest.mark.guarantee]
+
 RANGE = {"min": 1, "max": 4}
 BETWEEN = {"workers": RANGE, "checkpoint_seconds": 1e9}
 

@@ -18,6 +18,8 @@ from dpdist.runs.recipe import check_against_data, parse
 from dpdist.training import loop
 from dpdist.training.finite import Diverged
 
+pytestmark = pytest.mark.guarantee
+
 HERE = __name__
 
 

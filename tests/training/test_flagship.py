@@ -19,6 +19,8 @@ from dpdist.cluster import session
 from dpdist.runs.recipe import load
 from dpdist.tuning.search import NoModel
 
+pytestmark = pytest.mark.whole
+
 
 @pytest.fixture
 def flagship(monkeypatch):

@@ -33,6 +33,8 @@ from dpdist.training.job import prepare
 from dpdist.training.records import public_data, source_of, training_data
 from dpdist.training.reducer import Reducer
 
+pytestmark = pytest.mark.whole
+
 NO_PRIVACY = {"noise_multiplier": 0, "clipping": "none", "delta": 1e-4}
 PRIVATE = {"noise_multiplier": 1.0, "delta": 1e-4}
 QUICK = {"data": "digits", "steps": 3, "max_records": 50}

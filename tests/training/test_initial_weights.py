@@ -29,6 +29,8 @@ from dpdist.training.public_training import accuracy
 from dpdist.training.records import source_of, training_data
 from dpdist.training.reducer import Reducer
 
+pytestmark = pytest.mark.whole
+
 CNN = {"name": "small-cnn", "options": {"width": 4}}
 STILL = {"rotate": 0, "shear": 0, "scale": [1, 1], "shift": 0, "elastic": 0, "contrast": None}
 

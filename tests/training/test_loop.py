@@ -36,11 +36,14 @@ from dpdist.training import checkpoint, loop
 from dpdist.training.job import prepare
 from dpdist.training.reducer import MissingRank
 
+pytestmark = pytest.mark.guarantee
+
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).norm() / a.norm())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "steps"),
     [
@@ -66,6 +69,7 @@ def test_any_number_of_workers_gives_the_same_parameters(tmp_path, method, steps
     assert relative(*results) < 1e-5
 
 
+@pytest.mark.slow
 def test_reproducible_runs_are_bit_identical(tmp_path):
     results = [
         train(
@@ -107,6 +111,7 @@ def test_exact_replay_after_a_crash_is_recorded_once(tmp_path, monkeypatch):
     assert ledger.superseded == 0
 
 
+@pytest.mark.slow
 def test_resume_from_a_checkpoint_equals_the_undisturbed_run(tmp_path, monkeypatch):
     for name, extra in [("sgd", {}), ("adam", {"training__optimizer": "adam"})]:
         extra = {**extra, "training__momentum": 0.0, "training__ema": 0.9}
@@ -419,6 +424,7 @@ def test_every_pass_of_a_run_has_the_shape_that_the_plan_gives(tmp_path, monkeyp
     assert shapes == {Blocks.for_batches(400 // workers, 0.1).capacity}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("isolate", "how"), [(False, "by structure"), (True, "isolated")])
 def test_a_custom_model_is_named_on_the_card_and_can_be_isolated(tmp_path, isolate, how):
     """dpdist's own factory by its path counts as custom; isolated, it learns the same."""

@@ -15,6 +15,8 @@ from dpdist.training.reducer import Reducer
 from dpdist.training.sharding import Sharded, Shards, leaf_digests
 from dpdist.training.wire import Wire
 
+pytestmark = pytest.mark.guarantee
+
 
 def _work(rank: int, folder: str, answers) -> None:
     store = dist.FileStore(f"{folder}/store", 2)

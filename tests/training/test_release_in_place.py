@@ -22,6 +22,8 @@ from dpdist.training.optimizer import LEAF, FlatOptimizer
 from dpdist.training.reducer import Reducer
 from dpdist.training.sharding import RELEASES, Shards
 
+pytestmark = [pytest.mark.whole, pytest.mark.guarantee]
+
 KEY, STD, BATCH, STEPS = bytes(range(32)), 1.7, 24.0, 3
 PIECE = 2 * noise._PIECE
 TRAINING = SimpleNamespace(

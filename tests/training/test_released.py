@@ -33,6 +33,8 @@ from dpdist.training.denoising import put_together
 from dpdist.training.job import prepare
 from dpdist.training.trainer import _charged
 
+pytestmark = [pytest.mark.whole, pytest.mark.guarantee]
+
 STEPS = 6
 REFUSED = "lacks records that were written|lacks releases that|is empty|missing"
 

@@ -20,6 +20,8 @@ from dpdist.models import ModelSpec
 from dpdist.release.files import RELEASED
 from dpdist.runs.folder import RunFolder
 
+pytestmark = pytest.mark.whole
+
 FILES = {*RELEASED}
 
 

@@ -16,6 +16,8 @@ from dpdist.training import checkpoint, loop, optimizer, sharding
 from dpdist.training.job import prepare
 from dpdist.training.reducer import MissingRank
 
+pytestmark = pytest.mark.guarantee
+
 SHARDED = {"resources": {"checkpoint_seconds": 1e-6, "release": "sharded"}}
 ADAM = {"optimizer": "adam", "momentum": 0.0, "ema": 0.9, "weight_decay": 0.01}
 
@@ -41,6 +43,7 @@ def released(folder: RunFolder) -> list[str]:
     return [record["id"] for record in records if record["kind"] == "release"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("workers", "training"),
     [(1, {}), (2, {"ema": 0.9}), (2, ADAM), (3, {"reproducible": True}),
@@ -53,6 +56,7 @@ def test_parameters_and_ledger_are_the_whole_release_s(tmp_path, workers, traini
     assert released(folder) == released(other) and len(set(released(folder))) == 6
 
 
+@pytest.mark.slow
 def test_every_worker_holds_its_part_of_the_optimizer_s_state(tmp_path):
     recipe, folder = small(tmp_path, "run", ADAM, **SHARDED)
     train(recipe, folder, 3)
@@ -64,6 +68,7 @@ def test_every_worker_holds_its_part_of_the_optimizer_s_state(tmp_path):
     assert [len(part["slot.ema"]) for part in parts] == [192, 256, 202]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "then"),
     [((1, {}), (2, SHARDED)), ((3, SHARDED), (1, {})), ((3, SHARDED), (2, SHARDED))],
@@ -81,6 +86,7 @@ def test_another_number_of_workers_takes_over(tmp_path, monkeypatch, first, then
     assert Ledger.read(folder.ledger).superseded == 0
 
 
+@pytest.mark.slow
 def test_a_checkpoint_lacks_no_part(tmp_path, monkeypatch):
     """One whose second part was not written is not taken; one that lost it is called damaged."""
     recipe, folder = small(tmp_path, "run", **SHARDED)

@@ -33,6 +33,8 @@ from dpdist.training.teachers import (
     train_teachers,
 )
 
+pytestmark = pytest.mark.whole
+
 COUNT, RECORDS = 3, 40
 KEY = "5a" * 32
 

@@ -22,6 +22,8 @@ from dpdist.training import identity, loop, optimizer, sharding
 from dpdist.training.estimate import describe
 from dpdist.training.job import prepare
 
+pytestmark = [pytest.mark.whole, pytest.mark.guarantee]
+
 STEPS = 6
 THERE = {"resources__noise": "device"}
 

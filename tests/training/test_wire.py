@@ -20,6 +20,8 @@ from dpdist.training.job import prepare
 from dpdist.training.sharding import Sharded, Shards
 from dpdist.training.wire import MOST_ROOM, Wire
 
+pytestmark = pytest.mark.guarantee
+
 FLOAT32 = {"release": "sharded", "wire": "float32", "checkpoint_seconds": 1e9}
 
 
@@ -156,6 +158,7 @@ def test_without_the_room_nothing_is_trained(tmp_path, monkeypatch):
         execute(job)
 
 
+@pytest.mark.slow
 def test_any_number_of_workers_gives_the_same_bits_and_nearly_those_of_float64(tmp_path):
     same = {"reproducible": True}
     found = {}

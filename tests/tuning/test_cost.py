@@ -30,6 +30,8 @@ from dpdist.tuning import preview
 from dpdist.tuning.cost import Limit, SearchCost, Sizes
 from dpdist.tuning.space import check_space, draw, with_values
 
+pytestmark = pytest.mark.guarantee
+
 LAWS = [
     {"name": "geometric", "mean": 4.0},
     {"name": "negative-binomial", "shape": -0.5, "mean": 4.0},
@@ -68,6 +70,7 @@ def searched(recipe):
     return make
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("law", LAWS, ids=lambda law: law["name"])
 def test_training_and_search_together_meet_the_target(searched, law):
     cost = cost_of(searched(law, privacy=TARGET))
@@ -122,6 +125,7 @@ def curve(phases, orders) -> np.ndarray:
 ORDERS = (1.5, 2, 4, 8, 16, 32, 64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [{"steps": 100}, {"steps": None, "epochs": 3}], ids=str)
 def test_the_bound_lies_above_every_setting(searched, length):
     """What the loop would execute at settings drawn from all over the space (100, seeded; half of
@@ -161,6 +165,7 @@ def test_the_bound_lies_above_every_setting(searched, length):
     assert 1 - 1e-12 <= tight.min() < (1.01 if "epochs" not in length else 2.3)
 
 
+@pytest.mark.slow
 def test_with_a_target_each_setting_gets_noise_of_its_own(searched):
     """Never above the accounted profile or its floor; less noise for cheaper settings."""
     space = {"training.batch_size": {"choice": [100, 200, 400]}}
@@ -218,6 +223,7 @@ def paid_shares(*noises: float) -> list[dict]:
     ]
 
 
+@pytest.mark.slow
 def test_the_worst_split_is_what_a_search_over_splits_costs(searched):
     """At a noise that is given: Secure-SGD's paid shares r at noise 3 and 6 are priced as at 3."""
 
@@ -256,6 +262,7 @@ def test_with_a_target_the_steps_of_each_split_have_noise_of_their_own(searched)
     assert noises[0] > noises[1] > noises[2]
 
 
+@pytest.mark.slow
 def test_splits_of_one_mu_cost_the_same(searched):
     """Functional's sums: whatever part the first has, the profile is that of one Gaussian."""
     space = {"method.centre": {"choice": [0.02, 0.05, 0.2]}}
@@ -267,6 +274,7 @@ def test_splits_of_one_mu_cost_the_same(searched):
         assert cost.trial_noise(trial) == pytest.approx(cost.noise_multiplier, rel=5e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("space", "privacy", "words"),
     [
@@ -334,6 +342,7 @@ def generated_space(rng: np.random.Generator, target: bool) -> dict:
     return space
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("seed", "target"), [*((seed, False) for seed in range(8)), (0, True)])
 def test_every_trial_of_every_space_is_covered(searched, seed, target):
     """Trials drawn from generated spaces: the search is priced at least as high as the same search
@@ -444,6 +453,7 @@ def write(tmp_path, asked):
     return path
 
 
+@pytest.mark.whole
 def test_the_plan_reads_no_data_and_imports_neither_torch_nor_ray(recipe, tmp_path):
     score = {"noise": 40.0}  # the least that counts no more than training takes a while to find
     asked = recipe(data={"name": "mine", "root": "/nowhere"}, tune={"score": score})
@@ -474,6 +484,7 @@ def test_the_plan_reads_no_data_and_imports_neither_torch_nor_ray(recipe, tmp_pa
     assert own["epsilon_at_untuned_noise"] == pytest.approx(expected, rel=2e-3)
 
 
+@pytest.mark.slow
 def test_the_plan_prices_what_the_method_reads_besides_its_steps(
     recipe, tmp_path, capsys, monkeypatch
 ):
@@ -538,6 +549,7 @@ MODELS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "options", "privacy"), OF_EACH)
 def test_the_preview_of_every_method_is_the_plan_of_its_run(recipe, name, options, privacy):
     """Noise and epsilon before any data are read are those that the run executes and states."""

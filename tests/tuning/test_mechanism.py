@@ -26,7 +26,7 @@ from dpdist.randomness.keys import derive_key
 from dpdist.sections.search import LawRecipe, TuneRecipe
 from dpdist.tuning.manifest import best, draw_trials, number_of_trials
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.guarantee]
 
 DELTA = 1e-3
 NOISE = 2.0  # multiplier: standard deviation of the noise on a count

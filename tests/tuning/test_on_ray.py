@@ -21,7 +21,7 @@ from dpdist.runs.folder import RunFolder
 from dpdist.tuning.manifest import SearchFolder, read_trials
 from dpdist.tuning.trial import scores_of
 
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = [pytest.mark.timeout(1200), pytest.mark.whole]
 
 
 def write(folder: Path, asked) -> Path:

@@ -17,6 +17,8 @@ from dpdist.sections.search import ScoreRecipe
 from dpdist.tuning import scoring
 from dpdist.tuning.scoring import _values, certified_radii, correct, score
 
+pytestmark = pytest.mark.guarantee
+
 KEY = bytes(range(32))
 
 

@@ -35,6 +35,8 @@ from dpdist.tuning.room import Node, trials_at_once
 from dpdist.tuning.search import NoModel
 from dpdist.tuning.trial import rung_steps, scores_of
 
+pytestmark = [pytest.mark.whole, pytest.mark.guarantee]
+
 SESSION = Session(None, 2, 0, 1)
 POISSON = {"name": "poisson", "mean": 3.0}
 

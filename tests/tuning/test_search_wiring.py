@@ -35,6 +35,8 @@ from dpdist.tuning.manifest import read_trials
 from dpdist.tuning.preparing import prepare
 from dpdist.tuning.trial import begin_trial, score_key, scores_of, scoring_data
 
+pytestmark = pytest.mark.whole
+
 SESSION = Session(None, 2, 0, 1)
 RUNS = 3
 FIXED = {"run_key": "7f" * 32}

@@ -17,6 +17,8 @@ from dpdist.certification import job
 from dpdist.certification import table as tables
 from dpdist.certification.cohen import Cohen
 
+pytestmark = pytest.mark.whole
+
 POINTS = Points(4)
 
 

@@ -12,6 +12,8 @@ from dpdist.runs.exporting import publishable
 from dpdist.runs.folder import RunFolder
 from dpdist.tuning.manifest import SearchFolder, read_trials
 
+pytestmark = pytest.mark.whole
+
 RECIPE = {
     "name": "small",
     "data": {"name": "digits", "max_train": 400},

@@ -24,6 +24,8 @@ from dpdist.certification.predict import Predictor
 from dpdist.certification.scores import ExpectedScores
 from dpdist.randomness.units import RandomWords, UnitSource
 
+pytestmark = pytest.mark.guarantee
+
 N, N0, BATCH, COUNT = 250, 30, 100, 4
 SETTINGS = Cohen(sigma=0.5, n0=N0, n=N, batch=BATCH, seed="5", form="eager")
 
@@ -117,6 +119,7 @@ def test_expected_scores_select_by_draws_of_their_own(certify):
     assert not (selecting | estimating) & {s.key for s in units if s.kind.startswith("check")}
 
 
+@pytest.mark.slow
 def test_draws_depend_on_seed_model_data_and_noise(certify):
     units, _ = certify()
     again, _ = certify()

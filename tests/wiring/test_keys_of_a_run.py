@@ -25,6 +25,8 @@ from dpdist.privacy.ledger import Ledger, ReplayConflict
 from dpdist.training import loop, permit
 from dpdist.training.job import TrainJob, prepare, read_run_key
 
+pytestmark = pytest.mark.guarantee
+
 STEPS = 5
 DRAWING = {"name": "input-noise", "sigma": 0.2, "draws": 2}
 NET = {"name": "hgm-cnn", "options": {"filters": [3], "kernels": [3], "strides": [2], "dense": 6}}
@@ -116,6 +118,7 @@ def test_every_worker_uses_the_same_keys(tmp_path, monkeypatch):
         assert [(s.start, s.count) for s in seen.streams if s.key == key] == [(0, 650)] * 3
 
 
+@pytest.mark.slow
 def test_keys_depend_on_all_that_they_must(tmp_path, monkeypatch):
     """Plan, data and run key; the same everything gives the same keys."""
     changes: dict[str, dict[str, Any]] = {

@@ -22,6 +22,8 @@ from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe
 from dpdist.training.job import prepare
 
+pytestmark = pytest.mark.guarantee
+
 NAMES = [f"x{i}" for i in range(6)]
 
 
@@ -54,6 +56,7 @@ def trained_on(tmp: Path, records: int) -> RunFolder:
     return folder
 
 
+@pytest.mark.slow
 def test_one_record_more_changes_nothing_that_is_published(tmp_path):
     published = []
     for records in (120, 121):
@@ -88,6 +91,7 @@ def test_the_batch_is_drawn_from_all_records_at_the_declared_rate(tmp_path):
     assert 25 < np.mean(sizes) < 40
 
 
+@pytest.mark.slow
 def test_a_counted_number_is_named_in_the_relation(tmp_path):
     recipe, folder = recipe_on(tmp_path, 120, privacy={"noise_multiplier": 1.0, "delta": 1e-3})
     job = prepare(recipe, folder, "test")

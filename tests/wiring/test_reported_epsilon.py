@@ -33,6 +33,8 @@ from dpdist.training import trainer
 from dpdist.training.job import TrainJob, prepare
 from dpdist.training.records import evaluation_data
 
+pytestmark = pytest.mark.guarantee
+
 STEPS, RATE, NOISE, DELTA = 12, 12 / 108, 3.0, 1e-3  # max_train 120 lets 108 in
 DEAR, CHEAP = 2.0, 8.0
 
@@ -86,12 +88,14 @@ def covers(found: list[float], epsilon: float) -> None:
         assert epsilon * (1 - 1e-6) <= value <= epsilon * 1.02 + 1e-3
 
 
+@pytest.mark.slow
 def test_an_undisturbed_run(tmp_path):
     job = job_of(tmp_path)
     execute(job)
     covers(stated(job.folder), exact((STEPS, RATE, NOISE)))
 
 
+@pytest.mark.slow
 def test_superseded_releases_are_in_every_epsilon(tmp_path, monkeypatch):
     """6 steps, then all 12 anew with other workers: 18 releases."""
     job = job_of(tmp_path)
@@ -123,6 +127,7 @@ class TwoPhases(Method):
         return (GaussianSteps(6, DEAR, RATE), GaussianSteps(6, CHEAP, RATE))
 
 
+@pytest.mark.slow
 def test_superseded_steps_are_charged_at_the_noise_of_their_phase(tmp_path, monkeypatch):
     """Two phases; what was superseded lies in the first, the dear one."""
     job = job_of(tmp_path, method=f"{__name__}:TwoPhases")

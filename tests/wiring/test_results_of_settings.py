@@ -21,6 +21,8 @@ from dpdist.base.errors import UserError
 from dpdist.certification import job, reading
 from dpdist.certification.cohen import Cohen
 
+pytestmark = pytest.mark.whole
+
 COUNT = 4
 
 
