@@ -52,6 +52,7 @@ from dpdist.base import vision
 from dpdist.base.errors import InvalidResults
 from dpdist.base.table_files import Column
 from dpdist.bulk import Kind, Progress
+from dpdist.cluster.journal import Journal
 from dpdist.cluster.pool import Chunk, PoolSettings, run_chunks, run_here
 from dpdist.cluster.session import connect
 
@@ -215,11 +216,7 @@ def run(
     with session, bulk.held(output, work.kind) as journal:
         about = bulk.pin(journal, work.kind, wanted, work.seed, lambda: work.begin(output))
         task = work.open(about, output)
-        book = Book(task)
-        for entry in journal.entries:
-            if _INVALID in entry:
-                raise InvalidResults(f"{output}: its results do not hold: {entry[_INVALID]}")
-            book.add(entry)
+        book = _taken_up(task, journal, output)
         parts = _Parts(output / "parts", work, about, book)
         meter = _Meter(book, progress)
 
@@ -242,6 +239,16 @@ def run(
     bulk.write_table(work.build(work.finish(book, output), about), finished)
     parts.remove()
     return work.load(finished)
+
+
+def _taken_up(task: Task, journal: Journal, output: Path) -> Book:
+    """Return what the journal says is done. Raises InvalidResults where it says that none holds."""
+    book = Book(task)
+    for entry in journal.entries:
+        if _INVALID in entry:
+            raise InvalidResults(f"{output}: its results do not hold: {entry[_INVALID]}")
+        book.add(entry)
+    return book
 
 
 _Interval = tuple[int, int, Partial]  # low, high, what is known
