@@ -3,7 +3,7 @@ seen."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from dpdist.certification.reexecution import Reexecution, RowChoice
 from dpdist.certification.sampling import Counter, HiddenNoiseSampler, Randomness, counter
 from dpdist.certification.verdict import ABSTAIN
 from dpdist.models import mixing
+from dpdist.models.factory_code import FactoryCode
 from dpdist.randomness.places import NoiseCut, Place
 from dpdist.randomness.units import CHECK, UnitSource
 
@@ -37,7 +38,8 @@ class Counted:
     executed form, fixed before counting, of the network behind the noise when that is hidden; until
     then, one whose form and batch it is to have. votes: whether it answers by votes of draws, or by
     their mean scores; None: as the place does. choice: of the counted rows that are executed again
-    (`dpdist.certification.reexecution`); None: none.
+    (`dpdist.certification.reexecution`); None: none. code: with which the model was saved, and
+    each worker must have.
     """
 
     model: nn.Module
@@ -47,6 +49,7 @@ class Counted:
     spec: ClassifierSpec | None = None
     votes: bool | None = None
     choice: RowChoice | None = None
+    code: FactoryCode = field(default_factory=FactoryCode)
 
     @property
     def by_votes(self) -> bool:
@@ -60,6 +63,7 @@ class Counted:
 def fix_form(counted: Counted, source: UnitSource) -> ClassifierSpec:
     """The executed classifier, chosen by a short probe, or of the form and batch that it has."""
     like = counted.spec
+    counted.code.check("this worker")
     network, batch = _executed(counted, counted.cut, source, like.batch if like else None)
     return like.here(network, batch) if like else choose(network, batch)[0]
 

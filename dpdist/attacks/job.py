@@ -88,7 +88,10 @@ class Attacking(Work):
         if settings.sigma is not None:
             place = place.smoothed(settings.sigma)
         inputs = np.ascontiguousarray(dataset.batch(indices).numpy())
-        counted = Counted(model, place, dataset.classes, inputs[:64], like, votes)
+        counted = Counted(
+            model, place, dataset.classes, inputs[:64], like, votes,
+            models.code_of(model_folder),
+        )  # fmt: skip
         require_logits(counted)
         source = UnitSource(
             self.purpose,

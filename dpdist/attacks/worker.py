@@ -67,6 +67,7 @@ class Attacker:
         self._assignment = assignment
         self._randomness = Randomness(assignment.source)
         counted = assignment.counted
+        counted.code.check("this worker")
         model = counted.model.eval().requires_grad_(False)
         self.classifier = RandomisedClassifier(model, counted.place, counted.by_votes)
 

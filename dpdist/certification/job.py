@@ -220,8 +220,9 @@ def _assignment(
         place.sigma,
     )
     return Assignment(
-        model, settings, place, source, dataset.classes, shape, check_inputs, inputs=len(indices)
-    )
+        model, settings, place, source, dataset.classes, shape, check_inputs, inputs=len(indices),
+        code=models.code_of(model_folder),
+    )  # fmt: skip
 
 
 def _stored_rate(output: Path) -> float:

@@ -20,6 +20,7 @@ from dpdist.certification.places import SampledPlace
 from dpdist.certification.reexecution import Reexecution, RowChoice
 from dpdist.certification.streams import CPU, STREAMS, Stream, usual
 from dpdist.models import fresh_copy, mixing
+from dpdist.models.factory_code import FactoryCode
 from dpdist.randomness import units
 from dpdist.randomness.keys import new_run_key
 
@@ -43,6 +44,7 @@ class Assignment:
     device: where they work; gpus: how much of a GPU each of them has. inputs: how many are counted
     in all; last: the last of them (its index), where more may come. reexecuted: the secret by which
     counted rows are chosen to be executed again (`dpdist.certification.reexecution`); None: none.
+    code: with which the model was saved, and each worker must have.
     """
 
     model: nn.Module
@@ -72,6 +74,8 @@ class Assignment:
         choice = RowChoice(rows, blocks, self.last, self.reexecuted)
         return Reexecution(choice, network, execute, others, spec.form)
 
+    code: FactoryCode = field(default_factory=FactoryCode)
+
     @property
     def stream(self) -> Stream:
         """A stream of noise on the device, by the generator that is pinned, or asked for."""
@@ -84,7 +88,9 @@ class Assignment:
         return self.spec.batch if self.spec else self.settings.executed_batch(numbers)
 
     def placed(self) -> Assignment:
-        """With its model on the device. Raises UserError where this process has none."""
+        """With its model on the device. Raises UserError where this process has none, or has other
+        code of the model's."""
+        self.code.check("this worker")
         device = torch.device(self.device)
         devices.require_device(device)
         devices.settle(device)

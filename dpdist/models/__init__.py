@@ -13,6 +13,7 @@ from dpdist.models.spec import (
     BlockNoise,
     ModelSpec,
     check_trusted,
+    code_of,
     model_hash,
     read_spec,
 )
@@ -58,6 +59,7 @@ __all__ = [
     "check_outputs",
     "check_trusted",
     "check_views",
+    "code_of",
     "device_of",
     "fresh_copy",
     "initialise",

@@ -21,9 +21,17 @@ from dpdist.base.reading import read_bytes, regular_file
 from dpdist.base.storage import write_atomic, write_json
 from dpdist.models.base_folder import is_base, load_base
 from dpdist.models.catalogue import ZOO, factory_of
+from dpdist.models.factory_code import FactoryCode, digests, remember
 from dpdist.models.hidden import attach_block_noise, attach_silence, drop_noise
 from dpdist.models.normalised import Normalised
-from dpdist.models.spec import CLASSIFIER, DENOISER, ModelSpec, check_trusted, read_spec
+from dpdist.models.spec import (
+    CLASSIFIER,
+    DENOISER,
+    ModelSpec,
+    check_trusted,
+    code_of,
+    read_spec,
+)
 from dpdist.models.views import ViewAverage, check_views
 
 _GLOBAL_GENERATOR = threading.Lock()
@@ -128,8 +136,18 @@ def _check_size(spec: ModelSpec, factory: Callable[..., nn.Module], weights: int
         )
 
 
+def _factory(name: str) -> Callable[..., Any]:
+    """`factory_of`, and its code as it is when it is imported. Raises UserError."""
+    if name in ZOO:
+        return factory_of(name)
+    code = digests(name)
+    factory = factory_of(name)
+    remember(name, code or digests(name))
+    return factory
+
+
 def _network(spec: ModelSpec, weights: int | None = None) -> nn.Module:
-    factory = factory_of(spec.name)
+    factory = _factory(spec.name)
     try:
         if spec.name in ZOO:
             _check_size(spec, factory, weights)
@@ -237,7 +255,8 @@ def save(module: nn.Module, spec: ModelSpec, folder: Path) -> None:
         for name, value in module.state_dict().items()
     }
     write_atomic(folder / "model.safetensors", save_tensors(tensors))
-    write_json(folder / "model.json", spec.described)
+    code = FactoryCode.of(spec.own_factories).modules
+    write_json(folder / "model.json", spec.described | ({"code": dict(code)} if code else {}))
 
 
 def load(folder: Path, *, trusted_factory: str | None = None) -> nn.Module:
@@ -261,6 +280,7 @@ def _loaded(folder: Path, trusted_factory: str | None) -> tuple[nn.Module, Model
     """The saved network in eval mode, and its description."""
     spec = read_spec(folder)
     check_trusted(spec, trusted_factory, folder)
+    code_of(folder).check(folder)
     check_views(spec)
     weights = Path(folder) / "model.safetensors"
     # A parameter has a byte at least: what the file cannot fill is not made first.

@@ -13,6 +13,7 @@ from dpdist.base.reading import NoSuchFile, check_shape, read_bytes, read_json
 from dpdist.base.views import MOST_SHIFTS
 from dpdist.models.base_folder import base_hash, is_base
 from dpdist.models.catalogue import ZOO
+from dpdist.models.factory_code import FactoryCode
 
 FORMAT = 1
 DENOISER, CLASSIFIER = "denoiser", "classifier"  # the parts of a model with a frozen part
@@ -75,6 +76,11 @@ class ModelSpec:
         return (self.name, *(name for names in frozen for name in names))
 
     @property
+    def own_factories(self) -> tuple[str, ...]:
+        """Those that are not of the zoo."""
+        return tuple(dict.fromkeys(name for name in self.factories if name not in ZOO))
+
+    @property
     def described(self) -> dict[str, Any]:
         """What model.json says: all of it as JSON types."""
         return {"format": FORMAT, **_described(asdict(self))}
@@ -90,6 +96,18 @@ def _described(spec: dict[str, Any]) -> dict[str, Any]:
 
 def read_spec(folder: Path) -> ModelSpec:
     """The description in model.json. Raises UserError when it is missing, damaged or newer."""
+    description, _, where = _read(folder)
+    return _spec(description, where)
+
+
+def code_of(folder: Path) -> FactoryCode:
+    """Return the code of its own factories with which a model was saved. Raises as `read_spec`."""
+    description, code, where = _read(folder)
+    return FactoryCode(_spec(description, where).own_factories, code) if code else FactoryCode()
+
+
+def _read(folder: Path) -> tuple[dict[str, Any], dict[str, str], str]:
+    """model.json without its format: the description, the digests of code, and its path."""
     path = Path(folder) / "model.json"
     try:
         description = read_json(path, {"format": int})
@@ -98,7 +116,10 @@ def read_spec(folder: Path) -> ModelSpec:
     version = description.pop("format")
     if version > FORMAT:
         raise UserError(f"{path}: written by a newer version of dpdist (format {version})")
-    return _spec(description, str(path))
+    code = description.pop("code", {})
+    if not isinstance(code, dict) or not all(isinstance(each, str) for each in code.values()):
+        raise UserError(f"{path}: damaged: code must be a digest for each module")
+    return description, code, str(path)
 
 
 _SHAPE = {
@@ -178,7 +199,11 @@ def check_trusted(spec: ModelSpec, trusted_factory: str | None, where: object) -
 
 
 def model_hash(folder: Path) -> str:
-    """Hex digest of weights and description: names the executed model in certificates."""
+    """Hex digest of weights and description: names the executed model in certificates.
+
+    The description states the code of factories that are not of the zoo (`factory_code`), and a
+    model whose code has changed since is not loaded.
+    """
     if is_base(Path(folder)):
         return base_hash(Path(folder))
     digest = hashlib.blake2b(digest_size=16, person=b"dpdist.model")

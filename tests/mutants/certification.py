@@ -649,4 +649,31 @@ FAULTS: list[Fault] = [
         ("*_ASKED, *found.kind.free}", "*_ASKED}", "shares that show other radii are kept apart"),
         ("*_ASKED, *found.kind.free}", '*_ASKED, "radii"}', "shares that decide other radii merge"),
     ),
+    *group(
+        "dpdist/models/factory_code.py", "models/test_factory_code",
+        ("if name in found or not (first == top or roots & _folders(first)):", "if name in found or first != top:",
+         "what a factory imports from beside it is not covered"),
+        ("if name in found or not (first == top or roots & _folders(first)):", "if name in found:",
+         "installed libraries are a model's code"),
+        ('raw.replace(b"\\r\\n", b"\\n")', "raw", "line ends are code"),
+        ("        waiting += _imports(raw, name, spec.submodule_search_locations is not None)\n", "",
+         "what helpers import is not covered"),
+        ("kept = parts[: len(parts) - node.level + 1]", "kept = parts", "relative imports lead elsewhere"),
+        ("        if not self.modules:\n            return\n        here", "        return\n        here", "changed code is executed"),
+        ('            children = list(node.orelse)\n', "            pass\n", "what type checkers import is code"),
+    ),
+    *group(
+        "dpdist/models/making.py", "models/test_factory_code",
+        ("    code_of(folder).check(folder)\n", "", "a model is loaded with other code"),
+        ('spec.described | ({"code": dict(code)} if code else {})', "spec.described", "a model does not say of which code it is"),
+        ("    remember(name, code or digests(name))\n", "", "the code that a process has imported is read again"),
+    ),
+    *group(
+        "dpdist/certification/worker.py", "models/test_factory_code",
+        ('        self.code.check("this worker")\n', "", "workers count with other code"),
+    ),
+    *group(
+        "dpdist/attacks/worker.py", "models/test_factory_code",
+        ('        counted.code.check("this worker")\n', "", "workers attack with other code"),
+    ),
 ]  # fmt: skip

@@ -1,0 +1,307 @@
+"""The code of a model of one's own is part of it: another function is another model."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from support.certificates import Data
+from support.here import without_ray
+
+from dpdist import models
+from dpdist.attacks.job import Attack, _form, attack_model
+from dpdist.attacks.settings import AttackSettings
+from dpdist.attacks.worker import Attacker
+from dpdist.base.errors import UserError
+from dpdist.certification import job
+from dpdist.certification.cohen import Cohen
+from dpdist.certification.rebound import apart, merge, shares
+from dpdist.models.factory_code import FactoryCode
+
+SOURCES = {
+    "mine.py": """
+import json, os.path
+from typing import TYPE_CHECKING
+import numpy
+from helpers import layers
+from package.inner import scale
+if TYPE_CHECKING:
+    import only_for_types
+
+def net(input_shape, classes):
+    import late
+    return late.net(layers.linear(input_shape, classes), scale)
+""",
+    "late.py": """
+from torch import nn
+
+class Scaled(nn.Module):
+    def __init__(self, inner, scale):
+        super().__init__()
+        self.inner, self.scale = inner, scale
+
+    def forward(self, x):
+        return self.scale * self.inner(x)
+
+def net(inner, scale):
+    return Scaled(inner, scale)
+""",
+    "helpers/__init__.py": "",
+    "helpers/layers.py": """
+import math
+from torch import nn
+from . import sizes
+from .deep import one
+from .sizes import *
+
+def linear(input_shape, classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(sizes.numbers(input_shape), classes))
+""",
+    "helpers/sizes.py": "from math import prod as numbers\n",
+    "helpers/deep/__init__.py": "",
+    "helpers/deep/one.py": "from ..far import X\n",
+    "helpers/far.py": "X = 1\n",
+    "helpers/unused.py": "X = 1\n",
+    "package/__init__.py": "from .inner import scale\n",
+    "package/inner.py": "scale = 1.0\n",
+    "only_for_types.py": "X = 1\n",
+    "unrelated.py": "X = 1\n",
+}
+COVERED = [
+    "helpers", "helpers.deep", "helpers.deep.one", "helpers.far", "helpers.layers", "helpers.sizes",
+    "late", "mine", "package", "package.inner",
+]  # fmt: skip
+TOPS = {"mine", "late", "helpers", "package", "only_for_types", "unrelated"}
+SPEC = models.ModelSpec("mine:net", (1, 6, 6), 3)
+
+
+def forget() -> None:
+    """As in a process that has not imported them yet."""
+    for name in [name for name in sys.modules if name.partition(".")[0] in TOPS]:
+        del sys.modules[name]
+    importlib.invalidate_caches()
+
+
+def write(folder: Path, **changes: str) -> Path:
+    for name, text in SOURCES.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    for name, text in changes.items():
+        (folder / name).write_text(text)
+    return folder
+
+
+@pytest.fixture
+def use(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], None]]:
+    """From now on the modules lie in this folder."""
+    before = list(sys.path)
+
+    def used(folder: Path) -> None:
+        monkeypatch.setattr(sys, "path", [str(folder), *before])
+        forget()
+
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    yield used
+    forget()
+
+
+def saved(folder: Path) -> Path:
+    models.save(models.initialise(SPEC, 1), SPEC, folder)
+    return folder
+
+
+def test_the_modules_beside_a_factory_are_covered_and_no_others(
+    tmp_path: Path, use: Callable[[Path], None]
+) -> None:
+    use(write(tmp_path / "code"))
+    before = {name for name in sys.modules if name.partition(".")[0] in TOPS}
+    code = FactoryCode.of(("mine:net",))
+    after = {name for name in sys.modules if name.partition(".")[0] in TOPS}
+    assert list(code.modules) == COVERED and before == after == set()  # nothing was imported
+    models.initialise(SPEC, 1)
+    assert FactoryCode.of(("mine:net",)) == code
+
+
+@pytest.mark.parametrize("name", [n for n in SOURCES if n.removesuffix(".py") != "unused"])
+def test_changed_code_is_another_model(
+    tmp_path: Path, use: Callable[[Path], None], name: str
+) -> None:
+    use(write(tmp_path / "code"))
+    first = saved(tmp_path / "first")
+    (tmp_path / "code" / name).write_text(SOURCES[name] + "\nCHANGED = True\n")
+    use(tmp_path / "code")
+    second = saved(tmp_path / "second")
+    module = name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    same = module not in COVERED
+    assert same == (name in ("helpers/unused.py", "only_for_types.py", "unrelated.py"))
+    assert (models.model_hash(first) == models.model_hash(second)) == same
+    if same:
+        models.load(first, trusted_factory="mine:net")
+    else:
+        with pytest.raises(UserError, match=rf"model\.name: must be the code .*; {module} of mine"):
+            models.load(first, trusted_factory="mine:net")
+    models.load(second, trusted_factory="mine:net")
+
+
+def test_the_same_code_is_the_same_wherever_it_lies(
+    tmp_path: Path, use: Callable[[Path], None]
+) -> None:
+    use(write(tmp_path / "code"))
+    model = saved(tmp_path / "model")
+    elsewhere = write(tmp_path / "other host" / "deeper")
+    for path in elsewhere.rglob("*.py"):  # by another editor
+        path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
+    use(elsewhere)
+    models.load(model, trusted_factory="mine:net")
+    assert models.model_hash(saved(tmp_path / "again")) == models.model_hash(model)
+    # In another process, from its own working directory.
+    program = (
+        "import sys; from dpdist import models; from pathlib import Path;"
+        "models.load(Path(sys.argv[1]), trusted_factory='mine:net');"
+        "from dpdist.models.factory_code import FactoryCode;"
+        "print(FactoryCode.of(('mine:net',)).modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(model)],
+        cwd=tmp_path / "code", capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout.strip() == str(models.code_of(model).modules)
+
+
+def test_what_a_process_has_imported_is_what_it_executes(
+    tmp_path: Path, use: Callable[[Path], None]
+) -> None:
+    use(write(tmp_path / "code"))
+    first = saved(tmp_path / "first")
+    (tmp_path / "code" / "mine.py").write_text(SOURCES["mine.py"] + "# changed\n")
+    # The old code is still there, executed and stated; once it is imported anew it is not.
+    assert models.model_hash(saved(tmp_path / "second")) == models.model_hash(first)
+    models.load(first, trusted_factory="mine:net")
+    importlib.reload(sys.modules["mine"])
+    with pytest.raises(UserError, match="mine of mine:net changed"):
+        models.load(first, trusted_factory="mine:net")
+
+
+def test_installed_code_covers_its_own_package(tmp_path: Path, use: Callable[[Path], None]) -> None:
+    """In site-packages everything lies beside everything."""
+    use(write(tmp_path / "lib" / "site-packages"))
+    assert list(FactoryCode.of(("mine:net",)).modules) == ["mine"]
+    assert list(FactoryCode.of(("helpers.layers:linear",)).modules) == [
+        "helpers", "helpers.deep", "helpers.deep.one", "helpers.far", "helpers.layers",
+        "helpers.sizes",
+    ]  # fmt: skip
+
+
+def test_models_of_the_zoo_and_of_earlier_versions_keep_their_hash(
+    tmp_path: Path, use: Callable[[Path], None]
+) -> None:
+    spec = models.ModelSpec("linear", (4,), 2)
+    models.save(models.initialise(spec, 1), spec, tmp_path / "zoo")
+    assert "code" not in (tmp_path / "zoo" / "model.json").read_text()
+    by_path = models.ModelSpec("dpdist.models.zoo:linear", (4,), 2)
+    models.save(models.initialise(by_path, 1), by_path, tmp_path / "path")
+    assert "code" not in (tmp_path / "path" / "model.json").read_text()
+    use(write(tmp_path / "code"))
+    old = saved(tmp_path / "old")
+    described = json.loads((old / "model.json").read_text())
+    assert list(described.pop("code")) == COVERED
+    (old / "model.json").write_text(json.dumps(described))
+    models.load(old, trusted_factory="mine:net")
+    (old / "model.json").write_text(json.dumps({**described, "code": ["mine"]}))
+    with pytest.raises(UserError, match="damaged: code"):
+        models.load(old, trusted_factory="mine:net")
+
+
+def test_code_that_cannot_be_read_builds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("nowhere")
+    module.net = lambda input_shape, classes: None  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "nowhere", module)
+    with pytest.raises(UserError, match="the source of 'nowhere:net' cannot be read; put the"):
+        models.build(models.ModelSpec("nowhere:net", (4,), 2))
+
+
+# ---- what is made of it
+
+
+SETTINGS = Cohen(sigma=0.5, n0=20, n=200, batch=100, seed="5", form="eager")
+
+
+ATTACK = AttackSettings(norm="l2", sizes=(0.2,), attacks=("fgsm",), seed="1")
+
+
+class Named(Data):
+    name = "fake/test"
+
+
+def attacked(model: Path, output: Path) -> Any:
+    return attack_model(model, Named(), ATTACK, output, trusted_factory="mine:net")
+
+
+def certified(model: Path, output: Path, **more: Any) -> Any:
+    settings = SETTINGS.model_copy(update=more)
+    return job.certify(model, Data(), settings, output, trusted_factory="mine:net")
+
+
+def test_a_finished_table_is_refused_for_changed_code(
+    tmp_path: Path, use: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_ray(monkeypatch)
+    use(write(tmp_path / "code"))
+    model = saved(tmp_path / "model")
+    table = certified(model, tmp_path / "out")
+    attacked(model, tmp_path / "attack")
+    (tmp_path / "code" / "package" / "inner.py").write_text("scale = -1.0\n")
+    use(tmp_path / "code")
+    for again in (
+        lambda: certified(model, tmp_path / "out"),
+        lambda: certified(model, tmp_path / "new"),
+        lambda: attacked(model, tmp_path / "attack"),
+    ):
+        with pytest.raises(UserError, match=r"package\.inner of mine:net changed since"):
+            again()
+    assert not (tmp_path / "new").exists()
+    shutil.copytree(write(tmp_path / "back"), tmp_path / "code", dirs_exist_ok=True)
+    use(tmp_path / "code")
+    assert certified(model, tmp_path / "out").equals(table)
+
+
+def test_tables_of_two_functions_do_not_merge(
+    tmp_path: Path, use: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_ray(monkeypatch)
+    parts = []
+    for start, scale in enumerate(("1.0", "-1.0")):
+        use(write(tmp_path / scale, **{"package/inner.py": f"scale = {scale}\n"}))
+        model = saved(tmp_path / f"model{scale}")
+        parts.append(certified(model, tmp_path / f"out{scale}", start=start, every=2))
+    weights = [(tmp_path / f"model{s}" / "model.safetensors").read_bytes() for s in ("1.0", "-1.0")]
+    assert weights[0] == weights[1]
+    assert shares(parts) == [] and apart(parts)[0][2] == ["model"]
+    with pytest.raises(UserError, match="cannot merge results that differ in model"):
+        merge(parts)
+
+
+def test_a_worker_with_other_code_does_nothing(
+    tmp_path: Path, use: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver has imported the old code; a worker imports what lies there now."""
+    without_ray(monkeypatch)
+    use(write(tmp_path / "code"))
+    model = saved(tmp_path / "model")
+    certifying = job.Certification(model, Data(), SETTINGS, "mine:net")._assignment
+    attacking = Attack(model, Named(), ATTACK, "mine:net").assignment
+    certifying.placed()
+    Attacker(attacking)
+    (tmp_path / "code" / "late.py").write_text(SOURCES["late.py"] + "# changed\n")
+    use(tmp_path / "code")
+    for begin in (certifying.placed, lambda: Attacker(attacking), lambda: _form(attacking)):
+        with pytest.raises(UserError, match=r"this worker: .*; late of mine:net changed since"):
+            begin()
