@@ -148,4 +148,17 @@ FAULTS: list[Fault] = [
          "if own.pld is not None and exceeds(own.pld, ceiling.pld, margin):",
          "a trial without privacy passes the limit"),
     ),
+    *group(
+        "tuning/scoring.py", "tuning/test_score_parts",
+        ("np.clip(radii, 0.0, settings.radius_cap)", "np.maximum(radii, 0.0)",
+         "the average radius of a record is not capped"),
+        ('derive_key(key, "score", "draws").hex()', 'derive_key(key, "score", "noise").hex()',
+         "the draws of a score are keyed as its noise"),
+    ),
+    *group(
+        "tuning/trial.py", "tuning/test_trials_once",
+        ('        if rung <= len(state["scores"]):\n            continue\n', "",
+         "rungs that were scored are scored anew after a crash"),
+        ('                    "budget": None,\n', "", "a trial names the budget of its search"),
+    ),
 ]  # fmt: skip

@@ -1,0 +1,48 @@
+"""A trial does each part once, and nobody pays for it besides the search."""
+
+from __future__ import annotations
+
+import pytest
+
+from dpdist.privacy.budgets import budgets_in
+from dpdist.tuning import scoring
+from dpdist.tuning.manifest import read_trials
+from dpdist.tuning.trial import scores_of
+
+FIXED = {"name": "fixed", "runs": 1, "mean": None}
+
+
+def test_a_rung_that_was_scored_is_never_scored_again(recipe, begin, run_trials, monkeypatch):
+    """After a crash its model is that of a later rung: the same noise on another count would cancel
+    in their difference."""
+    asked = recipe(tune={"law": FIXED, "asha": {"rungs": 2}})
+    search, real, keys = begin(asked), scoring.score, []
+
+    def noted(*args, key, **more):
+        keys.append(key)
+        if len(keys) == 2:
+            raise KeyboardInterrupt  # trained to the end, and not scored
+        return real(*args, key=key, **more)
+
+    monkeypatch.setattr(scoring, "score", noted)
+    with pytest.raises(KeyboardInterrupt):
+        run_trials(search)
+    (first,) = scores_of(search.folder, 0)["scores"]
+    (report,) = run_trials(search)
+    assert [value for _, value in report] == scores_of(search.folder, 0)["scores"]
+    assert report[0] == (1, first) and len(report) == 2
+    assert keys[0] not in keys[1:] and keys[1:] == [keys[1]] * 2
+
+
+def test_a_search_is_charged_once_whatever_its_trials_do(recipe, begin, run_trials, tmp_path):
+    asked = recipe(privacy={"budget": str(tmp_path / "b")}, tune={"law": FIXED | {"runs": 2}})
+    search = begin(asked)
+    search._charge()
+    run_trials(search)
+    for trial in read_trials(search.folder):
+        assert search.folder.trial(trial.number).read_recipe().privacy.budget is None
+    search._decide()
+    search._charge(settle=True)
+    (budget,) = budgets_in(tmp_path / "b")
+    (charge,) = budget.charges
+    assert charge.phases == search.cost.plan.phases and charge.status == "settled"
