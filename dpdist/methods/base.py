@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol
 
 from pydantic import Field
 
+from dpdist.base.errors import UserError
 from dpdist.base.fields import Number, Section
 from dpdist.privacy.phases import Phase
 from dpdist.privacy.plan import PrivacyPlan, StepPlan
@@ -33,6 +34,41 @@ if TYPE_CHECKING:
     from dpdist.models import ModelSpec
     from dpdist.privacy.claims import Claim
     from dpdist.privacy.guarantee import Guarantee
+
+
+_MOST_UNKNOWN = 2**20  # records, where their number is declared
+
+
+def room_for_records(recipe: Sections) -> int | None:
+    """Return how many records a sum may be over where privacy.nominal_records is given; None where
+    their number is public.
+
+    What rounding adds to a sum grows with the number of records, and room is left for it in the
+    clip. A declared number says nothing of how many there are, so the room is for many more.
+    """
+    nominal = recipe.privacy.nominal_records
+    return None if nominal is None else max(_MOST_UNKNOWN, 4 * nominal)
+
+
+def check_room(recipe: Sections, records: int) -> int:
+    """Return the number of records that a sum over `records` leaves room for. Raises UserError for
+    more than `room_for_records`: that there are no more is an assumption of the guarantee."""
+    most = room_for_records(recipe)
+    if most is not None and records > most:
+        raise UserError(
+            f"privacy.nominal_records: must be at least a quarter of the number of records beyond "
+            f"{_MOST_UNKNOWN:,}, got {recipe.privacy.nominal_records:,}: the rounding of sums over "
+            "more is not within the clip; declare more"
+        )
+    return records if most is None else most
+
+
+def assumed_room(recipe: Sections) -> list[str]:
+    """Say what a declared number of records leaves to be assumed: how many there are at most."""
+    most = room_for_records(recipe)
+    return (
+        [] if most is None else [f"there are at most {most:,} records, however many are declared"]
+    )
 
 
 DrawCount = Annotated[int, Number, Field(ge=1, le=10_000)]  # of perturbations per record and step

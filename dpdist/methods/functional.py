@@ -25,7 +25,15 @@ from dpdist.base.fields import (
     Share,
     Text,
 )
-from dpdist.methods.base import DrawCount, Fixed, Method, PublicRecords, Setup
+from dpdist.methods.base import (
+    DrawCount,
+    Fixed,
+    Method,
+    PublicRecords,
+    Setup,
+    assumed_room,
+    check_room,
+)
 from dpdist.privacy.phases import Phase
 from dpdist.privacy.plan import PrivacyPlan, StepPlan
 from dpdist.privacy.releases import GaussianSteps
@@ -186,6 +194,7 @@ class Functional(Method):
         return [
             "the model's weights before its last layer were made without the private records"
             + (", or are what the encoder's sum paid for" if self.encoder else ""),
+            *assumed_room(recipe),
             *([] if public is None else public.assumed(recipe)),
         ]
 
@@ -242,6 +251,7 @@ class Functional(Method):
         from dpdist.models import last_linear
 
         plan, reducer = worker.job.plan, worker.reducer
+        check_room(worker.job.recipe, len(worker.dataset))
         centre, curvature = worker.slots[CENTRE], worker.slots[CURVATURE]
         head, sums = last_linear(worker.model), None
         for step in range(worker.start, worker.last):
@@ -281,7 +291,9 @@ class Functional(Method):
 
         example = data.load(worker.job.source, "test").batch(slice(0, _EXAMPLES))
         scales, records = worker.fixed.tensors.get(SCALES), worker.job.plan.records
-        sums = Sums(self, worker.model, example.to(worker.reducer.device), records, scales)
+        most = check_room(worker.job.recipe, records)
+        example = example.to(worker.reducer.device)
+        sums = Sums(self, worker.model, example, records, scales, most)
         if worker.job.kept is not None and not self.encoder:  # whose filters no two trainings share
             sums.kept = worker.job.kept
         return sums
@@ -341,7 +353,8 @@ class Functional(Method):
 
         centre, head = worker.slots[CENTRE], last_linear(worker.model)
         if sums is None:
-            return of_moments(patches_of(worker.model), copies, worker.job.plan.records)
+            most = check_room(worker.job.recipe, worker.job.plan.records)
+            return of_moments(patches_of(worker.model), copies, most)
         weights = sums.weights(head.weight.data, head.bias.data, centre)
         passes = self._passes(sums, stage, copies, sums.head(weights, centre))
         if stage == 0:

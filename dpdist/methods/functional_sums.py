@@ -70,7 +70,7 @@ def unpacked(vector: Tensor, size: int) -> Tensor:
 
 
 def of_moments(patches: Patches, copies: Iterable[Copy], records: int) -> Tensor:
-    """The sum of their `moments`, packed: float64. records: of the plan."""
+    """The sum of their `moments`, packed: float64. records: the most that there may be."""
     size = patches.encoder.weight[0].numel()
     total = torch.zeros(size, size, dtype=torch.float64, device=patches.encoder.weight.device)
     for inputs, _, weight, _ in copies:
@@ -83,8 +83,10 @@ class Sums:
     coefficients, and residuals of the head so far.
 
     model: as it began; it is copied. example: inputs (B, ...) of made-up records, on which it is
-    tried. records: of the plan. scales (D,): public, of the directions; default 1. Raises UserError
-    for a model without a head of its own, that mixes records, or whose adversarial copies do.
+    tried. records: of the plan. scales (D,): public, of the directions; default 1. most: records
+    that there may be, which their rounding grows with (default: those of the plan). Raises
+    UserError for a model without a head of its own, that mixes records, or whose adversarial
+    copies do.
     """
 
     def __init__(
@@ -94,8 +96,10 @@ class Sums:
         example: Tensor,
         records: int,
         scales: Tensor | None = None,
+        most: int | None = None,
     ) -> None:
         self.method, self.records = method, records
+        most = records if most is None else most
         exact = copy.deepcopy(model).double()
         wide = example.double()
         try:
@@ -112,10 +116,10 @@ class Sums:
         head = last_linear(model)
         self.classes, self.size = head.out_features, head.in_features + 1
         self._pairs = self.size * (self.size + 1) // 2
-        self._whole = 1 - slack(records)
+        self._whole = 1 - slack(most)
         self._scales = wide.new_ones(self.size - 1) if scales is None else scales.to(wide)
         if method.adversarial is not None:
-            self._whole -= _MOVED * max(2**16, records)
+            self._whole -= _MOVED * max(2**16, most)
             self._screen(head, wide)
 
     def features(self, inputs: Tensor) -> Tensor:

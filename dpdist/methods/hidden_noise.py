@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field, model_validator
 
 from dpdist.base.fields import Number, Positive
-from dpdist.methods.base import DrawCount, Fixed, Method, PublicRecords, Setup
+from dpdist.methods.base import (
+    DrawCount,
+    Fixed,
+    Method,
+    PublicRecords,
+    Setup,
+    assumed_room,
+)
 from dpdist.methods.redistribution import Redistribution
 from dpdist.privacy.phases import Phase
 from dpdist.privacy.plan import StepPlan
@@ -99,8 +106,9 @@ class HiddenNoiseMethod(Method):
         return (NonPrivate("the redistribution r is computed from private records"),)
 
     def assumed(self, recipe: Sections) -> list[str]:
-        public = self.public_records
-        return [] if public is None else public.assumed(recipe)
+        public, section = self.public_records, self.redistribution
+        room = assumed_room(recipe) if section is not None and section.source == "paid" else []
+        return room + ([] if public is None else public.assumed(recipe))
 
     # --- done in training
 

@@ -107,6 +107,20 @@ def best_of_runs(orders: np.ndarray, rdp: np.ndarray, mean: float, shape: float)
     return np.minimum.accumulate(curve[::-1])[::-1]
 
 
+def _hardly_more(event: dpa.DpEvent) -> dpa.DpEvent:
+    """The event with one release of very much noise in each run of a search: an upper bound."""
+    if isinstance(event, RepeatAndSelectDpEvent):
+        inner = dpa.ComposedDpEvent([_hardly_more(event.event), dpa.GaussianDpEvent(1e6)])
+        return RepeatAndSelectDpEvent(inner, event.mean, event.shape)
+    if isinstance(event, dpa.SelfComposedDpEvent):
+        return dpa.SelfComposedDpEvent(_hardly_more(event.event), event.count)
+    if isinstance(event, dpa.ComposedDpEvent):
+        return dpa.ComposedDpEvent([_hardly_more(part) for part in event.events])
+    if isinstance(event, WorstOfDpEvent):
+        return WorstOfDpEvent([_hardly_more(choice) for choice in event.events], event.floor)
+    return event
+
+
 def compose_rdp(
     event: dpa.DpEvent, neighbours: Neighbours, orders: Sequence[float] | None = None
 ) -> RdpAccountant:
@@ -118,7 +132,11 @@ def compose_rdp(
     level = absl.level
     absl.setLevel(logging.ERROR)  # it warns of each fractional order it leaves out: still a bound
     try:
-        accountant.compose(event)
+        try:
+            accountant.compose(event)
+        except ValueError:  # the library's logarithm of a search's divergence that rounds to zero
+            accountant = _Renyi(orders)
+            accountant.compose(_hardly_more(event))
     except dpa.UnsupportedEventError as error:
         raise Unsupported(f"the RDP accountant refuses this event: {error}") from error
     finally:

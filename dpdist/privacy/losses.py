@@ -37,6 +37,9 @@ FINEST_GRID = 1e-4
 _ROUNDING = 1e-15
 
 
+_LARGEST_EXPONENT = 700.0  # of e, in a float64
+
+
 class Unsupported(ValueError):
     """No theorem we implement covers this event under this accountant and neighbouring relation."""
 
@@ -128,6 +131,8 @@ def _laplace_pld(
         if sample_rate < 1.0:
             raise Unsupported("subsampled Laplace noise is not supported under replace-one")
         noise_multiplier = noise_multiplier / 2
+    if sample_rate < 1.0 and 1 / noise_multiplier > _LARGEST_EXPONENT:
+        raise LossTooLarge(f"a sampled Laplace release with noise {noise_multiplier:g}")
     return pld_library.from_laplace_mechanism(
         noise_multiplier, sampling_prob=sample_rate, value_discretization_interval=grid
     )

@@ -166,8 +166,14 @@ def data_alternatives(
     """Paths through phases for a data set of `records` records and every neighbour of it.
 
     The loss of a capped batch depends on the number of OTHER records: one fewer than `records` when
-    a record is removed, all of them when one is added.
+    a record is removed, all of them when one is added. Raises dpdist.privacy.losses.Unsupported for
+    a phase that cannot be accounted under the relation, whoever charged it under which.
     """
+    refused = [why for phase in walk(phases) if (why := phase.refused(neighbours)) is not None]
+    if refused:
+        from dpdist.privacy.losses import Unsupported
+
+        raise Unsupported(refused[0])
     paths = sequence_alternatives(phases, records)
     if neighbours == "add-or-remove-one" and any(phase.capped for phase in walk(phases)):
         paths += sequence_alternatives(phases, records + 1)

@@ -91,7 +91,17 @@ def directions(loss: PrivacyLossDistribution) -> list[Losses]:
     found = [loss._pmf_remove]
     if loss._pmf_add is not loss._pmf_remove:
         found.append(loss._pmf_add)
-    return [_losses(pmf.to_dense_pmf()) for pmf in found]
+    return [_losses(_dense(pmf)) for pmf in found]
+
+
+def _dense(pmf: pld_pmf.PLDPmf) -> pld_pmf.DensePLDPmf:
+    """It with all losses between its least and its largest; the library has none for a loss that
+    is always infinite."""
+    from dp_accounting.pld import pld_pmf
+
+    if isinstance(pmf, pld_pmf.SparsePLDPmf) and not pmf._loss_probs:
+        return pld_pmf.DensePLDPmf(pmf._discretization, 0, np.zeros(1), pmf._infinity_mass, True)
+    return pmf.to_dense_pmf()
 
 
 def _losses(pmf: pld_pmf.DensePLDPmf) -> Losses:

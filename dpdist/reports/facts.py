@@ -396,9 +396,12 @@ def _data_set_guarantee(
     run = run_id(key_id(folder.read_key()), plan)
     if search is not None:
         run = search.charge
-    totals = [
-        budget.guarantee(plan.delta, plan.neighbours)
-        for budget in budgets_in(recipe.privacy.budget)
-        if any(charge.run == run for charge in budget.charges)
-    ]
+    try:
+        totals = [
+            budget.guarantee(plan.delta, plan.neighbours)
+            for budget in budgets_in(recipe.privacy.budget)
+            if any(charge.run == run for charge in budget.charges)
+        ]
+    except ValueError as error:  # no theorem covers all that is on it
+        raise UserError(f"{recipe.privacy.budget}: {error}") from error
     return max(totals, key=lambda total: total.epsilon, default=None)

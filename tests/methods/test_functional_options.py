@@ -54,10 +54,13 @@ def summed(method: Functional, made: Sums | None, left: int = -1, step: int = RO
     last_linear(model).weight.data.normal_(generator=torch.Generator().manual_seed(0))
     size = last_linear(model).in_features
     worker = SimpleNamespace(
-        job=SimpleNamespace(plan=SimpleNamespace(step=lambda step: None, records=RECORDS)),
+        job=SimpleNamespace(
+            plan=SimpleNamespace(step=lambda step: None, records=RECORDS),
+            recipe=SimpleNamespace(privacy=SimpleNamespace(nominal_records=None)),
+        ),
         model=model,
         reducer=SimpleNamespace(device=torch.device("cpu")),
-        fixed=Fixed(nn.Identity()), key=b"k" * 32, attempt="", canaries=canaries,
+        fixed=Fixed(nn.Identity()), key=b"k" * 32, attempt_of=lambda step: "", canaries=canaries,
         slots={"centre": torch.zeros(size, dtype=torch.float64)},
         shards=SimpleNamespace(mine=[(0, 0, RECORDS)], rows=1),
         dataset=SimpleNamespace(batch=lambda rows: x[rows], targets=lambda rows: y[rows]),

@@ -380,7 +380,7 @@ FAULTS: list[Fault] = [
         ("clipped_to((features * method.clip - centre) * self._scales, method.radius)",
          "clipped_to(features * method.clip - centre, method.radius) * self._scales",
          "directions are scaled after their clip"),
-        ("            self._whole -= _MOVED * max(2**16, records)\n", "", "no room for what copies are rounded by"),
+        ("            self._whole -= _MOVED * max(2**16, most)\n", "", "no room for what copies are rounded by"),
         ("            self._screen(head, wide)\n", "", "copies may depend on their company"),
         ("total += weight * patches.moments(inputs()).sum(0)", "total += patches.moments(inputs()).sum(0)",
          "moments of noisy copies add up"),
