@@ -90,7 +90,7 @@ class Attacking(Work):
         inputs = np.ascontiguousarray(dataset.batch(indices).numpy())
         counted = Counted(
             model, place, dataset.classes, inputs[:64], like, votes,
-            models.code_of(model_folder),
+            code=models.code_of(model_folder),
         )  # fmt: skip
         require_logits(counted)
         source = UnitSource(

@@ -148,9 +148,12 @@ class ExpectedScores(OfHiddenNoise):
             return verdict
         if votes:
             return verdict.of_votes(self)
-        counted = (np.array(found) for found in (verdict.sums, verdict.squares, verdict.histogram))
+        known = (verdict.sums, verdict.squares, verdict.histogram)
+        sums, squares, histogram = (np.array(found) for found in known)
         settings = self.model_copy(update={"bound": "hoeffding"})
-        return decide(*counted, verdict.selected, settings, place.sigma, place.norms)
+        return decide(
+            sums, squares, histogram, verdict.selected, settings, place.sigma, place.norms
+        )
 
     def row(
         self, index: int, label: int, verdict: ScoreVerdict, place: ScoredPlace

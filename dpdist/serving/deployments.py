@@ -133,8 +133,8 @@ def deployed(release: Release, serving: Serving, host: str, port: int) -> Iterat
 
     require_server()
     listen(host, port).close()  # said before anything starts
-    replica = ray.remote(num_cpus=1, max_restarts=-1)(Classifier)
-    actors = [replica.remote(serving, release.sums) for _ in range(serving.replicas)]
+    replica: Any = ray.remote(num_cpus=1, max_restarts=-1)(Classifier)
+    actors: list[Any] = [replica.remote(serving, release.sums) for _ in range(serving.replicas)]
     try:
         try:
             ray.get([actor.ready.remote() for actor in actors])

@@ -166,8 +166,8 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/certification/sampling.py", "certification/test_scores",
-        ("(torch.softmax(logits, 1) * SCORE_UNIT).long()",
-         "(torch.softmax(logits, 1) * SCORE_UNIT).ceil().long()", "scores are rounded up"),
+        ("(softmax_scores(logits) * SCORE_UNIT).long()",
+         "(softmax_scores(logits) * SCORE_UNIT).ceil().long()", "scores are rounded up"),
     ),
     *group(
         "dpdist/certification/sampling.py", f"certification/test_sampling {UNITS}",
@@ -236,7 +236,7 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/certification/worker.py", "certification/test_predict",
-        ("if found := mixing(network, batch):", "if False:", "models that look at their batch are certified"),
+        ("if found := mixing(network, batch, copies):", "if False:", "models that look at their batch are certified"),
     ),
     *group(
         "dpdist/models/company.py", "models/test_company",
@@ -326,7 +326,7 @@ FAULTS: list[Fault] = [
     *group(
         "dpdist/certification/two_class.py", "certification/test_two_class",
         ("(1 - _OF_RUNNER_UP) * np.asarray(alpha)", "np.asarray(alpha)", "the runner-up's bound costs nothing"),
-        ("others.max(1), draws,", "others[:, -1], draws,", "the last class is bounded for the runner-up"),
+        ("runner_up = others.max(1) +", "runner_up = others[:, -1] +", "the last class is bounded for the runner-up"),
         ("return lower, np.minimum(np.minimum(upper, left), 1.0)", "return lower, upper / 2", "the runner-up has half of its bound"),
         ("rest = (1 - label) / others", "rest = 1 - label",
          "more can be certified than no number of draws could"),
@@ -398,8 +398,8 @@ FAULTS: list[Fault] = [
         ("tied = _TIE *", "tied = 0 *", "a tie that rounding decides refuses a form"),
         ("_TIE, _MANY = 1e-5, 0.01", "_TIE, _MANY = 1e-3, 0.01", "other answers pass as rounding"),
         ("_TIE, _MANY = 1e-5, 0.01", "_TIE, _MANY = 1e-5, 1.0", "all answers may be others"),
-        ("(~(logits[rows, first] - logits[rows, other] <= tied))",
-         "(logits[rows, first] - logits[rows, other] > tied)", "what is no number is a tie"),
+        ("(~near | (first == NO_CLASS) | (other == NO_CLASS))", "~near",
+         "what is no number is a tie"),
         ("check_digest(answers[best])", 'check_digest(answers["eager"])',
          "workers are held to answers of a form they do not execute"),
         ("asked if asked in candidates else", "asked if False else",

@@ -454,7 +454,7 @@ FAULTS: list[Fault] = [
          "a ceiling counts at the run's delta"),
         ("np.asarray(records.hashes),", "np.asarray(records.hashes)[:1],",
          "only the first record is on the budget"),
-        ("            budgets.settle(recipe.privacy.budget, charge.run, charge.phases)\n\n", "\n",
+        ("            budgets.settle(recipe.privacy.budget, *made)\n\n", "\n",
          "a run whose reservation was lost stays reserved"),
     ),
     *group(
@@ -498,7 +498,7 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/training/provenance.py", "training/test_provenance",
-        ('if isinstance(extra, dict) and extra.get("model hash", about["model"]) != about["model"]:',
+        ('if card["extra"].get("model hash") != about["model"]:',
          "if False:", "a card of another model is believed"),
         ("            return False  # other records lie there now", "            return True",
          "other records at the old place count as compared"),
