@@ -16,11 +16,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
-from PIL import Image
-
 CHECKOUT = Path(__file__).resolve().parent.parent
 
 
@@ -93,6 +88,11 @@ def make_images(root: Path, name: str, records: int, test: int = 10) -> None:
         records: of the split train.
         test: records of the split test.
     """
+    import numpy as np  # not above: what a test of light imports loads needs none of these
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    from PIL import Image
+
     rng = np.random.default_rng(0)
     rows = []
     for _ in range(records + test):

@@ -95,7 +95,7 @@ def _paid(section: Redistribution, sensitivity: float, setup: Setup) -> Tensor:
     lost = torch.zeros_like(total)
     planned = setup.recipe.privacy.nominal_records or len(dataset)
     for inputs, labels, real in _passes(dataset, members, planned, section.sample_rate, key):
-        vectors = _clipped(split, inputs, labels, section.beta, section.clip_norm)
+        vectors = clipped_powers(split, inputs, labels, section.beta, section.clip_norm)
         part = vectors[:real].sum(0)
         added = total + part  # what is lost of it, of terms >= 0, exactly
         larger, smaller = torch.maximum(total, part), torch.minimum(total, part)
@@ -154,20 +154,10 @@ def mean_powers(split: SplitModel, inputs: Tensor, labels: Tensor, beta: float) 
 def clipped_powers(
     split: SplitModel, inputs: Tensor, labels: Tensor, beta: float, clip_norm: float
 ) -> Tensor:
-    """Sum of the records' vectors, each clipped to L2 norm clip_norm: float64 of the hidden shape.
+    """Return each record's vector, clipped to L2 norm clip_norm: float64 (B, *hidden).
 
-    One record more or less moves it by at most clip_norm. PRIVATE until noise is added.
+    One record more or less moves their sum by at most clip_norm. PRIVATE until noise is added.
     """
-    total = torch.zeros(split.hidden_shape(tuple(inputs.shape[1:])), dtype=torch.float64)
-    for x, y in zip(inputs.split(_BATCH), labels.split(_BATCH), strict=True):
-        total += _clipped(split, x, y, beta, clip_norm).sum(0)
-    return total
-
-
-def _clipped(
-    split: SplitModel, inputs: Tensor, labels: Tensor, beta: float, clip_norm: float
-) -> Tensor:
-    """Each record's vector, clipped: float64 (B, *hidden)."""
     powers = gradient_powers(split, inputs, labels, beta).double()
     norms = powers.flatten(1).norm(dim=1)
     # A record without a finite gradient counts as zero.

@@ -93,8 +93,8 @@ def test_one_record_moves_the_paid_sum_by_at_most_its_clip_and_the_unclipped_by_
     inputs[-1] *= 200  # an outlier
 
     def moved(clip_norm: float) -> float:
-        with_record = hgm.clipped_powers(split, inputs, labels, 1.0, clip_norm)
-        without = hgm.clipped_powers(split, inputs[:-1], labels[:-1], 1.0, clip_norm)
+        with_record = hgm.clipped_powers(split, inputs, labels, 1.0, clip_norm).sum(0)
+        without = hgm.clipped_powers(split, inputs[:-1], labels[:-1], 1.0, clip_norm).sum(0)
         return float((with_record - without).norm())
 
     assert 0.9e-2 < moved(1e-2) <= 1e-2 * (1 + 1e-9)

@@ -458,7 +458,7 @@ FAULTS: list[Fault] = [
          "a run whose reservation was lost stays reserved"),
     ),
     *group(
-        "dpdist/training/planning.py", "training/test_charging",
+        "dpdist/runs/planning.py", "training/test_charging",
         ("        privacy.neighbours,\n        privacy.nominal",
          '        "add-or-remove-one" if privacy.batch_cap else privacy.neighbours,\n        privacy.nominal',
          "replace-one with a cap is planned as add-or-remove"),
