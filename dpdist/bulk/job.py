@@ -40,7 +40,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -230,15 +230,22 @@ def run(
         cut = task.cut(chunk_seconds)
         pool = PoolSettings(actors=actors, num_gpus=task.gpus, stall_after=cut.silence)
         execute = run_here if here else run_chunks
-        try:
+        with _invalidating(journal, parts, output):
             execute(task.worker, task.shared, chunks(book, cut), on_result, pool)
-        except InvalidResults as error:
-            journal.append({_INVALID: str(error)})
-            parts.remove()
-            raise InvalidResults(f"{output}: {error}") from None
     bulk.write_table(work.build(work.finish(book, output), about), finished)
     parts.remove()
     return work.load(finished)
+
+
+@contextmanager
+def _invalidating(journal: Journal, parts: _Parts, output: Path) -> Iterator[None]:
+    """Record in the journal when a worker finds that none of the results hold."""
+    try:
+        yield
+    except InvalidResults as error:
+        journal.append({_INVALID: str(error)})
+        parts.remove()
+        raise InvalidResults(f"{output}: {error}") from None
 
 
 def _taken_up(task: Task, journal: Journal, output: Path) -> Book:

@@ -418,12 +418,12 @@ def decide(
     norms: Sensitivity,
     bounds: ScoreBounds | None = None,
 ) -> ScoreVerdict:
-    """Every certificate from the integer sums of one input.
+    """Compute every certificate from the integer sums of one input.
 
     scale: sigma_r. Sizes are proportional to scale / norm, so each is computed once. bounds: of the
     scores; by default those of the settings.
     """
-    bounds = bounds_of(sums, squares, histogram, settings) if bounds is None else bounds
+    bounds = bounds or bounds_of(sums, squares, histogram, settings)
     k = int(histogram[selected])
     vote = float(clopper_pearson_lower(k, settings.n, settings.alpha))
     units = {

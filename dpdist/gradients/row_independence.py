@@ -154,13 +154,15 @@ class _Tracer(TorchDispatchMode):
         return mark is None or mark.lost or mark.rows is not None
 
     def check(self, tensor: Tensor | None, place: Place, what: str) -> None:
-        """Refuse unless record i, or the same for all records, lies at place i of the tensor."""
+        """Refuse unless row i of the tensor is of record i alone, or the same for all records."""
         if tensor is None or self.reason is not None:
             return
         mark = self._marks.get(tensor)
         if mark is None or mark.lost or (mark.rows is not None and mark.turn != self._turn):
             self.refuse(f"nothing is known of {what}")
-        elif mark.rows != place and (mark.rows is not None or place not in mark.same):
+            return
+        known = place in mark.same if mark.rows is None else mark.rows == place
+        if not known or tensor.shape[place[0]] != self._count:
             self.refuse(f"record i is not in row i of {what}")
 
     def check_call(self, layer: Layer, call: LayerCall) -> None:

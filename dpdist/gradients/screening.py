@@ -268,36 +268,29 @@ class _Screen:
                     )
 
     def _company_does_not_matter(self) -> None:
-        """Where one example says that it does, another one must agree: rounding may decide a tie in
-        one of them."""
-        found: list[int] = []
+        """The first example in company of all sizes, a few others in the largest one."""
         for first in range(min(_FEW, self.usable)):
             alone = self._sketch([first], 0)
             if not torch.equal(alone, self._sketch([first], 0)):  # a random layer
                 return
-            size = self._mixes_among(first, alone)
-            found += [] if size is None else [size]
-            if not found:
-                return
-            if len(found) == 2:
-                raise UserError(
-                    "the model mixes examples without autograd's knowledge: among "
-                    f"{found[0]} examples, one example's loss or gradient {_MIXES}"
-                )
+            self._compare(first, alone, _SIZES if first == 0 else _SIZES[-1:])
 
-    def _mixes_among(self, first: int, alone: Tensor) -> int | None:
-        """In company of how many an example's sketch is another one than alone; None: of none."""
+    def _compare(self, first: int, alone: Tensor, sizes: Sequence[int]) -> None:
+        """Raise UserError where an example's sketch is another one in company than alone."""
         moved = (self._sketch([first], 0, self._nudged()) - alone).abs()
         allowed = self.tolerance * (alone.abs() + alone[1])
         allowed[0] = self.tolerance * (1 + float(alone[0].abs()))
         allowed += 4 * moved.nan_to_num(0.0, 0.0, 0.0)
+        allowed += torch.finfo(torch.float32).tiny  # below it both precisions run out of digits
         others = [row for row in range(len(self.inputs)) if row != first]
-        for size in _SIZES:
+        for size in sizes:
             rows = [others[(size + place) % len(others)] for place in range(size)]
             rows[size // 2] = first
             if bool((~((self._sketch(rows, size // 2) - alone).abs() <= allowed)).any()):
-                return size
-        return None
+                raise UserError(
+                    "the model mixes examples without autograd's knowledge: among "
+                    f"{size} examples, one example's loss or gradient {_MIXES}"
+                )
 
     def _nudged(self) -> dict[str, Tensor]:
         """The parameters, changed in their last digits."""

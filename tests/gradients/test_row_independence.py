@@ -49,6 +49,7 @@ ZOO = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ZOO)
 def test_the_zoo_s_classifiers_are_alone_by_structure(name: str) -> None:
     model = models.initialise(ModelSpec(name, ZOO[name], 3, mean=(0.4,), std=(0.3,)), 0)
@@ -68,6 +69,7 @@ def test_its_readers_of_text_are(name: str) -> None:
     assert why(model, tokens, of_tokens) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("base", ["bert", "roberta", "distilbert", "gpt2", "llama", "qwen2", "vit"])
 def test_transformers_with_adapters_are(base: str) -> None:
     needs_hf()
@@ -279,6 +281,34 @@ MIXES: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", MIXES)
 def test_what_mixes_is_not_shown_to_be_alone(name: str) -> None:
     assert why(Of(MIXES[name]), images(6)) is not None
+
+
+class Swapped(nn.Module):
+    """As many positions as records, and a layer that takes the one for the other."""
+
+    def __init__(self, twice: bool) -> None:
+        super().__init__()
+        self.layer, self.last, self.twice = Scaled(), nn.Linear(6, 3), twice
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.twice:  # all records in an argument beside the layer's own
+            return self.last(self.layer(x[:, 0], x.repeat(2, 1, 1)[:, 0]))
+        return self.last(self.layer(x.transpose(0, 1), None).transpose(0, 1).mean(1))
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Tensor, others: Tensor | None) -> Tensor:
+        return x * self.scale
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_a_layer_that_reads_records_elsewhere_is_not(twice: bool) -> None:
+    """Its operations keep records apart; the rule of its gradients would take others for them."""
+    assert "record i is not in row i of what layer" in str(why(Swapped(twice), images(6, 6)))
 
 
 @pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU], ids=lambda kind: kind.__name__)

@@ -236,6 +236,21 @@ def cases() -> Iterator[tuple[str, Case]]:
         aten._adaptive_avg_pool2d_backward.default, [((3, 6, 2, 2), F), (four, F)], plain()
     )  # fmt: skip
     yield "nearest", (aten.upsample_nearest2d.default, [(four, F)], plain([12, 6]))
+    for last, left in (([3], (3, 6, 6, 1)), ([6, 3], (3, 6, 1, 1))):
+        yield f"layer norm backward {last}", (
+            aten.native_layer_norm_backward.default, [(four, F)] * 2 + [(left, F)] * 2,
+            lambda g, x, *rest, last=last: (
+                (g, x, last, *rest, None, None, [True, False, False]), {}
+            ),
+        )  # fmt: skip
+    yield "index rows", (
+        aten.index.Tensor, [(two, F), ((6,), I)], lambda x, i: ((x, [i]), {})
+    )  # fmt: skip
+    yield "scatter first rows", (
+        aten.scatter_add.default, [(two, F), ((1, 6), I), ((6, 6), F)],
+        lambda x, i, y: ((x, 1, i, y), {}),
+    )  # fmt: skip
+    yield "where of a row", (aten.where.default, [((6,), F)], plain())
     yield "glu", (aten.glu.default, [(three, F)], plain(2))
     yield "index put", (
         aten.index_put.default, [((6, 6, 3), F), ((2,), I), ((6, 2, 3), F)],
@@ -254,6 +269,7 @@ CASES = list(cases())
 ORDER = [2, 0, 1]
 
 
+@pytest.mark.slow
 def test_what_is_accepted_treats_each_record_alone() -> None:
     accepted, refused = set(), 0
     for name, (func, arguments, arrange) in CASES:
@@ -309,6 +325,7 @@ def test_what_is_accepted_treats_each_record_alone() -> None:
     assert refused > 500 and len(accepted) > 55
 
 
+@pytest.mark.slow
 def test_what_is_said_to_be_the_same_for_all_records_is() -> None:
     """Of results of no record: their parts at a place are equal."""
     seen = 0

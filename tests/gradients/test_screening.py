@@ -252,6 +252,20 @@ def test_targets_that_are_pictures_are_invented_like_them() -> None:
     assert engine.clipped_sum(inputs, inputs).flat.any()
 
 
+def test_what_one_example_of_several_shows_is_refused() -> None:
+    """The first example is alone whatever the others are; others are not."""
+
+    class Some(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.where(x[:, :1] > 0.5, x - x.detach().mean(0), x)
+
+    inputs, labels = usual(9)
+    inputs[:, 0] = torch.tensor([0.0, 1.0] * 4 + [0.0])
+    check(nn.Linear(4, 3), inputs, labels)
+    with pytest.raises(UserError, match="mixes examples"):
+        check(nn.Sequential(Some(), nn.Linear(4, 3)), inputs, labels)
+
+
 def check(model: nn.Module, inputs: Tensor, targets: Tensor) -> None:
     engine = GradientEngine(model, cross_entropy, clipping=FlatClipping(1.0))
     self_check(model, cross_entropy, engine._empty_gradients, inputs, targets)

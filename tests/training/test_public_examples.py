@@ -21,14 +21,20 @@ from torch import Tensor, nn
 from dpdist import data
 from dpdist.base.errors import UserError
 from dpdist.base.independence import BY_STRUCTURE, ISOLATED, SCREENED
+from dpdist.gradients.clipping import FlatClipping
 from dpdist.gradients.engine import GradientEngine
+from dpdist.gradients.task import Task, cross_entropy
 from dpdist.models import ModelSpec, initialise
+from dpdist.privacy.plan import PrivacyPlan
+from dpdist.privacy.releases import GaussianSteps
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse
 from dpdist.training import groups, loop
-from dpdist.training.public_examples import examples
+from dpdist.training.public_examples import examples, independence
 from dpdist.training.records import source_of
+
+pytestmark = pytest.mark.slow
 
 HERE = __name__
 WIDTH, CLASSES = 64, 3
@@ -272,6 +278,28 @@ def test_nothing_rests_on_it_without_noise(tmp_path: Path) -> None:
     train(recipe, folder)
     assert [group.independence for group in groups.read(folder)] == [""]
     assert not any("independence" in note for note in read_facts(folder).card()["notes"])
+
+
+class FromNine(nn.Module):
+    """Mixes where a pass has nine rows or more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.layer(x.flatten(1))
+        return found if len(found) < 9 else found - found.mean(0)
+
+
+@pytest.mark.parametrize("rates", [(0.02, 0.1), (0.1, 0.02), (0.02,)])
+def test_every_shape_of_a_plan_counts(rates: tuple[float, ...]) -> None:
+    recipe, _ = make(Path("unused"))
+    phases = tuple(GaussianSteps(1, 1.0, rate) for rate in rates)
+    plan = PrivacyPlan(100, phases, 1e-4)
+    engine = GradientEngine(FromNine(), cross_entropy, clipping=FlatClipping(1.0), micro_batch=50)
+    said = independence(engine, Task(), source_of(recipe), plan, 100)
+    assert said == (SCREENED if 0.1 in rates else BY_STRUCTURE)
 
 
 def test_the_executed_rows_are_looked_at(tmp_path: Path, monkeypatch) -> None:
