@@ -94,6 +94,32 @@ def test_a_model_with_experts_is_not_certified(here: None, tmp_path: Path) -> No
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("noise", ["input", "bank", "hidden"])
+def test_copies_have_the_noise_that_is_executed(
+    here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, noise: str
+) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(worker, "mixing", lambda *given: seen.append(given))
+    spec = models.ModelSpec("mlp", SHAPE, CLASSES, hidden_noise=noise == "hidden")
+    model = models.initialise(models.ModelSpec("mlp", SHAPE, CLASSES), 0)
+    section = {**SETTINGS, "batch": 64, "sigma": 0.2, "noise_bank": noise == "bank"}
+    first, std = nn.Identity(), 0.2
+    if noise == "hidden":
+        split = models.require_split(model)
+        models.attach_noise(model, torch.full(split.hidden_shape(SHAPE), 0.5))
+        section, first, std = {"n": 64, "batch": 64, "seed": "1"}, split.first, 0.5
+    models.save(model, spec, tmp_path / "model")
+    job.certify(tmp_path / "model", Inputs(70), settings_of(section), tmp_path / "out", actors=1)
+    ((_, batch, copies),) = seen
+    inputs = Inputs(70).batch(slice(0, 64))
+    with torch.no_grad():
+        for rows, at in ((batch, first(inputs)), (copies, first(inputs[:1]))):
+            off = rows - at
+            # 64 rows of 36 features at least: 5 standard deviations of their own.
+            assert abs(float(off.std()) / std - 1) < 5 / (2 * off.numel()) ** 0.5
+            assert len(rows) == 64
+
+
 # ---- while it is counted
 
 
@@ -189,6 +215,9 @@ def test_the_chosen_rows_follow_from_the_key_alone_and_from_nothing_that_a_model
 
     first = chosen(choice)
     assert first == chosen(RowChoice(20 * 2 * 5 * 100, 5, key=KEY))
+    every = RowChoice(2 * LEAST_ROWS, 5, key=KEY)  # one row in two
+    parts = [every.of(*name, 100, 100).tolist() for name in names]
+    assert len({tuple(part) for part in parts}) == len(names)
     assert first != chosen(RowChoice(20 * 2 * 5 * 100, 5)) != chosen(RowChoice(20_000, 5))
     assert first != chosen(choice.named("answers")) != chosen(choice.named("others"))
     assert [choice.of(*name, 100, 100).tolist() for name in reversed(names)] == list(
@@ -296,6 +325,8 @@ def test_no_class_is_an_answer_like_any_other() -> None:
     compared(none, Constant(torch.inf, 0.0, 0.0))
     with pytest.raises(InvalidResults, match=r"is no class in the batch .* and class 1 alone"):
         compared(none, Constant(0.0, 1.0, 0.0))
+    with pytest.raises(InvalidResults, match="and class 1 alone"):  # no class ties with another
+        compared(none, Constant(-1.0, 0.0, -1e-7))
 
 
 def test_rows_stand_among_others_and_alone_as_they_were_executed() -> None:

@@ -365,6 +365,10 @@ def test_a_bag_is_trained_on_records_that_its_key_draws(run: Any, tmp_path: Path
         assert votes.vote[number].tolist() == said.tolist()
         sets.append(members)
     assert members.sum() == 30 and (sets[0] != sets[1]).any()
+    # A model whose logits are no numbers votes for nothing, as one whose training diverged.
+    with torch.no_grad():
+        next(model.parameters()).fill_(torch.nan)
+    assert voter._votes(model, "seed").tolist() == [NONE] * len(votes.index)
     # What a bag's training does follows from its size, not from how many records there are.
     assert settings.training(recipe, 90)[1] == settings.training(recipe, 2000)[1]
 
