@@ -326,7 +326,7 @@ def test_no_class_is_an_answer_like_any_other() -> None:
     with pytest.raises(InvalidResults, match=r"is no class in the batch .* and class 1 alone"):
         compared(none, Constant(0.0, 1.0, 0.0))
     with pytest.raises(InvalidResults, match="and class 1 alone"):  # no class ties with another
-        compared(none, Constant(-1.0, 0.0, -1e-7))
+        compared(none, Constant(-1.0, 1.0, 1.0 - 1e-7))
 
 
 def test_rows_stand_among_others_and_alone_as_they_were_executed() -> None:
