@@ -16,8 +16,10 @@ from torch import Tensor, nn
 
 from dpdist import models
 from dpdist.base.errors import UserError
+from dpdist.methods import base
+from dpdist.methods.base import check_room
 from dpdist.methods.functional import Functional
-from dpdist.methods.functional_sums import Sums, clipped_to, packed, unpacked
+from dpdist.methods.functional_sums import Sums, clipped_to, packed, slack, unpacked
 from dpdist.models import ModelSpec
 from dpdist.privacy import mechanisms
 from dpdist.privacy.ledger import Ledger
@@ -318,6 +320,33 @@ def test_a_declared_number_of_records_divides(
     state = latest(job.folder.checkpoints)
     assert state is not None
     assert np.allclose(state.slots["centre"].numpy(), seen.found[0][1] / 5000)
+
+
+def test_a_declared_number_leaves_room_for_many_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rounding of a sum grows with the true number, which a declared one says nothing of."""
+    made: list[Sums] = []
+    monkeypatch.setattr(Sums, "of_features", lambda self, *rest: made.append(self) or rest[1])
+    more = {"data": {"name": "digits"}, "privacy__delta": 1e-7}
+    for nominal, most in ((64, 2**20), (2**19, 2**21)):
+        job = job_of(tmp_path, str(nominal), **more, privacy__nominal_records=nominal)
+        execute(job, until=1)
+        assert made[-1]._whole == 1 - slack(most) and made[-1].records == nominal
+        # Of both sums, over so many records in passes of 128 (Higham, section 3.5).
+        assert 2 * (128 + most / 128) * 2.0**-53 * most <= slack(most)
+        assumed = job.recipe.method.assumed(job.recipe)
+        assert any(f"there are at most {most:,} records" in line for line in assumed)
+        assert check_room(job.recipe, most) == most
+        with pytest.raises(UserError, match=r"privacy\.nominal_records: must be at least a"):
+            check_room(job.recipe, most + 1)
+    plain = job_of(tmp_path, "plain").recipe
+    assert check_room(plain, 2**30) == 2**30
+    assert not any("there are at most" in line for line in plain.method.assumed(plain))
+    monkeypatch.setattr(base, "_MOST_UNKNOWN", 100)
+    job = job_of(tmp_path, "beyond", **more, privacy__nominal_records=60)
+    with pytest.raises(UserError, match="the rounding of sums over more is not within the clip"):
+        execute(job)
 
 
 @pytest.mark.parametrize(

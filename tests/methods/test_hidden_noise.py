@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch import nn
 
 from dpdist import models
 from dpdist.certification.operator_norms import l2_to_l2
+from dpdist.gradients.sampling import poisson_sample
 from dpdist.methods import hgm_shares as hgm
 from dpdist.methods.hgm import HGMPixelDP
 from dpdist.methods.pixeldp import PixelDP
@@ -102,6 +104,57 @@ def test_one_record_moves_the_paid_sum_by_at_most_its_clip_and_the_unclipped_by_
     # A record without a finite gradient counts as nothing.
     inputs[0] = torch.nan
     assert bool(hgm.clipped_powers(split, inputs, labels, 1.0, 1e-2).isfinite().all())
+
+
+@pytest.mark.parametrize("model", ["hgm-cnn", "small-cnn"])
+def test_one_record_moves_the_whole_paid_sum_by_no_more_than_its_noise_is_for(
+    monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    """Records run in passes of one shape, each with the same others: without one record no other
+    changes a bit, where passes as they came moved the sum by 2e-7 clip norms more than one."""
+    count, clip = 300, 1e-3
+    options = {"filters": [3], "kernels": [3], "strides": [2]} if model == "hgm-cnn" else {}
+    spec = ModelSpec(model, (1, 8, 8), 3, options)
+    generator = torch.Generator().manual_seed(2)
+    inputs = torch.rand(count, 1, 8, 8, generator=generator)
+    labels = torch.randint(0, 3, (count,), generator=generator)
+
+    class Records:
+        def __len__(self) -> int:
+            return count
+
+        def batch(self, rows: np.ndarray) -> torch.Tensor:
+            return inputs[rows]
+
+        def targets(self, rows: np.ndarray) -> torch.Tensor:
+            return labels[rows]
+
+    shapes: set[int] = set()
+    real = hgm.gradient_powers
+
+    def watched(split: Any, x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        shapes.add(len(x))
+        return real(split, x, *rest)
+
+    monkeypatch.setattr(hgm, "gradient_powers", watched)
+    monkeypatch.setattr(hgm, "noised_powers", lambda total, *rest: total)
+    privacy = SimpleNamespace(nominal_records=None)
+    setup: Any = SimpleNamespace(
+        recipe=SimpleNamespace(privacy=privacy), spec=spec, records=Records(), key=b"k" * 32,
+        initial=lambda: models.initialise(spec, 0),
+    )  # fmt: skip
+    section = Redistribution(source="paid", clip_norm=clip)
+
+    def total(left: int | None = None) -> torch.Tensor:
+        sample = poisson_sample
+        members = lambda *a, **k: (m := sample(*a, **k))[m != left]  # noqa: E731
+        monkeypatch.setattr(hgm, "poisson_sample", members)
+        return hgm._paid(section, 1.0, setup)
+
+    whole = total()
+    moved = [float((whole - total(left)).norm()) / clip for left in (0, 100, 150, 299)]
+    assert 0.9 < max(moved) <= 1 + 2.0**-43 * count
+    assert len(shapes) == 1 and max(shapes) <= 128
 
 
 def test_the_paid_sum_has_its_noise() -> None:

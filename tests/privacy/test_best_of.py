@@ -22,7 +22,7 @@ from dpdist.privacy.combined import RepeatAndSelect
 from dpdist.privacy.losses import compose_pld
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.privacy.profiles import directions, exceeds, from_profiles, maximum, upper_hull
-from dpdist.privacy.releases import GaussianSteps, NonPrivate
+from dpdist.privacy.releases import GaussianSteps, LaplaceReleases, NonPrivate
 from dpdist.privacy.searches import search_guarantee
 from dpdist.privacy.selection import SelectionLaw
 from dpdist.privacy.subsampled import sampled_gaussian_pld
@@ -432,3 +432,26 @@ def gaussian_epsilon(sigma: float, delta: float) -> float:
         return norm.logcdf(near) + math.log1p(-lost) - math.log(delta)
 
     return brentq(excess, 1e-3, 500.0)
+
+
+@pytest.mark.parametrize("law", [(3.0, 1.0), (3.0, -0.5), (3.0, math.inf)])
+def test_a_loss_that_is_always_infinite_is_priced(law):
+    """Two distributions that share no outcome: the library keeps no loss at all of them."""
+    apart = library.from_two_probability_mass_functions({0: 0.0}, {1: 0.0})
+    found = best_of(apart, SelectionLaw(*law))
+    for epsilon in (0.0, 1.0, 50.0):
+        assert found.get_delta_for_epsilon(epsilon) == 1.0
+
+
+@pytest.mark.parametrize("noise", [1e3, 1e5])
+def test_a_search_that_costs_nearly_nothing_is_priced(noise):
+    """Its divergence rounds to zero, of which the library takes a logarithm under Poisson's law."""
+    phases = (GaussianSteps(1, noise, 1e-6),)
+    plan = PrivacyPlan(1000, (RepeatAndSelect(phases, 3.0, math.inf),), 1e-5)
+    assert 0 <= plan.guarantee().epsilon < 1e-3
+
+
+def test_a_sampled_laplace_release_with_hardly_any_noise_has_no_finite_bound():
+    for noise in (1e-6, 1e-3):
+        plan = PrivacyPlan(1000, (LaplaceReleases(noise, 1, 0.01),), 1e-5)
+        assert plan.guarantee().epsilon > 500

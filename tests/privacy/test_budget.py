@@ -20,6 +20,7 @@ from dpdist.privacy.combined import ParallelParts, RepeatAndSelect
 from dpdist.privacy.filter import RenyiFilter
 from dpdist.privacy.journal import ChainedJournal, JournalError
 from dpdist.privacy.ledger import Ledger
+from dpdist.privacy.losses import Unsupported
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.privacy.releases import GaussianReleases, GaussianSteps, LaplaceReleases, NonPrivate
 
@@ -389,3 +390,26 @@ def test_the_command(folder):
         CliRunner().invoke(app, ["--folder", str(folder) + "x"], catch_exceptions=False)
     with pytest.raises(UserError, match="delta"):
         CliRunner().invoke(app, ["--folder", str(folder), "--delta", "1"], catch_exceptions=False)
+
+
+def test_a_relation_that_a_phase_refuses_is_never_stated(folder):
+    """Whoever charged it under which: a replaced record may change parts, and then pays for both.
+    By the worse of them alone the sum would be too small."""
+    parts = (ParallelParts(((GaussianReleases(4.0),), (GaussianReleases(4.0),))),)
+    reserve(folder, "search", phases=parts, terms=Terms())
+    assert only(folder).guarantee(1e-4).epsilon == pytest.approx(
+        PrivacyPlan(1000, parts, 1e-4).guarantee().epsilon
+    )
+    with pytest.raises(Unsupported, match="accounted under add-or-remove-one only"):
+        only(folder).guarantee(1e-4, "replace-one")
+    replaced = PrivacyPlan(1000, (GaussianReleases(9.0),), 1e-4, neighbours="replace-one")
+    before = size(folder)
+    with pytest.raises(Unsupported, match="accounted under add-or-remove-one only"):
+        reserve(folder, "other", plan=replaced, terms=Terms(), limit=(50.0, 1e-4))
+    filtered = Terms(RenyiFilter.fixed(50.0, 1e-4, "replace-one"))
+    with pytest.raises(BudgetExceeded, match="accounted under add-or-remove-one only"):
+        reserve(folder.with_name("new"), "one", plan=replaced, phases=parts, terms=filtered)
+    assert size(folder) == before
+    arguments = ["--folder", str(folder), "--delta", "1e-4", "--replace-one"]
+    with pytest.raises(UserError, match="budget: parallel parts are accounted under"):
+        CliRunner().invoke(app, arguments, catch_exceptions=False)
