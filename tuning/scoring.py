@@ -19,7 +19,7 @@ from dpdist.base.errors import UserError
 from dpdist.certification.cohen import Cohen
 from dpdist.certification.worker import Assignment, Worker, probe
 from dpdist.data import Dataset
-from dpdist.gradients.noise import add_noise
+from dpdist.gradients.noise import add_noise, grid_exponent
 from dpdist.randomness.keys import derive_key
 from dpdist.randomness.units import UnitSource
 from dpdist.sections.search import ScoreRecipe
@@ -52,6 +52,19 @@ def score(
     if noise is not None:
         total = add_noise(total, derive_key(key, "score", "noise"), noise)
     return float(total[0]) / len(dataset)
+
+
+def published(score: float, records: int, noise: float | None, planned: float) -> float:
+    """Return a score as it may be published: the noisy count of `records` held-out records as a
+    share of a public number of them.
+
+    A noisy count lies on a grid; as a share of how many records there are it would lie on another
+    for each number, and give that away. noise: as in `score`; without any, the score as it is.
+    """
+    if not noise:
+        return score
+    step = 2.0 ** grid_exponent(noise)
+    return round(score * records / step) * step / planned
 
 
 def _values(

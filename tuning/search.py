@@ -35,7 +35,7 @@ from dpdist.sections.search import TuneRecipe
 from dpdist.training import charging
 from dpdist.training.job import PACKAGES
 from dpdist.training.records import source_of, training_data
-from dpdist.tuning.cost import SearchCost
+from dpdist.tuning.cost import SearchCost, kept_out
 from dpdist.tuning.manifest import (
     SearchFolder,
     best,
@@ -302,12 +302,20 @@ class Search:
         }
 
     def _show_trials(self) -> None:
-        """Every trial of a search with a fixed number of trials: all of it was paid for."""
-        rows = []
+        """Every trial of a search with a fixed number of trials: all of it was paid for. Scores on
+        private records are told as shares of how many there are by public numbers alone."""
+        from dpdist.tuning.scoring import published
+
+        asked, rows = self.recipe, []
+        aside, fraction = kept_out(asked), asked.data.fraction
+        planned = self.cost.sizes.train(fraction) / fraction
+        planned *= (aside - asked.data.hold_out) / (1 - aside)
+        records, noise = len(scoring_data(asked)), read_terms(self.folder)["score_noise"]
         for trial in read_trials(self.folder):
             state = scores_of(self.folder, trial.number)
             settings = read_settings(self.folder, trial.number)
-            rows.append({**settings, "scores": state["scores"], "failed": state["failed"]})
+            scores = [published(score, records, noise, planned) for score in state["scores"]]
+            rows.append({**settings, "scores": scores, "failed": state["failed"]})
         write_json(self.folder.run.path / "trials.json", rows)
 
     # --- the data set's budget

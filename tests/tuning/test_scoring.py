@@ -11,11 +11,12 @@ from dpdist import models
 from dpdist.base.errors import UserError
 from dpdist.certification.reexecution import Reexecution
 from dpdist.data.dataset import Dataset
+from dpdist.gradients.noise import add_noise
 from dpdist.models import ModelSpec
 from dpdist.randomness.keys import derive_key
 from dpdist.sections.search import ScoreRecipe
 from dpdist.tuning import scoring
-from dpdist.tuning.scoring import _values, certified_radii, correct, score
+from dpdist.tuning.scoring import _values, certified_radii, correct, published, score
 
 pytestmark = pytest.mark.guarantee
 
@@ -219,3 +220,13 @@ def test_no_private_record_is_executed_again(records, model, monkeypatch):
     settings = ScoreRecipe(objectives={"certified-accuracy": 1.0}, radius=0.1, draws=20)
     dataset = stored(root / "some", inputs[:5], labels[:5])
     assert len(certified_radii(model[0], dataset, settings, 0.2, KEY)) == 5
+
+
+@pytest.mark.parametrize("noise", [0.3, 7.0, 1000.0])
+def test_a_published_score_says_nothing_of_how_many_records_there_are(noise):
+    """The same noisy count, of whatever number of records, is the same published score; the shares
+    themselves lie on another grid for each number."""
+    counts = add_noise(np.arange(50.0), bytes(32), noise)
+    shown = {published(float(c) / n, n, noise, 143.7) for c in counts for n in (99, 143, 60_000)}
+    assert shown == {float(c) / 143.7 for c in counts}
+    assert published(0.731, 99, None, 143.7) == published(0.731, 99, 0.0, 143.7) == 0.731
