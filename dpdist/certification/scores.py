@@ -420,8 +420,7 @@ def decide(
 ) -> ScoreVerdict:
     """Compute every certificate from the integer sums of one input.
 
-    scale: sigma_r. Sizes are proportional to scale / norm, so each is computed once. bounds: of the
-    scores; by default those of the settings.
+    scale: sigma_r, to which sizes are proportional. bounds: by default those of the settings.
     """
     bounds = bounds or bounds_of(sums, squares, histogram, settings)
     k = int(histogram[selected])
