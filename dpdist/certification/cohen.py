@@ -13,7 +13,7 @@ canonical blocks, so that a block can be counted anywhere and again: see ``dpdis
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
@@ -69,7 +69,9 @@ class Cohen(Smoothing):
     def verdict(self, partials: Sequence[Partial], place: SmoothedPlace) -> Verdict:
         """The certificate, from the counts of all blocks."""
         counts = totals(partials, "histogram", self.n)
-        return certify(selected_by(partials), counts, self.alpha, place.certified, draws=self.n)
+        return certify(
+            selected_by(partials), counts, self.alpha, place.certified, self.n, self.bound
+        )
 
     def label(
         self, counter: Counter, x: Tensor, index: int, batch: int, place: SmoothedPlace
@@ -104,16 +106,21 @@ class Cohen(Smoothing):
 
 
 def certify(
-    selected: int, counts: np.ndarray, alpha: float, noise: Noise, draws: int | None = None
+    selected: int,
+    counts: np.ndarray,
+    alpha: float,
+    noise: Noise,
+    draws: int | None = None,
+    bound: Callable[[int, int, float], float] = clopper_pearson_lower,
 ) -> Verdict:
     """CERTIFY, given a class chosen by other draws and the counts of n draws: int (classes,).
 
     With probability at least 1 - alpha over the draws: the smoothed classifier says the prediction
     in the ball of the radius around the input, or the verdict abstains. draws: n, of which some may
-    have had no class, and count against the selected one; None: all had one.
+    have had no class, and count against the selected one; None: all had one. bound: LowerConfBound.
     """
     k, n = int(counts[selected]), int(counts.sum()) if draws is None else draws
-    p_lower = Cohen.bound(k, n, alpha)
+    p_lower = float(bound(k, n, alpha))
     certified = p_lower > 0.5
     return Verdict(
         prediction=selected if certified else ABSTAIN,

@@ -20,7 +20,7 @@ from dpdist.base.errors import UserError
 from dpdist.base.reading import read_bytes, regular_file
 from dpdist.base.storage import write_atomic, write_json
 from dpdist.models.base_folder import is_base, load_base
-from dpdist.models.catalogue import ZOO, factory_of
+from dpdist.models.catalogue import ZOO, check_name, factory_of
 from dpdist.models.factory_code import FactoryCode, digests, remember
 from dpdist.models.hidden import attach_block_noise, attach_silence, drop_noise
 from dpdist.models.normalised import Normalised
@@ -140,6 +140,7 @@ def _factory(name: str) -> Callable[..., Any]:
     """`factory_of`, and its code as it is when it is imported. Raises UserError."""
     if name in ZOO:
         return factory_of(name)
+    check_name(name)
     code = digests(name)
     factory = factory_of(name)
     remember(name, code or digests(name))

@@ -251,6 +251,11 @@ class RunFolder:
         except NoSuchFile:
             return dict.fromkeys(shape)
 
+    @property
+    def begun_noise(self) -> float | None:
+        """The noise multiplier that the run was begun with, calibrated or not."""
+        return self._read_begun_with()["noise_multiplier"]
+
     def _check_as_begun(self, name: str, path: Path, now: Recipe) -> None:
         """Raise UserError unless a recipe file says what the run was begun with."""
         kept = self._read_begun_with()[name]
@@ -321,8 +326,7 @@ class RunFolder:
         """The plan that the run executes. Raises UserError when it is missing or damaged, or is not
         the one that the recipe makes."""
         plan = plan_of(read_json(self.plan), str(self.plan))
-        noise = self._read_begun_with()["noise_multiplier"]
-        planning.check_plan(self.read_recipe(), plan, noise, str(self.plan))
+        planning.check_plan(self.read_recipe(), plan, self.begun_noise, str(self.plan))
         return plan
 
 

@@ -15,9 +15,9 @@ from dpdist.privacy.budgets import budgets_in
 from dpdist.privacy.mechanisms import gaussian_epsilon
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.privacy.releases import GaussianReleases
+from dpdist.runs.planning import plan_at
 from dpdist.runs.recipe import Recipe, parse
 from dpdist.training import charging
-from dpdist.training.planning import plan_at
 
 RECORDS: Any = SimpleNamespace(hashes=np.array([f"record {i:9}" for i in range(40)], "S16"))
 NOISE = 4.0

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from dpdist.training.planning import plan_at
 
 from dpdist.privacy import accounting
 from dpdist.privacy.combined import ParallelParts, WorstOf
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.privacy.releases import GaussianReleases, GaussianSteps, NonPrivate
+from dpdist.runs.planning import plan_at
 from dpdist.tuning.cost import Limit, SearchCost, Sizes
 from dpdist.tuning.space import with_values
 
