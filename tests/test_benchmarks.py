@@ -46,6 +46,10 @@ SHAPES: dict[str, dict[str, int]] = {
         "pool overhead at # s chunks: #% (<= # %)": 1,
     },
     "dplis": {'{"sweep": "radius", "row": ...} {\'2 steps\': #}': 3},
+    "dplis_landscape": {
+        "sharpness # (box #, at least)": 1,
+        "loss #, worst found in the box #": 1,
+    },
     "draws": {
         "... # draws # s # % at #, # % at #": 12,
         "target-scores, # alone # draws # s # % at #": 2,

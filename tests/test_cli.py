@@ -288,13 +288,16 @@ def test_a_run_of_a_newer_version(dpdist, tmp_path):
 
 def test_files_that_cannot_be_used(dpdist, tmp_path):
     """A file where the run folder should be; a damaged ledger; a ledger that is gone."""
+    from dpdist.runs.planning import make_plan
+    from dpdist.runs.recipe import load
+
     (tmp_path / "runs").write_text("")
     line = refused(dpdist("train", recipe(tmp_path), cwd=tmp_path))
     assert "runs: File exists" in line or "runs/small: Not a directory" in line
     (tmp_path / "runs").unlink()
     folder = make_run(tmp_path)
-    plan = {"records": 1439, "phases": [], "delta": 1e-4, "clip_norm": 1.0}
-    (folder / "private" / "plan.json").write_text(json.dumps(plan))
+    plan = make_plan(load(folder / "recipe.yaml"), 1439, "here")
+    (folder / "private" / "plan.json").write_text(json.dumps(plan.to_dict()))
     trained = {
         "seconds": 1, "fallback_layers": [], "steps": -1, "model": "",
         "ledger": {"records": 1, "check": ""},

@@ -133,6 +133,7 @@ def test_run_report_release_and_ports(tmp_path, dpdist):
     released = {p.name for p in (run / "release").iterdir()}
     assert released == {
         "model.safetensors", "model.json", "privacy_card.json", "privacy_card.md",
+        "certificates-1.parquet",
         "release.json", "README.md", "SHA256SUMS",
     }  # fmt: skip
     card = json.loads((run / "release" / "privacy_card.json").read_text())

@@ -85,11 +85,11 @@ def test_answers_under_a_fixed_key_are_repeatable_and_no_two_share_noise(
 
 def test_nothing_is_released_once_more_on_a_ledger_that_lost_it(tmp_path: Path) -> None:
     """The steps that followed it are in a checkpoint: its ledger was not empty."""
-    folder = RunFolder(tmp_path / "run")
-    folder.private.mkdir(parents=True)
+    recipe, folder = make(tmp_path, "run")
+    folder.private.mkdir(parents=True, exist_ok=True)
     folder.run_key.write_text("5a" * 32)
     plan = PrivacyPlan(1000, (NoisyVotes(12.0, 1, 1, 0.2, 4, 0.1),), 1e-4)
-    job: Any = SimpleNamespace(folder=folder, plan=plan)
+    job: Any = SimpleNamespace(folder=folder, plan=plan, recipe=recipe)
     drawn: list[bytes] = []
 
     def draw(key: bytes) -> list[float]:

@@ -156,7 +156,7 @@ def test_damaged_and_missing_files(tmp_path):
         models.load(tmp_path)
     spec = ModelSpec("linear", (4,), 2)
     models.save(models.build(spec), spec, tmp_path)
-    (tmp_path / "model.safetensors").write_bytes(b"xx")
+    (tmp_path / "model.safetensors").write_bytes(b"x" * 100)
     with pytest.raises(UserError, match="does not fit the model"):
         models.load(tmp_path)
     (tmp_path / "model.json").write_text('{"format": 99}')

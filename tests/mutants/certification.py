@@ -257,7 +257,7 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/bulk/job.py", "certification/test_reexecution",
-        ("            if _INVALID in entry:", "            if False:",
+        ("        if _INVALID in entry:", "        if False:",
          "results that do not hold are continued"),
     ),
     *group(
@@ -272,7 +272,7 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/certification/cohen.py", "certification/test_no_class certification/test_predict",
-        ("self.alpha, place.certified, self.n, self.bound)", "self.alpha, place.certified, bound=self.bound)",
+        ("self.alpha, place.certified, self.n, self.bound\n", "self.alpha, place.certified, None, self.bound\n",
          "a draw without a class is no draw"),
         ("second = max(second, undefined)", "second = second", "no class is no rival of a label"),
         ("first + second) <= alpha", "first + second) <= 2 * alpha", "a label errs twice as often"),

@@ -52,7 +52,8 @@ def certificates(path: Path, right: set[int], **changes: Any) -> reading.Certifi
         rows.append(settings.row(index, labels, verdict, None))
     about = {
         "settings": {"n": settings.n, "mode": settings.mode, "noise": settings.noise,
-                     "sigma": settings.sigma, "noise_bank": bank},
+                     "sigma": settings.sigma, "noise_bank": bank, "start": indices.start,
+                     "every": indices.step, "max_inputs": len(indices)},
         "model": "m", "data": data, "seed": "s",
     }  # fmt: skip
     tables.write(tables.build(rows, about), path / "certificates.parquet")

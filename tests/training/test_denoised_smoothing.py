@@ -328,6 +328,9 @@ def test_the_denoiser_of_a_released_run_goes_before_a_classifier(public, tmp_pat
     (alone / "privacy_card.json").write_text(json.dumps(card))
     with pytest.raises(UserError, match=r"privacy_card\.json: was changed"):
         put_together(folder, "denoiser", alone, RunFolder(tmp_path / "x"))
+    described = json.loads((alone / "release.json").read_text())
+    described["data"]["name"] = "letters"
+    (alone / "release.json").write_text(json.dumps(described))
     (alone / SUMS).write_text(sums_of(alone))
     put_together(folder, "denoiser", alone, RunFolder(tmp_path / "x"))
     x = torch.rand(3, 1, 8, 8)

@@ -125,7 +125,7 @@ def test_a_card_speaks_of_the_model_that_it_names(root):
 def test_no_spelling_hides_that_a_card_is_of_the_run_s_own_data(root, name):
     weights = root / "weights"
     save(recipe(root, "own"), weights)
-    card(weights, name)
+    card(weights, name, **{"model hash": models.model_hash(weights)})
     with pytest.raises(UserError, match="as this run is"):
         begun(root, weights)
 

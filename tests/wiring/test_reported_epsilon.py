@@ -181,9 +181,13 @@ def test_a_fixed_key_is_not_forgotten_when_the_recipe_is_edited(tmp_path):
     job = job_of(tmp_path, privacy__run_key="5a" * 32)
     execute(job)
     folder = job.folder
-    raw = yaml.safe_load(folder.recipe_file.read_text())
+    kept = folder.recipe_file.read_text()
+    raw = yaml.safe_load(kept)
     assert raw["privacy"].pop("run_key") == "5a" * 32
     folder.recipe_file.write_text(yaml.safe_dump(raw))
+    with pytest.raises(UserError, match="must be what this run was begun with"):
+        read_facts(folder)
+    folder.recipe_file.write_text(kept)
     facts = read_facts(folder)
     assert facts.privacy_line.startswith("NOT PRIVATE: fixed run key")
     assert facts.card()["private"] is False
