@@ -179,6 +179,10 @@ class Attack(Attacking):
         by_votes = self.assignment.counted.by_votes
         return super().identity() | ({} if by_votes else {tables.ANSWERS: tables.MEAN_SCORES})
 
+    def begin(self, output: Path) -> dict[str, Any]:
+        it = self.assignment
+        return super().begin(output) | {bulk.LABELS: bulk.label_digest(it.indices, it.targets)}
+
     def blocks(self, rows: list[slice]) -> dict[Item, Block]:
         self._each = len(rows)
         count = len(self.assignment.indices)

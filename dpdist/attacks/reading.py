@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from dpdist import bulk
 from dpdist.attacks.table import ANSWERS, MEAN_SCORES, VOTES, about, read
 from dpdist.base.errors import UserError
 from dpdist.base.reading import check_shape, read_json, shown
@@ -148,6 +149,7 @@ def read_attack(path: Path) -> AttackTable:
         attack=np.array(columns["attack"].to_pylist()),
         **{name: columns[name].to_numpy() for name in ("size", "index", "label", "prediction")},
     )
+    bulk.check_labels(said, table.index, table.label, path)
     if not table.has(NONE, 0.0):
         raise UserError(f"{path}: damaged: has no answers without an attack")
     return table

@@ -18,8 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import ArrayLike
 
 from dpdist.base import table_files
 from dpdist.base.errors import UserError
@@ -31,6 +33,7 @@ from dpdist.cluster.journal import InUse, Journal, OtherHeader
 FORMAT = 1
 SETTINGS, JOURNAL = "settings.json", "journal.jsonl"
 _DIGEST = b"dpdist.settings"
+LABELS = "labels"  # what a table says of the labels of its inputs
 _SHAPE = {"format": int, "seed": str, "settings": dict}
 
 Progress = Callable[[int, int, float], None]
@@ -168,6 +171,19 @@ def metadata(about: Mapping[str, Any], key: bytes) -> dict[bytes, bytes]:
 def about_table(table: pa.Table, key: bytes, where: str = "the table") -> dict[str, Any]:
     """What was executed for a table; empty where it does not say. Raises UserError if damaged."""
     return parse_json((table.schema.metadata or {}).get(key, b"{}"), f"{where}: its description")
+
+
+def label_digest(index: ArrayLike, label: ArrayLike) -> str:
+    """Return a digest of the labels of inputs, whatever the order of their rows; several rows of
+    one input with one label count once."""
+    pairs = np.unique(np.stack([np.asarray(index), np.asarray(label)], 1).astype("<i8"), axis=0)
+    return hashlib.blake2b(pairs.tobytes(), digest_size=16, person=b"dpdist.labels").hexdigest()
+
+
+def check_labels(about: Mapping[str, Any], index: ArrayLike, label: ArrayLike, where: Any) -> None:
+    """Raise UserError for labels of a table that are not those it was made with, where it says."""
+    if about.get(LABELS, found := label_digest(index, label)) != found:
+        raise UserError(f"{where}: damaged: its labels are not those it was made with")
 
 
 def write_table(table: pa.Table, path: Path) -> None:

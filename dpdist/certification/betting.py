@@ -30,6 +30,7 @@ ENDS = np.unique(np.concatenate([[0], _INNER, [SCORE_UNIT]]))
 BINS = len(ENDS) - 1
 
 _ROUNDS = 44
+_STEP = 1e-9  # from a bound to either side
 _SLACK = 1e-9  # of ln capital, relative: sums of many logarithms
 
 
@@ -99,6 +100,41 @@ def one_score_bound(
     lower[selected] = lower_bound(weights, ENDS / SCORE_UNIT, 1 - confidence)
     upper[np.arange(len(counts)) != selected] = np.nextafter(1 - lower[selected], 2)
     return ScoreBounds(lower, upper)
+
+
+def label_of(
+    counts: np.ndarray,
+    excess: np.ndarray,
+    lower: float,
+    upper: float,
+    alpha: float,
+    selected: int | None = None,
+) -> int:
+    """Return the class with the largest lower bound, where that is `lower` and the largest upper
+    bound of another class `upper`; -1 where they are other numbers.
+
+    As `score_bounds`, or of the selected class alone as `one_score_bound`: a bound is where the
+    capital crosses, which two means tell, one on each side. counts, excess: (K, BINS).
+    """
+    scores, weights = ENDS / SCORE_UNIT, at_ends(counts, excess).T
+    share = alpha if selected is not None else alpha / (2 * len(counts))
+
+    def above(values: np.ndarray, mean: float) -> np.ndarray:
+        if mean <= 0 or mean >= 1:
+            return np.full(len(counts), mean <= 0)
+        return means_above(weights, values, mean, share)
+
+    there = above(scores, lower - _STEP) & ~above(scores, lower + _STEP)
+    if selected is not None:
+        found = there[selected] and abs(upper - (1 - lower)) <= _STEP
+        return (selected if lower > 0 else 0) if found else -1
+    if not there.any() or above(scores, lower + _STEP).any():
+        return -1
+    label = int(there.argmax())
+    others = np.arange(len(counts)) != label
+    enough = above(1 - scores, 1 - upper - _STEP)[others].all()
+    least = not above(1 - scores, 1 - upper + _STEP)[others].all()
+    return label if enough and least else -1
 
 
 def at_ends(counts: np.ndarray, excess: np.ndarray) -> np.ndarray:

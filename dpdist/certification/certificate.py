@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 import numpy as np
 from pydantic import BeforeValidator, Field
 
+from dpdist.base.errors import UserError
 from dpdist.base.fields import (
     Count,
     CountOrZero,
@@ -42,6 +43,7 @@ FormName = Literal["eager", "channels-last", "frozen", "compiled", "bf16"]
 Partial = dict[str, Any]  # JSON: what the first unit says once, then counts
 _ONCE = ("selected",)
 _UNDEFINED = "undefined"  # draws without a class, said where there are any
+_NEAR = 1e-9  # what other machines may round otherwise
 
 _MAX_BATCH_NUMBERS = 16 * 2**20  # larger inputs get smaller batches: one stays within 64 MiB
 
@@ -192,8 +194,27 @@ class Certificate(Section):
         return {}
 
     @classmethod
+    def sound_counts(cls, table: pa.Table) -> np.ndarray:
+        """Return whether each row holds counts of so many draws as it states: bool (N,)."""
+        raise NotImplementedError
+
+    @classmethod
+    def made(cls, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:
+        """Return what the counts of a table certify at an error, by column, (N,) each."""
+        raise NotImplementedError
+
+    @classmethod
     def check(cls, table: pa.Table, where: str) -> None:
-        """Raise UserError for a table of this schema that cannot be one of this certificate."""
+        """Raise UserError unless every row is what its counts certify at the table's error."""
+        sound = cls.sound_counts(table)
+        if sound.all():
+            for name, made in cls.made(table, table["alpha"][0].as_py()).items():
+                sound &= abs(table[name].to_numpy() - made) <= _NEAR * (1 + abs(made))
+        if not sound.all():
+            raise UserError(
+                f"{where}: damaged: what it says of input {table['index'][int(sound.argmin())]} "
+                "does not follow from its counts"
+            )
 
     @classmethod
     def sizes(cls, table: pa.Table) -> tuple[CertifiedSizes, ...]:
@@ -326,6 +347,27 @@ def totals(partials: Sequence[Partial], name: str, n: int | None = None) -> np.n
         if draws != n:
             raise ValueError(f"{draws} draws counted instead of {n}")
     return total
+
+
+def lists(table: pa.Table, *names: str) -> list[np.ndarray] | None:
+    """Return columns that hold a list of whole numbers for each class: int64 (N, K) each; None
+    where they are of unequal lengths, or empty."""
+    found = [table[name].to_pylist() for name in names]
+    sizes = {len(each or ()) for column in found for each in column}
+    if len(sizes) != 1 or not max(sizes):
+        return None
+    return [np.asarray(column, dtype=np.int64) for column in found]
+
+
+def selected_hits(table: pa.Table, histogram: np.ndarray) -> np.ndarray:
+    """Return whether each row's histogram (N, K) is of its n draws at most (some may have had no
+    class), all of its cap, and has k for its selected class: bool (N,)."""
+    names = ("selected", "k", "n", "cap", "looks")
+    selected, k, n, cap, looks = (table[name].to_numpy() for name in names)
+    inside = (selected >= 0) & (selected < histogram.shape[1])
+    hits = histogram[np.arange(len(k)), np.where(inside, selected, 0)]
+    counts = (histogram >= 0).all(1) & (histogram.sum(1) <= n)
+    return inside & counts & (hits == k) & (n == cap) & (looks == 1)
 
 
 def join(first: Partial, second: Partial) -> Partial:

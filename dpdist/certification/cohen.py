@@ -14,9 +14,10 @@ canonical blocks, so that a block can be counted anywhere and again: see ``dpdis
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from dpdist.base.binomial import clopper_pearson_lower, two_sided_p_value
 from dpdist.certification.certificate import (
@@ -100,9 +101,9 @@ class Cohen(Smoothing):
         return settings, SmoothedPlace(settings.smoothing, quadrature=quadrature)
 
     @classmethod
-    def bound(cls, hits: int, draws: int, alpha: float) -> float:
+    def bound(cls, hits: ArrayLike, draws: ArrayLike, alpha: float) -> Any:
         """LowerConfBound: Clopper-Pearson, Pr[p < bound] <= alpha."""
-        return float(clopper_pearson_lower(hits, draws, alpha))
+        return clopper_pearson_lower(hits, draws, alpha)
 
 
 def certify(

@@ -133,10 +133,12 @@ class Certification(Work):
         assignment = replace(self._assignment, device=device, gpus=gpus)
         spec = run_once(probe, assignment, "the model cannot be certified", num_gpus=gpus)
         write_json(output / _RATE, spec.rate)
+        labels = np.asarray(self._dataset.labels)[np.asarray(self._indices)]
         return {
             "seed": self._assignment.source.seed,
             "classifier": spec.pinned,
             "inputs": len(self._dataset.labels),  # by which a reader knows that no row is missing
+            bulk.LABELS: bulk.label_digest(self._indices, labels),
         }
 
     def open(self, about: dict[str, Any], output: Path) -> Task:

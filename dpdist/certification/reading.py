@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 from pydantic import ValidationError
 
+from dpdist import bulk
 from dpdist.base.errors import UserError
 from dpdist.base.fields import MOST
 from dpdist.base.reading import check_shape
@@ -227,6 +228,7 @@ def of(table: pa.Table, path: Path = Path("certificates/-")) -> CertificateTable
     arrays = {name: table[name].to_numpy() for name in names}
     if len(np.unique(arrays["index"])) < table.num_rows:
         raise UserError(f"{path}: damaged: has more than one certificate of the same input")
+    bulk.check_labels(about, arrays["index"], arrays["label"], path)
     kind = kind_of(table, path)
     return CertificateTable(path=path, kind=kind, about=about, table=table, **once, **arrays)
 

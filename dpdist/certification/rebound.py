@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from dpdist import bulk
 from dpdist.base.binomial import clopper_pearson_upper
 from dpdist.base.errors import UserError
 from dpdist.base.reading import check_shape
@@ -68,6 +69,11 @@ def merge(parts: Sequence[pa.Table]) -> pa.Table:
     about |= {"seed": seeds[0], "seeds": seeds}
     if shares := _all_shares(notes):
         about["shares"] = shares
+    if all(bulk.LABELS in note for note in notes):
+        pairs = [(row["index"], row["label"]) for row in rows.values()]
+        about[bulk.LABELS] = bulk.label_digest(*zip(*pairs, strict=True))
+    else:
+        about.pop(bulk.LABELS, None)
     return tables.build(list(rows.values()), about, parts[0].schema.remove_metadata())
 
 

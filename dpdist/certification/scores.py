@@ -12,16 +12,18 @@ not depend on how the draws were cut into pieces; and they are scores in [0, 1] 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from dataclasses import asdict, dataclass, field, fields
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from dpdist.base.binomial import clopper_pearson_lower
 from dpdist.base.errors import UserError
 from dpdist.base.fields import Number
+from dpdist.base.reading import check_shape
 from dpdist.base.table_files import Column
 from dpdist.certification import betting
 from dpdist.certification import expected_score_bounds as by_scores
@@ -30,8 +32,10 @@ from dpdist.certification.certificate import (
     CertifiedSizes,
     Partial,
     counted,
+    lists,
     select,
     selected_by,
+    selected_hits,
     totals,
 )
 from dpdist.certification.expected_score_bounds import SCORE_UNIT, ScoreBounds, Sensitivity
@@ -61,6 +65,7 @@ SIZE_COLUMNS = (*(f"{name}_{norm}" for name in CERTIFICATES for norm in NORMS), 
 
 ScoreBound = Literal["hoeffding", "bernstein", "counts"]
 _ANY: Column = (object, None)
+_Kind = TypeVar("_Kind", bound="ExpectedScores")
 COUNTS = "counts"  # the bound by which scores are votes: one for the class that a draw says
 
 
@@ -185,6 +190,49 @@ class ExpectedScores(OfHiddenNoise):
     def check(cls, table: pa.Table, where: str) -> None:
         if not all(table["sums"].to_pylist()):
             raise UserError(f"{where}: damaged: column 'sums' must hold a sum for each class")
+        if len(set(table["bound"].to_pylist())) > 1:
+            raise UserError(f"{where}: damaged: its rows differ in bound")
+        super().check(table, where)
+
+    @classmethod
+    def sound_counts(cls, table: pa.Table) -> np.ndarray:
+        """Votes, scores and their squares of so many draws, no more than there can be."""
+        found = lists(table, "histogram", "sums", "squares")
+        if found is None:
+            return np.zeros(len(table), bool)
+        votes, sums, squares = found
+        n = table["n"].to_numpy()
+        sound = selected_hits(table, votes) & (n >= 2) & (n <= MOST_DRAWS)
+        sound &= (sums >= 0).all(1) & (sums.sum(1) <= n * SCORE_UNIT)
+        return sound & ((squares >= 0) & (squares <= sums * SCORE_UNIT)).all(1)
+
+    @classmethod
+    def made(cls, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:
+        found = lists(table, "sums", "squares", "histogram")
+        assert found is not None
+        sums, squares, histogram = found
+        settings = stated_settings(ExpectedScores, table, alpha)
+        bounds = bounds_of(sums, squares, histogram, settings)
+        return cls.made_of(table, alpha, bounds, bounds.label)
+
+    @classmethod
+    def made_of(
+        cls, table: pa.Table, alpha: float, bounds: ScoreBounds, label: np.ndarray
+    ) -> dict[str, np.ndarray]:
+        """`made`, from bounds of all rows, and the class that they are for."""
+        found = lists(table, "sums")
+        assert found is not None
+        n = table["n"].to_numpy()
+        vote = np.asarray(clopper_pearson_lower(table["k"].to_numpy(), n, alpha))
+        printed = by_scores.score_bounds_hoeffding(
+            found[0] / SCORE_UNIT, n[:, None], 1 - alpha, paper_faithful=True
+        )
+        scale, norms = table["sigma"][0].as_py(), stated_norms(table)
+        sizes = certified_sizes(bounds, vote, printed, scale, norms)
+        radius = sizes[f"exact_{table['norm'][0].as_py()}"]
+        prediction = np.where(radius > 0, label, ABSTAIN)
+        more = {"p_lower": bounds.p_a, "p_upper": bounds.p_b}
+        return {**sizes, **more, "radius": radius, "prediction": prediction}
 
     @classmethod
     def by_votes(cls, table: pa.Table) -> bool:
@@ -309,7 +357,6 @@ class BettingScores(ExpectedScores):
 
     @classmethod
     def check(cls, table: pa.Table, where: str) -> None:
-        super().check(table, where)
         width = np.diff(betting.ENDS)
         for each in table.select(["n", "sums", *cls.binned]).to_pylist():
             classes = len(each["sums"])
@@ -324,6 +371,26 @@ class BettingScores(ExpectedScores):
                 raise UserError(f"{where}: damaged: its histograms of scores are not of its draws")
         if len(set(table["one_sided"].to_pylist())) > 1:
             raise UserError(f"{where}: damaged: its rows differ in one_sided")
+        super().check(table, where)
+
+    @classmethod
+    def made(cls, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:
+        """From the bounds that the rows state, where those are what the capital allows: not numbers
+        elsewhere. Made anew they would take twenty times as long."""
+        one_sided = table["one_sided"][0].as_py()
+        lower, upper = (table[name].to_numpy() for name in ("p_lower", "p_upper"))
+        labels = np.full(len(lower), ABSTAIN)
+        rows = table.select(["selected", *cls.binned]).to_pylist()
+        for place, each in enumerate(rows):
+            bins = (np.reshape(each[name], (-1, betting.BINS)) for name in cls.binned)
+            selected = each["selected"] if one_sided else None
+            labels[place] = betting.label_of(*bins, lower[place], upper[place], alpha, selected)
+        known = labels != ABSTAIN
+        p_a, p_b = np.where(known, lower, np.nan), np.where(known, upper, np.nan)
+        both = np.stack([np.nan_to_num(p_a), np.zeros(len(lower))], 1)
+        others = np.stack([np.ones(len(lower)), np.clip(np.nan_to_num(p_b, nan=1.0), 0, 2)], 1)
+        made = cls.made_of(table, alpha, ScoreBounds(both, others), labels)
+        return {**made, "p_lower": p_a, "p_upper": p_b}
 
     @classmethod
     def rebound(cls, table: pa.Table, alpha: float) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -425,25 +492,10 @@ def decide(
     bounds = bounds or bounds_of(sums, squares, histogram, settings)
     k = int(histogram[selected])
     vote = float(clopper_pearson_lower(k, settings.n, settings.alpha))
-    units = {
-        "classical": by_scores.classical_gaussian_size(bounds, 1.0, 1.0),
-        "extended": by_scores.extended_gaussian_size(bounds, 1.0, 1.0),
-        "analytic": by_scores.analytic_gaussian_size(bounds, 1.0, 1.0),
-        "exact": by_scores.exact_gaussian_size(bounds, 1.0, 1.0),
-        VOTE: float(gaussian_l2_radius(vote, 1.0)),
-    }
-    down = 1 - 1e-12  # rounding of the products below
-    sizes = {
-        f"{name}_{norm}": unit * scale / getattr(norms, norm) * down
-        for name, unit in units.items()
-        for norm in NORMS
-    }
     printed = by_scores.score_bounds_hoeffding(
         sums / SCORE_UNIT, settings.n, 1 - settings.alpha, paper_faithful=True
     )
-    sizes[AS_PRINTED] = by_scores.heterogeneous_gaussian_size(
-        printed, scale, norms.as_printed, paper_faithful=True
-    )
+    sizes = certified_sizes(bounds, vote, printed, scale, norms)
     radius = sizes[f"exact_{settings.norm}"]
     return ScoreVerdict(
         prediction=bounds.label if radius > 0 else ABSTAIN,
@@ -458,6 +510,54 @@ def decide(
         histogram=tuple(int(v) for v in histogram),
         sizes=sizes,
     )
+
+
+def certified_sizes(
+    bounds: ScoreBounds, vote: Any, printed: ScoreBounds, scale: float, norms: Sensitivity
+) -> dict[str, Any]:
+    """Return the size of every certificate, by column: a number each, or (N,) of N inputs.
+
+    vote: lower bound of the selected class's probability. printed: bounds as the papers print them.
+    """
+    units = {
+        "classical": by_scores.classical_gaussian_size(bounds, 1.0, 1.0),
+        "extended": by_scores.extended_gaussian_size(bounds, 1.0, 1.0),
+        "analytic": by_scores.analytic_gaussian_size(bounds, 1.0, 1.0),
+        "exact": by_scores.exact_gaussian_size(bounds, 1.0, 1.0),
+        VOTE: gaussian_l2_radius(vote, 1.0),
+    }
+    down = 1 - 1e-12  # rounding of the products below
+    sizes = {
+        f"{name}_{norm}": unit * scale / getattr(norms, norm) * down
+        for name, unit in units.items()
+        for norm in NORMS
+    }
+    sizes[AS_PRINTED] = by_scores.heterogeneous_gaussian_size(
+        printed, scale, norms.as_printed, paper_faithful=True
+    )
+    return sizes
+
+
+def stated_norms(table: pa.Table) -> Sensitivity:
+    """The norms of the first layer that a table states. Raises UserError where it states none."""
+    from dpdist.certification.table import about
+
+    where, names = "the table's description", [each.name for each in fields(Sensitivity)]
+    found = check_shape(about(table), where, {f"sensitivity.{name}": float for name in names})
+    norms = Sensitivity(**{name: float(found["sensitivity"][name]) for name in names})
+    if not all(0 < getattr(norms, name) < math.inf for name in names):
+        raise UserError(f"{where}: damaged: sensitivity must be > 0")
+    return norms
+
+
+def stated_settings(kind: type[_Kind], table: pa.Table, alpha: float) -> _Kind:
+    """The settings that a table's rows state, at an error. Raises UserError where they are none."""
+    names = [n for n in ("n", "n0", "norm", "bound", "one_sided") if n in table.column_names]
+    given = {name: table[name][0].as_py() for name in names if name in kind.model_fields}
+    try:
+        return kind.model_validate({**given, "alpha": alpha})
+    except ValidationError as error:
+        raise UserError(f"the table: damaged: its rows are of no settings: {error}") from None
 
 
 def row(

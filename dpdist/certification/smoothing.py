@@ -7,11 +7,19 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import numpy as np
+from numpy.typing import ArrayLike
 from pydantic import Field, model_validator
 
 from dpdist.base.errors import UserError
 from dpdist.base.fields import Positive
-from dpdist.certification.certificate import Certificate, CertifiedSizes, require, sample
+from dpdist.certification.certificate import (
+    Certificate,
+    CertifiedSizes,
+    lists,
+    require,
+    sample,
+    selected_hits,
+)
 from dpdist.certification.noises import NOISES, Gaussian, Noise
 from dpdist.certification.quadrature import certified_by, of_table
 from dpdist.certification.radii import ball_factor
@@ -111,15 +119,29 @@ class Smoothing(Certificate):
     def check(cls, table: pa.Table, where: str) -> None:
         """What is stated of noise behind the input must be what the radii were made with."""
         both = of_table(table)
-        if both is None:
-            return
-        follow = Gaussian(both.both).radius(table["p_lower"].to_numpy())
-        radii, near = table["radius"].to_numpy(), _NEAR * (follow + both.both)
-        if not (abs(radii - follow) <= near).all():
-            raise UserError(
-                f"{where}: damaged: its radii do not follow from the sigma, hidden noise and "
-                "sensitivity that it states"
-            )
+        if both is not None:
+            follow = Gaussian(both.both).radius(table["p_lower"].to_numpy())
+            radii, near = table["radius"].to_numpy(), _NEAR * (follow + both.both)
+            if not (abs(radii - follow) <= near).all():
+                raise UserError(
+                    f"{where}: damaged: its radii do not follow from the sigma, hidden noise and "
+                    "sensitivity that it states"
+                )
+        super().check(table, where)
+
+    @classmethod
+    def sound_counts(cls, table: pa.Table) -> np.ndarray:
+        """All draws that were asked for, with the counts of all classes."""
+        found = lists(table, "histogram")
+        return np.zeros(len(table), bool) if found is None else selected_hits(table, found[0])
+
+    @classmethod
+    def made(cls, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:
+        k, n, selected = (table[name].to_numpy() for name in ("k", "n", "selected"))
+        lower = np.asarray(cls.bound(k, n, alpha))
+        radius = np.asarray(certified_by(table).radius(lower))
+        prediction = np.where(lower > 0.5, selected, ABSTAIN)
+        return {"p_lower": lower, "radius": radius, "prediction": prediction}
 
     @classmethod
     def sizes(cls, table: pa.Table) -> tuple[CertifiedSizes, ...]:
@@ -153,20 +175,18 @@ class Smoothing(Certificate):
         ]
 
     @classmethod
-    def bound(cls, hits: int, draws: int, alpha: float) -> float:
-        """The lower bound of the class's probability that stored counts allow at this error."""
+    def bound(cls, hits: ArrayLike, draws: ArrayLike, alpha: float) -> Any:
+        """The lower bound of the class's probability that counts allow at this error: float64, of
+        the shape of the counts."""
         raise NotImplementedError
 
     @classmethod
     def rebound(cls, table: pa.Table, alpha: float) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        rows, noise = [], certified_by(table)
-        for row in table.to_pylist():
-            p_lower = cls.bound(row["k"], row["n"], alpha)
-            radius = float(noise.radius(p_lower))
-            prediction = row["selected"] if p_lower > 0.5 else ABSTAIN
-            new = {"alpha": alpha, "p_lower": p_lower, "radius": radius, "prediction": prediction}
-            rows.append(row | new)
-        return rows, {}
+        made = {name: column.tolist() for name, column in cls.made(table, alpha).items()}
+        return [
+            row | {name: column[place] for name, column in made.items()} | {"alpha": alpha}
+            for place, row in enumerate(table.to_pylist())
+        ], {}
 
     @classmethod
     def lines(cls, found: CertificateTable, at: Sequence[float]) -> list[tuple[str, str]]:

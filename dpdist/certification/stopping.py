@@ -6,18 +6,23 @@ The tests themselves, with their errors, are in ``dpdist.certification.sequentia
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import model_validator
+import numpy as np
+from numpy.typing import ArrayLike
+from pydantic import ValidationError, model_validator
 
 from dpdist.base.binomial import clopper_pearson_upper
 from dpdist.base.errors import UserError
+from dpdist.base.reading import reason
 from dpdist.certification.certificate import Certificate, Partial, require, sample, select
 from dpdist.certification.cohen import Cohen, predict
+from dpdist.certification.quadrature import certified_by
 from dpdist.certification.smoothing import Smoothing
 from dpdist.certification.verdict import ABSTAIN, Verdict
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     from torch import Tensor
 
     from dpdist.certification.places import SampledPlace, SmoothedPlace
@@ -26,6 +31,8 @@ if TYPE_CHECKING:
 
 # Error of the upper bound by which hopeless inputs are given up (never adds a certificate).
 FUTILE = 0.01
+_Kind = TypeVar("_Kind", bound=Certificate)
+HITS = "hits"  # column: how often the selected class was said by each look, from the first one on
 
 
 class _Sequential(Smoothing):
@@ -75,19 +82,22 @@ class TargetRadius(_Sequential):
         hypotheses = self.hypotheses(place.certified)
         looks = planned_looks(self.n, batch)
         test = TargetTest(hypotheses, self.alpha, looks, FUTILE)
-        hits = block = number = 0
+        k = block = number = 0
+        hits = []
         for number, look in enumerate(looks):
             while block * batch < look:
-                hits += int(sample(counter, x, index, block, batch, self.n)[selected])
+                k += int(sample(counter, x, index, block, batch, self.n)[selected])
                 block += 1
-            if test.look(number, hits):
+            hits.append(k)
+            if test.look(number, k):
                 break
         return {
             "selected": selected,
-            "k": hits,
+            "k": k,
             "n": looks[number],
             "looks": number + 1,
             "passed": test.passed(),
+            HITS: hits,
         }
 
     def verdict(self, partials: Sequence[Partial], place: SmoothedPlace) -> Verdict:
@@ -103,7 +113,56 @@ class TargetRadius(_Sequential):
             radius=self.radii[last] if passed else 0.0,
             looks=partial["looks"],
             target=self.radii[last],
+            hits=partial.get(HITS),
         )
+
+    @classmethod
+    def table_schema(cls) -> pa.Schema:
+        import pyarrow as pa
+
+        return super().table_schema().append(pa.field(HITS, pa.list_(pa.int64())))
+
+    @classmethod
+    def sound_counts(cls, table: pa.Table) -> np.ndarray:
+        """Counts at the looks that were planned; earlier versions kept the last look's alone."""
+        looks = _planned(table)
+        k, n, number, cap = (table[name].to_numpy() for name in ("k", "n", "looks", "cap"))
+        inside = (number >= 1) & (number <= len(looks)) & (table["selected"].to_numpy() >= 0)
+        inside &= (cap == looks[-1]) & (looks[np.clip(number, 1, len(looks)) - 1] == n) & (k <= n)
+        steps = np.diff(looks, prepend=0)
+        for place, hits in enumerate(_hits(table)):
+            if hits is None:
+                continue
+            more = np.diff(hits, prepend=0)
+            inside[place] &= (
+                len(more) == number[place]
+                and bool(((more >= 0) & (more <= steps[: len(more)])).all())
+                and hits[-1] == k[place]
+            )
+        return inside
+
+    @classmethod
+    def made(cls, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:
+        """What the counts at the looks decide, by the tests' own thresholds."""
+        from dpdist.certification.sequential import thresholds
+
+        settings = stated_targets(cls, table)
+        radii = np.array(settings.radii)
+        p0 = np.array(settings.hypotheses(certified_by(table)))
+        looks = _planned(table)
+        needed = np.array([thresholds(p, alpha, tuple(looks.tolist())).needed for p in p0])
+        passed = _possible(table, radii, needed)
+        for place, hits in enumerate(_hits(table)):
+            if hits is not None:
+                rejected = (np.array(hits) >= needed[:, : len(hits)]).any(1)
+                passed[place] = int(np.minimum.accumulate(rejected).sum())
+        last, certified = np.maximum(passed - 1, 0), passed > 0
+        return {
+            "prediction": np.where(certified, table["selected"].to_numpy(), ABSTAIN),
+            "radius": np.where(certified, radii[last], 0.0),
+            "target": radii[last],
+            "p_lower": np.where(certified, p0[last], 0.0),
+        }
 
     @classmethod
     def rebound(cls, table: Any, alpha: float) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -114,6 +173,62 @@ class TargetRadius(_Sequential):
 
     def mode_parts(self) -> list[str]:
         return [self.mode, "r-" + "-".join(f"{radius:g}" for radius in self.radii)]
+
+
+def stated_targets(kind: type[_Kind], table: pa.Table) -> _Kind:
+    """The settings that a table of target radii states. Raises UserError where they are none."""
+    from dpdist.certification.table import about
+
+    stated = about(table).get("settings", {})
+    given = {name: stated[name] for name in stated.keys() & kind.model_fields.keys()}
+    try:
+        return kind.model_validate(given)
+    except ValidationError as error:
+        raise UserError(f"the table's description: damaged: {reason(error)}") from None
+
+
+def executed_batch(table: pa.Table) -> int:
+    """The rows of the executed batch that a table states. Raises UserError where it does not."""
+    from dpdist.certification.table import about
+
+    batch = about(table).get("classifier", {}).get("batch")
+    if type(batch) is not int or batch < 1:
+        raise UserError("the table's description: damaged: classifier.batch must be >= 1")
+    return batch
+
+
+def _planned(table: pa.Table) -> np.ndarray:
+    """Numbers of draws at the looks of a table, int64."""
+    from dpdist.certification.sequential import planned_looks
+
+    looks = planned_looks(table["cap"][0].as_py(), executed_batch(table))
+    return np.array(looks, dtype=np.int64)
+
+
+def _hits(table: pa.Table) -> list[list[int] | None]:
+    """Counts of each row at its looks; None where an earlier version did not keep them."""
+    if HITS not in table.column_names:
+        return [None] * table.num_rows
+    return table[HITS].to_pylist()
+
+
+def _possible(table: pa.Table, radii: np.ndarray, needed: np.ndarray) -> np.ndarray:
+    """How many radii each row of an earlier version's table says have passed: int64 (N,).
+
+    It kept the last count alone. What it says must be possible with that: each radius at some look,
+    one of them at the last where all of them passed. Another number stands where it is not.
+    """
+    k, radius = table["k"].to_numpy(), table["radius"].to_numpy()
+    stated = np.where(
+        table["prediction"].to_numpy() == ABSTAIN, 0, np.searchsorted(radii, radius) + 1
+    )
+    number = table["looks"].to_numpy()
+    taken = np.arange(needed.shape[1]) < number[:, None]
+    reached = ((needed[None] <= k[:, None, None]) & taken[:, None]).any(2)  # (N, radii)
+    at_last = k[:, None] >= needed[:, number - 1].T
+    asked = np.arange(len(radii)) < stated[:, None]
+    possible = (reached | ~asked).all(1) & ((stated < len(radii)) | at_last.any(1))
+    return np.where(possible, stated, np.where(stated > 0, 0, len(radii)))
 
 
 class Anytime(_Sequential):
@@ -158,7 +273,7 @@ class Anytime(_Sequential):
 
     def verdict(self, partials: Sequence[Partial], place: SmoothedPlace) -> Verdict:
         (partial,) = partials
-        p_lower = self.bound(partial["k"], partial["n"], self.alpha)
+        p_lower = float(self.bound(partial["k"], partial["n"], self.alpha))
         return Verdict(
             prediction=partial["selected"] if p_lower > 0.5 else ABSTAIN,
             selected=partial["selected"],
@@ -171,7 +286,18 @@ class Anytime(_Sequential):
         )
 
     @classmethod
-    def bound(cls, hits: int, draws: int, alpha: float) -> float:
+    def sound_counts(cls, table: pa.Table) -> np.ndarray:
+        k, n, cap = (table[name].to_numpy() for name in ("k", "n", "cap"))
+        return (k <= n) & (n >= 1) & (n <= cap) & (table["selected"].to_numpy() >= 0)
+
+    @classmethod
+    def made(cls, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:
+        radii = stated_targets(cls, table).radii
+        target = {"target": np.full(len(table), radii[-1])} if radii else {}
+        return super().made(table, alpha) | target
+
+    @classmethod
+    def bound(cls, hits: ArrayLike, draws: ArrayLike, alpha: float) -> Any:
         from dpdist.certification.sequential import anytime_lower
 
-        return float(anytime_lower(hits, draws, alpha))
+        return anytime_lower(hits, draws, alpha)

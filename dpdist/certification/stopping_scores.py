@@ -32,8 +32,8 @@ from dpdist.base.errors import UserError
 from dpdist.certification import betting
 from dpdist.certification.certificate import CertifiedSizes, Partial, require, select
 from dpdist.certification.expected_score_bounds import SCORE_UNIT
-from dpdist.certification.scores import BettingScores, OfHiddenNoise
-from dpdist.certification.stopping import FUTILE
+from dpdist.certification.scores import BettingScores, OfHiddenNoise, stated_norms
+from dpdist.certification.stopping import FUTILE, executed_batch, stated_targets
 from dpdist.certification.verdict import ABSTAIN, Verdict
 
 if TYPE_CHECKING:
@@ -157,16 +157,30 @@ class TargetScores(OfHiddenNoise):
         return found | {name: getattr(self, name) for name in named}
 
     @classmethod
-    def check(cls, table: pa.Table, where: str) -> None:
-        """What was certified must be the class that was selected, and the radius its target."""
-        names = ("prediction", "selected", "radius", "target")
-        prediction, selected, radius, target = (table[name].to_numpy() for name in names)
-        passed = prediction != ABSTAIN
-        sound = (prediction == np.where(passed, selected, ABSTAIN)) & (
-            radius == np.where(passed, target, 0.0)
-        )
-        if not sound.all():
-            raise UserError(f"{where}: damaged: its radii are not targets of the selected class")
+    def sound_counts(cls, table: pa.Table) -> np.ndarray:
+        """Blocks of draws as they were executed."""
+        batch = executed_batch(table)
+        k, n, looks, cap = (table[name].to_numpy() for name in ("k", "n", "looks", "cap"))
+        blocks = (looks >= 1) & (n == np.minimum(looks * batch, cap)) & (n >= 1)
+        return blocks & (k <= n) & (table["selected"].to_numpy() >= 0)
+
+    @classmethod
+    def made(cls, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:
+        """One of the radii that were asked for, of the selected class, or none. The scores of the
+        draws are not kept: whether it passed cannot be made again."""
+        from dpdist.certification.places import ScoredPlace
+
+        settings = stated_targets(cls, table)
+        place = ScoredPlace(table["sigma"][0].as_py(), stated_norms(table))
+        radii, p0 = np.array(settings.radii), np.array(settings.hypotheses(place))
+        certified = table["prediction"].to_numpy() != ABSTAIN
+        last = np.searchsorted(radii, table["radius"].to_numpy()).clip(0, len(radii) - 1)
+        return {
+            "prediction": np.where(certified, table["selected"].to_numpy(), ABSTAIN),
+            "radius": np.where(certified, radii[last], 0.0),
+            "target": np.where(certified, radii[last], radii[0]),
+            "p_lower": np.where(certified, p0[last], 0.0),
+        }
 
     @classmethod
     def sizes(cls, table: pa.Table) -> tuple[CertifiedSizes, ...]:

@@ -19,14 +19,13 @@ its count is never too small, and an answer that is no class is bounded with the
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 import numpy as np
 from numpy.typing import ArrayLike
 from pydantic import model_validator
 
 from dpdist.base.binomial import clopper_pearson_lower, clopper_pearson_upper
-from dpdist.base.errors import UserError
 from dpdist.certification.certificate import Partial, require, selected_by, totals
 from dpdist.certification.cohen import Cohen
 from dpdist.certification.noises import Gaussian, Noise
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
     from dpdist.certification.places import SmoothedPlace
 
 _OF_RUNNER_UP = 0.1  # of the error
-_NEAR = 1e-9
 
 
 class TwoClass(Cohen):
@@ -70,33 +68,7 @@ class TwoClass(Cohen):
         return {**super().columns(), "p_upper": (float, 0), "histogram": (object, None)}
 
     @classmethod
-    def check(cls, table: pa.Table, where: str) -> None:
-        """Every row must be what its counts give."""
-        sound = cls._counted(table)
-        if sound.all():
-            for name, made in cls._made(table, table["alpha"].to_numpy()).items():
-                sound &= abs(table[name].to_numpy() - made) <= _NEAR * (1 + abs(made))
-        if not sound.all():
-            raise UserError(
-                f"{where}: damaged: what it says of input {table['index'][int(sound.argmin())]} "
-                "does not follow from its counts"
-            )
-
-    @staticmethod
-    def _counted(table: pa.Table) -> np.ndarray:
-        """Whether each row has the counts of n draws at most, k of them for its selected class."""
-        rows = table.select(["histogram", "selected", "k", "n"]).to_pylist()
-        classes = len(rows[0]["histogram"] or ())
-        return np.array([
-            len(row["histogram"] or ()) == classes > row["selected"] >= 0 <= min(row["histogram"])
-            and sum(row["histogram"]) <= row["n"]
-            and row["histogram"][row["selected"]] == row["k"]
-            for row in rows
-        ])  # fmt: skip
-
-    @classmethod
-    def _made(cls, table: pa.Table, alpha: ArrayLike) -> dict[str, np.ndarray]:
-        """What the counts give at an error, by column."""
+    def made(cls, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:
         counts = np.asarray(table["histogram"].to_pylist(), dtype=np.int64)
         selected = table["selected"].to_numpy()
         lower, upper = bounds(counts, selected, alpha, table["n"].to_numpy())
@@ -104,14 +76,6 @@ class TwoClass(Cohen):
         radius = np.asarray(gaussian_l2_radius_two_class(lower, upper, sigma))
         prediction = np.where(radius > 0, selected, ABSTAIN)
         return {"p_lower": lower, "p_upper": upper, "radius": radius, "prediction": prediction}
-
-    @classmethod
-    def rebound(cls, table: pa.Table, alpha: float) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        made = {name: column.tolist() for name, column in cls._made(table, alpha).items()}
-        return [
-            row | {name: column[place] for name, column in made.items()} | {"alpha": alpha}
-            for place, row in enumerate(table.to_pylist())
-        ], {}
 
     @classmethod
     def reach(cls, table: pa.Table, label: np.ndarray) -> np.ndarray:

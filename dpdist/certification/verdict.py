@@ -13,7 +13,7 @@ class Verdict:
 
     k of n draws returned ``selected``. looks: how many times a decision could be made.
     target: the radius that a test decided on (the smallest one when it failed). histogram: counts
-    of all classes, at fixed n. p_upper: of a bounded runner-up.
+    of all classes, at fixed n. p_upper: of a bounded runner-up. hits: counts at each look.
     """
 
     prediction: int
@@ -26,3 +26,4 @@ class Verdict:
     target: float | None = None
     histogram: tuple[int, ...] | None = None
     p_upper: float | None = None
+    hits: tuple[int, ...] | None = None

@@ -10,7 +10,7 @@ import pytest
 import torch
 from scipy import stats
 from support import split_minds
-from support.certificates import check_certificates
+from support.certificates import check_certificates, of_next_class, of_sensitivity
 from support.points import Points
 
 from dpdist import models
@@ -70,10 +70,10 @@ def test_valid_certificates_are_not_contradicted(certified, model_folder, tmp_pa
 
 @pytest.mark.parametrize("factor", [1.3, 3.0])
 def test_inflated_radii_are_caught(certified, model_folder, tmp_path, factor: float) -> None:
-    table = certificates.read(certified)
-    rows = [{**row, "radius": factor * row["radius"]} for row in table.to_pylist()]
-    path = tmp_path / "inflated" / "certificates.parquet"
-    certificates.write(certificates.build(rows, certificates.about(table)), path)
+    # Counted where the points lie so many times as far from the plane.
+    far = replace(POINTS, near=factor * POINTS.near, far=factor * POINTS.far)
+    job.certify(model_folder, far, CERTIFY, tmp_path / "inflated", actors=1)
+    path = tmp_path / "inflated" / job.TABLE
     strong = replace(ATTACK, step_scale=10.0)
     found, verdict = check_certificates(
         model_folder, POINTS, path, strong, tmp_path / "check", actors=2
@@ -86,13 +86,8 @@ def test_inflated_radii_are_caught(certified, model_folder, tmp_path, factor: fl
 
 
 def test_wrong_predictions_are_caught(certified, model_folder, tmp_path) -> None:
-    table = certificates.read(certified)
-    rows = [
-        {**row, "prediction": 1 - row["prediction"]} if row["prediction"] >= 0 else row
-        for row in table.to_pylist()
-    ]
     path = tmp_path / "wrong" / "certificates.parquet"
-    certificates.write(certificates.build(rows, certificates.about(table)), path)
+    certificates.write(of_next_class(certificates.read(certified)), path)
     _, verdict = check_certificates(
         model_folder, POINTS, path, ATTACK, tmp_path / "check", actors=1
     )
@@ -134,9 +129,8 @@ def test_certificates_of_expected_scores_are_checked_too(
 ) -> None:
     # Bounds of expected scores are loose: three times the radius may still be true, ten is not.
     model, table = noisy[norm]
-    rows = [{**row, "radius": factor * row["radius"]} for row in table.to_pylist()]
     path = tmp_path / "inflated" / "certificates.parquet"
-    certificates.write(certificates.build(rows, certificates.about(table), table.schema), path)
+    certificates.write(of_sensitivity(table, **{norm: 1 / factor}), path)
     found, verdict = check_certificates(model, POINTS, path, ATTACK, tmp_path / "check", actors=1)
     assert found.num_rows >= 15 and verdict.error == pytest.approx(0.02)
     assert verdict.plausible == (factor == 1.0)
@@ -145,10 +139,9 @@ def test_certificates_of_expected_scores_are_checked_too(
 
 def test_a_claimed_column_is_attacked_in_place_of_the_radius(noisy, tmp_path: Path) -> None:
     model, table = noisy["l2"]
-    # A column ten times too large beside a radius that holds.
-    rows = [{**row, "as_printed_linf": 10 * row["exact_linf"]} for row in table.to_pylist()]
+    # A column far too large beside a radius that holds.
     claimed = tmp_path / "claimed" / "certificates.parquet"
-    certificates.write(certificates.build(rows, certificates.about(table), table.schema), claimed)
+    certificates.write(of_sensitivity(table, as_printed=0.05), claimed)
     for claim, holds in (("exact_linf", True), ("as_printed_linf", False)):
         found, verdict = check_certificates(
             model, POINTS, claimed, ATTACK, tmp_path / claim, actors=1, claim=claim
@@ -196,11 +189,10 @@ def test_a_claim_is_held_against_its_own_classifier(
 def test_false_claims_of_votes_are_caught(
     split: Path, tmp_path: Path, bound: str, claim: str
 ) -> None:
-    # The boundary of the vote lies 6.33 away; twice that is claimed.
-    table = certificates.read(split / bound / job.TABLE)
-    rows = [{**row, claim: 12.0} for row in table.to_pylist()]
+    # The boundary of the vote lies 6.33 away; about twice that is claimed.
     path = tmp_path / "claimed" / "certificates.parquet"
-    certificates.write(certificates.build(rows, certificates.about(table), table.schema), path)
+    table = certificates.read(split / bound / job.TABLE)
+    certificates.write(of_sensitivity(table, l2=0.3), path)
     found, verdict = check_certificates(
         split / "model", POINTS, path, ATTACK, tmp_path / "check", actors=1, claim=claim
     )

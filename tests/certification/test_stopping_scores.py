@@ -182,7 +182,7 @@ def test_a_table_of_targets(here: None, model_folder: Path, tmp_path: Path) -> N
     for column, forged in (("radius", 0.4), ("prediction", 1 - rows[passed]["prediction"])):
         broken = [dict(row) for row in rows]
         broken[passed][column] = forged
-        with pytest.raises(UserError, match="not targets of the selected class"):
+        with pytest.raises(UserError, match="does not follow from its counts"):
             TargetScores.check(table.from_pylist(broken, schema=table.schema), "x")
     with pytest.raises(UserError, match=r"certify\.n: must be >= 2, got 1"):
         settings_of({**settings.model_dump(mode="json"), "n": 1})

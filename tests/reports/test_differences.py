@@ -41,7 +41,8 @@ def certificates(path: Path, right: set[int], **changes: Any) -> reading.Certifi
     data, labels = changes.pop("data", "d"), changes.pop("labels", 0)
     bank = changes.pop("noise_bank", False)
     settings: Any = settings_of({"sigma": 0.5, "n": 1000, **changes})
-    counted, rows = Cohen(sigma=settings.sigma, n=settings.n, noise=settings.noise), []
+    counted = Cohen(sigma=settings.sigma, n=settings.n, noise=settings.noise, alpha=settings.alpha)
+    rows = []
     for index in indices:
         selected = labels if index in right else 1 - labels
         hits = settings.n - 5

@@ -12,8 +12,10 @@ import torch
 from dpdist.attacks.check import Check, Plausibility
 from dpdist.attacks.settings import AttackSettings
 from dpdist.bulk.job import run
+from dpdist.certification import table as tables
 from dpdist.certification.catalogue import settings_of
 from dpdist.certification.certificate import Certificate
+from dpdist.certification.rebound import rebound
 
 
 def changed(settings: Certificate, **changes: Any) -> Certificate:
@@ -34,6 +36,28 @@ def check_certificates(
     --check-certificates` does: what was found, and the verdict. more: as `Check`'s."""
     work = Check(model, dataset, path, settings, **more)
     return run(work, output, actors=actors), work.verdict
+
+
+def of_next_class(table: pa.Table) -> pa.Table:
+    """A table whose counts, and with them every certificate, are of the class after its own."""
+    rows = table.to_pylist()
+    for row in rows:
+        votes = row["histogram"]
+        row["histogram"] = votes[-1:] + votes[:-1]
+        row["selected"] = (row["selected"] + 1) % len(votes)
+        if row["prediction"] >= 0:
+            row["prediction"] = row["selected"]
+    return tables.build(rows, tables.about(table), table.schema.remove_metadata())
+
+
+def of_sensitivity(table: pa.Table, **factors: float) -> pa.Table:
+    """A table of expected scores whose first layer is said to have norms so many times as large."""
+    about = tables.about(table)
+    norms = {name: norm * factors.get(name, 1.0) for name, norm in about["sensitivity"].items()}
+    schema = table.schema.remove_metadata()
+    other = tables.build(table.to_pylist(), about | {"sensitivity": norms}, schema)
+    made = rebound(other, table["alpha"][0].as_py())
+    return tables.build(made.to_pylist(), tables.about(other), schema)
 
 
 class Data:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,6 @@ from dpdist import models
 from dpdist.attacks.check import Plausibility
 from dpdist.attacks.settings import AttackSettings
 from dpdist.certification import job
-from dpdist.certification import table as tables
 from dpdist.certification.cohen import Cohen
 
 pytestmark = pytest.mark.whole
@@ -24,7 +24,8 @@ POINTS = Points(4)
 
 @pytest.fixture
 def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Certify a plane, change the radii by a factor, and hold them against an attack."""
+    """Certify a plane, with counts of points so many times as far from it, and hold the radii
+    against an attack on the points themselves."""
     without_ray(monkeypatch)
     spec = models.ModelSpec("linear", (4,), 2)
     model = models.initialise(spec, 0)
@@ -37,11 +38,9 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
     def run(factor: float) -> tuple[list[dict], Plausibility]:
         settings = Cohen(sigma=0.25, n0=50, n=1000, batch=200, seed="1")
-        job.certify(tmp_path / "model", POINTS, settings, tmp_path / "certificates")
-        table = tables.read(tmp_path / "certificates" / job.TABLE)
-        rows = [{**row, "radius": factor * row["radius"]} for row in table.to_pylist()]
-        path = tmp_path / f"times-{factor:g}" / "certificates.parquet"
-        tables.write(tables.build(rows, tables.about(table)), path)
+        far = replace(POINTS, near=factor * POINTS.near, far=factor * POINTS.far)
+        job.certify(tmp_path / "model", far, settings, tmp_path / f"times-{factor:g}")
+        path = tmp_path / f"times-{factor:g}" / job.TABLE
         attack = AttackSettings(attacks=("pgd",), steps=5, draws=4, seed="2", batch=30)
         output = tmp_path / f"check-{factor:g}"
         found, verdict = check_certificates(tmp_path / "model", POINTS, path, attack, output)

@@ -1,0 +1,251 @@
+"""A table that was edited by hand is refused: every row is made again from its counts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import torch
+from support.certificates import Data
+from support.here import without_ray
+
+from dpdist import bulk, models
+from dpdist.attacks import job as attacks
+from dpdist.attacks import table as attack_tables
+from dpdist.attacks.reading import read_attack
+from dpdist.attacks.settings import AttackSettings
+from dpdist.base.errors import UserError
+from dpdist.certification import job, reading
+from dpdist.certification import table as tables
+from dpdist.certification.catalogue import settings_of
+from dpdist.certification.expected_score_bounds import SCORE_UNIT
+from dpdist.certification.rebound import merge, rebound
+from dpdist.certification.scores import SIZE_COLUMNS
+from dpdist.certification.stopping import HITS
+
+COMMON = {"n": 1130, "n0": 50, "alpha": 0.05, "batch": 100, "seed": "5", "form": "eager"}
+SECTIONS: dict[str, dict[str, Any]] = {
+    "fixed": {"sigma": 0.5},
+    "laplace": {"sigma": 0.5, "noise": "laplace"},
+    "two-class": {"sigma": 0.5, "mode": "two-class"},
+    "anytime": {"sigma": 0.5, "mode": "anytime", "radii": [0.1, 0.3]},
+    "target": {"sigma": 0.5, "mode": "target", "radii": [0.1, 0.2, 0.3]},
+    "scores": {},
+    "bernstein": {"bound": "bernstein"},
+    "counts": {"bound": "counts"},
+    "betting": {"bound": "betting"},
+    "one-sided": {"bound": "betting", "one_sided": True},
+    "target-scores": {"mode": "target-scores", "radii": [0.005, 0.02, 0.05]},
+    "with hidden noise": {"sigma": 0.5, "hidden": True},
+}
+# What a reader relies on beside what is the same in every row.
+DERIVED = ("prediction", "p_lower", "radius", "label")
+COUNTS = ("selected", "k", "n", "histogram", "sums", "squares", "bins", "excess", HITS, "looks")
+# What was counted, of which a table keeps nothing else.
+RAW = {
+    "anytime": ("selected", "k", "n", "looks"),
+    "target": ("selected", "k", "looks"),
+    "target-scores": ("selected", "k", "looks"),
+}
+
+
+class Ten(Data):
+    def __init__(self) -> None:
+        super().__init__(10)
+
+
+def model_of(folder: Path, noisy: bool) -> Path:
+    spec = models.ModelSpec("small-cnn", (1, 6, 6), 3, {"width": 4}, hidden_noise=noisy)
+    module = models.initialise(models.ModelSpec("small-cnn", (1, 6, 6), 3, {"width": 4}), 3)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(2)
+    if noisy:
+        shape = models.require_split(module).hidden_shape((1, 6, 6))
+        models.attach_noise(module, torch.full(shape, 0.3))
+    models.save(module, spec, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
+    """The table of each section."""
+    folder = tmp_path_factory.mktemp("made")
+    with pytest.MonkeyPatch.context() as patch:
+        without_ray(patch)
+        for name, section in SECTIONS.items():
+            own = dict(section)
+            noisy = own.pop("hidden", "sigma" not in own)
+            model = folder / f"model-{noisy}"
+            if not model.exists():
+                model_of(model, noisy)
+            job.certify(model, Ten(), settings_of({**COMMON, **own}), folder / name)
+        yield {name: folder / name / job.TABLE for name in SECTIONS}
+
+
+def edited(path: Path, to: Path, place: int, **changes: Any) -> Path:
+    """A copy in which one row says something else."""
+    table = tables.read(path)
+    rows = table.to_pylist()
+    rows[place] |= changes
+    to.parent.mkdir(exist_ok=True, parents=True)
+    tables.write(tables.build(rows, tables.about(table), table.schema.remove_metadata()), to)
+    return to
+
+
+def others(name: str, value: Any) -> list[Any]:
+    """What somebody may write in place of a value."""
+    if isinstance(value, list):
+        # Of sums a hair is within rounding; more squares than the scores allow.
+        more = {"sums": 30 * SCORE_UNIT, "squares": 2000 * SCORE_UNIT**2}.get(name, 1)
+        return [[*value[:-1], value[-1] + more], value[:-1], []]
+    if isinstance(value, float):
+        return [value * 1.001 + 1e-6, value + 0.1, 0.0 if value else 0.05]
+    if name == "prediction":
+        return [-1, (value + 1) % 3] if value >= 0 else [0, 1, 2]
+    return [value + 1, max(value - 1, 0)]
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_every_value_of_a_row_is_held_against_its_counts(
+    made: dict[str, Path], tmp_path: Path, name: str
+) -> None:
+    path = made[name]
+    rows = reading.read(path).table.to_pylist()
+    certified = [row["prediction"] >= 0 for row in rows]
+    columns = [c for c in (*DERIVED, *COUNTS, *SIZE_COLUMNS, "p_upper", "target") if c in rows[0]]
+    accepted, tried, target = [], 0, tmp_path / "edited.parquet"
+    for place in {certified.index(answer) for answer in set(certified)}:
+        for column in columns:
+            value = rows[place][column]
+            if value is None or column in RAW.get(name, ()):
+                continue
+            for other in others(column, value):
+                if other == value:
+                    continue
+                tried += 1
+                try:
+                    reading.read(edited(path, target, place, **{column: other}))
+                except UserError:
+                    continue
+                accepted.append((place, column, value, other))
+    assert accepted == [] and tried > 15
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_what_nobody_edited_is_read(made: dict[str, Path], tmp_path: Path, name: str) -> None:
+    found = reading.read(made[name])
+    if found.kind.mode_name() in ("target", "target-scores"):
+        return
+    # At another error, too; and as the same table again at its own.
+    looser = rebound(found.table, 0.2)
+    tables.write(looser, tmp_path / "looser.parquet")
+    assert reading.read(tmp_path / "looser.parquet").alpha == 0.2
+    assert rebound(found.table, 0.05).to_pylist() == found.table.to_pylist()
+
+
+def test_counts_of_target_radii_are_kept_at_each_look(
+    made: dict[str, Path], tmp_path: Path
+) -> None:
+    table = tables.read(made["target"])
+    rows = table.to_pylist()
+    assert {row["radius"] for row in rows} >= {0.0, 0.3}
+    for row in rows:
+        assert len(row[HITS]) == row["looks"] and row[HITS][-1] == row["k"]
+    # A radius that the counts of an earlier look decided may have too few at the last one.
+    place = next(i for i, row in enumerate(rows) if row["looks"] > 2)
+    for column, other in (("looks", 1), ("k", 0), ("n", 100)):
+        with pytest.raises(UserError, match="does not follow from its counts"):
+            reading.read(edited(made["target"], tmp_path / "x.parquet", place, **{column: other}))
+
+
+def test_target_tables_of_earlier_versions_must_be_possible(
+    made: dict[str, Path], tmp_path: Path
+) -> None:
+    """They kept the counts of the last look alone."""
+    table = tables.read(made["target"])
+    old = table.drop_columns([HITS])
+    tables.write(old, tmp_path / "old.parquet")
+    assert reading.read(tmp_path / "old.parquet").table.num_rows == 10
+    rows = old.to_pylist()
+    sure = next(i for i, row in enumerate(rows) if row["radius"] == 0.3)
+    none = next(i for i, row in enumerate(rows) if row["prediction"] < 0)
+    top = {name: rows[sure][name] for name in ("radius", "target", "p_lower")}
+    for place, changes in (
+        (sure, {"radius": 0.15}), (sure, {"radius": 0.2}), (sure, {"p_lower": 0.9}),
+        (sure, {"prediction": -1}), (sure, {"n": rows[sure]["n"] + 1}), (sure, {"k": 10}),
+        (none, {"prediction": rows[none]["selected"], **top}),
+    ):  # fmt: skip
+        with pytest.raises(UserError, match="does not follow from its counts"):
+            reading.read(edited(tmp_path / "old.parquet", tmp_path / "x.parquet", place, **changes))
+
+
+@pytest.mark.parametrize("name", ["fixed", "scores"])
+def test_settings_that_are_edited_with_the_rows_are_told(
+    made: dict[str, Path], tmp_path: Path, name: str
+) -> None:
+    """Another norm of the first layer, or another sigma, makes other radii."""
+    table = tables.read(made[name])
+    about = tables.about(table)
+    schema = table.schema.remove_metadata()
+    if name == "scores":
+        norms = {key: value / 2 for key, value in about["sensitivity"].items()}
+        changed = tables.build(table.to_pylist(), about | {"sensitivity": norms}, schema)
+    else:
+        rows = [{**row, "sigma": 1.0} for row in table.to_pylist()]
+        changed = tables.build(
+            rows, about | {"settings": {**about["settings"], "sigma": 1.0}}, schema
+        )
+    tables.write(changed, tmp_path / "x.parquet")
+    with pytest.raises(UserError, match="does not follow from its counts"):
+        reading.read(tmp_path / "x.parquet")
+
+
+def test_labels_are_those_of_the_data(made: dict[str, Path], tmp_path: Path) -> None:
+    """Also in shares that are merged, and where an earlier version did not say."""
+    table = tables.read(made["fixed"])
+    parts = []
+    for start in (0, 1):
+        rows = table.to_pylist()[start::2]
+        pairs = [[row[name] for row in rows] for name in ("index", "label")]
+        about = tables.about(table) | {"labels": bulk.label_digest(*pairs)}
+        parts.append(tables.build(rows, about))
+    whole = merge(parts)
+    assert tables.about(whole)["labels"] == tables.about(table)["labels"]
+    assert whole.to_pylist() == table.to_pylist()
+    wrong = [{**row, "label": (row["label"] + 1) % 3} for row in table.to_pylist()]
+    with pytest.raises(UserError, match="its labels are not those it was made with"):
+        reading.of(tables.build(wrong, tables.about(whole)))
+    about = {k: v for k, v in tables.about(table).items() if k != "labels"}
+    unsaid = reading.of(tables.build(wrong, about))
+    assert unsaid.label.tolist() == [(label + 1) % 3 for label in Ten().labels]
+    silent = tables.build(parts[1].to_pylist(), about)
+    assert "labels" not in tables.about(merge([parts[0], silent]))
+
+
+def test_labels_under_attack_are_those_of_the_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_ray(monkeypatch)
+
+    class Named(Ten):
+        name = "fake/test"
+
+    settings = AttackSettings(norm="l2", sizes=(0.2,), attacks=("fgsm",), seed="1")
+    model = model_of(tmp_path / "model", noisy=False)
+    table = attacks.attack_model(model, Named(), settings, tmp_path / "out")
+    rows = table.to_pylist()
+    for change in (range(len(rows)), [3]):
+        changed = [dict(row) for row in rows]
+        for place in change:
+            changed[place]["label"] = (changed[place]["label"] + 1) % 3
+        path = tmp_path / "edited.parquet"
+        schema = table.schema.remove_metadata()
+        about = attack_tables.about(table)
+        bulk.write_table(bulk.build_table(changed, schema, about, attack_tables.KEY), path)
+        with pytest.raises(UserError, match="its labels are not those it was made with"):
+            read_attack(path)
+    assert isinstance(table, pa.Table) and read_attack(tmp_path / "out" / "attacks.parquet").inputs
