@@ -204,10 +204,8 @@ class Loop(Mechanism):
         self.key = derive_key(
             read_run_key(folder), "run", plan.fingerprint(), self.dataset.fingerprint, "trial", 0
         )
-        self.records = self.dataset.fingerprint
         self.spec = model_spec(recipe, self.dataset)
         self.model = initial_model(recipe, self.spec).to(reducer.device)
-        self.initial = checkpoint.tensors_digest(self.model.state_dict())
         self.frozen = sum(p.numel() for p in self.model.parameters() if not p.requires_grad)
         self.engine, self.task = build_engine(recipe, self.model, plan), self.method.task()
         wire = wire_of(recipe, plan)
@@ -238,7 +236,6 @@ class Loop(Mechanism):
         self.attempt = self._begin_attempt(stack)
         self.dataset = self.method.seen(self.dataset, plan, self._records_key())
         self.start = self._newest_checkpoint()
-        self.announced = self._announced()
         self.last = plan.steps if until is None else min(until, plan.steps)
         self.monitor: Monitor | None = None
         if self.ledger is not None:
@@ -265,8 +262,9 @@ class Loop(Mechanism):
     def _begin_attempt(self, stack: ExitStack) -> str:
         """The label of this attempt, in all its keys; worker 0 holds the ledger from here on."""
         job, attempt = self.job, ""
+        initial = checkpoint.tensors_digest(self.model.state_dict())
         mine = {
-            **identity_of(job, self.reducer, self.records, self.initial),
+            **identity_of(job, self.reducer, self.dataset.fingerprint, initial),
             **self.sharing.identity(self.reducer, job.recipe.training.reproducible),
             "hidden noise": digest(self.fixed),
         }
@@ -279,7 +277,9 @@ class Loop(Mechanism):
             attempt = self._label(ledger, ledger.nonce)
             self.ledger = ledger
         # Nobody passes before worker 0 holds the ledger: an older attempt writes no more.
-        return self.reducer.gather(attempt)[0]
+        attempt = self.reducer.gather(attempt)[0]
+        self.announced = self._announced(checkpoint.newest_step(job.folder.checkpoints))
+        return attempt
 
     def _label(self, ledger: Ledger, nonce: str) -> str:
         """Return the current attempt's label in keys. A fixed key is for tests, which want the same
@@ -306,11 +306,12 @@ class Loop(Mechanism):
         label = self.reducer.gather(label)[0]
         return derive_key(self.key, "records", *([label] if label else []))
 
-    def _announced(self) -> list[tuple[int, int, str]]:
-        """Return worker 0's list of the steps that are replayed: first step, end, label of each."""
+    def _announced(self, start: int) -> list[tuple[int, int, str]]:
+        """Return worker 0's list of the steps from `start` on that are replayed: first step, end
+        and label of each run of them."""
         found = []
         if self.ledger is not None:
-            known = self.ledger.announced(self.start)
+            known = self.ledger.announced(start)
             found = [(first, end, self._label(self.ledger, n)) for first, end, n in known]
         count = self.reducer.from_first(len(found))
         told = []

@@ -6,6 +6,7 @@ from __future__ import annotations
 from mutants import (
     audits,
     certification,
+    copies,
     files,
     gradients,
     poisoning,
@@ -32,6 +33,7 @@ FAULTS: list[Fault] = [
         releases,
         files,
         text,
+        copies,
     )
     for fault in area.FAULTS
 ]

@@ -37,9 +37,10 @@ class Copy:
     ledger: Path
     process: str | None = None
     plan: PrivacyPlan = PLAN
+    worker: str | None = None  # nonce of the process's workers, which have the ledger open
 
-    def open(self) -> Ledger:
-        return Ledger.open(self.ledger, self.plan.fingerprint())
+    def open(self, nonce: str | None = None) -> Ledger:
+        return Ledger.open(self.ledger, self.plan.fingerprint(), nonce=nonce)
 
     def charge(self, going_on: str | None = None) -> Charge:
         read, plan = Ledger.read(self.ledger), self.plan
@@ -49,6 +50,7 @@ class Copy:
 
     def begin(self, folder: Path, *, enforce: bool = False) -> None:
         """A process goes on: charged before it releases anything."""
+        self.worker = None
         with self.open() as ledger:
             self.process = ledger.announce_process()
         terms = Terms(FILTER)
@@ -56,7 +58,7 @@ class Copy:
 
     def release(self, steps: int, *, again: bool = False) -> list[tuple[str, int]]:
         """Workers of that process take so many new steps: nonce and step of each."""
-        with self.open() as ledger:
+        with self.open(self.worker) as ledger:
             ledger.begin_attempt({"workers": "1"})
             if again:
                 ledger.new_epoch("drawn again")
@@ -64,6 +66,7 @@ class Copy:
             taken = range(max(first, 0), min(max(first, 0) + steps, self.plan.steps))
             for step in taken:
                 ledger.record(step, f"{random.getrandbits(256):064x}")
+            self.worker = ledger.nonce
             return [(ledger.nonce, step) for step in taken]
 
     def end(self, folder: Path) -> None:
@@ -165,6 +168,25 @@ def test_two_copies_that_both_settle_are_charged_for_both(tmp_path):
     assert counts == [1, 9, 12]  # the sum that was drawn once is common, and so are three steps
     assert spent(folder) == pytest.approx(world.cost, rel=1e-12)
     assert charge.status == "settled"
+
+
+def test_what_a_process_released_after_it_was_copied_stays_charged(tmp_path):
+    """The copy's ledger has three of the six steps that one process took: no later word of it
+    makes them fewer."""
+    folder, world = tmp_path / "budgets", World(tmp_path)
+    one = world.copies[0]
+    one.begin(folder)
+    world.take(one, 3)
+    other = one.copied(tmp_path / "1" / "ledger.jsonl")
+    world.take(one, 3)
+    one.end(folder)
+    assert spent(folder) >= world.cost
+    for _ in range(2):
+        other.begin(folder)
+        world.take(other, 5)
+        assert spent(folder) >= world.cost
+        other.end(folder)
+        assert spent(folder) >= world.cost
 
 
 def test_a_step_that_was_released_again_is_charged_again(tmp_path):

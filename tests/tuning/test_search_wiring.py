@@ -340,6 +340,10 @@ def test_a_score_s_key_depends_on_all_that_is_scored(recipe, begin, run_trials):
         key(job=begin_trial(search.folder, search.recipe, read_trials(search.folder)[1])),
     ]
     assert len({key(), *others}) == 1 + len(others)
+    before, model = key(), job.folder.model / "model.safetensors"
+    other = search.folder.trial(1).model / model.name
+    model.write_bytes(other.read_bytes())  # as another copy's nonces would have made it
+    assert key() != before
     fixed = recipe(privacy=FIXED, tune=ASHA)
     assert key(asked=fixed) == derive_key(trial.key, "rung", 1)
 
