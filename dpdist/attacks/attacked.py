@@ -23,6 +23,7 @@ from dpdist.adversary.randomised import RandomisedClassifier
 from dpdist.attacks.evasion import attack
 from dpdist.attacks.settings import AttackSettings
 from dpdist.base.errors import UserError
+from dpdist.base.rounding import exact, percent
 from dpdist.certification.certificate import Certificate, CertifiedSizes
 from dpdist.certification.job import Data
 from dpdist.certification.reading import CertificateTable
@@ -125,8 +126,8 @@ class AttackedCopies:
         for of, table in tables:
             for sizes in self._sizes(table, numbers):
                 share = float(np.mean(sizes.certified(table.label) >= self.at.size))
-                name = f"{of}, {sizes.title}, {self.at.norm} >= {self.at.size:g}"
-                rows.append((name, f"{100 * share:.2f} %"))
+                name = f"{of}, {sizes.title}, {self.at.norm} >= {exact(self.at.size)}"
+                rows.append((name, f"{percent(share)} %"))
         return rows
 
     def _sizes(self, table: CertificateTable, numbers: int) -> list[CertifiedSizes]:

@@ -13,6 +13,7 @@ from dpdist import bulk
 from dpdist.attacks.table import ANSWERS, MEAN_SCORES, VOTES, about, read
 from dpdist.base.errors import UserError
 from dpdist.base.reading import check_shape, read_json, shown
+from dpdist.base.rounding import exact, percent
 from dpdist.certification.verdict import ABSTAIN
 from dpdist.randomness.places import PLACES, Place
 
@@ -169,7 +170,7 @@ def read_check(path: Path) -> dict[str, Any]:
 
 def attack_line(table: AttackTable) -> str:
     """What became of the inputs at each size, in one line."""
-    at = "; ".join(f"{_worst_line(table, size)} at {size:g}" for size in table.sizes)
+    at = "; ".join(f"{_worst_line(table, size)} at {exact(size)}" for size in table.sizes)
     scope = f"{table.norm}, {', '.join(table.attacks)}, {table.inputs:,} inputs"
     return f"{at} ({scope}; {table.classifier})"
 
@@ -190,8 +191,3 @@ def check_line(check: dict[str, Any]) -> str:
         f"{check['inputs']:,} certificates at alpha = {check['alpha']:g} allow {check['allowed']} "
         f"(p = {check['p_value']:.3g}): {verdict}"
     )
-
-
-def percent(share: float) -> str:
-    """As text, without its sign."""
-    return f"{100 * share:.2f}"

@@ -19,12 +19,12 @@ Both fall with r: what is stated at one radius holds at all below (A), or beyond
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dpdist.base.binomial import clopper_pearson_lower, clopper_pearson_upper
 from dpdist.base.errors import UserError
+from dpdist.base.rounding import exact, percent
 from dpdist.certification.paired import ERROR
 from dpdist.certification.reading import CertificateTable
 from dpdist.certification.rebound import label_reach
@@ -80,10 +80,5 @@ def line(found: CertificateTable, at: Sequence[float]) -> tuple[str, str]:
     if found.terms["noise_bank"]:
         return name, "nothing is stated: the inputs share one noise bank"
     stated = of_population(found, at)
-    shares = ", ".join(f"{floored(each.low)} % at {each.radius:g}" for each in stated)
+    shares = ", ".join(f"{percent(each.low)} % at {exact(each.radius)}" for each in stated)
     return name, f"{shares} ({100 * (1 - ERROR):g} %, all radii together)"
-
-
-def floored(share: float) -> str:
-    """In %, two digits, rounded down: no bound is printed larger than it is."""
-    return f"{math.floor(1e4 * share) / 100:.2f}"

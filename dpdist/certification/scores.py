@@ -24,6 +24,7 @@ from dpdist.base.binomial import clopper_pearson_lower
 from dpdist.base.errors import UserError
 from dpdist.base.fields import Number
 from dpdist.base.reading import check_shape
+from dpdist.base.rounding import exact, percent
 from dpdist.base.table_files import Column
 from dpdist.certification import betting
 from dpdist.certification import expected_score_bounds as by_scores
@@ -272,7 +273,7 @@ class ExpectedScores(OfHiddenNoise):
 
         def shares(sizes: CertifiedSizes) -> str:
             held = sizes.certified(found.label)
-            return ", ".join(f"{100 * np.mean(held >= size):.2f} % at {size:g}" for size in at)
+            return ", ".join(f"{percent(np.mean(held >= size))} % at {exact(size)}" for size in at)
 
         return [(f"{sizes.norm} {sizes.label}", shares(sizes)) for sizes in found.sizes]
 

@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 
 from dpdist.base.errors import UserError
 from dpdist.base.fields import Positive
+from dpdist.base.rounding import exact, percent
 from dpdist.certification.certificate import (
     Certificate,
     CertifiedSizes,
@@ -191,10 +192,10 @@ class Smoothing(Certificate):
     @classmethod
     def lines(cls, found: CertificateTable, at: Sequence[float]) -> list[tuple[str, str]]:
         name = f"certified at {found.norm.upper()} radius"
-        lines = [(f"{name} {r:g}", f"{100 * found.certified_accuracy(r):.2f} %") for r in at]
+        lines = [(f"{name} {exact(r)}", f"{percent(found.certified_accuracy(r))} %") for r in at]
         for sizes in found.sizes[1:]:
             held = sizes.certified(found.label)
-            shares = ", ".join(f"{100 * np.mean(held >= r):.2f} % at {r:g}" for r in at)
+            shares = ", ".join(f"{percent(np.mean(held >= r))} % at {exact(r)}" for r in at)
             lines.append((sizes.title, shares))
         return lines
 

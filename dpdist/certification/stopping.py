@@ -15,6 +15,7 @@ from pydantic import ValidationError, model_validator
 from dpdist.base.binomial import clopper_pearson_upper
 from dpdist.base.errors import UserError
 from dpdist.base.reading import reason
+from dpdist.base.rounding import exact
 from dpdist.certification.certificate import Certificate, Partial, require, sample, select
 from dpdist.certification.cohen import Cohen, predict
 from dpdist.certification.quadrature import certified_by
@@ -172,7 +173,7 @@ class TargetRadius(_Sequential):
         )
 
     def mode_parts(self) -> list[str]:
-        return [self.mode, "r-" + "-".join(f"{radius:g}" for radius in self.radii)]
+        return [self.mode, "r-" + "-".join(map(exact, self.radii))]
 
 
 def stated_targets(kind: type[_Kind], table: pa.Table) -> _Kind:

@@ -29,6 +29,7 @@ import scipy
 from pydantic import model_validator
 
 from dpdist.base.errors import UserError
+from dpdist.base.rounding import exact, percent
 from dpdist.certification import betting
 from dpdist.certification.certificate import CertifiedSizes, Partial, require, select
 from dpdist.certification.expected_score_bounds import SCORE_UNIT
@@ -200,7 +201,7 @@ class TargetScores(OfHiddenNoise):
     @classmethod
     def lines(cls, found: CertificateTable, at: Sequence[float]) -> list[tuple[str, str]]:
         name = f"certified at {found.norm.upper()} radius"
-        return [(f"{name} {r:g}", f"{100 * found.certified_accuracy(r):.2f} %") for r in at]
+        return [(f"{name} {exact(r)}", f"{percent(found.certified_accuracy(r))} %") for r in at]
 
     @classmethod
     def words(cls, found: CertificateTable) -> str:
@@ -228,5 +229,5 @@ class TargetScores(OfHiddenNoise):
         return settings, ScoredPlace(found.sigma, Sensitivity(**found.about["sensitivity"]))
 
     def name_parts(self) -> list[str]:
-        radii = "-".join(f"{radius:g}" for radius in self.radii)
+        radii = "-".join(map(exact, self.radii))
         return [self.mode, self.norm, f"r-{radii}", f"n-{self.n}", f"eta-{1 - self.alpha:g}"]

@@ -10,6 +10,7 @@ import typer
 
 from dpdist.base.errors import UserError
 from dpdist.base.fields import Count, CountOrZero, Positive, Probability
+from dpdist.base.rounding import exact, percent
 from dpdist.commands.options import (
     RUNS,
     Actors,
@@ -177,13 +178,13 @@ def _print(
     each = found[0]
     counts = shown or [k for k in _SHOWN if k <= max(2, each.most)]
     rows = [("inputs", f"{len(votes.index):,}"), ("models", _models(votes, each))]
-    rows.append(("right", f"{100 * float((each.answer == votes.label).mean()):.2f} %"))
+    rows.append(("right", f"{percent((each.answer == votes.label).mean())} %"))
     for one, what in zip(found, ("", ", of all inputs together"), strict=False):
         for radius in one.changes:
             shares = ", ".join(
-                f"{100 * one.accuracy(votes.label, k, radius):.2f} % at {k}" for k in counts
+                f"{percent(one.accuracy(votes.label, k, radius))} % at {k}" for k in counts
             )
-            moved = f" and an L2 change below {radius:g}" if radius else ""
+            moved = f" and an L2 change below {exact(radius)}" if radius else ""
             rows.append((f"changed records withstood{moved}{what}", shares))
     rows += _terms(votes, found, plan)
     rows.append(("votes, private", str(path)))
@@ -241,7 +242,7 @@ def _write(path: Path, votes: Votes, found: Withstands) -> None:
 
     with path.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        names = [f"changes at {radius:g}" for radius in found.changes]
+        names = [f"changes at {exact(radius)}" for radius in found.changes]
         writer.writerow(["index", "label", "answer", *names])
         columns = (votes.index, votes.label, found.answer, *found.changes.values())
         writer.writerows(zip(*(column.tolist() for column in columns), strict=True))

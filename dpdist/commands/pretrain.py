@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dpdist.base.rounding import percent
 from dpdist.commands.options import Changes, DataRoot, RecipeArgument
 
 
@@ -20,7 +21,7 @@ def command(recipe: RecipeArgument, changes: Changes = None, data_root: DataRoot
 
     with console.progress("pretraining, WITHOUT privacy", "steps") as show:
         folder, score = pretrain(resolved, recipe, show)
-    of = f"{100 * score:.2f} % of the test split"
+    of = f"{percent(score)} % of the test split"
     if resolved.public is not None and resolved.model.denoiser is not None:
         of = f"noise {resolved.public.sigma:g} on the test split reduced to {score:.4f}"
     other = None if resolved.public is None else resolved.public.data

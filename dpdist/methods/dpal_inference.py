@@ -18,6 +18,7 @@ from dpdist.adversary.ascents import pgd
 from dpdist.adversary.balls import Ball
 from dpdist.adversary.randomised import RandomisedClassifier, loss_gradient
 from dpdist.base.reading import read_json
+from dpdist.base.rounding import exact, percent
 from dpdist.base.storage import write_json
 from dpdist.methods.dpal_steps import check_network, laplace, taylor_errors
 from dpdist.models import predicted_classes
@@ -129,14 +130,14 @@ def lines(private: Path) -> list[tuple[str, str]]:
         return []
     found = read_json(path, {"images": int, "right": float, "attacked": list, "psi": float})
     about = f"of {found['images']:,} test images, psi {found['psi']:g}"
-    rows = [("the paper's predictions", f"{100 * found['right']:.1f} % right {about}")]
+    rows = [("the paper's predictions", f"{percent(found['right'], 1)} % right {about}")]
     for at in found["attacked"]:
-        right, printed, harmonic = (100 * at[name] for name in ("right", "printed", "harmonic"))
+        right, printed, harmonic = (percent(at[n], 1) for n in ("right", "printed", "harmonic"))
         rows.append(
             (
-                f"as the paper measures it, PGD linf {at['size']:g}",
-                f"{right:.1f} % right; {printed:.1f} % right and 'certified' by kappa + phi "
-                f"({harmonic:.1f} % by the harmonic rule); no certificate: neither rule holds for "
+                f"as the paper measures it, PGD linf {exact(at['size'])}",
+                f"{right} % right; {printed} % right and 'certified' by kappa + phi "
+                f"({harmonic} % by the harmonic rule); no certificate: neither rule holds for "
                 "noise around a fixed centre",
             )
         )

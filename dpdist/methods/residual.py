@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import model_validator
 
 from dpdist.base.fields import Positive, PositiveOrZero
+from dpdist.base.rounding import percent
 from dpdist.methods.base import DrawCount, Fixed, Method
 from dpdist.privacy.plan import PrivacyPlan, StepPlan
 from dpdist.sections.recipe import Sections
@@ -123,11 +124,11 @@ class ResidualPerturbation(Method):
             return []
         numbers = {"within": int, "images": int, "before": float, "after": float}
         found = read_json(path, numbers)
-        share = 100 * found["within"] / max(1, found["images"])
+        share = percent(found["within"] / max(1, found["images"]), 1)
         return [
             (
                 "assumed by the claim, measured on test images",
-                f"norm <= {self.input_norm:g}: {share:.1f} % of {found['images']:,}; largest mean "
+                f"norm <= {self.input_norm:g}: {share} % of {found['images']:,}; largest mean "
                 f"norm of a block's output: {found['before']:.4g} before training, "
                 f"{found['after']:.4g} after (assumed: <= {self.residual_norm:g})",
             )

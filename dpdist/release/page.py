@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from dpdist.base.rounding import exact, percent
 from dpdist.base.views import averaged
 from dpdist.privacy.guarantee import format_epsilon
 from dpdist.release.description import Certified, Description
@@ -98,7 +99,9 @@ def _metadata(about: Description, spec: ModelSpec) -> dict[str, Any]:
     metrics = [_metric("accuracy", "clean accuracy", about.tested.accuracy)]
     for table in about.certified:
         metrics += [
-            _metric("certified-accuracy", f"{table.title}, {table.norm} radius {radius:g}", share)
+            _metric(
+                "certified-accuracy", f"{table.title}, {table.norm} radius {exact(radius)}", share
+            )
             for radius, share in zip(table.radii, table.accuracy, strict=True)
         ]
     result = {
@@ -156,7 +159,7 @@ def _robustness(about: Description) -> str:
 def _clean(about: Description) -> str:
     tested = about.tested
     assert tested is not None
-    return f"Accuracy {100 * tested.accuracy:.2f} % of {tested.inputs:,} inputs ({tested.data})."
+    return f"Accuracy {percent(tested.accuracy)} % of {tested.inputs:,} inputs ({tested.data})."
 
 
 def _table(table: Certified) -> str:
@@ -165,7 +168,7 @@ def _table(table: Certified) -> str:
         f"{table.alpha:g} each"
     )
     rows = [
-        f"| {radius:g} | {100 * share:.2f} % |"
+        f"| {exact(radius)} | {percent(share)} % |"
         for radius, share in zip(table.radii, table.accuracy, strict=True)
     ]
     return "\n".join([head, "", f"| {table.norm} radius | certified |", "|---|---|", *rows])

@@ -8,7 +8,8 @@ from operator import attrgetter
 
 import numpy as np
 
-from dpdist.attacks.reading import NONE, AttackTable, percent
+from dpdist.attacks.reading import NONE, AttackTable
+from dpdist.base.rounding import exact, percent
 from dpdist.certification.radii import ball_factor
 from dpdist.certification.reading import CertificateTable
 
@@ -50,7 +51,7 @@ def grid(
         found = [(name, table.shares(name, size)) for name in done]
         if len(done) > 1:
             found.append(("all of them", table.worst(size)))
-        rows += [[f"{size:g}", name, *s.percent(), *certified(size)] for name, s in found]
+        rows += [[exact(size), name, *s.percent(), *certified(size)] for name, s in found]
     notes = [f"certified {called(o)}: {_note(table, o, int(c.sum()))}" for o, c in beside]
     return Grid(header, rows, notes)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dpdist.base.rounding import exact, percent
 from dpdist.certification.verdict import ABSTAIN
 from dpdist.reports.facts import Facts
 from dpdist.reports.in_short import first_radius, interval, main_table
@@ -22,7 +23,7 @@ def by_class(facts: Facts) -> tuple[list[str], list[list[str]]]:
     if plain:
         header += ["test inputs", "right, %", "95 % interval"]
     if table is not None:
-        at = f"{first_radius(table):g}"
+        at = exact(first_radius(table))
         header += [
             "with noise: inputs",
             f"right and certified at {at}, %",
@@ -54,4 +55,4 @@ def _share(hits: int, inputs: int) -> tuple[str, str]:
 
 
 def _percent(part: int, whole: int) -> str:
-    return f"{100 * part / whole:.1f}" if whole else ""
+    return percent(part / whole, 1) if whole else ""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from dpdist.base.rounding import exact, percent
 from dpdist.certification.radii import norm_name
 from dpdist.privacy.guarantee import format_epsilon
 from dpdist.reports.facts import Facts
@@ -55,7 +56,7 @@ def privacy_grid(runs: Sequence[Facts]) -> list[list[str]]:
     header = ["run", "clean, %", "claimed epsilon", "proved epsilon", "audited epsilon", "verdict"]
     rows = [header]
     for facts in runs:
-        clean = "" if facts.evaluation is None else f"{100 * facts.evaluation['accuracy']:.2f}"
+        clean = "" if facts.evaluation is None else percent(facts.evaluation["accuracy"])
         claim = facts.claim
         claimed, verdict = "none", "nothing claimed"
         if claim is not None and claim.claimed is not None:
@@ -73,11 +74,11 @@ def privacy_grid(runs: Sequence[Facts]) -> list[list[str]]:
 
 def certified_grid(runs: Sequence[Facts], norm: str, sizes: Sequence[float]) -> list[list[str]]:
     """Header and rows: certified accuracy in % of each run by each certificate at the sizes."""
-    rows = [["run", f"certificate, {NORMS[norm]}", *[f"{size:g}" for size in sizes]]]
+    rows = [["run", f"certificate, {NORMS[norm]}", *map(exact, sizes)]]
     for facts in runs:
         for curve in curves(facts):
             if curve.norm == norm:
-                shares = [f"{100 * curve.accuracy(size):.1f}" for size in sizes]
+                shares = [percent(curve.accuracy(size), 1) for size in sizes]
                 rows.append([curve.run, curve.title, *shares])
     return rows
 
@@ -96,7 +97,7 @@ def attacked_grid(runs: Sequence[Facts], norm: str) -> list[list[str]]:
             rows.append([name, of, "0", "none", *table.shares("none", 0.0).percent()])
             for size in table.sizes:
                 done = ", ".join(a for a in table.attacks if table.has(a, size))
-                rows.append([name, of, f"{size:g}", done, *table.worst(size).percent()])
+                rows.append([name, of, exact(size), done, *table.worst(size).percent()])
     return rows
 
 

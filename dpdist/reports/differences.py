@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dpdist.base.errors import UserError
+from dpdist.base.rounding import exact, percent
 from dpdist.certification.curves import CurveDifference, curve_difference
 from dpdist.certification.paired import ERROR, Comparison, compare, difference_interval, holm
 from dpdist.certification.reading import CertificateTable
@@ -59,7 +60,7 @@ def differences(
         for two in _certified(runs[0], later, notes):
             for size in sizes[two.norm]:
                 found = compare(two.first >= size, two.later >= size)
-                rows.append(Difference(two.run, two.what, f"{size:g}", found))
+                rows.append(Difference(two.run, two.what, exact(size), found))
     return rows, notes
 
 
@@ -98,8 +99,8 @@ def grid(first: str, rows: Sequence[Difference]) -> list[list[str]]:
         every = difference_interval(it.only_first, it.only_second, it.inputs, ERROR / len(rows))
         shown.append(
             [
-                row.run, row.what, row.size, f"{it.inputs:,}", f"{100 * it.first:.2f}",
-                f"{100 * it.second:.2f}", f"{100 * it.difference:+.2f}",
+                row.run, row.what, row.size, f"{it.inputs:,}", percent(it.first),
+                percent(it.second), f"{100 * it.difference:+.2f}",
                 _interval(it.low, it.high), _interval(*every),
                 f"{it.only_first} : {it.only_second}",
                 *(f"{p:.2g}" for p in (it.p_value, corrected, it.anytime)),

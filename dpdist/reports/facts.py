@@ -17,6 +17,7 @@ from dpdist.audits.result import AuditResult
 from dpdist.base.errors import UserError
 from dpdist.base.independence import INDEPENDENCE, SCREENED, weakest
 from dpdist.base.reading import check_shape, read_json
+from dpdist.base.rounding import exact, percent
 from dpdist.bulk.evaluation import Evaluation, refuse_decisions
 from dpdist.certification import population, reading
 from dpdist.certification.reading import CertificateTable
@@ -262,7 +263,7 @@ class Facts:
             rows.append(
                 (
                     "clean accuracy",
-                    f"{100 * self.evaluation['accuracy']:.2f} % of {self.asked}{how})",
+                    f"{percent(self.evaluation['accuracy'])} % of {self.asked}{how})",
                 )
             )
             if self.next_tokens is not None:
@@ -292,7 +293,7 @@ class Facts:
 
 def _certified_row(table: CertificateTable) -> tuple[str, str]:
     at = ", ".join(
-        f"{100 * table.certified_accuracy(radius):.2f} % at {radius:g}"
+        f"{percent(table.certified_accuracy(radius))} % at {exact(radius)}"
         for radius in (0.0, *table.shown_radii)
     )
     about = f"{table.norm}, {len(table.index):,} inputs, alpha {table.alpha:g} each"

@@ -13,6 +13,7 @@ from typing import Literal
 import numpy as np
 
 from dpdist.base.binomial import clopper_pearson_interval
+from dpdist.base.rounding import exact, percent
 from dpdist.certification.paired import ERROR
 from dpdist.certification.radii import norm_name
 from dpdist.certification.reading import CertificateTable
@@ -116,16 +117,16 @@ def _privacy(facts: Facts) -> list[tuple[Mood, str]]:
 def _useful(facts: Facts) -> list[tuple[Mood, str]]:
     if facts.evaluation is None:
         return [("caution", "how often the model is right was not measured")]
-    inputs, share = facts.evaluation["inputs"], 100 * facts.evaluation["accuracy"]
+    inputs, share = facts.evaluation["inputs"], percent(facts.evaluation["accuracy"], 1)
     if facts.next_tokens is not None:
-        said = f"perplexity {facts.evaluation['perplexity']:.1f}, {share:.1f} % right"
+        said = f"perplexity {facts.evaluation['perplexity']:.1f}, {share} % right"
         return [
             (
                 "good",
                 f"of the {facts.next_tokens:,} next tokens of {inputs:,} test documents: {said}",
             )
         ]
-    return [("good", f"the model is right on {share:.1f} % of {inputs:,} test inputs")]
+    return [("good", f"the model is right on {share} % of {inputs:,} test inputs")]
 
 
 def _certified(facts: Facts) -> list[tuple[Mood, str]]:
@@ -134,13 +135,13 @@ def _certified(facts: Facts) -> list[tuple[Mood, str]]:
     table = main_table(facts)
     assert table is not None
     radius = first_radius(table)
-    share = 100 * table.certified_accuracy(radius)
+    share = percent(table.certified_accuracy(radius), 1)
     norm = norm_name(table.norm)
     return [
         (
             "good",
             f"and, with its noise, right and certified not to change within {norm} distance "
-            f"{radius:g} on {share:.1f} % of {len(table.index):,}",
+            f"{exact(radius)} on {share} % of {len(table.index):,}",
         )
     ]
 
@@ -159,7 +160,7 @@ def interval(hits: int, inputs: int) -> str:
     """Of the share in all inputs of which these are an independent sample, in %, 95 %: rounded
     outwards."""
     low, high = clopper_pearson_interval(hits, inputs, ERROR)
-    return f"{math.floor(1e3 * low) / 10:.1f} to {math.ceil(1e3 * high) / 10:.1f}"
+    return f"{percent(low, 1)} to {percent(high, 1, up=True)}"
 
 
 def clean_interval(facts: Facts) -> str | None:
@@ -204,7 +205,7 @@ def right_at_most(guarantee: Guarantee) -> str:
     ICML 2015, Theorem 2.1).
     """
     missed = (1 - guarantee.delta) * math.exp(-float(np.logaddexp(0.0, guarantee.epsilon)))
-    return f"{math.ceil(1e4 * (1 - missed)) / 100:.2f}"
+    return percent(1 - missed, up=True)
 
 
 def _delta(facts: Facts) -> str:

@@ -16,6 +16,7 @@ from markupsafe import Markup
 
 from dpdist import __version__
 from dpdist.attacks.reading import AttackTable, check_line
+from dpdist.base.rounding import exact, percent
 from dpdist.base.storage import write_atomic
 from dpdist.certification import population
 from dpdist.certification.radii import norm_name
@@ -176,7 +177,7 @@ def _headline(facts: Facts) -> str:
         private = "not private"
     right = ""
     if facts.evaluation is not None:
-        right = f", {100 * facts.evaluation['accuracy']:.1f} % right"
+        right = f", {percent(facts.evaluation['accuracy'], 1)} % right"
     return f"{facts.folder.name}: {private}{right}"
 
 
@@ -190,7 +191,7 @@ def _tiles(facts: Facts) -> list[tuple[str, str, str]]:
         else ("epsilon (proved)", "none", "not private")
     ]
     if facts.evaluation is not None:
-        share = f"{100 * facts.evaluation['accuracy']:.1f} %"
+        share = f"{percent(facts.evaluation['accuracy'], 1)} %"
         sure = f"{clean_interval(facts)}\u00a0% of inputs like these, 95\u00a0% sure"
         if facts.next_tokens is not None:
             sure = f"of {facts.next_tokens:,} next tokens"
@@ -199,11 +200,11 @@ def _tiles(facts: Facts) -> list[tuple[str, str, str]]:
     table = main_table(facts)
     if table is not None:
         radius = first_radius(table)
-        share = f"{100 * table.certified_accuracy(radius):.1f} %"
-        name = f"right and certified at {norm_name(table.norm)} {radius:g}"
+        share = f"{percent(table.certified_accuracy(radius), 1)} %"
+        name = f"right and certified at {norm_name(table.norm)} {exact(radius)}"
         sure, stated = "the inputs share one noise bank: nothing is said of others", _stated(table)
         if radius in stated:
-            low = population.floored(stated[radius].low)
+            low = percent(stated[radius].low)
             sure = f"at least {low}\u00a0% of inputs like these, 95\u00a0% sure"
         found.append((name, share, sure))
     return found
@@ -291,10 +292,10 @@ def _table(table: CertificateTable, folder: RunFolder) -> dict[str, object]:
         "alpha": table.alpha,
         "norm": norm_name(table.norm),
         "inputs": len(table.index),
-        "abstained": f"{100 * table.abstained:.2f}",
+        "abstained": percent(table.abstained),
         "average_radius": f"{table.average_radius:.4f}",
         "rows": [
-            (f"{r:g}", f"{100 * table.certified_accuracy(r):.2f}", *_bounds(stated.get(r)))
+            (exact(r), percent(table.certified_accuracy(r)), *_bounds(stated.get(r)))
             for r in (0.0, *table.shown_radii)
         ],
         "file": table.path.relative_to(folder.path),
@@ -314,5 +315,5 @@ def _bounds(stated: population.OfPopulation | None) -> tuple[str, str]:
     """Right and robust, at least; not certifiable, at least: both in %, of the population."""
     if stated is None:
         return "", ""
-    spared = "" if stated.certifiable is None else population.floored(1 - stated.certifiable)
-    return population.floored(stated.low), spared
+    spared = "" if stated.certifiable is None else percent(1 - stated.certifiable)
+    return percent(stated.low), spared

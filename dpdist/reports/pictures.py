@@ -8,6 +8,7 @@ from operator import attrgetter
 import numpy as np
 
 from dpdist.attacks.reading import AttackTable
+from dpdist.base.rounding import exact, percent
 from dpdist.certification.radii import norm_name
 from dpdist.certification.reading import CertificateTable
 from dpdist.privacy.guarantee import format_epsilon
@@ -30,8 +31,9 @@ def certified_accuracy(
         lines.append(Line("right without noise or attack", [(0, share), (end, share)], quiet=True))
     norms, said = sorted({norm_name(table.norm) for table in tables}), []
     for table in tables:
-        at = [(r, 100 * table.certified_accuracy(r)) for r in (0.0, *table.shown_radii)]
-        said.append(f"{table.words}: {', '.join(f'{share:.1f} % at {r:g}' for r, share in at)}")
+        at = [(r, table.certified_accuracy(r)) for r in (0.0, *table.shown_radii)]
+        shares = ", ".join(f"{percent(share, 1)} % at {exact(r)}" for r, share in at)
+        said.append(f"{table.words}: {shares}")
     return chart(
         lines,
         Axis(f"{' or '.join(norms)} radius, in units of the input", end),
@@ -63,9 +65,11 @@ def attacked_accuracy(
     clean, lines, said = table.shares("none", 0.0), [], []
     for attack in table.attacks:
         found = [(s, table.shares(attack, s)) for s in table.sizes if table.has(attack, s)]
-        points = [(s, 100 * (1 - shares.wrong)) for s, shares in [(0.0, clean), *found]]
+        left = [(s, 1 - shares.wrong) for s, shares in [(0.0, clean), *found]]
+        points = [(s, 100 * share) for s, share in left]
         lines.append(Line(attack, points, dots=True))
-        said.append(f"{attack}: " + ", ".join(f"{share:.1f} % at {s:g}" for s, share in points))
+        shown = ", ".join(f"{percent(share, 1, up=True)} % at {exact(s)}" for s, share in left)
+        said.append(f"{attack}: {shown}")
     if table.place.random:
         worst = [(0.0, clean), *((size, table.worst(size)) for size in table.sizes)]
         upper = [(size, 100 * (1 - shares.wrong)) for size, shares in worst]

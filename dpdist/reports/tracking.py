@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from dpdist.base import console
 from dpdist.base.errors import UserError
 from dpdist.base.extras import library
+from dpdist.base.rounding import exact
 
 if TYPE_CHECKING:
     from dpdist.reports.facts import Facts
@@ -78,7 +79,7 @@ def figures(facts: Facts) -> Iterator[tuple[str, float, int]]:
     for table in facts.tables:
         for radius in (0.0, *table.shown_radii):
             accuracy = table.certified_accuracy(radius)
-            yield f"certified/{table.name}/radius_{radius:g}", accuracy, steps
+            yield f"certified/{table.name}/radius_{exact(radius)}", accuracy, steps
 
 
 class TensorBoard:

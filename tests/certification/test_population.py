@@ -8,8 +8,9 @@ from scipy import stats
 from test_rebound import BOUNDARY, DRAWS, HISTOGRAMS, LABELS, counted, make
 
 from dpdist.base.errors import UserError
+from dpdist.base.rounding import percent
 from dpdist.certification import reading
-from dpdist.certification.population import floored, line, of_population
+from dpdist.certification.population import line, of_population
 from dpdist.certification.rebound import rebound
 
 pytestmark = pytest.mark.guarantee
@@ -88,8 +89,8 @@ def test_a_noise_bank_is_no_independent_sample() -> None:
 
 
 def test_what_is_printed_is_rounded_down() -> None:
-    assert floored(0.98769) == "98.76" and floored(0.0) == "0.00"
+    assert percent(0.98769) == "98.76" and percent(0.0) == "0.00"
     found = reading.of(counted(np.array([DRAWS] * 60), 0.001))
     name, value = line(found, [0.5])
     (each,) = of_population(found, [0.5])
-    assert "population" in name and value.startswith(f"{floored(each.low)} % at 0.5 (95 %")
+    assert "population" in name and value.startswith(f"{percent(each.low)} % at 0.5 (95 %")
