@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
+from typing import SupportsFloat
 
 
-def percent(share: float, digits: int = 2, *, up: bool = False) -> str:
+def percent(share: SupportsFloat, digits: int = 2, *, up: bool = False) -> str:
     """Return a share in %, without its sign, rounded down.
 
     So 100 stands only where nothing is missing, and a lower bound is never printed larger than it

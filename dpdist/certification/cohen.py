@@ -112,7 +112,7 @@ def certify(
     alpha: float,
     noise: Noise,
     draws: int | None = None,
-    bound: Callable[[int, int, float], float] = clopper_pearson_lower,
+    bound: Callable[..., Any] = clopper_pearson_lower,
 ) -> Verdict:
     """CERTIFY, given a class chosen by other draws and the counts of n draws: int (classes,).
 

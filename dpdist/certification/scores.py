@@ -383,9 +383,10 @@ class BettingScores(ExpectedScores):
         labels = np.full(len(lower), ABSTAIN)
         rows = table.select(["selected", *cls.binned]).to_pylist()
         for place, each in enumerate(rows):
-            bins = (np.reshape(each[name], (-1, betting.BINS)) for name in cls.binned)
+            bins, excess = (np.reshape(each[name], (-1, betting.BINS)) for name in cls.binned)
             selected = each["selected"] if one_sided else None
-            labels[place] = betting.label_of(*bins, lower[place], upper[place], alpha, selected)
+            stated = lower[place], upper[place]
+            labels[place] = betting.label_of(bins, excess, *stated, alpha, selected)
         known = labels != ABSTAIN
         p_a, p_b = np.where(known, lower, np.nan), np.where(known, upper, np.nan)
         both = np.stack([np.nan_to_num(p_a), np.zeros(len(lower))], 1)

@@ -160,7 +160,7 @@ def interval(hits: int, inputs: int) -> str:
     """Of the share in all inputs of which these are an independent sample, in %, 95 %: rounded
     outwards."""
     low, high = clopper_pearson_interval(hits, inputs, ERROR)
-    return f"{percent(low, 1)} to {percent(high, 1, up=True)}"
+    return f"{percent(float(low), 1)} to {percent(float(high), 1, up=True)}"
 
 
 def clean_interval(facts: Facts) -> str | None:
