@@ -68,10 +68,8 @@ def attacked_accuracy(
         left = [(s, 1 - shares.wrong) for s, shares in [(0.0, clean), *found]]
         points = [(s, 100 * share) for s, share in left]
         lines.append(Line(attack, points, dots=True))
-        shares_shown = ", ".join(
-            f"{percent(share, 1, up=True)} % at {exact(s)}" for s, share in left
-        )
-        said.append(f"{attack}: {shares_shown}")
+        percents = [f"{percent(share, 1, up=True)} % at {exact(s)}" for s, share in left]
+        said.append(f"{attack}: {', '.join(percents)}")
     if table.place.random:
         worst = [(0.0, clean), *((size, table.worst(size)) for size in table.sizes)]
         upper = [(size, 100 * (1 - shares.wrong)) for size, shares in worst]

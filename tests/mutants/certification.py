@@ -202,7 +202,10 @@ FAULTS: list[Fault] = [
         ("float(reached) / (1 - alpha)", "float(reached)", "upper bounds that are too small count"),
         ("error / (len(at) * (1 if reach is None else 2))", "error",
          "every radius and side spends the whole error"),
-        ("floor(1e4 * share) / 100", "ceil(1e4 * share) / 100", "bounds are printed rounded up"),
+    ),
+    *group(
+        "dpdist/base/rounding.py", "test_rounding certification/test_population",
+        ("ROUND_CEILING if up else ROUND_FLOOR", "ROUND_CEILING", "bounds are printed rounded up"),
     ),
     *group(
         "dpdist/certification/rebound.py", "certification/test_rebound",
@@ -753,7 +756,7 @@ FAULTS: list[Fault] = [
     *group(
         "dpdist/certification/scores.py", "certification/test_edited_tables",
         ("sound &= (sums >= 0).all(1) & (sums.sum(1) <= n * SCORE_UNIT)", "sound &= (sums >= 0).all(1)", "scores that add up to more than 1 are read"),
-        ("            labels[place] = betting.label_of(*bins, lower[place], upper[place], alpha, selected)\n",
+        ("            labels[place] = betting.label_of(bins, excess, *stated, alpha, selected)\n",
          "            labels[place] = each[\"selected\"]\n", "bets of any bounds are read"),
     ),
     *group(
