@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from support.processes import (
 from support.threads import one_thread
 
 from dpdist.privacy.ledger import Ledger
-from dpdist.runs.folder import RunFolder
+from dpdist.runs.folder import RunFolder, complete_checkpoints
 from dpdist.training.groups import read
 
 pytestmark = pytest.mark.whole
@@ -224,6 +225,11 @@ def test_a_group_shrinks_and_grows_again(nodes, tmp_path, monkeypatch, capsys):
         wait_for(lambda: len(read(RunFolder(run))) == groups)
         reached = steps_done(run)
         wait_for(lambda: steps_done(run) >= reached + 40)
+        kept = run / "private" / "checkpoints"  # a group without one begins where the last did
+        wait_for(lambda: bool(found := complete_checkpoints(kept)) and at(found[-1]) > reached)
+
+    def at(checkpoint: Any) -> int:
+        return int(checkpoint.name.removeprefix("step-"))
 
     changed(1)
     tell(nodes, "kill")
