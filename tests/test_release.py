@@ -31,7 +31,7 @@ from safetensors.torch import load_file, save_file
 from support.here import Done, command, without_ray
 
 import dpdist
-from dpdist import models
+from dpdist import bulk, models
 from dpdist.base.errors import UserError
 from dpdist.base.json_values import same_json
 from dpdist.certification import reading
@@ -143,6 +143,8 @@ def changed_table(
     table = tables.read(folder / name)
     found, said = table.to_pylist(), tables.about(table)
     rows(found)
+    if bulk.LABELS in said:
+        said[bulk.LABELS] = bulk.label_digest(*zip(*((r["index"], r["label"]) for r in found)))  # noqa: B905
     about(said)
     tables.write(tables.build(found, said, table.schema), folder / name)
     if (folder / SUMS).exists():

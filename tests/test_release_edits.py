@@ -211,5 +211,5 @@ def test_every_edit_of_a_run_s_table_is_refused(made, tmp_path):
     settings.write_text(json.dumps(whole))
     table.write_bytes(raw)
     changed_table(table.parent, lambda rows: rows.pop(), name=table.name)
-    with pytest.raises(UserError, match=r"lacks 1 of the 4 inputs|its labels are not those"):
+    with pytest.raises(UserError, match=r"lacks 1 of the 4 inputs|not of the settings"):
         read_facts(RunFolder(path))

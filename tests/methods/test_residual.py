@@ -232,7 +232,7 @@ def test_a_run_is_trained_evaluated_certified_and_says_what_it_is_worth(
     inputs = evaluation_data(recipe, source_of(recipe)).batch(slice(None))
     within = (inputs.flatten(1).norm(dim=1) <= 3.5).double().mean()
     assert 0 < within < 1 and len(inputs) == int(images)  # of test images, in input units
-    assert float(share) == pytest.approx(100 * float(within), abs=0.051)
+    assert 0 <= 100 * float(within) - float(share) < 0.1  # never printed larger than it is
     model = models.load(run / "private/model")
     stds = {f"network.members.{m}.{b}": 0.5 for m in (0, 1) for b in (1, 2, 3)}
     assert place_of(model) == Several(stds, input_std=0.25)
