@@ -14,6 +14,7 @@ from support.training import make, train
 
 from dpdist import pipeline
 from dpdist.base.errors import UserError
+from dpdist.base.rounding import percent
 from dpdist.reports import baseline
 from dpdist.reports.facts import read_facts
 from dpdist.runs.exporting import publishable
@@ -60,7 +61,7 @@ def test_it_is_shown_only_where_it_was_named(runs, private, monkeypatch, capsys)
     (row,) = (baseline.beside(read_facts(private)) or pytest.fail()).rows[1:]
     accuracies = [json.loads(RunFolder(runs / name).evaluation.read_text())["accuracy"]
                   for name in ("open", "private")]  # fmt: skip
-    assert row[4:6] == [f"{100 * share:.2f}" for share in accuracies]
+    assert row[4:6] == [percent(share) for share in accuracies]
     private.beside_baseline.unlink()
     pipeline.report_stage(private)  # of a later command: it stays
     assert "What privacy costs" in private.beside_baseline.read_text()
