@@ -25,6 +25,7 @@ from _common import parse_arguments
 from torch import Tensor, nn
 
 from dpdist import models
+from dpdist.base.errors import UserError
 from dpdist.certification import sequential, stopping
 from dpdist.certification import two_class as two_class_module
 from dpdist.certification.catalogue import settings_of
@@ -124,12 +125,21 @@ def scores(options: argparse.Namespace) -> None:
         ("target-scores", {"mode": "target-scores"}),
         ("target-scores, batch 100", {"mode": "target-scores", "batch": 100}),
     ):
-        counting = Counting(model, {**section, **more}, tuple(x.shape[1:]))
-        report(name, *counting.all(x, labels), options.radii)
+        scored(name, model, {**section, **more}, x, labels)
     for radius in options.radii:
-        section["radii"] = [radius]
-        counting = Counting(model, {**section, "mode": "target-scores"}, tuple(x.shape[1:]))
-        report(f"target-scores, {radius:g} alone", *counting.all(x, labels), [radius])
+        more = {"mode": "target-scores", "radii": [radius]}
+        scored(f"target-scores, {radius:g} alone", model, {**section, **more}, x, labels)
+
+
+def scored(name: str, model: nn.Module, section: dict[str, Any], x: Tensor, labels: Tensor) -> None:
+    """Report on one way of scoring, or why this model's noise cannot have it (a first layer of a
+    large norm leaves radii out of reach)."""
+    try:
+        counting = Counting(model, section, tuple(x.shape[1:]))
+    except UserError as refused:
+        print(f"{name:44} {refused}", flush=True)
+        return
+    report(name, *counting.all(x, labels), section["radii"])
 
 
 @contextmanager

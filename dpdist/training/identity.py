@@ -7,16 +7,15 @@ was edited in a run folder or a copy of it, another sum begins a new attempt, un
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 import platform
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from dpdist.base.errors import UserError
 from dpdist.cluster.packages import code_digest
+from dpdist.models.factory_code import digests
 from dpdist.randomness.keys import key_id
 from dpdist.runs.recipe import Recipe
 from dpdist.training.job import PACKAGES, TrainJob, read_run_key
@@ -31,15 +30,9 @@ def _device(device: torch.device) -> str:
 
 def recipe_digest(recipe: Recipe) -> str:
     """Return a digest of all in a recipe that its sums depend on, and of a user's own code in it:
-    the files of the model's factory and of the method's class."""
+    the modules of the model's factory and of the method's class, as `factory_code` covers them."""
     named = (name for name in (recipe.model.name, recipe.method.name) if ":" in name)
-    files = {name: _source(name.partition(":")[0]) for name in named}
-    return _digest([recipe.of_model, files])
-
-
-def _source(module: str) -> str:
-    path = importlib.import_module(module).__file__
-    return hashlib.blake2b(Path(path).read_bytes(), digest_size=16).hexdigest() if path else ""
+    return _digest([recipe.of_model, {name: digests(name) for name in named}])
 
 
 def _digest(value: Any) -> str:

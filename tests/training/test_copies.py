@@ -26,6 +26,7 @@ from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder, complete_checkpoints
 from dpdist.runs.recipe import Recipe, load
 from dpdist.training import checkpoint, loop
+from dpdist.training.identity import recipe_digest
 from dpdist.training.job import prepare
 from dpdist.training.trainer import _charged
 
@@ -311,3 +312,18 @@ def test_a_ceiling_without_room_for_the_copy_refuses_it(tmp_path):
     with _charged(job):
         execute(job)
     assert sorted(Ledger.read(copy.ledger).releases) == list(range(FORK))
+
+
+def test_the_recipe_s_digest_covers_what_a_user_s_factory_imports(tmp_path, monkeypatch):
+    """A changed module beside the factory's is other code, though the factory's own file is not."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "replayed_factory.py").write_text("from replayed_layers import WIDTH\n")
+    recipe, _ = begun(tmp_path / "run")
+    recipe = recipe.model_copy(
+        update={"model": recipe.model.model_copy(update={"name": "replayed_factory:make"})}
+    )
+    digests = set()
+    for width in (4, 5):
+        (tmp_path / "replayed_layers.py").write_text(f"WIDTH = {width}\n")
+        digests.add(recipe_digest(recipe))
+    assert len(digests) == 2
