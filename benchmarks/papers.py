@@ -343,6 +343,8 @@ How to read it:
 * *Not run* comes with the reason and the command. Every recipe named here loads with the change
   beside it and makes a plan; those that come along train for two steps in the tests.
 * A commit is the one that first stated the figure, or the tree that ran.
+* Accuracy under attack of networks with noise in a hidden layer was counted by votes; since
+  commit 81764ed `dpdist attack` counts the mean scores that their certificates speak of.
 
 Made by `python benchmarks/papers.py --write` from `benchmarks/papers/` (published figures with
 their sources, and ours) and the results that benchmarks left beside it; a test compares.
