@@ -78,6 +78,8 @@ def _file(nodeid: str) -> str:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    if "torch" in sys.modules:  # what a test draws does not depend on the tests before it
+        sys.modules["torch"].manual_seed(0)
     began, loaded = time.process_time(), len(sys.modules)
     result = yield
     took = time.process_time() - began

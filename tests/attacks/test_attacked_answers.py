@@ -25,6 +25,8 @@ from dpdist.certification import reexecution
 from dpdist.certification.catalogue import settings_of
 from dpdist.models import mixing
 
+pytestmark = pytest.mark.slow
+
 SETTINGS = AttackSettings(
     norm="l2", sizes=(0.2,), attacks=("pgd",), steps=2, batch=4, seed="5", n=50, draws=2, restarts=2
 )

@@ -26,6 +26,8 @@ from dpdist.certification.rebound import merge, rebound
 from dpdist.certification.scores import SIZE_COLUMNS
 from dpdist.certification.stopping import HITS
 
+pytestmark = pytest.mark.slow
+
 COMMON = {"n": 1130, "n0": 50, "alpha": 0.05, "batch": 100, "seed": "5", "form": "eager"}
 SECTIONS: dict[str, dict[str, Any]] = {
     "fixed": {"sigma": 0.5},

@@ -35,7 +35,7 @@ from dpdist.certification.rebound import label_reach, rebound
 from dpdist.models.normalised import Normalised
 from dpdist.randomness.places import BehindLayer, OnInput, Several, place_of
 
-pytestmark = pytest.mark.guarantee
+pytestmark = [pytest.mark.guarantee, pytest.mark.slow]
 
 SIGMA = 0.25
 

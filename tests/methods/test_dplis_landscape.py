@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+pytestmark = pytest.mark.slow
+
 LANDSCAPE = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "dplis_landscape.py"))
 KEY = bytes(range(32))
 

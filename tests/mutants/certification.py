@@ -286,7 +286,7 @@ FAULTS: list[Fault] = [
          "no class is no runner-up"),
     ),
     *group(
-        "dpdist/certification/stopping.py", "certification/test_no_class certification/test_sequential",
+        "dpdist/certification/stopping.py", "certification/test_no_class certification/test_stated_error",
         ("draws = min(draws + batch, self.n)", "draws += int(counts.sum())",
          "draws without a class make an early test certain"),
         ("TargetTest(hypotheses, self.alpha, looks", "TargetTest(hypotheses, self.alpha * len(hypotheses), looks",

@@ -19,6 +19,8 @@ from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe
 from dpdist.training.job import prepare, read_run_key
 
+pytestmark = pytest.mark.slow
+
 STEPS = 4
 SECRET = {"privacy__run_key": None, "privacy__delta": 1e-3}
 
