@@ -10,8 +10,8 @@ accountant. A training pauses at the steps of each budget, and its model so far 
 evaluated: all of these models together cost what the last one costs alone, for they are made of
 the same noisy gradients. Accuracy on training records is told of public data only.
 
-Each training is a line of --results; what is there is not made again. docs/papers.md and
-docs/dplis.md have the tables.
+Each training is a line of --results; what is there is not made again. docs/evidence/papers.md and
+docs/evidence/dplis.md have the tables.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ Rows share the pre-training. What is done is not done again: the same command co
     python benchmarks/flagship.py --data-root data [--out DIR] [--only PATTERN ...] [--quick]
 
 Its figures go into results.jsonl there. With --figure PATH nothing runs: those of
-benchmarks/flagship.jsonl are drawn (of runs before that file: the means in docs/flagship.md).
+benchmarks/flagship.jsonl are drawn (of runs before that file: the means in
+docs/evidence/flagship.md).
 
 With --all the runs of the comparison are also certified on all test images, with early stopping
 (mode target: the same alpha for each image, at most the same n).

@@ -1,7 +1,7 @@
-"""The page docs/papers.md: every table and figure of the five papers beside what was run here.
+"""The page docs/evidence/papers.md: tables and figures of the five papers beside what was run here.
 
     python benchmarks/papers.py            # prints it
-    python benchmarks/papers.py --write    # writes docs/papers.md; --quick changes nothing
+    python benchmarks/papers.py --write    # writes docs/evidence/papers.md; --quick changes nothing
 
 Published figures, with their sources, stand in papers/PAPER.yaml:
 
@@ -40,7 +40,7 @@ from dpdist.audits.roc import Estimate
 from dpdist.runs.recipe import Recipe, find, load
 
 HERE = Path(__file__).resolve().parent
-DATA, PAGE = HERE / "papers", HERE.parent / "docs" / "papers.md"
+DATA, PAGE = HERE / "papers", HERE.parent / "docs" / "evidence" / "papers.md"
 PAPERS = ("dplis", "hgm", "dpal", "residual", "transdenoiser")
 LONG = 6  # rows beyond which a table is folded
 
@@ -302,7 +302,7 @@ def summary(paper: str) -> Iterator[str]:
     yield from (f"## {about['title']}", "", more, "", about["short"].strip(), "")
     body = [
         [
-            one["system"], f"[{one['code']}](../{one['code']})",
+            one["system"], f"[{one['code']}](../../{one['code']})",
             f"`{one['recipe']}`" if "recipe" in one else "", f"**{one['verdict']}**", one["why"],
         ]
         for one in about["systems"]
@@ -311,7 +311,7 @@ def summary(paper: str) -> Iterator[str]:
     body = []
     for one in about["statements"]:
         path, _, name = one.get("test", "").partition("::")
-        link = f"[{name.removeprefix('test_').replace('_', ' ')}](../{path})" if name else ""
+        link = f"[{name.removeprefix('test_').replace('_', ' ')}](../../{path})" if name else ""
         body.append([one["what"], f"**{one['verdict']}**", one["why"], link])
     yield from (*table(["statement", "verdict", "why", "test"], body), "")
 
@@ -369,7 +369,7 @@ def page() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--write", action="store_true", help="into docs/papers.md")
+    parser.add_argument("--write", action="store_true", help="into docs/evidence/papers.md")
     if parse_arguments(parser, {}).write:
         PAGE.write_text(page())
     else:

@@ -5,7 +5,7 @@ multiplied with the pixels. The paper reverses the noisy steps with fresh noise 
 Beside it: the reversal that adds none, and that of the mean of 25 noisy answers. Peak signal to
 noise ratios in dB, of the picture that comes with scikit-learn, pixels in [0, 1].
 
-    python benchmarks/sde.py [--out FOLDER] [--picture docs/swirl.jpg]    # rows; all of them in one
+    python benchmarks/sde.py [--out FOLDER] [--picture docs/pictures/swirl.jpg]  # rows, all in one
     python benchmarks/sde.py --quick                                      # a smoke test
 """
 

@@ -28,7 +28,8 @@ _LOCAL_ENVIRONMENT = {
     _LOOPBACK_VARIABLE: "0",
     "RAY_AUTH_MODE": "token",
     # Nobody reads a local session's metrics, or takes its one host away: less for Ray's idle
-    # processes, which share the workers' cores (docs/gradients.md, the row of two workers).
+    # processes, which share the workers' cores (docs/explanation/gradients.md, the row of two
+    # workers).
     "RAY_event_stats": "0",
     "RAY_enable_metrics_collection": "0",
     "RAY_TRAIN_METRICS_ENABLED": "0",

@@ -68,7 +68,7 @@ def slug(heading: str) -> str:
 def pages(root: Path = ROOT) -> list[Page]:
     """All of them, rendered, links as they are. Raises UserError without the renderer."""
     markdown = library("markdown_it", "docs", "make docs").MarkdownIt("commonmark").enable("table")
-    sources = [*(root / name for name in FIRST), *sorted((root / "docs").glob("*.md"))]
+    sources = [*(root / name for name in FIRST), *sorted((root / "docs").rglob("*.md"))]
     found = [_page(path, path.read_text(), markdown, root) for path in sources if path.exists()]
     for path in sorted((root / "examples").glob("*.ipynb")):
         found.append(_page(path, _notebook(json.loads(path.read_text())), markdown, root))

@@ -55,8 +55,11 @@ def test_a_link_that_leads_nowhere_is_named(site, tmp_path):
 def test_it_becomes_a_site(site, pages, tmp_path):
     site.write(pages, tmp_path)
     start = (tmp_path / "index.html").read_text()
-    assert 'href="docs/privacy.html"' in start and (tmp_path / "docs/privacy.html").exists()
-    assert (tmp_path / "docs/report_light_dark.png").exists()
+    assert (
+        'href="docs/explanation/privacy.html"' in start
+        and (tmp_path / "docs/explanation/privacy.html").exists()
+    )
+    assert (tmp_path / "docs/pictures/report_light_dark.png").exists()
     assert "<script" not in start and 'src="http' not in start
 
 

@@ -1,4 +1,4 @@
-"""The examples of docs/extending.md: each is a file that works as it is printed."""
+"""The examples of docs/how-to/extending.md: each is a file that works as it is printed."""
 
 from __future__ import annotations
 

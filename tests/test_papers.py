@@ -1,4 +1,4 @@
-"""docs/papers.md is what its generator prints, and what it names exists, loads and makes a plan."""
+"""The page of the papers is what its generator prints; what it names exists and makes a plan."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dpdist.runs.planning import make_plan
 from dpdist.runs.recipe import RECIPES
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "papers.md"
+PAGE = ROOT / "docs" / "evidence" / "papers.md"
 RECORDS = {
     "mnist": 60_000, "cifar10": 50_000, "cifar100": 50_000, "idc": 39_952, "digits": 1_439,
     "docstrings": 40_000,
@@ -128,7 +128,7 @@ def test_code_docs_tests_and_commands_that_are_named_exist():
     commands = {group.name for group in app.registered_groups}
     commands |= {command.name for command in app.registered_commands}
     for about in ABOUT.values():
-        assert (ROOT / "docs" / about["doc"]).exists()
+        assert (PAGE.parent / about["doc"]).exists()
         assert all((ROOT / one["code"]).exists() for one in about["systems"])
         for one in about["statements"]:
             path, _, name = one.get("test", "").partition("::")
@@ -150,7 +150,7 @@ def test_links_of_the_page_lead_somewhere():
         if target.startswith("#"):
             assert target[1:] in anchors, target
         else:
-            assert (ROOT / "docs" / target.partition("#")[0]).exists(), target
+            assert (PAGE.parent / target.partition("#")[0]).exists(), target
 
 
 def _is_number(value: Any) -> bool:
@@ -177,7 +177,7 @@ def test_measured_figures_stand_in_the_page_that_they_are_from():
         assert (line["paper"], line["item"]) in known, line
         assert re.fullmatch("[0-9a-f]{7,40}", line["commit"]) and line["command"], line
         assert line["n"] is None or line["n"] > 0
-        text = (ROOT / "docs" / line["doc"]).read_text()
+        text = (PAGE.parent / line["doc"].partition("#")[0]).read_text()
         for value in (value for values in line["cells"].values() for value in values):
             shown = {f"{value:.2f}", f"{value:.1f}", f"{value:.3f}", f"{value:,.0f}"}
             assert any(re.search(rf"(?<![\d.]){re.escape(s)}(?!\d)", text) for s in shown), line

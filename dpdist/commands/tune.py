@@ -113,7 +113,7 @@ def _require_tune(recipe: Recipe, where: str) -> None:
     if recipe.tune is None:
         raise UserError(
             f"{where}: tune: is required: the fields to search (space) and the law of the number "
-            "of trials; docs/tuning.md shows one"
+            "of trials; docs/how-to/tuning.md shows one"
         )
 
 

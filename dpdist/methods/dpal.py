@@ -2,7 +2,8 @@
 
 One Laplace noise is drawn on inputs, on the code of an auto-encoder and on the coefficients of a
 Taylor-expanded loss, and is held to pay for all records and all steps.
-Nothing is proved of it, and its lemmas have counterexamples (docs/adversarial.md). The sound forms
+Nothing is proved of it, and its lemmas have counterexamples (docs/explanation/adversarial.md). The
+sound forms
 are methods functional and stobatch.
 """
 

@@ -36,7 +36,7 @@ class Spreading(Section):
     `scattering` of images (the model of that name). alpha: how far a label goes; an answer counts
     1 - alpha against its neighbours' word, so that a wrong one is overruled. equal_classes: each
     class's scores are divided by their sum, which takes classes for equally common: a class that is
-    ten times rarer than others is then given to many of them (docs/pate.md has figures).
+    ten times rarer than others is then given to many of them (docs/evidence/pate.md has figures).
     """
 
     features: Literal["inputs", "scattering"] = "inputs"

@@ -2,7 +2,8 @@
 
 What the papers want: a network trained on records and on adversarial examples of them, through
 the noise that certifies its predictions, privately. Their privacy (one noise for a whole run) does
-not hold (docs/adversarial.md); here it is DP-SGD's. An adversarial example is a function of its own
+not hold (docs/explanation/adversarial.md); here it is DP-SGD's. An adversarial example is a
+function of its own
 record, the step's key and parameters already released, so it stands inside that record's clip.
 """
 

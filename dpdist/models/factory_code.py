@@ -5,7 +5,8 @@ around it, and of the modules beside it that any of these imports: in the same f
 factory's top-level module or package, or, where that is installed, of the same package. Not covered
 are installed libraries, Python itself, dpdist, modules imported by a name that is computed, and
 files that the code reads. Names of modules count, places do not: the same code has the same digests
-in every folder and on every host. A changed comment is changed code. docs/extending.md says so too.
+in every folder and on every host. A changed comment is changed code. docs/how-to/extending.md says
+so too.
 
 Nothing is imported to find out.
 """

@@ -11,7 +11,8 @@ because t'(y) = Q'(better than y) <= G(t(y)) (Neyman and Pearson) and phi' incre
 the maximum is a convex function of q'/q, so the right side is an f-divergence, and a pair that
 dominates (Q, Q') may stand for it. K = 0 has the same chance on both sides and adds nothing at
 epsilon >= 0; below, the other direction's bound says the rest. The proof step by step:
-docs/privacy.md. Other bounds of the same price, by other ways: Koskela, Redberg and Wang (ICML
+docs/explanation/privacy.md. Other bounds of the same price, by other ways: Koskela, Redberg and
+Wang (ICML
 2024, arXiv 2402.06701), Xiang et al. (arXiv 2402.13087).
 """
 

@@ -1,4 +1,4 @@
-"""Any step through three functions, as docs/audits.md shows it."""
+"""Any step through three functions, as docs/how-to/audits.md shows it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dpdist.audits.step import Step, audit_step
 from dpdist.privacy import trade_off
 from dpdist.privacy.audit_bounds import log_likelihood_ratio
 
-DOC = Path(__file__).resolve().parents[2] / "docs" / "audits.md"
+DOC = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "audits.md"
 
 
 def gaussian(sigma: float, promised: float, score=lambda seen: seen) -> Step:

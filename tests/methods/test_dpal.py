@@ -307,7 +307,7 @@ def test_it_is_not_released(tmp_path, monkeypatch, capsys) -> None:
 @pytest.mark.slow
 def test_one_run_refutes_its_epsilon(tmp_path, monkeypatch, capsys) -> None:
     """The claim is pure 0.2; canaries of one training on built-in data say more at 95 %. By a fixed
-    key: one training in seven does not (docs/adversarial.md)."""
+    key: one training in seven does not (docs/explanation/adversarial.md)."""
     without_ray(monkeypatch)
     recipe = load(find("digits-dpal-audited"), {"privacy.run_key": "5a" * 32})
     (tmp_path / "x.yaml").write_text(recipe.to_yaml())

@@ -1,5 +1,5 @@
 """Planted faults: what a careless change to code that carries a guarantee could be, and the fast
-tests that must notice each. `make mutants` plants them one at a time; docs/testing.md says more."""
+tests that must notice each. `make mutants` plants them one at a time; docs/evidence/testing.md says more."""
 
 from __future__ import annotations
 

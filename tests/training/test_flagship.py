@@ -160,7 +160,7 @@ def test_a_row_that_fails_stops_no_other(flagship, tmp_path, monkeypatch, capsys
 def test_the_figure_draws_the_committed_results(flagship, tmp_path):
     flagship.main(["--figure", str(tmp_path / "figure.svg")])
     drawn = (tmp_path / "figure.svg").read_text()
-    assert drawn == (BENCHMARKS.parent / "docs" / "flagship.svg").read_text()
+    assert drawn == (BENCHMARKS.parent / "docs" / "pictures" / "flagship.svg").read_text()
     line = next(x for x in map(json.loads, flagship.RESULTS.open()) if x["row"] == "epsilon-1")
     assert f"{100 * (1 - line['certified']['0.5']):.1f} % at {line['epsilon']:g}" in drawn
     lines = [{**line, "certified": {"0.5": 0.71}}]
