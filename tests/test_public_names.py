@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import importlib
+import re
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,21 @@ def test_every_name_is_listed_and_there():
         assert getattr(dpdist, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = dpdist.nothing
+
+
+def test_the_reference_marks_every_name():
+    """docs/reference/api.md lists what is there, and what is coming is not there yet."""
+    page = Path(__file__).resolve().parents[1] / "docs" / "reference" / "api.md"
+    marks = dict(re.findall(r"^\| `(\w+)` \| (\w+) \|", page.read_text(), flags=re.M))
+    assert set(marks.values()) <= {"stable", "experimental", "coming"}
+    there = {name for name, mark in marks.items() if mark != "coming"}
+    assert there == set(dpdist.__all__) - {"__version__"}
+
+
+def test_one_version_stands_everywhere():
+    root = Path(__file__).resolve().parents[1]
+    for name, line in (("pyproject.toml", 'version = "{}"'), ("CITATION.cff", "version: {}")):
+        assert line.format(dpdist.__version__) in (root / name).read_text().splitlines(), name
 
 
 def test_the_types_are_those_of_the_names():
