@@ -82,15 +82,44 @@ class Blocks:
         return math.ceil(self.capacity / math.ceil(self.capacity / most))
 
 
-def padded(block: np.ndarray, rows: int) -> Iterator[tuple[np.ndarray, int]]:
-    """The block in passes of `rows` rows, and how many rows of each are real.
+def padded(
+    block: np.ndarray, rows: int, classes: np.ndarray | None = None, slots: np.ndarray | None = None
+) -> Iterator[tuple[np.ndarray, slice | np.ndarray]]:
+    """The block in passes of `rows` rows, and which rows of each are real.
 
-    The others, at the end, repeat the pass's first record: whatever the model accepts.
+    The others repeat the pass's first record: whatever the model accepts. Where rows do not round
+    alike, a record goes into a row of a class that follows from its own slot alone, so that one
+    record more or less never moves another one into a row of another class.
+
+    Args:
+        block: (n,) members in their order.
+        rows: of every pass.
+        classes: (rows,) from `kernel_rows.row_classes`; None: all rows round alike.
+        slots: (n,) hashes of the members' ids; needed with classes.
     """
-    for start in range(0, len(block), rows):
-        members = block[start : start + rows]
-        filler = np.repeat(members[:1], rows - len(members))
-        yield np.concatenate([members, filler]), len(members)
+    if classes is None:
+        for start in range(0, len(block), rows):
+            members = block[start : start + rows]
+            filler = np.repeat(members[:1], rows - len(members))
+            yield np.concatenate([members, filler]), slice(len(members))
+        return
+    assert slots is not None
+    wanted = classes[(slots % np.uint64(rows)).astype(np.int64)]
+    turn, row = np.empty(len(block), np.int64), np.empty(len(block), np.int64)
+    for one in np.unique(wanted):
+        mine, own = np.flatnonzero(wanted == one), np.flatnonzero(classes == one)
+        turn[mine] = np.arange(len(mine)) // len(own)
+        row[mine] = own[np.arange(len(mine)) % len(own)]
+    for number in range(int(turn.max(initial=-1)) + 1):
+        mine = np.flatnonzero(turn == number)
+        members = np.repeat(block[mine[:1]], rows)
+        members[row[mine]] = block[mine]
+        yield members, np.sort(row[mine])
+
+
+def slots_of(key: bytes, ids: np.ndarray) -> np.ndarray:
+    """Return the hashes (n,) that choose the class of row of records with these ids."""
+    return keyed_hash(derive_key(key, "rows"), ids)
 
 
 def _capacity(expected: float, count: int, sample_rate: float) -> int:

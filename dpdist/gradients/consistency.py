@@ -11,6 +11,7 @@ weight * mean. That is how it is computed.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,18 +32,28 @@ def agreed_targets(
     weight: float,
 ) -> Tensor:
     """Class weights (B, C) for `weighted_cross_entropy`, from the engine's draws of this key."""
-    passes = list(engine.passes(len(inputs), draw_key, record_ids))
+
+    def agreed(some: Tensor, ids: Tensor, key: bytes) -> Tensor:
+        copies = [
+            engine.model(engine.seen(some, ids, key, k)).softmax(1)
+            for k in range(engine.draws.count)
+        ]
+        return torch.stack(copies).mean(0)
+
+    def invented_pass(some: Tensor, _: Tensor) -> list[Tensor]:
+        with torch.no_grad():
+            return [agreed(some, torch.zeros_like(record_ids[:1]).expand(len(some)), bytes(32))]
+
+    def classes(rows: int) -> np.ndarray | None:
+        return engine.row_classes("consistency", invented_pass, rows, inputs, labels)
+
+    passes = list(engine.passes(len(inputs), draw_key, record_ids, classes))
     parts = []
     with torch.no_grad():
-        for rows, real in passes or [(torch.arange(0), 0)]:
-            ids = record_ids[rows]
-            copies = [
-                engine.model(engine.seen(inputs[rows], ids, draw_key, k)).softmax(1)
-                for k in range(engine.draws.count)
-            ]
-            parts.append(torch.stack(copies).mean(0)[:real])
+        for rows, real in passes or [(torch.arange(0), slice(0))]:
+            parts.append(agreed(inputs[rows], record_ids[rows], draw_key)[real])
     mean = torch.cat(parts)
     if passes:
-        order = torch.cat([rows[:real] for rows, real in passes])
+        order = torch.cat([rows[real] for rows, real in passes])
         mean = mean[order.argsort()]
     return torch.nn.functional.one_hot(labels, mean.shape[1]).to(mean) + weight * mean

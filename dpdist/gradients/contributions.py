@@ -162,6 +162,15 @@ class PerExampleGradient:
             return rows_squared_norms(self._rows[0])
         return None
 
+    def pieces(self) -> list[Tensor]:
+        """Return the tensors (B, ...) that norms and sums are made of."""
+        self._merge()
+        dense = [] if self._dense is None else [self._dense]
+        outer = [tensor for piece in self._outer for tensor in (piece.left, piece.right)]
+        return (
+            dense + outer + [tensor for piece in self._rows for tensor in (piece.ids, piece.values)]
+        )
+
     def select(self, keep: Tensor | slice) -> None:
         """Keep some examples, a mask (B,) or a slice: the others' Inf, which 0 * Inf would keep, is
         dropped too."""

@@ -6,7 +6,7 @@ autograd gives gradients of the outputs only; norms and clipped sums follow from
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,11 +19,12 @@ from dpdist.base.errors import UserError
 from dpdist.base.independence import BY_STRUCTURE, ISOLATED, SCREENED
 from dpdist.gradients.allocator import keep_freed_memory
 from dpdist.gradients.augmentation import CropAndFlip
-from dpdist.gradients.blocks import Blocks, padded
+from dpdist.gradients.blocks import Blocks, padded, slots_of
 from dpdist.gradients.capture import Layer, Objective, OnCall, find_layers, run_pass
 from dpdist.gradients.clipping import Clipping, rounding_slack, short_run, sum_slack
 from dpdist.gradients.contributions import PerExampleGradient
 from dpdist.gradients.forms import Dense
+from dpdist.gradients.kernel_rows import EXAMPLES, row_classes
 from dpdist.gradients.perturbations import Draws, ParameterDraws
 from dpdist.gradients.row_independence import mixing_operation
 from dpdist.gradients.rules import LayerCall
@@ -32,6 +33,7 @@ from dpdist.randomness.inside import changed
 
 # Bytes that a physical micro-batch works on: constant, so that a replayed step gives the same bits.
 _MICRO_BATCH_BYTES = 1 << 30
+_INVENTED_KEY = bytes(32)  # draws for invented examples
 _PERTURBED_CACHE_BYTES = 64 << 20  # perturbed parameters beyond it are drawn for each micro-batch
 
 
@@ -117,6 +119,7 @@ class GradientEngine:
             isinstance(module, nn.Conv2d) for module in model.modules()
         )
         self._checked = isolate  # nothing to look for then
+        self._alike: dict[Any, np.ndarray | None] = {}  # by the kind of pass
 
     @property
     def draws(self) -> Draws:
@@ -169,7 +172,11 @@ class GradientEngine:
         run = short_run(blocked.capacity + 1 if blocked else batch)
         nonfinite, sums = 0, []
         perturbed: dict[int, dict[str, Tensor]] = {}
-        for rows, real in self.passes(batch, draw_key, record_ids, self.micro_batch):
+
+        def classes(rows: int) -> np.ndarray | None:
+            return self._row_classes(rows, inputs, targets)
+
+        for rows, real in self.passes(batch, draw_key, record_ids, classes, self.micro_batch):
             ids = None if record_ids is None else record_ids[rows]
             seen = inputs[rows]
             if self._channels_last and seen.dim() == 4:
@@ -178,35 +185,95 @@ class GradientEngine:
                 seen, targets[rows], draw_key, ids, perturbed
             )
             nonfinite += self._add_clipped(gradients, real, views, run)
-            losses = losses[:real]
+            losses = losses[real]
             sums.append(losses.where(losses.isfinite(), 0.0).sum())
         loss_sum = sum(torch.stack(sums).tolist(), 0.0) if sums else 0.0  # from a device, once
         return ClippedSum(flat, batch, nonfinite, loss_sum)
 
     def passes(
-        self, batch: int, draw_key: bytes, record_ids: Tensor | None, most: int | None = None
-    ) -> Iterator[tuple[Tensor, int]]:
-        """The physical passes over a batch: its rows, and how many of them are real; the others
-        repeat one that is. most: rows of a pass at most; None: a whole block, or the whole batch.
+        self,
+        batch: int,
+        draw_key: bytes,
+        record_ids: Tensor | None,
+        classes: Callable[[int], np.ndarray | None],
+        most: int | None = None,
+    ) -> Iterator[tuple[Tensor, slice | Tensor]]:
+        """Yield the physical passes over a batch: its rows, and which of them are real; the others
+        repeat one that is.
+
+        Args:
+            classes: tells which rows of a pass of so many round alike (`kernel_rows.row_classes`),
+                of what will be executed.
+            most: rows of a pass at most; None: a whole block, or the whole batch.
         """
         blocks = self._blocked(draw_key, record_ids)
         if blocks is None or record_ids is None:
             step = most or max(1, batch)
-            yield from ((rows, len(rows)) for rows in torch.arange(batch).split(step) if batch)
+            yield from (
+                (rows, slice(len(rows))) for rows in torch.arange(batch).split(step) if batch
+            )
             return
-        rows = blocks.rows(most or blocks.capacity)
-        for block in blocks.split(draw_key, np.asarray(record_ids.cpu())):
-            for members, real in padded(block, rows):
-                yield torch.from_numpy(members), real
+        rows, ids = blocks.rows(most or blocks.capacity), np.asarray(record_ids.cpu())
+        alike = classes(rows) if batch else None
+        for block in blocks.split(draw_key, ids):
+            slots = None if alike is None else slots_of(draw_key, ids[block])
+            for members, real in padded(block, rows, alike, slots):
+                yield (
+                    torch.from_numpy(members),
+                    real if isinstance(real, slice) else torch.from_numpy(real),
+                )
+
+    def _row_classes(self, rows: int, inputs: Tensor, targets: Tensor) -> np.ndarray | None:
+        """Return which rows of a pass give a record's gradient the same bits; asked once a shape,
+        of invented examples."""
+
+        def run(some: Tensor, labels: Tensor) -> list[Tensor]:
+            if self._channels_last and some.dim() == 4:
+                some = some.to(memory_format=torch.channels_last)
+            ids = torch.zeros(rows, dtype=torch.int64, device=some.device)
+            gradients, _ = self._per_example_gradients(some, labels, _INVENTED_KEY, ids, {})
+            return [piece for gradient in gradients for piece in gradient.pieces()]
+
+        return self.row_classes("gradients", run, rows, inputs, targets)
+
+    def row_classes(
+        self,
+        name: str,
+        run: Callable[[Tensor, Tensor], Sequence[Tensor]],
+        rows: int,
+        inputs: Tensor,
+        targets: Tensor,
+    ) -> np.ndarray | None:
+        """Return `kernel_rows.row_classes` of invented examples, found once for each kind of pass.
+
+        Args:
+            name: of `run`.
+            run: what will be executed, inputs and targets of one pass to tensors (rows, ...).
+            rows: of the pass.
+            inputs, targets: (B, ...), of which shapes and types are looked at alone.
+        """
+        kind = (
+            name, rows, inputs.shape[1:], inputs.dtype, targets.shape[1:],
+            type(self.draws), self.draws.count,
+        )  # fmt: skip
+        if kind not in self._alike:
+            with _same_random_state(inputs.device):
+                examples = invented(self.model, inputs, targets, EXAMPLES)
+                self._alike[kind] = row_classes(run, *examples, rows)
+        return self._alike[kind]
 
     def _blocked(self, draw_key: bytes, record_ids: Tensor | None) -> Blocks | None:
         return self.blocks if draw_key and record_ids is not None else None
 
     def _add_clipped(
-        self, gradients: list[PerExampleGradient], real: int, views: list[Tensor], run: int
+        self,
+        gradients: list[PerExampleGradient],
+        real: slice | Tensor,
+        views: list[Tensor],
+        run: int,
     ) -> int:
-        """Add one pass's clipped gradients, of its first `real` rows, to the sum; returns how many
-        were not finite."""
+        """Add one pass's clipped gradients, of its `real` rows, to the sum; returns how many were
+        not finite."""
         squared: dict[int, Tensor] = {}
         for row, gradient in zip(self._row, gradients, strict=True):
             norms = gradient.squared_norms()
@@ -216,14 +283,14 @@ class GradientEngine:
             return 0
         zero = torch.zeros_like(next(iter(squared.values())))
         table = torch.stack([squared.get(row, zero) for row in range(len(self.layers))])
-        keep: slice | Tensor = slice(real)
+        keep = real
         table = table[:, keep] * self.draws.weight**2
         finite = table.sum(0).isfinite()
         bad = int((~finite).sum())
         if bad:  # removed, not multiplied by zero: 0 * Inf is NaN
             table = table[:, finite]
             keep = torch.zeros_like(zero, dtype=torch.bool)
-            keep[:real] = finite
+            keep[real] = finite
         for gradient in gradients:
             gradient.select(keep)
         factors = self.clipping.factors(table, self._slack())

@@ -18,9 +18,11 @@ from torch import Tensor, nn
 from dpdist import models
 from dpdist.base.errors import UserError
 from dpdist.data import Dataset
-from dpdist.gradients.blocks import Blocks, padded
+from dpdist.gradients.blocks import Blocks, padded, slots_of
+from dpdist.gradients.kernel_rows import EXAMPLES, row_classes
 from dpdist.gradients.noise import add_noise
 from dpdist.gradients.sampling import poisson_sample
+from dpdist.gradients.screening import invented
 from dpdist.methods.base import Setup, check_room
 from dpdist.methods.redistribution import Redistribution
 from dpdist.models import SplitModel
@@ -94,9 +96,13 @@ def _paid(section: Redistribution, sensitivity: float, setup: Setup) -> Tensor:
     total = torch.zeros(split.hidden_shape(setup.spec.input_shape), dtype=torch.float64)
     lost = torch.zeros_like(total)
     planned = setup.recipe.privacy.nominal_records or len(dataset)
-    for inputs, labels, real in _passes(dataset, members, planned, section.sample_rate, key):
-        vectors = clipped_powers(split, inputs, labels, section.beta, section.clip_norm)
-        part = vectors[:real].sum(0)
+
+    def powers(inputs: Tensor, labels: Tensor) -> Tensor:
+        return clipped_powers(split, inputs, labels, section.beta, section.clip_norm)
+
+    blocks = Blocks.for_batches(planned, section.sample_rate)
+    for inputs, labels, real in _passes(dataset, members, blocks, key, setup.initial(), powers):
+        part = powers(inputs, labels)[real].sum(0)
         added = total + part  # what is lost of it, of terms >= 0, exactly
         larger, smaller = torch.maximum(total, part), torch.minimum(total, part)
         lost, total = lost + ((larger - added) + smaller), added
@@ -105,18 +111,27 @@ def _paid(section: Redistribution, sensitivity: float, setup: Setup) -> Tensor:
 
 
 def _passes(
-    dataset: Dataset, members: np.ndarray, planned: int, rate: float, key: bytes
-) -> Iterator[tuple[Tensor, Tensor, int]]:
-    """Inputs and labels of the members in passes of one shape, and how many rows of each are real.
+    dataset: Dataset,
+    members: np.ndarray,
+    blocks: Blocks,
+    key: bytes,
+    model: nn.Module,
+    run: Callable[[Tensor, Tensor], Tensor],
+) -> Iterator[tuple[Tensor, Tensor, slice | np.ndarray]]:
+    """Inputs and labels of the members in passes of one shape, and which rows of each are real.
 
     Who runs together follows from each record's place and the key (`dpdist.gradients.blocks`): one
     record more or less changes no bit of what most others add, and how kernels round does not
     depend on how many there are.
     """
-    blocks = Blocks.for_batches(planned, rate)
+    if not len(members):
+        return
     rows = blocks.rows(_PASS)
+    example = invented(model, dataset.batch(members[:1]), dataset.targets(members[:1]), EXAMPLES)
+    classes = row_classes(lambda *some: [run(*some)], *example, rows)
     for block in blocks.split(key, members):
-        for some, real in padded(members[block], rows):
+        slots = slots_of(key, members[block])
+        for some, real in padded(members[block], rows, classes, slots):
             yield dataset.batch(some), dataset.targets(some), real
 
 

@@ -144,10 +144,10 @@ FAULTS: list[Fault] = [
     *group(
         "dpdist/methods/hgm_shares.py",
         "methods/test_hidden_noise::test_one_record_moves_the_whole_paid_sum_by_no_more_than_its_noise_is_for",
-        ("        for some, real in padded(members[block], rows):\n            yield dataset.batch(some), dataset.targets(some), real",
-         "        for some in np.split(members[block], range(rows, len(block), rows)):\n            yield dataset.batch(some), dataset.targets(some), len(some)",
+        ("        for some, real in padded(members[block], rows, classes, slots):\n            yield dataset.batch(some), dataset.targets(some), real",
+         "        for some in np.split(members[block], range(rows, len(block), rows)):\n            yield dataset.batch(some), dataset.targets(some), slice(None)",
          "passes of a paid sum are as large as their records"),
-        ("part = vectors[:real].sum(0)", "part = vectors.sum(0)",
+        ("part = powers(inputs, labels)[real].sum(0)", "part = powers(inputs, labels).sum(0)",
          "rows that fill a pass count"),
     ),
     *group(

@@ -452,10 +452,35 @@ FAULTS: list[Fault] = [
             "an overfull block is not halved",
         ),
         (
-            "yield np.concatenate([members, filler]), len(members)",
-            "yield np.concatenate([members, filler]), rows",
+            "yield np.concatenate([members, filler]), slice(len(members))",
+            "yield np.concatenate([members, filler]), slice(rows)",
             "filled-up rows count as records",
         ),
+    ),
+    *group(
+        "dpdist/gradients/blocks.py", "gradients/test_kernel_rows",
+        ("wanted = classes[(slots % np.uint64(rows)).astype(np.int64)]",
+         "wanted = classes[np.arange(len(block)) % rows]", "a record's class of row follows from its place"),
+        ('derive_key(key, "rows"), ids', 'derive_key(key, "rows"), np.arange(len(ids))',
+         "slots follow from places"),
+    ),
+    *group(
+        "dpdist/gradients/kernel_rows.py", "gradients/test_kernel_rows",
+        ("    if bool((bits == bits[:1]).all()):", "    if True:", "all rows are taken to round alike"),
+        ("np.unique(np.stack([classes, labels]), axis=1, return_inverse=True)",
+         "np.unique(classes, return_inverse=True)", "what differs is forgotten"),
+    ),
+    *group(
+        "dpdist/gradients/engine.py", "gradients/test_kernel_rows",
+        ("        alike = classes(rows) if batch else None", "        alike = None",
+         "nobody asks which rows round alike"),
+        ("            return [piece for gradient in gradients for piece in gradient.pieces()]",
+         "            return [gradients[-1].pieces()[-1]]", "one gradient speaks for all"),
+    ),
+    *group(
+        "dpdist/methods/hgm_shares.py", "gradients/test_kernel_rows",
+        ("        for some, real in padded(members[block], rows, classes, slots):",
+         "        for some, real in padded(members[block], rows):", "a paid sum's rows are taken to round alike"),
     ),
     *group(
         "dpdist/gradients/rules/normalisation.py",

@@ -1,0 +1,154 @@
+"""A record's gradient has the same bits whichever other records are there, also where a matrix
+product rounds one row of a pass as it does not round the next."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dpdist.gradients import kernel_rows
+from dpdist.gradients.blocks import Blocks, padded, slots_of
+from dpdist.gradients.clipping import FlatClipping
+from dpdist.gradients.engine import GradientEngine
+from dpdist.methods.hgm_shares import _passes
+
+pytestmark = pytest.mark.guarantee
+KEY = bytes(range(32))
+CLASSES = np.array([0, 1, 0, 2, 1, 0, 0, 1])
+
+
+def test_rows_that_round_alike_are_one_class() -> None:
+    examples = torch.arange(1.0, 65.0)[:, None].expand(64, 3)
+
+    def run(inputs: Tensor, targets: Tensor) -> list[Tensor]:
+        moved = inputs.clone()
+        moved[1::2, 1] = moved[1::2, 1].nextafter(torch.tensor(99.0))  # a last bit, in odd rows
+        moved[3, 2] = -moved[3, 2]
+        return [torch.ones(len(inputs), 0), targets > 0, moved]
+
+    found = kernel_rows.row_classes(run, examples, torch.ones(64), 6)
+    assert found is not None
+    assert len(set(found[[0, 2, 4]])) == len(set(found[[1, 5]])) == 1 and len(set(found)) == 3
+    same = kernel_rows.row_classes(lambda x, y: [2 * x, y], examples, torch.ones(64), 6)
+    assert same is None
+
+
+def test_a_difference_that_one_example_in_four_shows_is_found() -> None:
+    examples = torch.tensor([[0.5], [0.25], [0.125], [0.1]])
+
+    def run(inputs: Tensor, targets: Tensor) -> list[Tensor]:
+        coarse = inputs.clone()
+        coarse[2:] = (coarse[2:] * 2**20).round() / 2**20
+        return [coarse]
+
+    found = kernel_rows.row_classes(run, examples, torch.zeros(4), 4)
+    assert found is not None and found[0] == found[1] != found[2] == found[3]
+
+
+@pytest.mark.parametrize("size", [1, 7, 60])
+def test_every_record_runs_once_in_a_row_of_its_own_class(size: int) -> None:
+    members = np.arange(100, 100 + size)
+    slots = slots_of(KEY, members)
+    seen = []
+    for rows, real in padded(members, 8, CLASSES, slots):
+        assert len(rows) == 8 and isinstance(real, np.ndarray) and len(real)
+        assert set(rows) == set(rows[real])  # filled up with records of its own
+        for row in real:
+            assert CLASSES[row] == CLASSES[int(slots_of(KEY, rows[row : row + 1])[0]) % 8]
+        seen += rows[real].tolist()
+    assert sorted(seen) == members.tolist()
+
+
+def test_one_record_more_moves_nobody_into_another_class() -> None:
+    def classes_of(members: np.ndarray) -> dict[int, int]:
+        passes = padded(members, 8, CLASSES, slots_of(KEY, members))
+        return {int(rows[row]): int(CLASSES[row]) for rows, real in passes for row in real}
+
+    members = np.arange(50)
+    whole = classes_of(members)
+    for gone in (0, 20, 49):
+        rest = classes_of(np.delete(members, gone))
+        assert rest.items() <= whole.items() and len(rest) == 49
+
+
+def on_a_kink(model: nn.Sequential, rows: int) -> tuple[Tensor, Tensor] | None:
+    """An input at which some rows of a pass, and not others, see the first ReLU open, and one at
+    which it is closed in all; None where this machine's kernels round all rows alike."""
+    linear = model[0]
+    assert isinstance(linear, nn.Linear)
+    weight, bias = linear.weight.detach().double(), linear.bias.detach().double()
+    inverse, generator = torch.linalg.pinv(weight), torch.Generator().manual_seed(0)
+    closed = inverse @ (torch.full_like(bias, -3.0) - bias)
+    for number in range(3000):
+        unit = number % len(bias)
+        aim = torch.full_like(bias, -3.0)
+        aim[unit] = 0.0
+        free = torch.randn(weight.shape[1], generator=generator).double()
+        free -= inverse @ (weight @ free)
+        x = (inverse @ (aim - bias) + 3 * free).float()
+        opened = nn.functional.linear(x.repeat(rows, 1), linear.weight, linear.bias)[:, unit] > 0
+        if 0 < int(opened.sum()) < rows:
+            return x, closed.float()
+    return None
+
+
+@pytest.mark.parametrize(("width", "hidden"), [(10, 3), (13, 8), (30, 4)])
+@pytest.mark.parametrize("isolate", [False, True])
+def test_records_on_a_kink_move_the_sum_by_one_clip_norm(width, hidden, isolate) -> None:
+    """Half of the records lie where a ReLU opens in some rows alone: with one record more, which
+    moves those behind it by a row, the sum moved by 2 to 20 C."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, 4))
+    blocks = Blocks.for_batches(60_000, 256 / 60_000)
+    found = on_a_kink(model, blocks.capacity)
+    if found is None:
+        pytest.skip("on this machine a matrix product of few columns rounds all rows alike")
+    kink, closed = found
+    engine = GradientEngine(
+        model, lambda out, y: nn.functional.cross_entropy(out, y, reduction="none"),
+        clipping=FlatClipping(1.0), blocks=blocks, isolate=isolate,
+    )  # fmt: skip
+    ids, moved = torch.arange(256), []
+    inputs = torch.where((ids % 2 == 0)[:, None], kink, closed)
+    targets = torch.ones(256, dtype=torch.int64)
+    for number in range(6):
+        key = bytes([number]) * 32
+        whole = engine.clipped_sum(inputs, targets, draw_key=key, record_ids=ids)
+        for gone in (0, 101):
+            keep = ids != gone
+            rest = engine.clipped_sum(
+                inputs[keep], targets[keep], draw_key=key, record_ids=ids[keep]
+            )
+            moved.append(float((whole.flat - rest.flat).norm()))
+    assert max(moved) <= 1.0
+
+
+class Records:
+    """Records of one number each."""
+
+    def batch(self, rows: np.ndarray) -> Tensor:
+        return torch.from_numpy(rows).float()[:, None]
+
+    def targets(self, rows: np.ndarray) -> Tensor:
+        return torch.zeros(len(rows), dtype=torch.int64)
+
+
+def test_a_paid_redistribution_lays_its_records_so_too() -> None:
+    def rounded_by_row(inputs: Tensor, labels: Tensor) -> Tensor:
+        odd = torch.arange(len(inputs)) % 2 == 1
+        return torch.where(odd[:, None], inputs.nextafter(torch.tensor(1e9)), inputs)
+
+    def row_of(members: np.ndarray) -> dict[int, int]:
+        passes = _passes(
+            Records(), members, Blocks(1, 40), KEY, nn.Linear(1, 2), rounded_by_row  # type: ignore[arg-type]
+        )  # fmt: skip
+        return {
+            int(inputs[row]): int(row) % 2
+            for inputs, _, real in passes for row in torch.arange(len(inputs))[real]
+        }  # fmt: skip
+
+    whole = row_of(np.arange(1, 31))
+    assert sorted(whole) == list(range(1, 31)) and len(set(whole.values())) == 2
+    assert row_of(np.arange(2, 31)).items() <= whole.items()
