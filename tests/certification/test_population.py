@@ -72,6 +72,13 @@ def test_what_cannot_be_certified_is_covered() -> None:
     assert missed <= 15
 
 
+def test_by_default_it_is_stated_at_all_radii_that_are_printed() -> None:
+    found = reading.of(make(HISTOGRAMS, LABELS))
+    sigma = found.sigma
+    assert found.shown_radii == (0.0, sigma / 2, sigma, 2 * sigma)
+    assert of_population(found) == of_population(found, found.shown_radii)
+
+
 def test_other_alphas_and_kinds() -> None:
     strict = rebound(make(HISTOGRAMS, LABELS), 0.05)
     (each,) = of_population(reading.of(strict), [0.0])
@@ -85,12 +92,12 @@ def test_a_noise_bank_is_no_independent_sample() -> None:
     shared = reading.of(make(HISTOGRAMS, LABELS, noise_bank=True))
     with pytest.raises(UserError, match="noise bank"):
         of_population(shared, [0.25])
-    assert "nothing is stated" in line(shared, [0.25])[1]
+    assert "nothing is stated" in line(shared)[1]
 
 
 def test_what_is_printed_is_rounded_down() -> None:
     assert percent(0.98769) == "98.76" and percent(0.0) == "0.00"
     found = reading.of(counted(np.array([DRAWS] * 60), 0.001))
-    name, value = line(found, [0.5])
-    (each,) = of_population(found, [0.5])
-    assert "population" in name and value.startswith(f"{percent(each.low)} % at 0.5 (95 %")
+    name, value = line(found)
+    shares = [f"{percent(each.low)} % at {each.radius:g}" for each in of_population(found)]
+    assert "population" in name and value.startswith(f"{', '.join(shares)} (95 %")
