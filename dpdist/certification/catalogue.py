@@ -96,9 +96,8 @@ def settings_of(section: Mapping[str, Any], usual: Certificate | None = None) ->
     Raises:
         UserError: a value cannot be used, or belongs to another certificate.
     """
-    asked = dict(section)
+    given = asked = {name: value for name, value in section.items() if value is not None}
     if usual is not None:
-        given = {name: value for name, value in asked.items() if value is not None}
         kept, fields = usual.model_dump(), type(usual).model_fields
         kind = BY_MODE[_mode(kept | given)]
         asked = {

@@ -144,6 +144,7 @@ def test_no_option_of_another_certificate_is_ignored(kind: type[Certificate]) ->
 
 
 def test_the_recipe_gives_what_the_command_line_does_not() -> None:
+    assert settings_of({"sigma": 0.5, "n": None, "radii": None}) == settings_of({"sigma": 0.5})
     scores = settings_of({"n": 50, "n0": 7, "norm": "l2"})
     assert settings_of({"n": 60, "norm": "linf"}, scores) == settings_of(
         {"n": 60, "n0": 7, "norm": "linf"}
