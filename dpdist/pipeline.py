@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import math
 import os
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +20,7 @@ from dpdist.cluster.packages import check_nodes
 from dpdist.cluster.session import Session, connect
 from dpdist.evaluation import evaluate_stage, require_model, split_images
 from dpdist.runs.archive import Archive
-from dpdist.runs.folder import RunFolder
+from dpdist.runs.folder import OtherRun, RunFolder
 from dpdist.runs.recipe import Recipe, field_error, resolve
 from dpdist.training.job import PACKAGES, CheckedTraining, TrainJob
 from dpdist.training.job import check as check_training
@@ -122,17 +124,27 @@ def _checked(
 def dry_run(
     recipe: Recipe, *, runs: str | Path = "runs", where: str = "recipe"
 ) -> list[tuple[str, str]]:
-    """Name and value of what `run` would execute, by the same checks; writes nothing, trains
-    nothing. Raises as `run` does before it begins."""
+    """Return name and value of what `run` would execute, by the same checks.
+
+    Nothing is written or trained. Where the folder holds a run of another recipe, the plan is that
+    of a new run, and a row says why this name cannot have it. Raises as `run` does before it
+    begins.
+    """
     from dpdist.training.estimate import describe
 
     folder = RunFolder(Path(runs) / recipe.name)
-    searching = recipe.tune is not None
-    work = _checked(recipe, folder, where, search=searching, pretrain=False)
+    checked = partial(_checked, recipe, search=recipe.tune is not None, pretrain=False)
+    taken: list[tuple[str, str]] = []
+    try:
+        work = checked(folder, where)
+    except OtherRun as error:
+        taken = [("not under this name", str(error))]
+        with tempfile.TemporaryDirectory() as empty:
+            work = checked(RunFolder(Path(empty) / recipe.name), where)
     if isinstance(work, Search):
         trial, plan = work.example()
-        return [*work.describe(), *describe(trial, plan)]
-    return [("guarantee", str(work.plan.guarantee())), *describe(work.recipe, work.plan)]
+        return [*taken, *work.describe(), *describe(trial, plan)]
+    return [*taken, ("guarantee", str(work.plan.guarantee())), *describe(work.recipe, work.plan)]
 
 
 @contextmanager
