@@ -17,7 +17,7 @@ from dpdist.base.errors import Interrupted, UserError
 from dpdist.bulk.evaluation import Evaluation, Subject
 from dpdist.certification.certificate import Certificate
 from dpdist.cluster.packages import check_nodes
-from dpdist.cluster.session import Session, connect
+from dpdist.cluster.session import Session, connect, require_gpus
 from dpdist.evaluation import evaluate_stage, require_model, split_images
 from dpdist.runs.archive import Archive
 from dpdist.runs.folder import OtherRun, RunFolder
@@ -88,7 +88,10 @@ def _trained(
     """
     folder = RunFolder(runs / recipe.name)
     # Complaints come before anything is written, the archive is claimed and Ray started.
-    work = _checked(recipe, folder, where, search=search, only_resume=only_resume).begin()
+    checked = _checked(recipe, folder, where, search=search, only_resume=only_resume)
+    if not folder.trained.exists():
+        _require_gpus(recipe)
+    work = checked.begin()
     begin_archive(recipe, folder)
     with session(folder, recipe.resources.cpus) as ray_session:
         if isinstance(work, Search):
@@ -145,6 +148,22 @@ def dry_run(
         trial, plan = work.example()
         return [*taken, *work.describe(), *describe(trial, plan)]
     return [*taken, ("guarantee", str(work.plan.guarantee())), *describe(work.recipe, work.plan)]
+
+
+def _require_gpus(recipe: Recipe) -> None:
+    """Raise UserError, before Ray starts, for GPUs that this machine has not."""
+    resources = recipe.resources
+    what = "training" if resources.least == 1 else f"a training of {resources.least} workers"
+    need = resources.least * resources.gpus_per_worker
+    require_gpus("resources.gpus_per_worker", what, need)
+    if recipe.certify is not None:
+        require_certifying_gpus(recipe)
+
+
+def require_certifying_gpus(recipe: Recipe) -> None:
+    """Raise UserError, before Ray starts, where no certifying actor could have its GPUs."""
+    need = recipe.resources.certify_gpus or 0.0
+    require_gpus("resources.certify_gpus", "each certifying actor", need)
 
 
 @contextmanager

@@ -186,6 +186,7 @@ def _certified(
     from dpdist.certification import table as tables
 
     recipe, _, chosen = asked
+    pipeline.require_certifying_gpus(recipe)
     with pipeline.session(folder):
         path = pipeline.certify_stage(recipe, folder, chosen, output, actors)
     return tables.read(path), path
@@ -202,6 +203,7 @@ def _certified_at(
 
     at = At.parse(text)
     recipe, model, chosen = asked
+    pipeline.require_certifying_gpus(recipe)
     copies = AttackedCopies(at, evaluation_data(recipe, source_of(recipe)), model, chosen)
     beside = folder.certificates / chosen.folder_name / "certificates.parquet"
     output = output or folder.path / "attacks" / f"{at.folder_name}-{chosen.folder_name}"
