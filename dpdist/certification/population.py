@@ -46,7 +46,7 @@ class OfPopulation:
     certifiable: float | None
 
 
-def of_population(
+def population_bounds(
     found: CertificateTable, at: Sequence[float] | None = None, error: float = ERROR
 ) -> list[OfPopulation]:
     """Return what holds, with probability at least 1 - error, of all radii and bounds together.
@@ -87,6 +87,6 @@ def line(found: CertificateTable) -> tuple[str, str]:
     name = "of the population, at least"
     if found.terms["noise_bank"]:
         return name, "nothing is stated: the inputs share one noise bank"
-    stated = of_population(found)
+    stated = population_bounds(found)
     shares = ", ".join(f"{percent(each.low)} % at {exact(each.radius)}" for each in stated)
     return name, f"{shares} ({100 * (1 - ERROR):g} %, all radii together)"

@@ -66,7 +66,7 @@ def certified(table: CertificateTable) -> dict[str, Any]:
         if bank
         else [
             {"radius": each.radius, "at_least": each.low}
-            for each in population.of_population(table)
+            for each in population.population_bounds(table)
         ],
     }
 

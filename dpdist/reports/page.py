@@ -307,7 +307,7 @@ def _stated(table: CertificateTable) -> dict[float, population.OfPopulation]:
     are no independent sample."""
     if table.terms["noise_bank"]:
         return {}
-    return {at.radius: at for at in population.of_population(table)}
+    return {at.radius: at for at in population.population_bounds(table)}
 
 
 def _bounds(stated: population.OfPopulation | None) -> tuple[str, str]:

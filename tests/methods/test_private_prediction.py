@@ -18,7 +18,7 @@ from scipy.stats import chi2, norm
 from support.here import Done, command, without_ray
 
 from dpdist.base.errors import UserError
-from dpdist.commands.releasing import release
+from dpdist.commands.releasing import write_release
 from dpdist.evaluation import require_model
 from dpdist.methods.private_prediction import PrivatePrediction, bounded
 from dpdist.privacy.budgets import budgets_in
@@ -279,7 +279,7 @@ def _nothing_leaves(folder: RunFolder, tmp_path: Path) -> None:
         assert "index.html" in names or place == "archive"
         assert not any("teacher" in name or "safetensors" in name for name in names)
     with pytest.raises(UserError, match="never leave"):
-        release(folder)
+        write_release(folder)
     with pytest.raises(UserError, match="never leave"):
         require_model(folder.read_recipe(), folder)
 
