@@ -142,7 +142,7 @@ def gpus_here() -> float:
     try:
         from ray._private.accelerators import get_accelerator_manager_for_resource
 
-        manager = get_accelerator_manager_for_resource("GPU")
+        manager: Any = get_accelerator_manager_for_resource("GPU")
         found = manager.get_current_node_num_accelerators()
         visible = manager.get_current_process_visible_accelerator_ids()
     except Exception:  # another Ray: what is missing is then said later

@@ -7,7 +7,7 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -142,12 +142,9 @@ def submit(
     by_name = Path(recipe).suffix == ""  # one that comes along is installed on the cluster too
     if not by_name and not path.resolve().is_relative_to(here):
         raise UserError(f"{recipe}: must lie in the current directory, which is sent: {here}")
-    command = ["dpdist", "run", recipe if by_name else str(path.resolve().relative_to(here))]
     given = {"name": name, "runs": runs, "data-root": data_root, "workers": workers}
-    for key, value in given.items():
-        command += [] if value is None else [f"--{key}", str(value)]
-    for change in changes or ():
-        command += ["--set", change]
+    file = recipe if by_name else str(path.resolve().relative_to(here))
+    command = _command(file, given, changes or ())
     if by_name and send:
         raise UserError(f"--send: must be left out with {recipe}, of which nothing is sent")
     jobs = Jobs(address)
@@ -166,6 +163,16 @@ def submit(
         _follow_and_fetch(jobs, job, into)
     else:
         console.say(f"follow it: dpdist cluster status {job} --follow")
+
+
+def _command(recipe: str, given: Mapping[str, object], changes: Sequence[str]) -> list[str]:
+    """Return the words of the job: what was given here is given there."""
+    command = ["dpdist", "run", recipe]
+    for key, value in given.items():
+        command += [] if value is None else [f"--{key}", str(value)]
+    for change in changes:
+        command += ["--set", change]
+    return command
 
 
 def _pack(recipe: Recipe, data_root: str | None, send: Sequence[Path], target: Path) -> None:
