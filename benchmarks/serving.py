@@ -28,7 +28,7 @@ from _common import parse_arguments, scratch, small_run
 
 import dpdist
 from dpdist import pipeline
-from dpdist.commands.releasing import release
+from dpdist.commands.releasing import write_release
 from dpdist.runs.folder import RunFolder
 from dpdist.serving.deployments import Serving, deployed
 from dpdist.serving.gate import Limits
@@ -49,7 +49,7 @@ def made(model: str) -> Path:
     path = scratch() / f"{model}.yaml"
     path.write_text(yaml.safe_dump(recipe))
     folder = RunFolder(small_run(str(path), {}))
-    release(folder)
+    write_release(folder)
     return folder.release
 
 

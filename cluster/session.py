@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import logging
+import math
 import os
 import secrets
 import shutil
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dpdist.base.errors import ClusterError
+from dpdist.base.errors import ClusterError, UserError
 
 # Ray listens on all interfaces even with a loopback node address unless it takes the machine for a
 # single desktop.
@@ -115,6 +116,39 @@ def connect(
                 os.environ.pop(name, None)
             read_environment_again()
             _stop_logging(handler)
+
+
+def require_gpus(key: str, what: str, need: float) -> None:
+    """Raise UserError, before Ray is started, where a session on this machine lacks GPUs.
+
+    A cluster is asked when it is connected to: hosts may join it. key: of the recipe, for the
+    complaint. what: has the need.
+    """
+    if not need:
+        return
+    import ray
+
+    from dpdist.cluster.calls import may_grow
+
+    if may_grow() or ray.is_initialized() or need <= (have := gpus_here()):
+        return
+    raise UserError(
+        f"{key}: must be what this machine has, {what} needs {need:g} GPUs, it has {have:g}; leave "
+        "it out or set 0 to compute on CPUs, or set RAY_ADDRESS to a cluster with GPUs"
+    )
+
+
+def gpus_here() -> float:
+    """Return how many GPUs Ray would find on this machine; infinity where it does not say."""
+    try:
+        from ray._private.accelerators import get_accelerator_manager_for_resource
+
+        manager: Any = get_accelerator_manager_for_resource("GPU")
+        found = manager.get_current_node_num_accelerators()
+        visible = manager.get_current_process_visible_accelerator_ids()
+    except Exception:  # another Ray: what is missing is then said later
+        return math.inf
+    return found if visible is None else min(found, len(visible))
 
 
 @contextlib.contextmanager

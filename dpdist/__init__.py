@@ -3,7 +3,8 @@
 import dpdist
 folder = dpdist.run("digits")              # everything the recipe asks for
 facts = dpdist.read_facts(folder)          # epsilon, accuracy, certificates
-release = dpdist.load("runs/x/release")    # what `dpdist release` made, here or elsewhere
+dpdist.write_release(folder)               # what may be published; also `dpdist release`
+release = dpdist.load("runs/x/release")    # here or elsewhere
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ if TYPE_CHECKING:
     from dpdist.base.errors import UserError as UserError
     from dpdist.certification.catalogue import settings_of as settings_of
     from dpdist.certification.job import certify as certify
+    from dpdist.certification.population import population_bounds as population_bounds
     from dpdist.cluster.session import connect as connect
+    from dpdist.commands.releasing import write_release as write_release
     from dpdist.pipeline import run as run
     from dpdist.privacy.guarantee import Guarantee as Guarantee
     from dpdist.privacy.plan import PrivacyPlan as PrivacyPlan
@@ -39,8 +42,10 @@ _LAZY = {
     "read_facts": "dpdist.reports.facts",
     "settings_of": "dpdist.certification.catalogue",
     "certify": "dpdist.certification.job",
+    "population_bounds": "dpdist.certification.population",
     "train": "dpdist.training.trainer",
     "connect": "dpdist.cluster.session",
+    "write_release": "dpdist.commands.releasing",
     "load": "dpdist.release.reading",
     "Release": "dpdist.release.reading",
     "UserError": "dpdist.base.errors",

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import math
 import os
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +17,10 @@ from dpdist.base.errors import Interrupted, UserError
 from dpdist.bulk.evaluation import Evaluation, Subject
 from dpdist.certification.certificate import Certificate
 from dpdist.cluster.packages import check_nodes
-from dpdist.cluster.session import Session, connect
+from dpdist.cluster.session import Session, connect, require_gpus
 from dpdist.evaluation import evaluate_stage, require_model, split_images
 from dpdist.runs.archive import Archive
-from dpdist.runs.folder import RunFolder
+from dpdist.runs.folder import OtherRun, RunFolder
 from dpdist.runs.recipe import Recipe, field_error, resolve
 from dpdist.training.job import PACKAGES, CheckedTraining, TrainJob
 from dpdist.training.job import check as check_training
@@ -86,7 +88,10 @@ def _trained(
     """
     folder = RunFolder(runs / recipe.name)
     # Complaints come before anything is written, the archive is claimed and Ray started.
-    work = _checked(recipe, folder, where, search=search, only_resume=only_resume).begin()
+    checked = _checked(recipe, folder, where, search=search, only_resume=only_resume)
+    if not folder.trained.exists():
+        _require_gpus(recipe)
+    work = checked.begin()
     begin_archive(recipe, folder)
     with session(folder, recipe.resources.cpus) as ray_session:
         if isinstance(work, Search):
@@ -122,17 +127,43 @@ def _checked(
 def dry_run(
     recipe: Recipe, *, runs: str | Path = "runs", where: str = "recipe"
 ) -> list[tuple[str, str]]:
-    """Name and value of what `run` would execute, by the same checks; writes nothing, trains
-    nothing. Raises as `run` does before it begins."""
+    """Return name and value of what `run` would execute, by the same checks.
+
+    Nothing is written or trained. Where the folder holds a run of another recipe, the plan is that
+    of a new run, and a row says why this name cannot have it. Raises as `run` does before it
+    begins.
+    """
     from dpdist.training.estimate import describe
 
     folder = RunFolder(Path(runs) / recipe.name)
-    searching = recipe.tune is not None
-    work = _checked(recipe, folder, where, search=searching, pretrain=False)
+    checked = partial(_checked, recipe, search=recipe.tune is not None, pretrain=False)
+    taken: list[tuple[str, str]] = []
+    try:
+        work = checked(folder, where)
+    except OtherRun as error:
+        taken = [("not under this name", str(error))]
+        with tempfile.TemporaryDirectory() as empty:
+            work = checked(RunFolder(Path(empty) / recipe.name), where)
     if isinstance(work, Search):
         trial, plan = work.example()
-        return [*work.describe(), *describe(trial, plan)]
-    return [("guarantee", str(work.plan.guarantee())), *describe(work.recipe, work.plan)]
+        return [*taken, *work.describe(), *describe(trial, plan)]
+    return [*taken, ("guarantee", str(work.plan.guarantee())), *describe(work.recipe, work.plan)]
+
+
+def _require_gpus(recipe: Recipe) -> None:
+    """Raise UserError, before Ray starts, for GPUs that this machine has not."""
+    resources = recipe.resources
+    what = "training" if resources.least == 1 else f"a training of {resources.least} workers"
+    need = resources.least * resources.gpus_per_worker
+    require_gpus("resources.gpus_per_worker", what, need)
+    if recipe.certify is not None:
+        require_certifying_gpus(recipe)
+
+
+def require_certifying_gpus(recipe: Recipe) -> None:
+    """Raise UserError, before Ray starts, where no certifying actor could have its GPUs."""
+    need = recipe.resources.certify_gpus or 0.0
+    require_gpus("resources.certify_gpus", "each certifying actor", need)
 
 
 @contextmanager
@@ -267,8 +298,9 @@ def certify_stage(
             say=console.say,
             **shared,
         )
-    for note in about(table)["classifier"]["notes"]:
-        console.say(f"certifying: {note}")
+    if settings.form is not None:  # of forms that nobody asked for, another one was as good
+        for note in about(table)["classifier"]["notes"]:
+            console.say(f"certifying: {note}")
     return output / TABLE
 
 

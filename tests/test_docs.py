@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import subprocess
@@ -10,6 +11,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+import dpdist
 
 pytestmark = pytest.mark.whole
 
@@ -93,6 +96,20 @@ def test_a_notebook_holds_what_came_out(path):
     outputs = [output for cell in code for output in cell["outputs"]]
     assert outputs and all(output["output_type"] != "error" for output in outputs)
     assert not any(word in path.read_text() for word in (str(ROOT), "/home/", "/tmp/", "/root/"))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_shows_what_is_public(path):
+    """Of dpdist, only what `import dpdist` offers."""
+    cells = json.loads(path.read_text())["cells"]
+    text = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom):
+            assert node.module and node.module.partition(".")[0] != "dpdist"
+        elif isinstance(node, ast.Import):
+            assert all(not alias.name.startswith("dpdist.") for alias in node.names)
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "dpdist":
+            assert node.attr in dpdist.__all__
 
 
 @pytest.mark.slow

@@ -88,6 +88,24 @@ def test_what_is_printed_is_what_runs(case, tmp_path):
     assert dict(pipeline.dry_run(recipe, runs=tmp_path, where="r.yaml"))["guarantee"] == stated
 
 
+@pytest.mark.parametrize(("before", "now"), [("plain", "hold_out"), ("search", "plain"),
+                                             ("plain", "search")])  # fmt: skip
+def test_a_name_that_is_taken_hides_no_plan(before, now, tmp_path):
+    """What another recipe would cost is asked about a run that is there, most of all."""
+    first, second = (parse(BASE | CASES[case], "r.yaml") for case in (before, now))
+    executed(first, tmp_path / "runs")
+    files = sorted((tmp_path / "runs").rglob("*"))
+    rows = pipeline.dry_run(second, runs=tmp_path / "runs", where="r.yaml")
+    (name, why), *plan = rows
+    assert name == "not under this name" and str(tmp_path / "runs/r") in why
+    alone = pipeline.dry_run(second, runs=tmp_path / "none", where="r.yaml")
+    measured = "training time"
+    assert [row for row in plan if row[0] != measured] == [r for r in alone if r[0] != measured]
+    assert sorted((tmp_path / "runs").rglob("*")) == files
+    with pytest.raises(UserError):
+        pipeline.run(second, runs=tmp_path / "runs", where="r.yaml")
+
+
 @pytest.mark.parametrize(
     ("sections", "message"),
     [

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 from dpdist import pipeline
 from dpdist.commands.cli import app
-from dpdist.commands.releasing import release
+from dpdist.commands.releasing import write_release
 from dpdist.data.hashes import hashes_of, positions
 from dpdist.reports.as_json import published as published_json
 from dpdist.reports.facts import read_facts
@@ -97,7 +97,7 @@ def published(work: Path, pixels: np.ndarray) -> tuple[dict[str, bytes], str]:
     Archive.begin(folder, f"file://{store}", private=False)
     loop.run(job, Reducer(0, 1, torch.device("cpu")))
     pipeline.evaluate_stage(recipe, folder)
-    release(folder, not_private=True)
+    write_release(folder, not_private=True)
     pipeline.report_stage(folder)
     pipeline.archive_stage(folder)
 

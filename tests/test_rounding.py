@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
@@ -10,10 +11,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dpdist.base.rounding import exact, percent
+from dpdist.audits.roc import Estimate
+from dpdist.base.rounding import bound, confidence, exact, percent, significant
 from dpdist.certification import reading
 from dpdist.certification import table as tables
 from dpdist.certification.catalogue import settings_of
+from dpdist.privacy.budget import (
+    BudgetExceeded,
+    Charge,
+    Terms,
+    check_fits,
+    composed_guarantee,
+)
+from dpdist.privacy.guarantee import Guarantee
+from dpdist.privacy.plan import PrivacyPlan
+from dpdist.privacy.releases import GaussianSteps
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -35,6 +47,37 @@ def test_what_is_not_all_is_not_printed_as_all() -> None:
     assert percent(9_996 / 10_000, 1) == "99.9" and percent(1.0, 1) == "100.0"
     assert percent(np.nextafter(1.0, 0)) == "99.99" and percent(np.float64(0.5)) == "50.00"
     assert percent(1e-9) == "0.00" and percent(1e-9, up=True) == "0.01"
+
+
+def test_bounds_state_no_more_than_they_are() -> None:
+    for value in (0.12345, 0.9996, 1e-9, 0.25, -0.0004, 7.77777):
+        assert float(bound(value)) <= value <= float(bound(value, up=True))
+        assert value <= float(significant(abs(value), 3)) or value < 0
+    assert (bound(0.25), bound(0.25, up=True)) == ("0.250", "0.250")
+    assert (bound(-np.inf), bound(np.inf, up=True)) == ("-inf", "inf")
+    assert (significant(1e-5), significant(0.1), significant(2e-5)) == ("1e-05", "0.1", "2e-05")
+    assert significant(1.0001e-5, 3) == "1.01e-05" and significant(0.0) == "0"
+    assert (confidence(0.05), confidence(1e-6), confidence(0.001)) == ("95", "99.9999", "99.9")
+
+
+def test_what_is_spent_and_measured_is_rounded_the_safe_way() -> None:
+    assert str(Estimate(0.5, 0.12399, 0.87601)) == "0.500 [0.123, 0.877]"
+    assert str(Guarantee(1.00001, 1.2341e-5, "replace-one", "proved", "it")).startswith(
+        "(1.001, 1.24e-05)-DP"
+    )
+    plan = PrivacyPlan(1000, (GaussianSteps(10, 2.0, 0.1),), 1e-5)
+    charge = Charge.of("a", "a", plan, plan.phases)
+    spent = composed_guarantee([charge], 1e-5).epsilon
+    total = composed_guarantee([charge, replace(charge, run="b")], 1e-5).epsilon
+    with pytest.raises(BudgetExceeded) as error:
+        new = replace(charge, run="b")
+        check_fits(Terms(), [charge], new, "add-or-remove-one", (spent, 1e-5))
+    said = re.search(r"cost epsilon (\S+) at delta (\S+), .*ceiling of (\S+) .so far (\S+)\)$",
+                     str(error.value))  # fmt: skip
+    assert said is not None
+    above, delta, ceiling, before = map(float, said.groups())
+    assert total <= above <= total * 1.001 and spent <= before <= spent * 1.001
+    assert (delta, ceiling) == (1e-5, spent)
 
 
 def test_a_radius_is_the_one_that_was_asked_for() -> None:

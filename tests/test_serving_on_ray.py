@@ -20,7 +20,7 @@ from support.training import make, train
 
 import dpdist
 from dpdist import pipeline
-from dpdist.commands.releasing import release
+from dpdist.commands.releasing import write_release
 from dpdist.serving.deployments import Serving, deployed
 from dpdist.serving.gate import Limits
 
@@ -39,7 +39,7 @@ def released(tmp_path_factory) -> Path:
         privacy__run_key=None, model="linear", certify={"sigma": 0.25},
     )  # fmt: skip
     train(recipe, folder)
-    release(folder)
+    write_release(folder)
     return folder.release
 
 

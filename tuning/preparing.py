@@ -9,7 +9,7 @@ from dpdist.base.errors import UserError
 from dpdist.certification.radii import gaussian_l2_radius
 from dpdist.data import Dataset
 from dpdist.data.overlap import refuse_common
-from dpdist.runs.folder import RunFolder
+from dpdist.runs.folder import OtherRun, RunFolder
 from dpdist.runs.recipe import Recipe
 from dpdist.sections.search import ScoreRecipe
 from dpdist.training.job import check_groups, check_records, check_trainable
@@ -63,12 +63,12 @@ def _check_same_search(recipe: Recipe, folder: RunFolder) -> bool:
     if not folder.asked.exists():
         # Between the two files of a beginning there is nothing else.
         if folder.check_same_recipe(recipe) and folder.plan.exists():
-            raise UserError(f"{folder.path}: holds a run without a search; choose another --name")
+            raise OtherRun(f"{folder.path}: holds a run without a search; choose another --name")
         return False
     folder.check_format()
     different = folder.read_asked().same_experiment(recipe)
     if different:
-        raise UserError(
+        raise OtherRun(
             f"{folder.path}: a search of that name exists with a different recipe "
             f"({', '.join(different)} differ); choose another --name, or repeat the recipe to "
             "continue it"

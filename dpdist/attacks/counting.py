@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dpdist.base.errors import UserError
+from dpdist.base.tensors import tensor_of
 from dpdist.certification import betting
 from dpdist.certification.classifier import (
     ClassifierSpec,
@@ -70,7 +71,7 @@ def fix_form(counted: Counted, source: UnitSource) -> ClassifierSpec:
 
 def require_logits(counted: Counted) -> None:
     """Raise UserError unless the model gives each input finite logits for each class by itself."""
-    batch = torch.from_numpy(counted.inputs)
+    batch = tensor_of(counted.inputs)
     with torch.inference_mode():
         logits = counted.model.eval()(batch)
     expected = (len(batch), counted.classes)
@@ -197,7 +198,7 @@ def _executed(
     counted: Counted, cut: NoiseCut, source: UnitSource, rows: int | None
 ) -> tuple[nn.Module, Tensor]:
     """The executed network and a check batch for it, under a random unit used for nothing else."""
-    at = torch.from_numpy(counted.inputs)
+    at = tensor_of(counted.inputs)
     if cut.first is not None:
         with torch.inference_mode():
             at = cut.first.eval()(at)

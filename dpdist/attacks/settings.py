@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -24,6 +24,10 @@ DEFAULT_SIZES: dict[Norm, tuple[float, ...]] = {
     "linf": (0.025, 0.05, 0.1, 0.2),
     "l2": (0.25, 0.5, 1.0, 1.5),
 }
+# Settings that only some attacks have; all others are of every attack.
+_OF_ATTACKS: dict[str, tuple[AttackName, ...]] = {
+    "steps": ("i-fgsm", "mim", "pgd"), "restarts": ("pgd",), "step_scale": ("pgd",)
+}  # fmt: skip
 _BLOCK = 100
 _MAX_BLOCK_NUMBERS = 16 * 2**20
 
@@ -91,6 +95,15 @@ class AttackSettings(Evaluation):
     def _require(self, condition: bool, name: str, right: str) -> None:
         if not condition:
             raise UserError(f"attack.{name}: must be {right}, got {getattr(self, name)!r}")
+
+    def refuse_unused(self, given: Collection[str]) -> None:
+        """Raise UserError for a setting that was given and that none of the attacks has."""
+        for name, attacks in _OF_ATTACKS.items():
+            if name in given and not set(attacks) & set(self.attacks):
+                raise UserError(
+                    f"attack.{name}: must be left out with attacks {', '.join(self.attacks)}, got "
+                    f"{getattr(self, name)!r}; it is a setting of {', '.join(attacks)}"
+                )
 
     @property
     def pairs(self) -> list[tuple[str, float]]:

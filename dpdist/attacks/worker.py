@@ -13,6 +13,7 @@ from dpdist.adversary.balls import Ball, box_of, distance
 from dpdist.adversary.randomised import RandomisedClassifier
 from dpdist.attacks.counting import Counted, Counters, MeanScores, count
 from dpdist.attacks.evasion import attack
+from dpdist.base.tensors import tensor_of
 from dpdist.certification.classifier import quiet_threads
 from dpdist.certification.cohen import predict
 from dpdist.certification.reexecution import Reexecution
@@ -111,7 +112,7 @@ class Worker:
             counters = Counters(counted, assignment.source)
             self._counts, self._batch = counters.named("answers"), counters.batch
         elif counted.choice is not None:
-            others = torch.from_numpy(counted.inputs)
+            others = tensor_of(counted.inputs)
             self._inspect = Reexecution(counted.choice, counted.model, self._logits, others)
 
     def __call__(self, block: Block) -> list[dict[str, Any]]:

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dpdist.audits.roc import ALPHA, Roc
+from dpdist.base.rounding import significant
 from dpdist.privacy.claims import Claim
 from dpdist.privacy.guarantee import Guarantee, Neighbours, format_epsilon
 from dpdist.privacy.plan import PrivacyPlan
@@ -89,4 +90,4 @@ def claimed(claim: Claim | None, game: Neighbours) -> Ceiling | None:
 
 def in_words(guarantee: Guarantee) -> str:
     """Epsilon and delta, for the words of a ceiling."""
-    return f"epsilon {format_epsilon(guarantee.epsilon)} at delta {guarantee.delta:g}"
+    return f"epsilon {format_epsilon(guarantee.epsilon)} at delta {significant(guarantee.delta, 3)}"

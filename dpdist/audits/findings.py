@@ -17,6 +17,7 @@ from dpdist.audits.games import Game
 from dpdist.audits.inference import ATTACKS, Inference
 from dpdist.audits.membership import Membership
 from dpdist.audits.roc import ALPHA, Estimate, Roc
+from dpdist.base.rounding import bound, confidence, exact
 from dpdist.base.storage import json_number, write_json
 from dpdist.privacy.audit_bounds import OneRun, shared_alpha
 from dpdist.privacy.guarantee import Guarantee, format_epsilon
@@ -65,21 +66,21 @@ class Finding:
             rows.append(("AUC, mean over models", over))
         for rate in RATES:
             true, false = self.roc.at(rate)
-            rows.append((f"TPR at {100 * rate:g} % FPR", f"{true}, realised FPR {false}"))
+            rows.append((f"TPR at {exact(100 * rate)} % FPR", f"{true}, realised FPR {false}"))
         rows.append(("advantage", f"{self.roc.advantage:.3f}"))
         for threshold, precision, recall in self.thresholds:
             rows.append((f"above {threshold:.4g}", f"precision {precision}, recall {recall}"))
         for one in ceilings:
-            above = ", ".join(f"{100 * rate:g} %" for rate in one.above(self.roc))
+            above = ", ".join(f"{exact(100 * rate)} %" for rate in one.above(self.roc))
             said = f"; this ROC lies above the ceiling at {above} FPR" if above else ""
-            rows.append((f"ceiling, {one.words}", f"AUC at most {one.auc:.3f}{said}"))
+            rows.append((f"ceiling, {one.words}", f"AUC at most {bound(one.auc, up=True)}{said}"))
         if self.test is not None:
             least = format_epsilon(self.test.epsilon(delta), lower_bound=True)
             rows.append(
                 (
                     "one-run test",
-                    f"epsilon at least {least} at delta {delta:g}, confidence "
-                    f"{100 * (1 - self.test.alpha):.4g} % ({self.test.right:,} of "
+                    f"epsilon at least {least} at delta {exact(delta)}, confidence "
+                    f"{confidence(self.test.alpha)} % ({self.test.right:,} of "
                     f"{self.test.guesses:,} guesses right)",
                 )
             )

@@ -16,6 +16,7 @@ from scipy.special import stdtrit
 from scipy.stats import norm, rankdata
 
 from dpdist.base.binomial import clopper_pearson_interval
+from dpdist.base.rounding import bound
 
 ALPHA = 0.05  # of every interval
 
@@ -30,7 +31,7 @@ class Estimate:
 
     def __str__(self) -> str:
         value = "-" if math.isnan(self.value) else f"{self.value:.3f}"
-        return f"{value} [{self.low:.3f}, {self.high:.3f}]"
+        return f"{value} [{bound(self.low)}, {bound(self.high, up=True)}]"
 
     @classmethod
     def rate(cls, hits: int, of: int, alpha: float = ALPHA) -> Estimate:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
+from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from typing import SupportsFloat
 
 
@@ -21,8 +21,47 @@ def percent(share: SupportsFloat, digits: int = 2, *, up: bool = False) -> str:
         >>> percent(9_996 / 10_000, 1), percent(0.29), percent(1e-9, up=True)
         ('99.9', '29.00', '0.01')
     """
+    return _rounded(Decimal(repr(float(share))) * 100, digits, up)
+
+
+def bound(number: SupportsFloat, digits: int = 3, *, up: bool = False) -> str:
+    """Return a bound with so many digits behind the point, rounded down; up: rounded up.
+
+    Example:
+        >>> bound(0.9996), bound(0.0001, up=True), bound(float("inf"), up=True)
+        ('0.999', '0.001', 'inf')
+    """
+    return _rounded(Decimal(repr(float(number))), digits, up)
+
+
+def significant(number: SupportsFloat, digits: int = 4) -> str:
+    """Return an upper bound with so many significant digits, rounded up.
+
+    Example:
+        >>> significant(1e-5), significant(1.23456e-5), significant(99.99999)
+        ('1e-05', '1.235e-05', '100')
+    """
+    context = Context(prec=digits, rounding=ROUND_CEILING)
+    return f"{float(context.plus(Decimal(repr(float(number))))):.{digits}g}"
+
+
+def confidence(error: SupportsFloat) -> str:
+    """Return 1 less an error in %, without its sign and with all its digits.
+
+    Example:
+        >>> confidence(0.05), confidence(1e-6)
+        ('95', '99.9999')
+    """
+    left = (1 - Decimal(repr(float(error)))) * 100
+    text = f"{left:f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def _rounded(number: Decimal, digits: int, up: bool) -> str:
+    """A number as it is written: 0.29 is 29 %, not a hair below."""
+    if not number.is_finite():
+        return str(float(number))
     step = Decimal(1).scaleb(-digits)
-    number = Decimal(repr(float(share))) * 100  # as it is written: 0.29 is 29, not a hair below
     return f"{number.quantize(step, rounding=ROUND_CEILING if up else ROUND_FLOOR):f}"
 
 

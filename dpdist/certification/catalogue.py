@@ -26,8 +26,9 @@ CERTIFICATES: tuple[type[Certificate], ...] = (
 _REMOVED = "randomised"  # a mode of earlier tables: fixed, with a randomised bound
 BY_MODE = {kind.mode_name(): kind for kind in CERTIFICATES}
 
-# What says nothing when it is written among the settings of a certificate that does not have it:
-# recipes were complete with the defaults of all certificates once.
+# Run folders of early versions hold the settings of every certificate, complete with defaults:
+# those of another certificate say nothing there. Anywhere else somebody meant them.
+_OF_EVERY_KIND = {"mode", "noise", "noise_bank", "bound", "norm"}
 _SAYS_NOTHING = {
     "sigma": None, "mode": "fixed", "noise": "gaussian", "noise_bank": False,
     "bound": "hoeffding", "norm": "l2", "one_sided": False,
@@ -35,7 +36,7 @@ _SAYS_NOTHING = {
 
 
 def _own(section: Any) -> Any:
-    """The section without what says nothing. Raises ValueError for what is another's."""
+    """Return the section without what says nothing. Raises ValueError for what is another's."""
     if not isinstance(section, Mapping):
         return section
     kind = BY_MODE[_mode(section)]
@@ -43,10 +44,11 @@ def _own(section: Any) -> Any:
     mode = own.get("mode")
     if "mode" in kind.model_fields and mode not in (None, kind.mode_name()):
         raise of_key("mode", f"must be one of {', '.join(_modes(section))}, got {shown(mode)}")
+    complete = own.keys() >= _OF_EVERY_KIND
     for name, nothing in _SAYS_NOTHING.items():
         if name in own and name not in kind.model_fields:
             value = own.pop(name)
-            if value not in (None, nothing):
+            if value is not None and not (complete and value == nothing):
                 instead = "".join(f" or be {mode}" for mode in _modes(section) if name == "mode")
                 raise of_key(name, f"must be left out{instead} {kind.belongs}, got {shown(value)}")
     return own
@@ -80,14 +82,31 @@ AnyCertificate = Annotated[
 """The recipe's ``certify`` section."""
 
 
-def settings_of(section: Mapping[str, Any]) -> Certificate:
-    """The certificate that settings ask for: smoothing of the inputs when ``sigma`` is given
-    (``mode`` says how), else expected scores of the model's own noise.
+def settings_of(section: Mapping[str, Any], usual: Certificate | None = None) -> Certificate:
+    """Return the certificate that settings ask for.
 
-    Raises UserError for a value that cannot be used, or that belongs to another certificate.
+    Smoothing of the inputs when ``sigma`` is given (``mode`` says how), else expected scores of the
+    model's own noise.
+
+    Args:
+        section: settings by name; None is as good as not given.
+        usual: gives those that are not given, such as the recipe's. Where another kind of
+            certificate is asked for, its defaults that this kind does not have are left out.
+
+    Raises:
+        UserError: a value cannot be used, or belongs to another certificate.
     """
+    given = asked = {name: value for name, value in section.items() if value is not None}
+    if usual is not None:
+        kept, fields = usual.model_dump(), type(usual).model_fields
+        kind = BY_MODE[_mode(kept | given)]
+        asked = {
+            name: value
+            for name, value in kept.items()
+            if name in kind.model_fields or value != fields[name].default
+        } | given
     try:
-        return _ADAPTER.validate_python(dict(section))
+        return _ADAPTER.validate_python(asked)
     except ValidationError as error:
         raise UserError("\n".join(_complaint(item) for item in error.errors())) from None
 

@@ -138,7 +138,7 @@ def choose(
     defaults = DEFAULT_FORMS if device == CPU else DEVICE_FORMS
     forms = (asked,) if asked is not None else defaults
     for form in forms:
-        if form in candidates:
+        if form in candidates or (asked is None and form in OF_IMAGES and check_batch.dim() != 4):
             continue
         try:
             built = ExecutedClassifier(model, form, shapes, device)
@@ -222,6 +222,7 @@ def _bf16(model: nn.Module, example: Tensor) -> Form:
     return lambda batch: module(batch.bfloat16()).float()
 
 
+OF_IMAGES = ("channels-last",)
 FORMS: dict[str, Callable[[nn.Module, Tensor], Form]] = {
     "eager": _eager,
     "channels-last": _channels_last,

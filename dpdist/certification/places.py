@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dpdist.base.errors import UserError
+from dpdist.base.tensors import tensor_of
 from dpdist.certification import operator_norms
 from dpdist.certification.bank import BankSampler, split_first_layer
 from dpdist.certification.classifier import ClassifierSpec, ExecutedClassifier
@@ -123,7 +124,7 @@ class SmoothedPlace:
     def _check_parts(self, assignment: Assignment, copies: bool = False) -> tuple[Tensor, Tensor]:
         """Noise and inputs of the check batch."""
         stream, rows = assignment.stream, assignment.rows(int(np.prod(assignment.input_shape)))
-        inputs = torch.from_numpy(assignment.check_inputs).to(stream.device)
+        inputs = tensor_of(assignment.check_inputs).to(stream.device)
         unit = assignment.source.key(None, units.CHECK, 0)
         values = torch.empty(rows, *assignment.input_shape, device=stream.device)
         return stream.fill(self.noise, unit, values), inputs[_in_turn(rows, inputs, copies)]
@@ -174,7 +175,7 @@ def _check_behind(
     """`check_batch` of a place with a network before its noise."""
     assert cut.first is not None
     stream = assignment.stream
-    inputs = torch.from_numpy(assignment.check_inputs).to(stream.device)
+    inputs = tensor_of(assignment.check_inputs).to(stream.device)
     sampler = HiddenNoiseSampler(cut.first, cut.rest, cut.std, assignment.source, stream=stream)
     with torch.inference_mode():
         at_zero = cut.first(torch.zeros_like(inputs[:1]))

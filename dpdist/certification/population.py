@@ -46,15 +46,23 @@ class OfPopulation:
     certifiable: float | None
 
 
-def of_population(
-    found: CertificateTable, at: Sequence[float], error: float = ERROR
+def population_bounds(
+    found: CertificateTable, at: Sequence[float] | None = None, error: float = ERROR
 ) -> list[OfPopulation]:
-    """What holds, with probability at least 1 - error, of all radii and both bounds together.
+    """Return what holds, with probability at least 1 - error, of all radii and bounds together.
 
-    Over the choice of inputs and all their draws; the radii must not have been chosen by the
-    results. Each bound has an equal part of the error (union bound). Raises UserError for inputs
-    that share one noise bank: their draws are not independent.
+    Over the choice of inputs and all their draws. Each bound has an equal part of the error (union
+    bound).
+
+    Args:
+        at: radii, not chosen by the results. By default all that are printed of the table, so that
+            every place states the same.
+        error: of all of them together.
+
+    Raises:
+        UserError: the inputs share one noise bank, so their draws are not independent.
     """
+    at = found.shown_radii if at is None else at
     if found.terms["noise_bank"]:
         raise UserError(
             f"{found.path}: its inputs share one noise bank: they are no independent sample"
@@ -74,11 +82,11 @@ def of_population(
     return stated
 
 
-def line(found: CertificateTable, at: Sequence[float]) -> tuple[str, str]:
-    """Name and value of a summary's line: certified accuracy of the population, at least."""
+def line(found: CertificateTable) -> tuple[str, str]:
+    """Return name and value of a summary's line: certified accuracy of the population, at least."""
     name = "of the population, at least"
     if found.terms["noise_bank"]:
         return name, "nothing is stated: the inputs share one noise bank"
-    stated = of_population(found, at)
+    stated = population_bounds(found)
     shares = ", ".join(f"{percent(each.low)} % at {exact(each.radius)}" for each in stated)
     return name, f"{shares} ({100 * (1 - ERROR):g} %, all radii together)"

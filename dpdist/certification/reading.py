@@ -150,8 +150,13 @@ class CertificateTable:
 
     @property
     def shown_radii(self) -> tuple[float, ...]:
-        """The radii a table shows: those asked for, or fractions of sigma."""
-        return self.radii or tuple(round(self.sigma * f, 4) for f in (0.5, 1.0, 2.0))
+        """Return the radii at which anything is printed of the table, ascending.
+
+        0, and those that were asked for; where none were, multiples of sigma. Bounds that hold at
+        all of them together share one error, so every place prints these.
+        """
+        usual = tuple(round(self.sigma * times, 4) for times in (0.5, 1.0, 2.0))
+        return tuple(sorted({0.0, *(self.radii or usual)}))
 
 
 def read(path: Path) -> CertificateTable:

@@ -288,8 +288,10 @@ class Anytime(_Sequential):
 
     @classmethod
     def sound_counts(cls, table: pa.Table) -> np.ndarray:
-        k, n, cap = (table[name].to_numpy() for name in ("k", "n", "cap"))
-        return (k <= n) & (n >= 1) & (n <= cap) & (table["selected"].to_numpy() >= 0)
+        """Return whether each row has the draws of the blocks that it states, and no more hits."""
+        k, n, looks, cap = (table[name].to_numpy() for name in ("k", "n", "looks", "cap"))
+        blocks = (looks >= 1) & (n == np.minimum(looks * executed_batch(table), cap)) & (n >= 1)
+        return blocks & (k <= n) & (table["selected"].to_numpy() >= 0)
 
     @classmethod
     def made(cls, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dpdist.base.errors import UserError
+from dpdist.base.tensors import tensor_of
 from dpdist.certification import device as devices
 from dpdist.certification.certificate import Certificate
 from dpdist.certification.classifier import ClassifierSpec, check_digest, choose, differing_rows
@@ -185,7 +186,7 @@ class Worker:
         rows = []
         for piece in pieces:
             start = time.perf_counter()
-            x = torch.from_numpy(piece.x).to(self._device)
+            x = tensor_of(piece.x).to(self._device)
             partial = self._settings.work(
                 self._sampler, x, piece.index, piece.low, piece.high, self._batch, self._place
             )

@@ -26,6 +26,7 @@ from dpdist.commands.options import (
 )
 
 if TYPE_CHECKING:
+    from dpdist.attacks.settings import AttackSettings
     from dpdist.runs.folder import RunFolder
     from dpdist.runs.recipe import Recipe
 
@@ -127,12 +128,12 @@ def _attack(
     actors: int | None,
 ) -> None:
     from dpdist import pipeline
-    from dpdist.attacks.settings import AttackSettings
     from dpdist.base import console
     from dpdist.reports.attacks import grid
     from dpdist.reports.facts import read_facts
 
-    settings = AttackSettings(**{name: value for name, value in given.items() if value is not None})
+    settings = _settings(given)
+    _refuse_draws(recipe, folder, settings, given)
     with pipeline.session(folder):
         path = pipeline.evaluation_stage(recipe, folder, settings, output, actors)
     table = settings.read(path)
@@ -156,6 +157,33 @@ def _attack(
     pipeline.report_stage(folder)
 
 
+def _settings(given: dict[str, Any]) -> AttackSettings:
+    """Return the attack that is asked for. Raises UserError for an option that it has not."""
+    from dpdist.attacks.settings import AttackSettings
+
+    said = {name: value for name, value in given.items() if value is not None}
+    settings = AttackSettings(**said)
+    settings.refuse_unused(said)
+    return settings
+
+
+def _refuse_draws(
+    recipe: Recipe, folder: RunFolder, settings: AttackSettings, given: dict[str, Any]
+) -> None:
+    """Raise UserError for options of noise where the attacked classifier has none."""
+    useless = [f"--{name}" for name in ("draws", "n", "alpha") if given[name] is not None]
+    if not useless or settings.sigma is not None:
+        return
+    from dpdist.evaluation import load_model
+    from dpdist.randomness.places import place_of
+
+    if not place_of(load_model(recipe, folder)).random:
+        raise UserError(
+            f"{', '.join(useless)}: must be left out: the model has no noise, so nothing is drawn; "
+            "give --sigma or --smoothed to attack it smoothed"
+        )
+
+
 def _check(
     recipe: Recipe,
     folder: RunFolder,
@@ -167,12 +195,12 @@ def _check(
 ) -> None:
     from dpdist import pipeline
     from dpdist.attacks.reading import check_line
-    from dpdist.attacks.settings import AttackSettings, CheckSettings
+    from dpdist.attacks.settings import CheckSettings
     from dpdist.base import console
 
     if given["attacks"] is None:
         given["attacks"] = ("pgd",)
-    settings = AttackSettings(**{name: value for name, value in given.items() if value is not None})
+    settings = _settings(given)
     tables = _tables(folder, certificates)
     if not tables:
         raise UserError(f"{folder.path}: no L2 or L-infinity certificates to attack")

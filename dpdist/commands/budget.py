@@ -81,15 +81,16 @@ def _described(budget: DataBudget, delta: float, neighbours: Neighbours) -> dict
 
 
 def _lines(entry: dict[str, Any]) -> Iterator[str]:
+    from dpdist.base.rounding import exact, percent
     from dpdist.privacy.guarantee import format_epsilon
 
     yield (
         f"{entry['name'] or entry['budget']}: epsilon {format_epsilon(entry['epsilon'])} at delta "
-        f"{entry['delta']:g} ({entry['relation']}, {entry['accountant']})"
+        f"{exact(entry['delta'])} ({entry['relation']}, {entry['accountant']})"
     )
     if entry["spent"] is not None:
         yield (
-            f"  {100 * entry['spent']['of_ceiling']:.4g} % of this ceiling is spent "
+            f"  {percent(entry['spent']['of_ceiling'], up=True)} % of this ceiling is spent "
             f"(epsilon {format_epsilon(entry['spent']['epsilon'])}, no guarantee by itself)"
         )
     for line in entry["assumptions"]:

@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 
     _Asked = tuple[Any, Any, Certificate]  # recipe, trained model, certificate
 
-DEFAULT_RADII = (0.0, 0.25, 0.5, 0.75, 1.0)
-
 
 _Sigma = Annotated[float | None, option("Noise, in input units.", Positive)]
 _N = Annotated[int | None, option("Draws per input (sequential: at most).", Count)]
@@ -132,6 +130,7 @@ def command(
         _export(table, path, tsv, csv)
         _show(release.name, [path], [], as_json)
         return
+    _refuse_settings(given | {"data_root": data_root, "actors": actors}, merge, rebound)
     folder = open_anywhere(run, runs)
     refuse_decisions(folder, output)
     measured: list[tuple[str, str]] = []
@@ -157,6 +156,19 @@ def command(
     _show(folder.name, [path for _, path in made], measured, as_json)
 
 
+def _refuse_settings(given: dict[str, Any], merge: bool, rebound: str | None) -> None:
+    """Raise UserError for options of a certification where none is made."""
+    made = "--merge" if merge else "--rebound" if rebound is not None else None
+    if merge and rebound is not None:
+        raise UserError("--merge, --rebound: give one of them")
+    useless = [f"--{name.replace('_', '-')}" for name, value in given.items() if value is not None]
+    if made and useless:
+        raise UserError(
+            f"{', '.join(useless)}: must be left out with {made}, which takes what is there as "
+            "it is"
+        )
+
+
 def _export(table: pa.Table, path: Path, tsv: Path | None, csv: Path | None) -> None:
     from dpdist.certification import table as tables
     from dpdist.certification.job import timings
@@ -174,6 +186,7 @@ def _certified(
     from dpdist.certification import table as tables
 
     recipe, _, chosen = asked
+    pipeline.require_certifying_gpus(recipe)
     with pipeline.session(folder):
         path = pipeline.certify_stage(recipe, folder, chosen, output, actors)
     return tables.read(path), path
@@ -190,6 +203,7 @@ def _certified_at(
 
     at = At.parse(text)
     recipe, model, chosen = asked
+    pipeline.require_certifying_gpus(recipe)
     copies = AttackedCopies(at, evaluation_data(recipe, source_of(recipe)), model, chosen)
     beside = folder.certificates / chosen.folder_name / "certificates.parquet"
     output = output or folder.path / "attacks" / f"{at.folder_name}-{chosen.folder_name}"
@@ -208,15 +222,13 @@ def _asked(folder: RunFolder, given: dict[str, Any], data_root: Path | None) -> 
     from dpdist.randomness.places import smoothing_of
 
     recipe = recipe_of(folder, data_root, "certify")
-    settings: dict[str, Any] = {}
-    if recipe.certify is not None:
-        settings = recipe.certify.model_dump()
-    settings |= {key: value for key, value in given.items() if value is not None}
-    if settings.get("sigma") is not None:
-        settings_of(settings)  # refused before torch is loaded
+    usual = recipe.certify
+    sigma = given["sigma"] or (None if usual is None else usual.sigma)
+    if sigma is not None:
+        settings_of(given, usual)  # refused before torch is loaded
     model = load_model(recipe, folder)
-    settings["sigma"] = smoothing_of(model, settings.get("sigma"), folder.path)
-    return recipe, model, settings_of(settings)
+    sigma = smoothing_of(model, sigma, folder.path)
+    return recipe, model, settings_of(given | {"sigma": sigma}, usual)
 
 
 def _merged(folder: RunFolder, output: Path | None) -> list[tuple[pa.Table, Path]]:
@@ -303,7 +315,7 @@ def _show(name: str, paths: Sequence[Path], measured: list[tuple[str, str]], as_
         from dpdist.reports.as_json import certified
 
         tables = [] if measured else [reading.read(path) for path in paths]
-        found = [certified(table, table.radii or DEFAULT_RADII) for table in tables]
+        found = [certified(table) for table in tables]
         at = {"at_attacked_copies": dict(measured)} if measured else {}
         console.print_json({"run": name, "certificates": found, **at})
     elif measured:
@@ -320,11 +332,10 @@ def _print(path: Path) -> None:
     from dpdist.certification import population, reading
 
     table = reading.read(path)
-    shown: Sequence[float] = table.radii or DEFAULT_RADII
     abstained = int((table.prediction == -1).sum())
     rows = [("inputs", f"{len(table.index):,}"), ("abstained", f"{abstained:,}")]
-    rows += table.kind.lines(table, shown)
-    rows.append(population.line(table, shown))
+    rows += table.kind.lines(table, table.shown_radii)
+    rows.append(population.line(table))
     rows.append(("draws", f"{sum(table.table['n'].to_pylist()):,}"))
     rows.append(("alpha", f"{table.alpha:g} each"))
     classifier = table.about.get("classifier", {})

@@ -32,12 +32,10 @@ def certify_release(
     from dpdist.training.records import source_at
 
     dataset = data.load(source_at(release.about.data, data_root), "test")
-    settings: dict[str, Any] = {}
-    if release.about.certificate is not None:
-        settings = release.about.certificate.model_dump()
-    settings |= {key: value for key, value in given.items() if value is not None}
-    settings["sigma"] = smoothing_of(release.model, settings.get("sigma"), release.path)
-    chosen = settings_of(settings)
+    usual = release.about.certificate
+    sigma = given["sigma"] or (None if usual is None else usual.sigma)
+    sigma = smoothing_of(release.model, sigma, release.path)
+    chosen = settings_of(given | {"sigma": sigma}, usual)
     output = output or Path("certificates", release.name, chosen.folder_name)
     if release.path.resolve() in (output.resolve(), *output.resolve().parents):
         raise UserError(f"--output: {output} lies in the release, which stays as it was published")

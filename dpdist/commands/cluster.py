@@ -7,6 +7,7 @@ import shlex
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -27,6 +28,7 @@ from dpdist.commands.options import Runs as LocalRuns
 
 if TYPE_CHECKING:
     from dpdist.cluster.jobs import Jobs
+    from dpdist.runs.recipe import Recipe
 
 app = typer.Typer(
     help="Run on a Ray cluster: check its file, submit recipes, follow, fetch.",
@@ -54,7 +56,16 @@ ClusterData = Annotated[
 ]
 ClusterWorkers = Annotated[int | None, typer.Option("--workers", callback=kind(Processes))]
 Followed = Annotated[bool, flag("--follow/--no-follow", "Show progress and fetch the report.")]
+Send = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--send",
+        callback=file_path(),
+        help="A file or folder here that is sent as well (again for each).",
+    ),
+]
 INTO = Path("fetched")
+_SHOWN = 10  # of what is not sent
 
 
 @app.command("check")
@@ -112,37 +123,37 @@ def submit(
     workers: ClusterWorkers = None,
     into: Into = INTO,
     follow: Followed = True,
+    send: Send = None,
 ) -> None:
     """Send the current directory and run a recipe on the cluster; fetch the report at the end.
 
-    Data, runs, private folders, hidden files and keys are never sent. Ctrl-C leaves the job
-    running.
+    What is sent is code and recipes, public weights that the recipe reads, and what --send names;
+    the rest is named and stays. Data, budgets, runs, private folders, hidden files and keys are
+    never sent. Ctrl-C leaves the job running.
     """
     from dpdist.base import console
     from dpdist.base.errors import UserError
     from dpdist.cluster.jobs import Jobs
-    from dpdist.cluster.packing import pack
     from dpdist.runs.recipe import find, read_changes, resolve
 
-    path = find(recipe)
-    run, here = resolve(recipe, changes=read_changes(changes), name=name).name, Path.cwd()
+    path, here = find(recipe), Path.cwd()
+    resolved = resolve(recipe, changes=read_changes(changes), name=name)
+    run = resolved.name
     by_name = Path(recipe).suffix == ""  # one that comes along is installed on the cluster too
     if not by_name and not path.resolve().is_relative_to(here):
         raise UserError(f"{recipe}: must lie in the current directory, which is sent: {here}")
-    command = ["dpdist", "run", recipe if by_name else str(path.resolve().relative_to(here))]
     given = {"name": name, "runs": runs, "data-root": data_root, "workers": workers}
-    for key, value in given.items():
-        command += [] if value is None else [f"--{key}", str(value)]
-    for change in changes or ():
-        command += ["--set", change]
+    file = recipe if by_name else str(path.resolve().relative_to(here))
+    command = _command(file, given, changes or ())
+    if by_name and send:
+        raise UserError(f"--send: must be left out with {recipe}, of which nothing is sent")
     jobs = Jobs(address)
     job = f"{run}-{secrets.token_hex(4)}"
     with tempfile.TemporaryDirectory(prefix="dpdist-submit-") as scratch:
         folder = None
         if not by_name:
-            packed = pack(here, Path(scratch) / "package")
-            folder = packed.folder
-            console.say(f"sending {len(packed.files)} files, {packed.size / 1024:,.0f} KiB")
+            folder = Path(scratch) / "package"
+            _pack(resolved, data_root, send or [], folder)
             if not (folder / command[2]).exists():
                 raise UserError(f"{recipe}: lies in a folder that is never sent; move it")
         about = {"run": run, "runs": runs or ""}
@@ -152,6 +163,39 @@ def submit(
         _follow_and_fetch(jobs, job, into)
     else:
         console.say(f"follow it: dpdist cluster status {job} --follow")
+
+
+def _command(recipe: str, given: Mapping[str, object], changes: Sequence[str]) -> list[str]:
+    """Return the words of the job: what was given here is given there."""
+    command = ["dpdist", "run", recipe]
+    for key, value in given.items():
+        command += [] if value is None else [f"--{key}", str(value)]
+    for change in changes:
+        command += ["--set", change]
+    return command
+
+
+def _pack(recipe: Recipe, data_root: str | None, send: Sequence[Path], target: Path) -> None:
+    """Copy what of the current directory is sent into `target`; say what is, and what is not."""
+    from dpdist.base import console
+    from dpdist.cluster.packing import Sending, closed_by, pack
+
+    here, settings = Path.cwd(), recipe.model_dump(mode="json")
+    there = {"data": {**settings["data"], "root": data_root}}  # should it be the same path here
+    sending = Sending(
+        here,
+        tuple(path.resolve() for path in send),
+        tuple(path for path in recipe.public_files if path.exists()),
+        (*closed_by(settings, here), *closed_by(there, here)),
+    )
+    packed = pack(sending, target)
+    console.say(f"sending {len(packed.files)} files, {packed.size / 1024:,.0f} KiB")
+    if packed.left:
+        more = f" and {len(packed.left) - _SHOWN:,} more" if len(packed.left) > _SHOWN else ""
+        console.say(
+            f"not sent, neither code nor a recipe: {', '.join(packed.left[:_SHOWN])}{more}; what "
+            "the job needs of files that hold no data, name with --send"
+        )
 
 
 @app.command("status")

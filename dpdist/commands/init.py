@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -42,25 +44,46 @@ def command(
     Splits, columns, classes, their names and the size of an input are found out from the files.
     Pictures in folders are first written as Parquet beside them.
     """
-    from dpdist.base.storage import write_atomic
-    from dpdist.data.found import has_pictures, look, write_pictures
-    from dpdist.runs.recipe import load
+    from dpdist.data.found import has_pictures, look, look_at_pictures
 
     output = output or Path(f"{folder.resolve().name}.yaml")
     if output.exists():  # before pictures are written for nothing
         raise UserError(f"{output}: exists already; name another --output")
     if has_pictures(folder):
-        for path in write_pictures(folder):
-            typer.echo(f"wrote {path}")
-    found = look(folder)
-    write_atomic(output, recipe_text(found, name or output.stem))
-    try:
-        load(output)
-    except UserError:
-        output.unlink()  # the next attempt would find it there
-        raise
+        # Aside until nothing can be refused any more: what is left would be taken for the data.
+        with tempfile.TemporaryDirectory(prefix=".dpdist-init-", dir=folder) as aside:
+            found = look_at_pictures(folder, Path(aside))
+            _write(found, name, output, sorted(Path(aside).glob("*.parquet")))
+    else:
+        found = look(folder)
+        _write(found, name, output)
     typer.echo(f"wrote {output}: {in_a_line(found)}")
     typer.echo(f"next: dpdist data check {output}; dpdist run {output} --dry-run")
+
+
+def _write(found: Found, name: str | None, output: Path, files: Sequence[Path] = ()) -> None:
+    """Write the recipe, and move the files that it reads to their places; all or nothing.
+
+    Raises UserError for a recipe that nobody could run.
+    """
+    from dpdist.base.storage import write_atomic
+    from dpdist.base.yaml_files import parse_yaml
+    from dpdist.runs.recipe import parse
+
+    text = recipe_text(found, name or output.stem)
+    parse(parse_yaml(text, str(output))[0], str(output))
+    moved: list[Path] = []
+    try:
+        for file in files:
+            moved.append(found.root / found.name / file.name)
+            file.rename(moved[-1])
+        write_atomic(output, text)
+    except BaseException:
+        for path in moved:
+            path.unlink(missing_ok=True)
+        raise
+    for path in moved:
+        typer.echo(f"wrote {path}")
 
 
 def in_a_line(found: Found) -> str:

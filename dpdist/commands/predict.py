@@ -12,11 +12,10 @@ from pydantic import Field
 
 from dpdist.base import console
 from dpdist.base.errors import UserError
-from dpdist.base.fields import Number, Positive
+from dpdist.base.fields import Number, Positive, Probability
 from dpdist.base.reading import reason, regular_file
 from dpdist.commands.options import (
     RUNS,
-    AnswerError,
     ModelArgument,
     Runs,
     Signer,
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from dpdist.certification.certificate import Certificate
     from dpdist.training.answering import Oracle
 
+DRAWS, ALPHA = 10_000, 0.001  # by default
 Draws = Annotated[int, Number, Field(ge=1, le=10_000_000)]  # one process makes them
 _Images = Annotated[
     list[Path],
@@ -42,7 +42,8 @@ _Images = Annotated[
     ),
 ]
 _Sigma = Annotated[float | None, option("Noise, in input units (default: the recipe's).", Positive)]
-_N = Annotated[int, option("Draws per image.", Draws)]
+_N = Annotated[int | None, option(f"Draws per image ({DRAWS:,}).", Draws)]
+_Alpha = Annotated[float | None, option(f"Error of each answer ({ALPHA:g}).", Probability)]
 _LabelOnly = Annotated[bool, flag("--label-only", "No radius: the two-sided test of the label.")]
 _AsJson = Annotated[bool, flag("--json", "One JSON object for each image.")]
 
@@ -52,8 +53,8 @@ def command(
     images: _Images,
     runs: Runs = RUNS,
     sigma: _Sigma = None,
-    n: _N = 10_000,
-    alpha: AnswerError = 0.001,
+    n: _N = None,
+    alpha: _Alpha = None,
     label_only: _LabelOnly = False,
     as_json: _AsJson = False,
     trust_factory: TrustFactory = None,
@@ -78,13 +79,18 @@ def command(
     for path in images:
         regular_file(path)
     if release is None and recipe.method.withheld is not None:
-        if sigma is not None or label_only:
-            raise UserError("--sigma, --label-only: of smoothed answers; this run's are paid for")
+        given = {"sigma": sigma, "n": n, "alpha": alpha, "label-only": label_only or None}
+        if useless := [f"--{name}" for name, value in given.items() if value is not None]:
+            raise UserError(
+                f"{', '.join(useless)}: must be left out: this run's answers are paid for, and are "
+                "not smoothed"
+            )
         from dpdist.training.answering import Oracle
 
         _ask(Oracle(recipe, folder), images, saved.classes, as_json)
         return
-    _smoothed(saved, images, {"sigma": sigma, "n": n, "alpha": alpha}, label_only, as_json)
+    asked = {"sigma": sigma, "n": n or DRAWS, "alpha": alpha or ALPHA}
+    _smoothed(saved, images, asked, label_only, as_json)
 
 
 @dataclass(frozen=True)

@@ -32,9 +32,9 @@ def command(
 
     folder = open_run(run, runs)
     folder.require_trained()
-    from dpdist.commands.releasing import release
+    from dpdist.commands.releasing import write_release
 
-    files = release(folder, not_private=not_private, licence=licence, key=sign)
+    files = write_release(folder, not_private=not_private, licence=licence, key=sign)
     if as_json:
         card = read_json(folder.release / "privacy_card.json")
         released = {"run": folder.name, "files": [str(path) for path in files]}

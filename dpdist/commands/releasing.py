@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-def release(
+def write_release(
     folder: RunFolder,
     *,
     not_private: bool = False,

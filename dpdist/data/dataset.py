@@ -12,6 +12,7 @@ import numpy as np
 
 from dpdist.base.errors import UserError
 from dpdist.base.reading import read_json
+from dpdist.base.tensors import tensor_of
 from dpdist.data.hashes import as_model_sees, positions, stored_hashes
 from dpdist.data.sealed import check_sealed, damaged
 from dpdist.data.text import following
@@ -158,11 +159,9 @@ class Dataset:
 
     def batch(self, indices: np.ndarray | slice) -> Tensor:
         """Inputs as float32 (B, *input_shape); images are divided by 255 into [0, 1]."""
-        import torch
-
         chosen = indices if self._rows is None else self._rows[indices]
         seen = as_model_sees(np.ascontiguousarray(self._stored[chosen]))
-        return torch.from_numpy(seen if seen.flags.writeable else seen.copy())
+        return tensor_of(seen)
 
     def targets(self, indices: np.ndarray | slice) -> Tensor:
         """What a model should say, int64: labels (B,), or the tokens that follow (B, T), below

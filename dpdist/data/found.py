@@ -1,14 +1,14 @@
 """What lies in a folder of data, found out from the files: splits, columns, classes, sizes.
 
 Parquet files as `dpdist.data.parquet` reads them, or folders of pictures, one for each class
-(SPLIT/CLASS/*.png), which `write_pictures` turns into Parquet.
+(SPLIT/CLASS/*.png), which `look_at_pictures` turns into Parquet.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
@@ -176,10 +176,13 @@ def _shape(file: Path, image: str | None, features: tuple[str, ...]) -> tuple[in
 
 
 def has_pictures(folder: Path) -> bool:
-    """Whether a folder holds SPLIT/CLASS/picture, and no Parquet files."""
-    return not any(folder.rglob("*.parquet")) and any(
-        _classes_in(folder / split) for split in TRAIN
-    )
+    """Return whether a folder holds SPLIT/CLASS/picture, and no Parquet files.
+
+    Parquet that a process left below a hidden folder when it was killed is none.
+    """
+    files = (path.relative_to(folder) for path in folder.rglob("*.parquet"))
+    seen = any(not any(part.startswith(".") for part in path.parts) for path in files)
+    return not seen and any(_classes_in(folder / split) for split in TRAIN)
 
 
 def _classes_in(folder: Path) -> list[str]:
@@ -206,22 +209,34 @@ def _some(paths: Iterator[Path]) -> Iterator[list[Path]]:
         yield some
 
 
-def write_pictures(folder: Path) -> list[Path]:
-    """SPLIT.parquet beside each SPLIT/ of pictures, in which CLASS is its place in alphabetical
+def look_at_pictures(folder: Path, aside: Path) -> Found:
+    """Return what lies in a folder of pictures once the Parquet files in `aside` lie there too.
+
+    Writes these: SPLIT.parquet for each SPLIT/ of pictures. Raises UserError for what could not be
+    trained on; the folder itself is as it was.
+    """
+    _write_pictures(folder, aside)
+    try:
+        found = look(aside)
+    except UserError as error:
+        place, written = f"{folder.resolve()}", f"{aside.resolve()}"
+        raise UserError(str(error).replace(written, place)) from error
+    return replace(found, root=folder.resolve().parent, name=folder.resolve().name)
+
+
+def _write_pictures(folder: Path, target: Path) -> None:
+    """Write SPLIT.parquet for each SPLIT/ of pictures, in which CLASS is its place in alphabetical
     order, with the names of the classes. Raises UserError for a test class that training lacks."""
     splits = [name for name in (*TRAIN, *TEST) if _classes_in(folder / name)]
     names = _classes_in(folder / next(name for name in TRAIN if name in splits))
-    written = []
     for split in splits:
         unknown = set(_classes_in(folder / split)) - set(names)
         if unknown:
             raise UserError(f"{folder / split / min(unknown)}: a class without training pictures")
-        path = folder / f"{split}.parquet"
+        path = target / f"{split}.parquet"
         with written_aside(path) as aside, pq.ParquetWriter(aside, _schema_of(names)) as file:
             for number, name in enumerate(names):
                 for some in _some(_pictures(folder / split / name)):
                     images = [{"bytes": each.read_bytes(), "path": each.name} for each in some]
                     rows = {"image": images, "label": [number] * len(some)}
                     file.write_table(pa.table(rows, _schema_of(names)))
-        written.append(path)
-    return written

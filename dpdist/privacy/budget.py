@@ -26,9 +26,10 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from dpdist.base.rounding import exact, percent
 from dpdist.privacy.catalogue import phases_from
 from dpdist.privacy.filter import RenyiFilter
-from dpdist.privacy.guarantee import Guarantee, Neighbours, check_delta
+from dpdist.privacy.guarantee import Guarantee, Neighbours, check_delta, format_epsilon
 from dpdist.privacy.journal import ChainedJournal, JournalError, OnJournal
 from dpdist.privacy.phases import Phase, compose_alternatives, data_alternatives
 from dpdist.privacy.plan import PrivacyPlan
@@ -366,8 +367,9 @@ def check_fits(
         if total.epsilon > epsilon:
             spent = composed_guarantee(others, delta, neighbours).epsilon
             raise BudgetExceeded(
-                f"with {new.name!r} the records would have cost epsilon {total.epsilon:.4g} at "
-                f"delta {delta:g}, above their ceiling of {epsilon:g} (so far {spent:.4g})"
+                f"with {new.name!r} the records would have cost epsilon "
+                f"{format_epsilon(total.epsilon)} at delta {exact(delta)}, above their ceiling of "
+                f"{exact(epsilon)} (so far {format_epsilon(spent)})"
             )
 
 
@@ -395,4 +397,4 @@ def _check_filter(
 
 
 def _percent(part: float, ceiling: RenyiFilter) -> str:
-    return f"{100 * part / ceiling.share:.4g} %"
+    return f"{percent(part / ceiling.share, up=True)} %"

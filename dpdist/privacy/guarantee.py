@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from typing import Any, Literal
 
+from dpdist.base.rounding import significant
+
 Neighbours = Literal["add-or-remove-one", "replace-one"]
 Kind = Literal["proved", "claimed", "audited"]
 
@@ -90,4 +92,5 @@ class Guarantee:
         if math.isinf(self.epsilon):
             return f"not private: no finite epsilon is {self.kind} ({self.relation})"
         epsilon = format_epsilon(self.epsilon, lower_bound=self.kind == "audited")
-        return f"({epsilon}, {self.delta:.3g})-DP, {self.relation}, {self.kind} by {self.source}"
+        pair = f"({epsilon}, {significant(self.delta, 3)})-DP"
+        return f"{pair}, {self.relation}, {self.kind} by {self.source}"

@@ -40,10 +40,12 @@ def published(facts: Facts) -> dict[str, Any]:
     }
 
 
-def certified(table: CertificateTable, radii: Sequence[float] = ()) -> dict[str, Any]:
-    """A table of certificates: at each radius the share of its inputs that are right and certified,
-    and what that says at least of the population (all radii together)."""
-    at = tuple(radii) or (0.0, *table.shown_radii)
+def certified(table: CertificateTable) -> dict[str, Any]:
+    """Return what is printed of a table of certificates, as JSON.
+
+    At each radius the share of its inputs that are right and certified, and what that says at least
+    of the population (all radii together).
+    """
     bank = bool(table.terms["noise_bank"])  # its inputs are then no independent sample
     return {
         "name": table.name,
@@ -57,13 +59,14 @@ def certified(table: CertificateTable, radii: Sequence[float] = ()) -> dict[str,
         "abstained": table.abstained,
         "average_radius": table.average_radius,
         "certified": [
-            {"radius": radius, "accuracy": table.certified_accuracy(radius)} for radius in at
+            {"radius": radius, "accuracy": table.certified_accuracy(radius)}
+            for radius in table.shown_radii
         ],
         "population": []
         if bank
         else [
             {"radius": each.radius, "at_least": each.low}
-            for each in population.of_population(table, at)
+            for each in population.population_bounds(table)
         ],
     }
 

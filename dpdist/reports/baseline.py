@@ -15,6 +15,7 @@ from dpdist.base.errors import UserError
 from dpdist.base.fields import check_run_name
 from dpdist.base.reading import NoSuchFile, read_json
 from dpdist.base.storage import write_json
+from dpdist.privacy.guarantee import format_epsilon
 from dpdist.reports import differences
 from dpdist.reports.compare import SIZES
 from dpdist.reports.facts import Facts, read_facts
@@ -75,8 +76,8 @@ def beside(facts: Facts) -> Baseline | None:
 def _compared(facts: Facts, other: Facts) -> Baseline:
     if not math.isinf(other.guarantee.epsilon):
         raise UserError(
-            f"{other.folder.name}: is private (epsilon {other.guarantee.epsilon:.3g}), so it is no "
-            "baseline; `dpdist compare` puts any two runs side by side"
+            f"{other.folder.name}: is private (epsilon {format_epsilon(other.guarantee.epsilon)}), "
+            "so it is no baseline; `dpdist compare` puts any two runs side by side"
         )
     rows, notes = differences.differences([other, facts], _sizes(facts))
     changed = [

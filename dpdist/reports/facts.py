@@ -269,7 +269,7 @@ class Facts:
             if self.next_tokens is not None:
                 rows.append(("perplexity", f"{self.evaluation['perplexity']:.2f} of {self.asked})"))
         for table in self.tables:
-            rows += [_certified_row(table), population.line(table, (0.0, *table.shown_radii))]
+            rows += [_certified_row(table), population.line(table)]
         for kind, found in self.evaluations.items():
             rows += kind.lines(found)
         if self.folder.report.exists():
@@ -294,7 +294,7 @@ class Facts:
 def _certified_row(table: CertificateTable) -> tuple[str, str]:
     at = ", ".join(
         f"{percent(table.certified_accuracy(radius))} % at {exact(radius)}"
-        for radius in (0.0, *table.shown_radii)
+        for radius in table.shown_radii
     )
     about = f"{table.norm}, {len(table.index):,} inputs, alpha {table.alpha:g} each"
     return f"certified, {table.title}", f"{at} ({about})"

@@ -296,7 +296,7 @@ def _table(table: CertificateTable, folder: RunFolder) -> dict[str, object]:
         "average_radius": f"{table.average_radius:.4f}",
         "rows": [
             (exact(r), percent(table.certified_accuracy(r)), *_bounds(stated.get(r)))
-            for r in (0.0, *table.shown_radii)
+            for r in table.shown_radii
         ],
         "file": table.path.relative_to(folder.path),
     }
@@ -307,8 +307,7 @@ def _stated(table: CertificateTable) -> dict[float, population.OfPopulation]:
     are no independent sample."""
     if table.terms["noise_bank"]:
         return {}
-    radii = (0.0, *table.shown_radii)
-    return {at.radius: at for at in population.of_population(table, radii)}
+    return {at.radius: at for at in population.population_bounds(table)}
 
 
 def _bounds(stated: population.OfPopulation | None) -> tuple[str, str]:

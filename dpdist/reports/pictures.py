@@ -31,7 +31,7 @@ def certified_accuracy(
         lines.append(Line("right without noise or attack", [(0, share), (end, share)], quiet=True))
     norms, said = sorted({norm_name(table.norm) for table in tables}), []
     for table in tables:
-        at = [(r, table.certified_accuracy(r)) for r in (0.0, *table.shown_radii)]
+        at = [(r, table.certified_accuracy(r)) for r in table.shown_radii]
         shares = ", ".join(f"{percent(share, 1)} % at {exact(r)}" for r, share in at)
         said.append(f"{table.words}: {shares}")
     return chart(

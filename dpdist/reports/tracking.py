@@ -77,7 +77,7 @@ def figures(facts: Facts) -> Iterator[tuple[str, float, int]]:
         if value is not None:
             yield f"test/{name}", value, steps
     for table in facts.tables:
-        for radius in (0.0, *table.shown_radii):
+        for radius in table.shown_radii:
             accuracy = table.certified_accuracy(radius)
             yield f"certified/{table.name}/radius_{exact(radius)}", accuracy, steps
 

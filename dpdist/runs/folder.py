@@ -28,6 +28,10 @@ from dpdist.runs.recipe import Recipe, load, parse
 FORMAT = 1
 
 
+class OtherRun(UserError):
+    """A folder that holds a run of another recipe: not the place to begin or continue this one."""
+
+
 @dataclass(frozen=True)
 class RunFolder:
     """Paths of a run. Nothing is read or written before a method is called."""
@@ -204,13 +208,14 @@ class RunFolder:
     def check_same_recipe(self, recipe: Recipe) -> bool:
         """Whether the run was begun before; writes nothing.
 
-        Raises UserError when the folder holds another recipe, something else, or a newer format.
+        Raises OtherRun when the folder holds another recipe, and UserError when it holds something
+        else, or a newer format.
         """
         if self.path.exists() and any(self.path.iterdir()):
             self.check_format()
             different = self.read_recipe().same_experiment(recipe)
             if different:
-                raise UserError(
+                raise OtherRun(
                     f"{self.path}: a run of that name exists with a different recipe "
                     f"({', '.join(different)} "
                     "differ); choose another --name, or repeat the recipe to continue it"

@@ -50,6 +50,17 @@ class Recipe(Sections):
         """Complete with defaults; reading it back gives an equal recipe."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
+    @property
+    def public_files(self) -> tuple[Path, ...]:
+        """Return the files and folders that others made and that a run reads: public weights of
+        its models, and a tokenizer."""
+        parts = (self.model.initial, self.model.classifier, self.model.denoiser)
+        found = [part.folder for part in parts if part is not None]
+        text, weights = self.data.text, self.public and self.public.weights
+        found += [text.tokenizer] if text is not None and text.tokenizer is not None else []
+        found += [weights] if isinstance(weights, Path) else []
+        return tuple(found)
+
     def same_experiment(self, other: Recipe) -> list[str]:
         """Dotted keys in which two recipes differ, resources left out (they may change on
         resume)."""

@@ -15,7 +15,7 @@ from dpdist.cluster.packages import fingerprint
 from dpdist.data.overlap import check_unseen, refuse_common
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.randomness.keys import key_id, new_run_key
-from dpdist.runs.folder import RunFolder
+from dpdist.runs.folder import OtherRun, RunFolder
 from dpdist.runs.planning import settle
 from dpdist.runs.recipe import Recipe, check_against_data, field_error
 from dpdist.runs.released import begun, read_released
@@ -139,7 +139,7 @@ def check(recipe: Recipe, folder: RunFolder, where: str) -> CheckedTraining:
     complaints. Raises UserError.
     """
     if folder.asked.exists():
-        raise UserError(f"{folder.path}: holds a private search; continue it with `dpdist tune`")
+        raise OtherRun(f"{folder.path}: holds a private search; continue it with `dpdist tune`")
     continued = folder.check_same_recipe(recipe)
     dataset, pretrained = check_trainable(recipe, where)
     _check_kept(recipe, folder, pretrained)

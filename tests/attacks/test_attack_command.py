@@ -173,6 +173,18 @@ def test_certificates_are_checked_and_false_ones_fail(attacked, runs: Path) -> N
         (["--norm", "l1"], "attack.norm: must be one of linf, l2"),
         (["--sizes", "a"], "--sizes: give numbers"),
         (["--attacks", "cw"], "attack.attacks: must be out of"),
+        (
+            ["--attacks", "fgsm", "--steps", "10"],
+            "attack.steps: must be left out with attacks fgsm",
+        ),
+        (["--attacks", "fgsm,mim", "--restarts", "1"], "attack.restarts: must be left out"),
+        (["--attacks", "mim", "--step-scale", "2.5"], "attack.step_scale: must be left out"),
+        (
+            ["--check-certificates", "--attacks", "mim", "--restarts", "2"],
+            "attack.restarts: must be",
+        ),
+        (["--draws", "16"], "--draws: must be left out: the model has no noise"),
+        (["--n", "1000", "--alpha", "0.001"], "--n, --alpha: must be left out: the model has no"),
         (["--sigma", "0.1", "--smoothed"], "give --sigma or --smoothed"),
         (["--check-certificates", "--norm", "l2", "--n", "5"], "--norm, --n: not with"),
         (["--certificates", "x"], "only with --check-certificates"),

@@ -17,7 +17,7 @@ from dpdist.base.errors import UserError
 from dpdist.base.table_files import read_table
 from dpdist.bulk.evaluation import Evaluation, Subject
 from dpdist.bulk.job import Task, Work
-from dpdist.commands.releasing import release
+from dpdist.commands.releasing import write_release
 from dpdist.reports.facts import read_facts
 from dpdist.runs import archive as archives
 from dpdist.runs.archive import Archive
@@ -138,7 +138,7 @@ def test_private_results_leave_by_no_door(run: tuple[Any, RunFolder], tmp_path: 
                 and not name.startswith("private/")]  # fmt: skip
     assert all(name != Membership.name for name, _ in read_facts(folder).summary())
     assert "membership" not in folder.report.read_text()
-    released = release(folder)
+    released = write_release(folder)
     assert released and "membership" not in "".join(names(folder.release))
     # What `dpdist cluster fetch` brings home.
     unpack(export(folder), tmp_path / "fetched")

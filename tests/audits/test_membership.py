@@ -19,7 +19,7 @@ from dpdist import pipeline
 from dpdist.audits.membership import Membership
 from dpdist.audits.shadow import ShadowTrainer
 from dpdist.base.errors import UserError
-from dpdist.commands.releasing import release
+from dpdist.commands.releasing import write_release
 from dpdist.randomness.keys import derive_key
 from dpdist.reports.facts import read_facts
 from dpdist.runs import archive as archives
@@ -179,7 +179,7 @@ def test_nothing_of_it_leaves_by_any_door(run: Any, tmp_path: Path) -> None:
     pipeline.report_stage(folder)
     assert "membership" not in folder.report.read_text()
     assert all("membership" not in name for name, _ in read_facts(folder).summary())
-    assert release(folder) and "membership" not in "".join(files(folder.release))
+    assert write_release(folder) and "membership" not in "".join(files(folder.release))
     unpack(export(folder), tmp_path / "fetched")
     assert "membership" not in "".join(files(tmp_path / "fetched"))
     archive = Archive.begin(folder, f"file://{tmp_path}/archive", False)

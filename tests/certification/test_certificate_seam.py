@@ -11,6 +11,11 @@ import pytest
 from dpdist.base.errors import UserError
 from dpdist.certification.catalogue import BY_MODE, CERTIFICATES, settings_of
 from dpdist.certification.certificate import Certificate
+from dpdist.certification.cohen import Cohen
+from dpdist.certification.scores import BettingScores, ExpectedScores
+from dpdist.certification.stopping import Anytime, TargetRadius
+from dpdist.certification.stopping_scores import TargetScores
+from dpdist.certification.two_class import TwoClass
 from dpdist.runs.recipe import parse
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -103,6 +108,51 @@ def test_a_recipe_with_the_defaults_of_every_certificate_still_opens() -> None:
             assert read.certify == settings_of(section)
             again = parse({**recipe, "certify": read.certify.model_dump(mode="json")}, "recipe")  # type: ignore[union-attr]
             assert again == read
+
+
+OPTIONS = {"mode": "fixed", "noise": "gaussian", "noise_bank": False, "bound": "hoeffding",
+           "norm": "l2", "one_sided": False}  # fmt: skip
+SECTIONS = {
+    Cohen: {"sigma": 0.5},
+    TargetRadius: {"sigma": 0.5, "mode": "target", "radii": [0.1]},
+    Anytime: {"sigma": 0.5, "mode": "anytime"},
+    TwoClass: {"sigma": 0.5, "mode": "two-class"},
+    TargetScores: {"mode": "target-scores", "radii": [0.1]},
+    BettingScores: {"bound": "betting"},
+    ExpectedScores: {},
+}
+
+
+@pytest.mark.parametrize("kind", CERTIFICATES)
+def test_no_option_of_another_certificate_is_ignored(kind: type[Certificate]) -> None:
+    """Not even one that says what is the default of that other certificate."""
+    section = SECTIONS[kind]
+    assert type(settings_of(section)) is kind and set(SECTIONS) == set(CERTIFICATES)
+    named = {name for other in CERTIFICATES for name in other.model_fields} - {"sigma"}
+    assert named == {*OPTIONS, *Certificate.model_fields}
+    for name, value in OPTIONS.items():
+        if name in section:
+            continue
+        asked = section | {name: value}
+        if name in kind.model_fields:
+            assert getattr(settings_of(asked), name) == value
+            continue
+        usual = settings_of(section)
+        for settings in (lambda: settings_of(asked), lambda: settings_of({name: value}, usual)):  # noqa: B023
+            with pytest.raises(UserError, match=rf"^certify\.{name}: must be left out .* got"):
+                settings()
+
+
+def test_the_recipe_gives_what_the_command_line_does_not() -> None:
+    assert settings_of({"sigma": 0.5, "n": None, "radii": None}) == settings_of({"sigma": 0.5})
+    scores = settings_of({"n": 50, "n0": 7, "norm": "l2"})
+    assert settings_of({"n": 60, "norm": "linf"}, scores) == settings_of(
+        {"n": 60, "n0": 7, "norm": "linf"}
+    )
+    # its defaults are nobody's wish, where another kind is asked for; what it chose is one
+    assert settings_of({"sigma": 0.5}, scores) == settings_of({"sigma": 0.5, "n": 50, "n0": 7})
+    with pytest.raises(UserError, match=r"certify\.norm: must be left out with sigma"):
+        settings_of({"sigma": 0.5}, settings_of({"norm": "linf"}))
 
 
 def test_complaints_name_the_key() -> None:

@@ -136,6 +136,21 @@ def test_certify_export_rebound(here: None, runs: Path) -> None:
         assert isinstance(result.exception, UserError)
 
 
+def test_options_of_another_certificate_are_refused(here: None, runs: Path) -> None:
+    for words in (("--bound", "hoeffding"), ("--norm", "l2"), ("--one-sided",)):
+        refused = call("certify", "small", "--runs", runs, "--sigma", 0.25, *words)
+        key = words[0][2:].replace("-", "_")
+        assert isinstance(refused.exception, UserError), words
+        assert str(refused.exception).startswith(f"certify.{key}: must be left out with sigma")
+    for words in (("--merge", "--sigma", 0.25), ("--rebound", "alpha=0.1", "--one-sided")):
+        refused = call("certify", "small", "--runs", runs, *words)
+        assert isinstance(refused.exception, UserError)
+        assert f"must be left out with {words[0]}" in str(refused.exception)
+    both = call("certify", "small", "--runs", runs, "--merge", "--rebound", "alpha=0.1")
+    assert "give one of them" in str(both.exception)
+    assert not list((runs / "small/certificates").glob("sigma-0.25*"))
+
+
 def test_shares_are_merged(here: None, runs: Path) -> None:
     for start in (0, 1):
         good("certify", "small", "--runs", runs, "--start", start, "--every", 2, "--max-inputs", 3)

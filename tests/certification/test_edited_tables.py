@@ -137,6 +137,117 @@ def test_every_value_of_a_row_is_held_against_its_counts(
     assert accepted == [] and tried > 15
 
 
+def follows(path: Path, to: Path, place: int, **changes: Any) -> Path:
+    """A copy in which one row has other counts, and says all that follows from these."""
+    table = tables.read(edited(path, to, place, **changes))
+    kind = reading.kind_of(table)
+    try:
+        made = kind.made(table, table["alpha"][0].as_py())
+    except ValueError:  # nothing does
+        return to
+    return edited(to, to, place, **{name: column[place].item() for name, column in made.items()})
+
+
+def fewer_draws(row: dict[str, Any]) -> dict[str, Any]:
+    """A hundred draws of the selected class are missing, and the row says so."""
+    votes = list(row["histogram"])
+    votes[row["selected"]] -= 100
+    sums = [name for name in ("sums", "squares") if name in row]
+    more = {name: [value // 2 for value in row[name]] for name in sums}
+    return {"n": row["n"] - 100, "k": row["k"] - 100, "histogram": votes, **more}
+
+
+def more_votes(row: dict[str, Any]) -> dict[str, Any]:
+    """One draw more than there were said the selected class."""
+    votes = list(row["histogram"])
+    votes[row["selected"]] += 1
+    return {"k": row["k"] + 1, "histogram": votes}
+
+
+def more_hits_at_a_look(row: dict[str, Any]) -> dict[str, Any]:
+    """More hits at the first look than draws until then, no more in all."""
+    hits = [101, *row[HITS][1:]]
+    return {HITS: [max(hits[: i + 1]) for i in range(len(hits))], "k": max(hits)}
+
+
+def fewer_hits_later(row: dict[str, Any]) -> dict[str, Any]:
+    """Fewer hits at a look than at the one before."""
+    return {HITS: [*row[HITS][:-1], row[HITS][-2] - 1], "k": row[HITS][-2] - 1}
+
+
+def scores_beyond_one(row: dict[str, Any]) -> dict[str, Any]:
+    """Scores of a draw that add up to more than 1; each of them is below 1."""
+    return {"sums": [row["n"] * SCORE_UNIT // 2] * 3, "squares": [0] * 3}
+
+
+def squares_beyond_scores(row: dict[str, Any]) -> dict[str, Any]:
+    return {"squares": [value * SCORE_UNIT + 1 for value in row["sums"]]}
+
+
+def negative(row: dict[str, Any]) -> dict[str, Any]:
+    """A class that was said less than never."""
+    votes = list(row["histogram"])
+    other = (row["selected"] + 1) % 3
+    votes[other] = -1
+    return {"histogram": votes}
+
+
+def hits_beyond_draws(row: dict[str, Any]) -> dict[str, Any]:
+    return {"k": row["n"] + 1}
+
+
+def draws_beyond_the_cap(row: dict[str, Any]) -> dict[str, Any]:
+    return {"n": row["cap"] + 100, "looks": row["cap"] // 100 + 2}
+
+
+def draws_of_another_look(row: dict[str, Any]) -> dict[str, Any]:
+    return {"looks": row["looks"] + 1}
+
+
+OF_VOTES = ("fixed", "laplace", "two-class", "scores", "bernstein", "counts")
+IMPOSSIBLE = {
+    fewer_draws: OF_VOTES,
+    more_votes: OF_VOTES,
+    negative: OF_VOTES,
+    scores_beyond_one: ("scores", "bernstein"),
+    squares_beyond_scores: ("scores", "bernstein"),
+    more_hits_at_a_look: ("target",),
+    fewer_hits_later: ("target",),
+    hits_beyond_draws: ("anytime", "target-scores"),
+    draws_beyond_the_cap: ("anytime", "target-scores"),
+    draws_of_another_look: ("anytime", "target-scores"),
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "name"), [(change, name) for change, names in IMPOSSIBLE.items() for name in names]
+)
+def test_counts_that_no_draws_can_have_are_refused(
+    made: dict[str, Path], tmp_path: Path, change: Any, name: str
+) -> None:
+    """All else in the row follows from them, so nothing but the counts tells."""
+    rows = tables.read(made[name]).to_pylist()
+    place = next(
+        i for i, row in enumerate(rows) if row["k"] > 200 and len(row.get(HITS) or "ab") > 1
+    )
+    target = tmp_path / "x.parquet"
+    reading.read(follows(made[name], target, place))  # as it was made
+    with pytest.raises(UserError, match="does not follow from its counts"):
+        reading.read(follows(made[name], target, place, **change(rows[place])))
+
+
+@pytest.mark.parametrize("name", OF_VOTES)
+def test_other_counts_that_draws_can_have_are_read(
+    made: dict[str, Path], tmp_path: Path, name: str
+) -> None:
+    """What the tests above refuse is refused for what it says, not because it was edited."""
+    row = tables.read(made[name]).to_pylist()[0]
+    votes = list(row["histogram"])
+    votes[row["selected"]] -= 5
+    changed = {"k": row["k"] - 5, "histogram": votes}  # five draws without a class
+    reading.read(follows(made[name], tmp_path / "x.parquet", 0, **changed))
+
+
 @pytest.mark.parametrize("name", SECTIONS)
 def test_what_nobody_edited_is_read(made: dict[str, Path], tmp_path: Path, name: str) -> None:
     found = reading.read(made[name])

@@ -21,7 +21,7 @@ from dpdist.certification.certificate import counted, join, totals
 from dpdist.certification.expected import expected_log_scores
 from dpdist.certification.expected_score_bounds import SCORE_UNIT, score_bounds_counts
 from dpdist.certification.noises import Gaussian
-from dpdist.certification.population import of_population
+from dpdist.certification.population import population_bounds
 from dpdist.certification.predict import Predictor
 from dpdist.certification.rebound import label_reach, rebound
 from dpdist.certification.sampling import HiddenNoiseSampler, class_counts
@@ -79,7 +79,7 @@ def test_what_no_check_input_shows_is_certified_as_nothing(
         row["prediction"] == row["label"] for row in tables["Overflows"]
     ])  # fmt: skip
     assert not found.correct[64:].any() and not found.certified()[64:].clip(0).any()
-    for stated in of_population(found, (0.01,)):
+    for stated in population_bounds(found, (0.01,)):
         right = int((found.certified() >= 0.01).sum())
         assert stated.low <= clopper_pearson_lower(right, 72, 0.05)
     if not mode:

@@ -267,6 +267,11 @@ def test_a_form_that_cannot_be_built_is_skipped() -> None:
     assert spec.notes == ("channels-last: cannot be built (ValueError)",)
 
 
+def test_a_form_of_images_is_not_tried_on_anything_else() -> None:
+    spec, _ = choose(nn.Linear(5, 3), torch.randn(16, 5))
+    assert spec.notes == ()
+
+
 class Soft(nn.Module):
     """Two classes: nearly certain of class 1 where the first hidden number exceeds 1."""
 

@@ -18,7 +18,7 @@ from dpdist.base.errors import UserError
 from dpdist.certification import reading
 from dpdist.certification import table as tables
 from dpdist.commands import certify, compare, predict
-from dpdist.commands.releasing import release
+from dpdist.commands.releasing import write_release
 from dpdist.randomness.places import place_of
 from dpdist.release.verifying import verify
 from dpdist.reports.facts import read_facts
@@ -152,11 +152,11 @@ def test_prediction_uses_the_models_noise(runs: Path, tmp_path: Path) -> None:
 
 def test_release_carries_the_noise_and_says_what_is_not_private(runs: Path) -> None:
     with pytest.raises(UserError, match="not private"):
-        release(RunFolder(runs / "noisy"))
-    release(RunFolder(runs / "noisy"), not_private=True)
+        write_release(RunFolder(runs / "noisy"))
+    write_release(RunFolder(runs / "noisy"), not_private=True)
     card = (runs / "noisy/release/privacy_card.md").read_text()
     assert "Nothing is proved about training records" in card and "WITHOUT noise" in card
-    release(RunFolder(runs / "private"))
+    write_release(RunFolder(runs / "private"))
     card = (runs / "private/release/privacy_card.md").read_text()
     assert "Claimed by the paper, not the guarantee" in card
     from dpdist import models

@@ -18,7 +18,7 @@ from dpdist.base.errors import UserError
 from dpdist.certification import cohen, job, reading, two_class
 from dpdist.certification.catalogue import settings_of
 from dpdist.certification.noises import Gaussian
-from dpdist.certification.population import of_population
+from dpdist.certification.population import population_bounds
 from dpdist.certification.rebound import label_reach, rebound
 from dpdist.certification.two_class import TwoClass
 
@@ -109,7 +109,7 @@ def test_a_table_of_both_bounds(here: None, tmp_path: Path) -> None:
     one, both = label_reach(plain), label_reach(found.table)
     assert one is not None and both is not None and (both >= one - 1e-9).all()
     assert (both >= found.certified() - 1e-9).all() and (both > one)[both > 0].all()
-    assert all(0 <= s.low <= (s.certifiable or 1) for s in of_population(found, (0.1, 0.5)))
+    assert all(0 <= s.low <= (s.certifiable or 1) for s in population_bounds(found, (0.1, 0.5)))
     other, _ = found.kind.again(found, "l2", 100)
     assert type(other) is TwoClass
     for column, forged in (

@@ -190,3 +190,12 @@ def test_submit_refuses_what_would_fail_there_later(server, tmp_path, monkeypatc
     sent = "dpdist run digits --set training.epochs=5 --set 'data.labels=[3, 5]'"
     assert server.submitted[0]["entrypoint"] == sent
     assert server.submitted[0]["runtime_env"] in ({}, None)
+    for name, named, expected in (
+        ("my.yaml", "data", "that may be sent; data, budgets"),
+        ("digits", "my.yaml", "--send: must be left out with digits"),
+    ):
+        done = CliRunner().invoke(
+            app, ["cluster", "submit", name, "--send", named, "--address", server.address]
+        )
+        assert done.exit_code != 0 and expected in str(done.exception)
+    assert len(server.submitted) == 1

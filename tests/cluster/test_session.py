@@ -15,8 +15,11 @@ from pathlib import Path
 import pytest
 import ray
 
+from dpdist import pipeline
+from dpdist.base.errors import UserError
 from dpdist.cluster import session as module
 from dpdist.cluster.session import Session, _LogFile, connect
+from dpdist.runs.recipe import parse
 
 pytestmark = pytest.mark.whole
 
@@ -155,3 +158,33 @@ def test_the_folder_of_a_killed_session_goes_with_the_next_start(no_ray, monkeyp
         (held / "ray").rmdir()
         (held / "session.lock").unlink()
         held.rmdir()
+
+
+@pytest.mark.parametrize("key", ["gpus_per_worker", "certify_gpus"])
+def test_gpus_that_are_not_there_are_refused_before_ray_starts(key, no_ray, monkeypatch, tmp_path):
+    def started(*_, **__):
+        pytest.fail("Ray was started")
+
+    monkeypatch.setattr(module, "connect", started)
+    monkeypatch.setattr(pipeline, "connect", started)
+    monkeypatch.setattr(module, "gpus_here", lambda: 1.0)
+    recipe = parse(
+        {
+            "name": "r", "data": {"name": "digits"}, "model": "linear",
+            "privacy": {"noise_multiplier": 4.0, "delta": 1e-4},
+            "training": {"batch_size": 200, "steps": 6, "learning_rate": 0.5},
+            "certify": {"sigma": 0.5}, "resources": {key: 2},
+        },
+        "r.yaml",
+    )  # fmt: skip
+    with pytest.raises(UserError, match=rf"^resources\.{key}: .*needs 2 GPUs, it has 1; "):
+        pipeline.run(recipe, runs=tmp_path)
+    assert not list(tmp_path.iterdir())
+    module.require_gpus("k", "it", 1)  # as many as there are
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    module.require_gpus("k", "it", 2)  # hosts with some may join
+
+
+def test_a_session_finds_as_many_gpus_as_are_looked_for_here(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert module.gpus_here() == 0

@@ -98,6 +98,50 @@ def test_folders_of_pictures_become_parquet():
     assert again.names == ("cat", "dog") and again.records == 6
 
 
+def photographs(name: str, *splits: str) -> Path:
+    """A folder of pictures of cats and dogs."""
+    for split in splits:
+        for number, kind in enumerate(("cat", "dog")):
+            folder = Path(name, split, kind)
+            folder.mkdir(parents=True)
+            for i in range(3):
+                (folder / f"{i}.png").write_bytes(picture(100 * number + i + 10 * len(split)))
+    return Path(name)
+
+
+@pytest.mark.parametrize("fault", ["no test", "another class", "damaged", "name", "no room"])
+def test_a_refusal_leaves_no_parquet_behind(fault, monkeypatch):
+    """It would be taken for the data by the next attempt, whatever the pictures are then."""
+    folder = photographs("pets", "train", *(["test"] if fault != "no test" else []))
+    first, options = folder / "train" / "cat" / "0.png", []
+    if fault == "another class":
+        (folder / "test" / "dog").rename(folder / "test" / "cow")
+    elif fault == "damaged":
+        first.write_bytes(b"no picture")
+    elif fault == "name":
+        (folder := folder.rename("my pets"))
+    elif fault == "no room":
+        options = ["--output", "nowhere/x.yaml"]
+        Path("nowhere").write_text("a file")
+    before = sorted(folder.rglob("*"))
+    done = CliRunner().invoke(app, ["init", str(folder), *options])
+    assert done.exit_code != 0 and "wrote" not in done.output
+    assert ".dpdist-init-" not in str(done.exception)
+    assert sorted(folder.rglob("*")) == before and not list(Path().glob("*.yaml"))
+    if fault == "another class":
+        (folder / "test" / "cow").rename(folder / "test" / "dog")
+    elif fault == "damaged":
+        first.write_bytes(picture(5))
+    elif fault == "no test":
+        photographs("pets", "test")
+    elif fault == "name":
+        folder = folder.rename("pets")
+    (folder / ".left").mkdir()  # by a process that was killed
+    (folder / ".left" / "train.parquet").write_bytes(b"stale")
+    recipe, train, test = started(folder)
+    assert recipe.data.names == ["cat", "dog"] and (len(train), len(test)) == (6, 6)
+
+
 def test_what_cannot_be_found_out_is_said():
     def said(folder: str) -> str:
         done = CliRunner().invoke(app, ["init", folder])

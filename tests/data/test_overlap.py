@@ -16,7 +16,7 @@ from PIL import Image
 
 from dpdist import pipeline
 from dpdist.base.errors import UserError
-from dpdist.commands.releasing import release
+from dpdist.commands.releasing import write_release
 from dpdist.data import Dataset, Source, load
 from dpdist.data.hashes import hashes_of
 from dpdist.data.overlap import common
@@ -221,7 +221,7 @@ def beginning_with(folder: Path, root: Path, **data: Any) -> Recipe:
 def test_a_model_of_a_run_on_these_records_is_refused_under_any_name(root, place):
     first = RunFolder(root / "first")
     trained(recipe(root), first.path)
-    release(first)
+    write_release(first)
     write(root, "renamed", "train", np.concatenate([pixels(8, 30), pixels(0, 80)[:1]]))
     write(root, "renamed", "test", pixels(2, 10))
     described = beginning_with(first.path / place, root, name="renamed")
@@ -239,7 +239,7 @@ def test_a_model_of_a_run_on_these_records_is_refused_under_any_name(root, place
 def test_a_model_alone_is_told_by_name_and_the_card_says_so(root):
     first = RunFolder(root / "first")
     trained(recipe(root), first.path)
-    release(first)
+    write_release(first)
     alone = root / "copied" / "release"
     shutil.copytree(first.release, alone)
     with pytest.raises(UserError, match="trained on mine, as this run is"):

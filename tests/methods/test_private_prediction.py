@@ -18,7 +18,7 @@ from scipy.stats import chi2, norm
 from support.here import Done, command, without_ray
 
 from dpdist.base.errors import UserError
-from dpdist.commands.releasing import release
+from dpdist.commands.releasing import write_release
 from dpdist.evaluation import require_model
 from dpdist.methods.private_prediction import PrivatePrediction, bounded
 from dpdist.privacy.budgets import budgets_in
@@ -235,7 +235,12 @@ def test_a_run_answers_and_then_no_more(here: Any, tmp_path: Path) -> None:
     assert told[0]["label"] == int(np.argmax(told[0]["scores"]))
     one_line(here("predict", "x", "4.npy"), "0 of 6 answers are left, 1 would be needed")
     assert here("predict", "x", "0.npy").code == 0
-    one_line(here("predict", "x", "0.npy", "--label-only"), "of smoothed answers")
+    for words, named in (
+        (["--label-only"], "--label-only"),
+        (["--n", "10000"], "--n"),
+        (["--alpha", "0.001"], "--alpha"),
+    ):
+        one_line(here("predict", "x", "0.npy", *words), f"{named}: must be left out: this run")
     # The same command finds everything done; epsilon is that of all six, whenever it is asked.
     assert here("run", "x.yaml").code == 0
     assert read_released(folder).ledger.asked == 6
@@ -274,7 +279,7 @@ def _nothing_leaves(folder: RunFolder, tmp_path: Path) -> None:
         assert "index.html" in names or place == "archive"
         assert not any("teacher" in name or "safetensors" in name for name in names)
     with pytest.raises(UserError, match="never leave"):
-        release(folder)
+        write_release(folder)
     with pytest.raises(UserError, match="never leave"):
         require_model(folder.read_recipe(), folder)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dpdist import data, models
 from dpdist.base.errors import UserError
-from dpdist.commands.releasing import release
+from dpdist.commands.releasing import write_release
 from dpdist.gradients.clipping import FlatClipping
 from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.mixed_jacobian import MixedJacobian
@@ -247,7 +247,7 @@ def test_separate_dp_trains_the_denoiser_only(public, tmp_path):
 
     facts = read_facts(folder)
     assert 0 < facts.guarantee.epsilon < math.inf and facts.guarantee.kind == "proved"
-    release(folder)
+    write_release(folder)
     card = json.loads((folder.release / "privacy_card.json").read_text())
     seen = json.loads((public / PROVENANCE).read_text())
     statement = card["extra"]["frozen classifier trained on"]
@@ -281,7 +281,7 @@ def test_no_dp_and_full_prove_nothing(public, tmp_path):
     lines = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
     assert all({"s_min", "s_min_why", "added_xi", "nonnegative"} <= line.keys() for line in lines)
     with pytest.raises(UserError, match="this run is not private"):
-        release(folder)
+        write_release(folder)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from dpdist import data, models
 from dpdist.base.errors import UserError
 from dpdist.commands.cli import app
-from dpdist.commands.releasing import release
+from dpdist.commands.releasing import write_release
 from dpdist.data.text import following
 from dpdist.evaluation import _following, evaluate_stage
 from dpdist.gradients.clipping import FlatClipping
@@ -214,7 +214,7 @@ def test_a_run_from_public_weights_is_evaluated_by_perplexity(root, tmp_path):
     assert "perplexity" in folder.report.read_text()
     notes = [note for note in differences([facts, facts], None)[1] if "perplexities" in note]
     assert notes
-    release(folder)
+    write_release(folder)
     page = (folder.release / "README.md").read_text()
     assert "pipeline_tag: text-generation" in page and "A predictor of the next token of" in page
     shown = CliRunner().invoke(app, ["verify", str(folder.release)])

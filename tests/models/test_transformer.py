@@ -18,7 +18,7 @@ from dpdist import data, models
 from dpdist.base.errors import UserError
 from dpdist.base.tokens import BYTES, PADDING
 from dpdist.commands.options import need_numbers
-from dpdist.commands.releasing import release
+from dpdist.commands.releasing import write_release
 from dpdist.evaluation import evaluate_stage
 from dpdist.gradients.clipping import FlatClipping
 from dpdist.gradients.engine import GradientEngine
@@ -255,7 +255,7 @@ def test_a_run_changes_adapters_and_head_and_nothing_else(root, tmp_path):
     assert moved == set(trained_names(before)) and len(moved) > 10
     evaluate_stage(recipe, folder)
     assert json.loads(folder.evaluation.read_text())["inputs"] == 20
-    release(folder)
+    write_release(folder)
     card = json.loads((folder.release / "privacy_card.json").read_text())
     frozen = sum(p.numel() for p in before.parameters() if not p.requires_grad)
     assert card["unit"].startswith("one document")
@@ -314,7 +314,7 @@ def test_a_base_from_a_folder(root, tmp_path):
         if "lora_" not in name:
             assert torch.equal(value, weights[name.replace(".base_layer.", ".")]), name
     execute(job)
-    release(folder)
+    write_release(folder)
     said = (folder.release / "privacy_card.md").read_text()
     assert "no private record is among what the initial part saw, old letters" in said
     assert torch.isfinite(models.load(folder.release)(torch.zeros(1, 24))).all()  # by itself

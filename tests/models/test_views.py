@@ -20,7 +20,7 @@ from dpdist.certification import job, table
 from dpdist.certification.bank import split_first_layer
 from dpdist.certification.classifier import ExecutedClassifier
 from dpdist.certification.cohen import Cohen
-from dpdist.commands.releasing import release
+from dpdist.commands.releasing import write_release
 from dpdist.evaluation import evaluate_stage, load_model
 from dpdist.models import ModelSpec
 from dpdist.models.views import ViewAverage
@@ -301,7 +301,7 @@ def test_images_that_are_too_small_are_told_before_training(tmp_path):
 def test_a_release_answers_by_it_and_says_so(tmp_path):
     run = train(raw(privacy=raw()["privacy"] | {"run_key": None}), tmp_path / "run")
     evaluate_stage(run.read_recipe(), run)
-    release(run)
+    write_release(run)
     loaded, x = dpdist.load(run.release), torch.rand(5, 1, 8, 8)
     network = models.load_network(run.model)
     with torch.no_grad():
@@ -329,7 +329,7 @@ def test_a_mirrored_run_answers_by_both_and_says_so(tmp_path, views, said):
     run = train(recipe, tmp_path / "run")
     assert models.read_spec(run.model).mirrored
     evaluate_stage(run.read_recipe(), run)
-    release(run)
+    write_release(run)
     assert f"A classifier, {said}, of digits" in (run.release / "README.md").read_text()
     x, network = torch.rand(5, 1, 8, 8), models.load_network(run.model)
     moves = MOVES[: 1 + 4 * views.get("shifts", 0)]

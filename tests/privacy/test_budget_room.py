@@ -15,6 +15,7 @@ from dpdist.privacy import budgets
 from dpdist.privacy.budget import SUFFIX, BudgetExceeded, Charge, Terms
 from dpdist.privacy.budgets import budgets_in
 from dpdist.privacy.filter import RenyiFilter
+from dpdist.privacy.guarantee import format_epsilon
 from dpdist.privacy.journal import anchor_path
 from dpdist.privacy.mechanisms import gaussian_epsilon
 from dpdist.privacy.plan import PrivacyPlan
@@ -55,7 +56,7 @@ def test_a_composed_ceiling_counts_under_the_relation_of_the_run(folder, neighbo
     two = exact(2, neighbours)
     reserve(folder, "one", neighbours=neighbours, limit=(1.01 * two, DELTA))
     before = content(folder)
-    with pytest.raises(BudgetExceeded, match=f"so far {exact(1, neighbours):.3g}"):
+    with pytest.raises(BudgetExceeded, match=f"so far {format_epsilon(exact(1, neighbours))[:4]}"):
         reserve(folder, "two", neighbours=neighbours, limit=(0.99 * two, DELTA))
     assert content(folder) == before
     reserve(folder, "two", neighbours=neighbours, limit=(1.01 * two, DELTA))

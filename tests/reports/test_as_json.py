@@ -9,6 +9,10 @@ import pytest
 import yaml
 from support.here import command
 
+from dpdist.base.rounding import exact, percent
+from dpdist.certification import population
+from dpdist.release.description import certified_of
+from dpdist.reports import page
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
 
@@ -86,6 +90,22 @@ def test_each_command_prints_one_object_of_what_may_be_published(answer, work):
         said = names(found)
         assert not [name for name in said for private in PRIVATE if name.startswith(private)]
         assert "5a5a5a" not in json.dumps(found) and "private/" not in json.dumps(found)
+
+
+def test_every_place_states_the_same_of_the_population(answer, work, monkeypatch, capsys):
+    """One set of radii, so one share of the error for each of them."""
+    answer("run", "small.yaml")
+    shown = answer("certify", "small")["certificates"][0]["population"]
+    printed = command(monkeypatch, capsys, work, "certify", "small").out
+    folder = RunFolder(work / "runs" / "small")
+    facts = read_facts(folder)
+    found = next(table for table in facts.tables if "alpha-" not in table.name)
+    shares = [f"{percent(each['at_least'])} % at {exact(each['radius'])}" for each in shown]
+    _, value = population.line(found)
+    assert value.startswith(", ".join(shares)) and len(shares) == len(found.shown_radii) == 2
+    assert value in printed and value in [each for _, each in facts.summary()]
+    assert shares == [f"{row[2]} % at {row[0]}" for row in page._table(found, folder)["rows"]]
+    assert certified_of(found)["radii"] == found.shown_radii
 
 
 def test_a_finished_run_is_given_to_trackers(work, monkeypatch, capsys):

@@ -89,7 +89,7 @@ def test_every_page_prints_the_same_certified_accuracy(
     certify._print(path)
     lines = capsys.readouterr().out.splitlines()
     shown = {" ".join(line.split()) for line in lines}
-    assert {"l2 exact 75.00 % at 0.01", "linf exact 75.00 % at 0.01"} <= shown
+    assert {f"{norm} exact 75.00 % at 0, 75.00 % at 0.01" for norm in ("l2", "linf")} <= shown
     facts = run_of(tmp_path / "run", [found])
     for norm in ("l2", "linf"):
         rows = {row[1]: row[2] for row in compare.certified_grid([facts], norm, [0.01])[1:]}

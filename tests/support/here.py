@@ -74,13 +74,13 @@ def run_chunks(
 ) -> None:
     """As `dpdist.cluster.pool.run_chunks`, in this process: as many workers as there would be
     actors, each with its own copy of what an actor is sent; the last one asked answers first."""
-    packed = cloudpickle.dumps((factory, shared))
+    packed = _packed((factory, shared))
     workers: list[Callable[[Any], Any]] = []
     ordered = sorted(chunks, key=lambda c: c.priority) if isinstance(chunks, Sequence) else chunks
     waiting = iter(ordered)
     while asked := list(islice(waiting, settings.actors or 1 if settings else 1)):
         while len(workers) < len(asked):
-            build, given = cloudpickle.loads(packed)
+            build, given = _unpacked(*packed)
             workers.append(build(given))
         answers = [
             (chunk.key, _sent(worker(_sent(chunk.payload))))
@@ -90,8 +90,20 @@ def run_chunks(
             on_result(key, answer)
 
 
+def _packed(value: Any) -> tuple[bytes, list[bytes]]:
+    """As into the object store: arrays beside the rest."""
+    arrays: list[Any] = []
+    rest = cloudpickle.dumps(value, protocol=5, buffer_callback=arrays.append)
+    return rest, [array.raw().tobytes() for array in arrays]
+
+
+def _unpacked(rest: bytes, arrays: list[bytes]) -> Any:
+    """As out of the object store: nobody may write to its arrays."""
+    return cloudpickle.loads(rest, buffers=arrays)
+
+
 def _sent(value: Any) -> Any:
-    return cloudpickle.loads(cloudpickle.dumps(value))
+    return _unpacked(*_packed(value))
 
 
 def run_once(

@@ -29,7 +29,7 @@ from dpdist import data, models
 from dpdist.base.errors import UserError
 from dpdist.base.vision import torchvision
 from dpdist.commands import denoise as denoise_command
-from dpdist.commands.releasing import release
+from dpdist.commands.releasing import write_release
 from dpdist.gradients.clipping import FlatClipping
 from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.task import cross_entropy
@@ -141,7 +141,7 @@ def test_a_public_denoiser_stays_as_it_is_and_the_classifier_is_private(public, 
     x = torch.rand(3, 1, 8, 8)
     behind = model.get_submodule("classifier")
     assert torch.equal(model(x), behind(models.load(public / "denoiser")(x)))
-    release(folder)
+    write_release(folder)
     card = json.loads((folder.release / "privacy_card.json").read_text())
     assert card["private"]
     extra = card["extra"]
@@ -315,7 +315,7 @@ def test_the_denoiser_of_a_released_run_goes_before_a_classifier(public, tmp_pat
     """Of a model that is a denoiser before a classifier, the denoiser alone."""
     other = RunFolder(tmp_path / "d")
     whole = train(with_classifier(public / "classifier"), other)
-    release(other)
+    write_release(other)
     folder = RunFolder(tmp_path / "c")
     own = train(raw(model=CNN), folder)
     # Both saw the private digits: refused, the costs would have to be added.

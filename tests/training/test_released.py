@@ -18,7 +18,7 @@ from support.training import Interrupt, interrupted, make, train
 
 from dpdist.base.errors import UserError
 from dpdist.commands.budget import show as show_budget
-from dpdist.commands.releasing import release
+from dpdist.commands.releasing import write_release
 from dpdist.privacy.budgets import budgets_in
 from dpdist.privacy.journal import Anchor, JournalError
 from dpdist.privacy.ledger import Ledger
@@ -109,7 +109,7 @@ READERS: dict[str, Callable[[Recipe, RunFolder], object]] = {
     "facts": lambda recipe, folder: read_facts(folder),
     "card": lambda recipe, folder: read_facts(folder).card(),
     "report": lambda recipe, folder: write_report(folder),
-    "release": lambda recipe, folder: release(folder, not_private=True),
+    "release": lambda recipe, folder: write_release(folder, not_private=True),
     "budget": settle,
     "read_copy": read_copy,
     "restore": restore,

@@ -15,7 +15,7 @@ from support.training import make, train
 from dpdist import models
 from dpdist.base.errors import UserError
 from dpdist.commands import releasing
-from dpdist.commands.releasing import release
+from dpdist.commands.releasing import write_release
 from dpdist.models import ModelSpec
 from dpdist.release.files import RELEASED
 from dpdist.runs.folder import RunFolder
@@ -50,14 +50,14 @@ def refused(folder: RunFolder, match: str) -> None:
     """And release/ is as it was, with nothing left beside it."""
     before = contents(folder.release) if folder.release.exists() else None
     with pytest.raises(UserError, match=match):
-        release(folder)
+        write_release(folder)
     assert (contents(folder.release) if folder.release.exists() else None) == before
     assert not list(folder.path.glob(".*"))
 
 
 def test_exactly_these_files_and_the_card_names_its_weights(run):
     for _ in range(2):  # anew and whole each time
-        assert {path.name for path in release(run)} == FILES
+        assert {path.name for path in write_release(run)} == FILES
         assert contents(run.release).keys() == FILES
         for name in ("model.safetensors", "model.json"):
             assert (run.release / name).read_bytes() == (run.model / name).read_bytes()
@@ -85,7 +85,7 @@ def test_a_damaged_model_is_not_published(run, name, content):
 
 
 def test_another_model_is_not_published_under_this_guarantee(run):
-    release(run)
+    write_release(run)
     other = ModelSpec("linear", (1, 8, 8), 10)
     models.save(models.initialise(other, 5), other, run.model)
     refused(run, "is not the model that this run trained")
@@ -125,17 +125,17 @@ def plant_link(release: Path) -> None:
     ],
 )
 def test_what_is_not_ours_is_named_and_nothing_is_published(run, plant, name):
-    release(run)
+    write_release(run)
     plant(run.release)
     with pytest.raises(UserError, match=f"holds '{name}', which `dpdist release` did not write"):
-        release(run)
+        write_release(run)
 
 
 def test_a_release_folder_that_is_a_link_is_refused(run, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     run.release.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(UserError, match="must be a folder"):
-        release(run)
+        write_release(run)
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
@@ -144,7 +144,7 @@ def test_a_release_folder_that_is_a_link_is_refused(run, tmp_path):
 def test_a_crash_leaves_the_release_before_or_none(run, monkeypatch, before, last):
     """Never weights without their card."""
     if before:
-        release(run)
+        write_release(run)
     for writer in ("write_atomic", "write_json"):
         real = getattr(releasing, writer)
 
@@ -155,6 +155,6 @@ def test_a_crash_leaves_the_release_before_or_none(run, monkeypatch, before, las
 
         monkeypatch.setattr(releasing, writer, crash)
     with pytest.raises(OSError, match="No space"):
-        release(run)
+        write_release(run)
     assert run.release.exists() == before
     assert not before or contents(run.release).keys() == FILES

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from dpdist.cluster.packages import fingerprint
+from dpdist.privacy import accounting
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe, parse
 from dpdist.training.job import PACKAGES
@@ -21,6 +22,17 @@ def _merge(raw: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
         both = isinstance(value, dict) and isinstance(raw.get(key), dict)
         raw[key] = _merge(dict(raw[key]), value) if both else value
     return raw
+
+
+@pytest.fixture
+def coarse_grid(monkeypatch):
+    """Ten times coarser: still upper bounds, and what is said of them here depends on no grid."""
+    monkeypatch.setattr(accounting, "FINEST_GRID", 1e-3)
+    accounting._epsilon.cache_clear()
+    accounting._coarse_epsilon.cache_clear()
+    yield
+    accounting._epsilon.cache_clear()
+    accounting._coarse_epsilon.cache_clear()
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ from dpdist.tuning import preview
 from dpdist.tuning.cost import Limit, SearchCost, Sizes
 from dpdist.tuning.space import check_space, draw, with_values
 
-pytestmark = pytest.mark.guarantee
+pytestmark = [pytest.mark.guarantee, pytest.mark.usefixtures("coarse_grid")]
 
 LAWS = [
     {"name": "geometric", "mean": 4.0},
@@ -40,17 +40,6 @@ LAWS = [
 ]
 SIZES = Sizes(10_000, 0.1)
 TARGET = {"epsilon": 2.0, "noise_multiplier": None, "delta": 1e-5}
-
-
-@pytest.fixture(autouse=True)
-def _coarse_grid(monkeypatch):
-    """Ten times coarser: still upper bounds, and what is said of them here depends on no grid."""
-    monkeypatch.setattr(accounting, "FINEST_GRID", 1e-3)
-    accounting._epsilon.cache_clear()
-    accounting._coarse_epsilon.cache_clear()
-    yield
-    accounting._epsilon.cache_clear()
-    accounting._coarse_epsilon.cache_clear()
 
 
 def cost_of(asked) -> SearchCost:

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from dpdist.privacy import accounting
 from dpdist.privacy.combined import ParallelParts, WorstOf
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.privacy.releases import GaussianReleases, GaussianSteps, NonPrivate
@@ -14,17 +13,7 @@ from dpdist.runs.planning import plan_at
 from dpdist.tuning.cost import Limit, SearchCost, Sizes
 from dpdist.tuning.space import with_values
 
-
-@pytest.fixture(autouse=True)
-def _coarse_grid(monkeypatch):
-    """Ten times coarser: still upper bounds, and what is said of them here depends on no grid."""
-    monkeypatch.setattr(accounting, "FINEST_GRID", 1e-3)
-    accounting._epsilon.cache_clear()
-    accounting._coarse_epsilon.cache_clear()
-    yield
-    accounting._epsilon.cache_clear()
-    accounting._coarse_epsilon.cache_clear()
-
+pytestmark = pytest.mark.usefixtures("coarse_grid")
 
 STEPS = (GaussianSteps(100, 2.0, 0.1),)
 BASE = PrivacyPlan(1000, (WorstOf((STEPS,), 1e-9),), 1e-5)  # priced by its profile alone

@@ -15,7 +15,7 @@ from dpdist import models
 from dpdist.base.errors import ClusterError, UserError
 from dpdist.base.storage import write_json
 from dpdist.cluster.session import Session
-from dpdist.commands.releasing import release
+from dpdist.commands.releasing import write_release
 from dpdist.privacy.budgets import budgets_in
 from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.plan import PrivacyPlan
@@ -106,7 +106,7 @@ def test_the_winner_becomes_an_ordinary_run_with_the_search_in_its_guarantee(
     (tmp_path / "elsewhere").rename(asked.privacy.budget)
 
     write_report(run)
-    release(run)
+    write_release(run)
     verify(run.release)
     card = json.loads((run.release / "privacy_card.json").read_text())
     assert card["guarantee"]["epsilon"] == facts.guarantee.epsilon
@@ -232,7 +232,7 @@ def test_a_winner_whose_ledger_was_cut_is_not_promoted(recipe, begin, run_trials
     cut = search.run_folder
     cut.ledger.write_bytes(b"".join(whole.splitlines(keepends=True)[:3]))
     with pytest.raises(UserError, match="lacks records that were written to it"):
-        release(cut)
+        write_release(cut)
 
 
 def test_a_broken_off_search_releases_nothing(recipe, begin, run_trials):
@@ -240,7 +240,7 @@ def test_a_broken_off_search_releases_nothing(recipe, begin, run_trials):
     search = begin(asked)
     run_trials(search, [0])
     with pytest.raises(UserError, match="never finished"):
-        release(search.run_folder)
+        write_release(search.run_folder)
     outside = [p.name for p in search.run_folder.path.iterdir() if p.name != "private"]
     assert sorted(outside) == ["recipe.yaml", "run.json", "search.yaml"]
     from dpdist.training.job import prepare as prepare_training
@@ -600,11 +600,11 @@ def test_what_knows_of_one_training_states_no_epsilon(recipe, begin, run_trials)
     run_trials(search)
     finish(search)
     for trial in map(search.folder.trial, range(len(read_trials(search.folder)))):
-        for read in (read_facts, release):
+        for read in (read_facts, write_release):
             with pytest.raises(UserError, match="nothing is stated or released of it alone"):
                 read(trial)
     search.run_folder.search.unlink()
     with pytest.raises(UserError, match=r"search\.json: missing.*epsilon cannot be stated"):
         read_facts(search.run_folder)
     with pytest.raises(UserError, match=r"search\.json: missing"):
-        release(search.run_folder)
+        write_release(search.run_folder)

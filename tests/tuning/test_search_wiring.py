@@ -17,7 +17,7 @@ from dpdist import models
 from dpdist.base.errors import UserError
 from dpdist.base.storage import write_json
 from dpdist.cluster.session import Session
-from dpdist.commands.releasing import release
+from dpdist.commands.releasing import write_release
 from dpdist.gradients.noise import standard_normal
 from dpdist.privacy.budgets import budgets_in
 from dpdist.privacy.ledger import Ledger
@@ -253,7 +253,7 @@ def test_what_is_public_does_not_change_with_the_number_of_trials(
         monkeypatch.chdir(folder.path.parent)
         run = RunFolder(folder.path.relative_to(folder.path.parent))
         write_report(run)
-        release(run, not_private=True)
+        write_release(run, not_private=True)
         files = {
             str(p.relative_to(folder.path)): p.read_bytes()
             for p in folder.path.rglob("*")

@@ -12,7 +12,7 @@ import pytest
 from support.training import execute, make
 
 from dpdist.base.errors import UserError
-from dpdist.commands.releasing import release
+from dpdist.commands.releasing import write_release
 from dpdist.privacy.card import card_markdown
 from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.plan import PrivacyPlan
@@ -62,7 +62,7 @@ def test_one_record_more_changes_nothing_that_is_published(tmp_path):
     for records in (120, 121):
         folder = trained_on(tmp_path, records)
         assert PrivacyPlan.from_dict(json.loads(folder.plan.read_text())).nominal
-        release(folder)
+        write_release(folder)
         names = ("privacy_card.json", "privacy_card.md", "model.json", "release.json", "README.md")
         # The released weights, noise and all, are another draw in each run; the card names them.
         weights = json.loads((folder.release / "privacy_card.json").read_text())["extra"]

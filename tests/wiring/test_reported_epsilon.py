@@ -16,7 +16,7 @@ from dp_accounting.pld import PLDAccountant
 from support.training import execute, interrupted, make
 
 from dpdist.base.errors import UserError
-from dpdist.commands.releasing import release
+from dpdist.commands.releasing import write_release
 from dpdist.evaluation import evaluate_stage, load_model
 from dpdist.methods.base import Method
 from dpdist.privacy.budgets import budgets_in
@@ -74,7 +74,7 @@ def stated(folder: RunFolder) -> list[float]:
 
 def released(folder: RunFolder) -> dict[str, Any]:
     """The card that release writes; its page says the same."""
-    release(folder)
+    write_release(folder)
     card = json.loads((folder.release / "privacy_card.json").read_text())
     shown = format_epsilon(card["guarantee"]["epsilon"])
     assert f"({shown}, " in (folder.release / "privacy_card.md").read_text()
@@ -192,9 +192,9 @@ def test_a_fixed_key_is_not_forgotten_when_the_recipe_is_edited(tmp_path):
     assert facts.privacy_line.startswith("NOT PRIVATE: fixed run key")
     assert facts.card()["private"] is False
     with pytest.raises(UserError, match="its run key is fixed"):
-        release(folder)
+        write_release(folder)
     assert not folder.release.exists()
-    release(folder, not_private=True)
+    write_release(folder, not_private=True)
     assert "NOT private" in (folder.release / "privacy_card.md").read_text()
 
 
@@ -205,7 +205,7 @@ def test_a_run_without_noise_proves_nothing(tmp_path):
     assert math.isinf(facts.guarantee.epsilon) and not facts.card()["private"]
     assert facts.privacy_line.startswith("NOT PRIVATE: epsilon is infinite")
     with pytest.raises(UserError, match="proved epsilon is infinite"):
-        release(job.folder)
+        write_release(job.folder)
 
 
 def test_what_is_released_is_what_was_trained_and_measured(tmp_path):
@@ -213,7 +213,7 @@ def test_what_is_released_is_what_was_trained_and_measured(tmp_path):
     execute(job)
     folder = job.folder
     evaluate_stage(job.recipe, folder)
-    release(folder)
+    write_release(folder)
     for name in ("model.safetensors", "model.json"):
         assert (folder.release / name).read_bytes() == (folder.model / name).read_bytes()
     dataset, model = evaluation_data(job.recipe, job.source), load_model(job.recipe, folder)
