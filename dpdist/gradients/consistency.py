@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dpdist.gradients.engine import GradientEngine
+from dpdist.gradients.kernel_rows import INVENTED_KEY
 
 
 def weighted_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -42,7 +43,7 @@ def agreed_targets(
 
     def invented_pass(some: Tensor, _: Tensor) -> list[Tensor]:
         with torch.no_grad():
-            return [agreed(some, torch.zeros_like(record_ids[:1]).expand(len(some)), bytes(32))]
+            return [agreed(some, torch.zeros_like(record_ids[:1]).expand(len(some)), INVENTED_KEY)]
 
     def classes(rows: int) -> np.ndarray | None:
         return engine.row_classes("consistency", invented_pass, rows, inputs, labels)

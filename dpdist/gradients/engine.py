@@ -24,7 +24,7 @@ from dpdist.gradients.capture import Layer, Objective, OnCall, find_layers, run_
 from dpdist.gradients.clipping import Clipping, rounding_slack, short_run, sum_slack
 from dpdist.gradients.contributions import PerExampleGradient
 from dpdist.gradients.forms import Dense
-from dpdist.gradients.kernel_rows import EXAMPLES, row_classes
+from dpdist.gradients.kernel_rows import EXAMPLES, INVENTED_KEY, row_classes
 from dpdist.gradients.perturbations import Draws, ParameterDraws
 from dpdist.gradients.row_independence import mixing_operation
 from dpdist.gradients.rules import LayerCall
@@ -33,7 +33,6 @@ from dpdist.randomness.inside import changed
 
 # Bytes that a physical micro-batch works on: constant, so that a replayed step gives the same bits.
 _MICRO_BATCH_BYTES = 1 << 30
-_INVENTED_KEY = bytes(32)  # draws for invented examples
 _PERTURBED_CACHE_BYTES = 64 << 20  # perturbed parameters beyond it are drawn for each micro-batch
 
 
@@ -231,7 +230,7 @@ class GradientEngine:
             if self._channels_last and some.dim() == 4:
                 some = some.to(memory_format=torch.channels_last)
             ids = torch.zeros(rows, dtype=torch.int64, device=some.device)
-            gradients, _ = self._per_example_gradients(some, labels, _INVENTED_KEY, ids, {})
+            gradients, _ = self._per_example_gradients(some, labels, INVENTED_KEY, ids, {})
             return [piece for gradient in gradients for piece in gradient.pieces()]
 
         return self.row_classes("gradients", run, rows, inputs, targets)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 EXAMPLES = 64  # most that are tried
+INVENTED_KEY = b"for invented examples alone".ljust(32)  # of what is drawn for them
 _LEAST = 4
 _NUMBERS = 4096  # of a row that are compared, unless `EXAMPLES` have fewer
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from dpdist.gradients import perturbations
+from dpdist.gradients.kernel_rows import INVENTED_KEY
 from dpdist.randomness import chacha, keys
 from dpdist.randomness.units import UnitSource
 from dpdist.training import answering, canaries, loop, public_training, teachers
@@ -99,24 +100,30 @@ def _ours() -> Iterable[ModuleType]:
 
 
 def record(patch: pytest.MonkeyPatch) -> Recorder:
-    """Begin to record; ends with the monkeypatch. Modules must be imported before."""
-    seen = Recorder()
+    """Begin to record; ends with the monkeypatch. Modules must be imported before. What is drawn
+    for invented examples has a public key and is not recorded."""
+    seen, public = Recorder(), {INVENTED_KEY}
     derive, words, philox = keys.derive_key, keys.words, perturbations._philox_key
     reader, unit, fill = keys.WordReader, UnitSource.key, chacha.KeyBlocks.fill
 
     def derive_key(key: bytes, purpose: str, *labels: str | int) -> bytes:
         found = derive(key, purpose, *labels)
-        seen.derived.append(Derived(key, purpose, labels, found))
+        if key in public:
+            public.add(found)
+        else:
+            seen.derived.append(Derived(key, purpose, labels, found))
         return found
 
     def expanded(key: bytes, start: int, count: int) -> Any:
         caller = sys._getframe(1).f_code.co_name
-        seen.streams.append(Stream(key, "words", caller, start, count))
+        if key not in public:
+            seen.streams.append(Stream(key, "words", caller, start, count))
         return words(key, start, count)
 
     def opened(key: bytes, start: int, count: int, most: int) -> Any:
         caller = sys._getframe(1).f_code.co_name
-        seen.streams.append(Stream(key, "words", caller, start, count))
+        if key not in public:
+            seen.streams.append(Stream(key, "words", caller, start, count))
         return reader(key, start, count, most)
 
     def filled(self: chacha.KeyBlocks, key: bytes, first: int) -> Any:
@@ -125,7 +132,8 @@ def record(patch: pytest.MonkeyPatch) -> Recorder:
 
     def philox_key(draw_key: bytes, purpose: str, draw: int) -> int:
         found = philox(draw_key, purpose, draw)
-        seen.streams.append(Stream(found.to_bytes(16, "little"), "draws", DRAWS, draw))
+        if draw_key not in public:
+            seen.streams.append(Stream(found.to_bytes(16, "little"), "draws", DRAWS, draw))
         return found
 
     def unit_key(self: UnitSource, index: int | None, stage: str, block: int) -> bytes:
