@@ -226,6 +226,6 @@ def test_what_is_released_is_what_was_trained_and_measured(tmp_path):
     assert (told["correct"], told["inputs"]) == (right, len(dataset))
     assert told["accuracy"] == right / len(dataset)
     said = dict(read_facts(folder).summary())["clean accuracy"]
-    assert said.startswith(f"{100 * right / len(dataset):.2f} %")
+    assert said.startswith(f"{10_000 * right // len(dataset) / 100:.2f} %")  # rounded down
     step = dict(read_facts(folder).summary())["training"]
     assert step.startswith("12 steps, expected batch 12, noise multiplier 3, clip 1")
