@@ -193,7 +193,7 @@ def test_killed_workers_a_killed_driver_and_an_interrupt_change_nothing(tmp_path
 @pytest.mark.long
 def test_a_certification_ended_by_sigterm_continues(tmp_path, dpdist):
     """It is as clean as Ctrl-C: exit code 130, one line, no processes left behind, and the
-    same command continues."""
+    same command continues. After kill -9 nothing stays either."""
     asked = recipe(tmp_path, certify={"n": 100_000}, resources={"workers": 1})
     dpdist("train", asked, cwd=tmp_path)
     process = start("certify", "small", cwd=tmp_path)
@@ -206,6 +206,10 @@ def test_a_certification_ended_by_sigterm_continues(tmp_path, dpdist):
     assert "interrupted; the same command continues" in err
     assert "Traceback" not in err and "received" not in err
     wait_for(lambda: not still_there(left))
+    process = start("certify", "small", cwd=tmp_path)
+    wait_for(lambda: [p for p in place.rglob("journal.jsonl") if p.stat().st_size])
+    assert [pid for pid, title in descendants(process.pid).items() if "Agent" in title]
+    kill(process)
     dpdist("certify", "small", cwd=tmp_path)
     assert pq.read_table(next(place.rglob("certificates.parquet"))).num_rows == 10
 
