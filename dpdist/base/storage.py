@@ -7,8 +7,8 @@ import math
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,14 @@ def write_atomic(path: Path, data: bytes | str, *, durable: bool = True) -> None
     """
     with written_aside(path, durable=durable) as aside:
         aside.write_bytes(data.encode() if isinstance(data, str) else data)
+
+
+def write_together(files: Mapping[Path, str]) -> None:
+    """Replace files that belong together: all are written aside before the first takes its place,
+    so that a full disk leaves the old ones as they are. The first of them is replaced last."""
+    with ExitStack() as stack:
+        for path, text in files.items():
+            stack.enter_context(written_aside(path)).write_bytes(text.encode())
 
 
 @contextmanager

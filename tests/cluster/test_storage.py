@@ -9,7 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from dpdist.base.storage import built_aside, private_folder, write_atomic, write_json, written_aside
+from dpdist.base.storage import (
+    built_aside,
+    private_folder,
+    write_atomic,
+    write_json,
+    write_together,
+    written_aside,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -79,6 +86,19 @@ def test_a_folder_built_aside_is_there_whole_or_not_at_all(tmp_path):
         (aside / "whole").write_text("x")
         assert not (tmp_path / "folder").exists()
     assert (tmp_path / "folder" / "whole").exists() and len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_files_that_belong_together_are_replaced_together(tmp_path, first):
+    """One that cannot be written (its name leaves no room for another beside it) leaves all."""
+    files = {tmp_path / "a": "new", tmp_path / "b": "new"}
+    write_together(dict.fromkeys(files, "old"))
+    with pytest.raises(OSError, match="too long"):
+        bad = {tmp_path / ("x" * 255): "new"}
+        write_together(bad | files if first else files | bad)
+    assert {path: path.read_text() for path in tmp_path.iterdir()} == dict.fromkeys(files, "old")
+    write_together(files)
+    assert {path: path.read_text() for path in tmp_path.iterdir()} == files
 
 
 def test_of_two_that_build_a_folder_the_first_one_s_stays(tmp_path):
