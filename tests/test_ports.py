@@ -18,17 +18,17 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(900), pytest.mark.whole]
 
 SEARCH = {
     "space": {"training.learning_rate": {"choice": [0.2, 0.5]}},
-    "law": {"name": "fixed", "trials": 2},
+    "law": {"name": "fixed", "runs": 2},
     "concurrent": 1,
 }
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
-    """A working directory with recipes, and runs/done, trained and released."""
+    """A working directory with recipes, and runs/x, trained and released."""
     place = tmp_path_factory.mktemp("ports")
     recipe, folder = make(
-        place / "runs", "done", name="done", model="linear", certify={"sigma": 0.25, "n": 100},
+        place / "runs", "x", model="linear", certify={"sigma": 0.25, "n": 100},
         privacy__run_key=None,
     )  # fmt: skip
     train(recipe, folder)
@@ -43,10 +43,10 @@ COMMANDS = {
     "run": ["run", "new.yaml"],  # what `make demo` does, on a smaller recipe
     "train": ["train", "new.yaml", "--name", "trained"],
     "tune": ["tune", "searched.yaml"],
-    "certify": ["certify", "done"],
-    "attack": ["attack", "done", "--sizes", "0.1", "--max-inputs", "10"],
+    "certify": ["certify", "x"],
+    "attack": ["attack", "x", "--sizes", "0.1", "--max-inputs", "10"],
     "poison": ["poison", "new.yaml", "--models", "4", "--select", "1", "--name", "poisoned"],
-    "serve": ["serve", "runs/done/release"],
+    "serve": ["serve", "runs/x/release"],
 }
 
 
