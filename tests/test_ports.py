@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,7 @@ def test_nothing_listens_beyond_loopback(place, command):
                 found |= listened_on(process.pid)
                 process.send_signal(signal.SIGTERM)
                 break
+            time.sleep(0.1)  # looking takes processor time from what is looked at
         out, err = process.communicate(timeout=240)
     finally:
         process.kill()
