@@ -177,6 +177,19 @@ def test_nobody_else_moves_files_into_their_places():
                                      path.read_text()), path  # fmt: skip
 
 
+def test_nothing_rests_on_the_time_of_day():
+    """A clock that jumps changes the date of a page and what a session of Ray is called, and no
+    wait, order or decision."""
+    words = re.compile(r"\btime\.time(_ns)?\(|datetime\.(now|utcnow)|date\.today")
+    found = {
+        path.relative_to(ROOT).as_posix()
+        for package in ("cluster", "dpdist", "tuning")
+        for path in (ROOT / package).rglob("*.py")
+        if words.search(path.read_text())
+    }
+    assert found == {"dpdist/reports/page.py", "dpdist/training/trainer.py", "tuning/rounds.py"}
+
+
 def test_a_private_folder_is_its_owner_s(tmp_path):
     (tmp_path / "a").mkdir(mode=0o755)
     for name in ("a", "b/c"):
