@@ -14,6 +14,7 @@ import heapq
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +32,7 @@ _AHEAD = 64  # chunks taken from the caller before they are needed, at least
 _CALL_SECONDS = 0.1  # how long a call should take
 _CALLS_PER_SECOND = 500  # of all actors: one driver handles a few thousand, at most
 _LARGEST_CALL = 64  # chunks
+_LEAVE_SECONDS = 2.0  # for calls under way when the caller is interrupted
 
 
 @dataclass(frozen=True)
@@ -81,11 +83,15 @@ def run_chunks(
 
     Ray must be initialised. Raises ClusterError when no actor can start, actors keep dying, or a
     chunk keeps failing; what ``factory`` or a chunk raised is given back after the retries, an
-    InvalidResults at once.
+    InvalidResults at once. After Ctrl-C and a ClusterError the results of calls that end within two
+    seconds are still delivered; the one that Ctrl-C struck in may then be delivered twice.
     """
     pool = _Pool(factory, shared, chunks, on_result, settings or PoolSettings())
     try:
         pool.run()
+    except (KeyboardInterrupt, ClusterError):
+        pool.deliver_finished()
+        raise
     finally:
         pool.stop()
 
@@ -195,6 +201,23 @@ class _Pool:
             self.todo[chunk.key] = _Todo(chunk, self.taken)
             heapq.heappush(self.queue, (chunk.priority, self.taken, chunk.key))
             self.taken += 1
+
+    def deliver_finished(self) -> None:
+        """Deliver what calls under way return within `_LEAVE_SECONDS`, before leaving."""
+        refs = list(self.calls)
+        if not refs:
+            return
+        with suppress(RayError):  # a lost session: what ended it is what is to be said
+            done, _ = ray.wait(refs, num_returns=len(refs), timeout=_LEAVE_SECONDS)
+            for ref, answer in fetched(done).items():
+                if not isinstance(answer, Failed):
+                    self._deliver(self.calls[ref], answer[0])
+
+    def _deliver(self, call: _Call, results: list[Any]) -> None:
+        for chunk, result in zip(call.chunks, results, strict=False):
+            if chunk.key in self.todo:
+                self.on_result(chunk.key, result)
+                del self.todo[chunk.key]  # only now: Ctrl-C before must not lose it
 
     def stop(self) -> None:
         for slot in self.slots:
@@ -321,12 +344,9 @@ class _Pool:
         call.slot.last_answer = now
         fitting = int(self._call_seconds() * len(results) / max(seconds, 1e-9))
         call.slot.size = max(1, min(fitting, 4 * len(results), _LARGEST_CALL))
-        self._forget(ref)
         self.deaths = 0
-        for chunk, result in zip(call.chunks, results, strict=False):
-            if chunk.key in self.todo:
-                del self.todo[chunk.key]
-                self.on_result(chunk.key, result)
+        self._deliver(call, results)
+        self._forget(ref)
         for chunk in call.chunks[len(results) :]:
             self._requeue(chunk.key)
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dpdist.base.errors import ClusterError, UserError
+from dpdist.cluster.reaper import reaped
 
 # Ray listens on all interfaces even with a loopback node address unless it takes the machine for a
 # single desktop.
@@ -156,8 +157,9 @@ def _session_folder() -> Iterator[Path]:
     """Make a folder for the files of a local session, and remove it with them at the end.
 
     Ray's own place, /tmp/ray, is readable by every user of the machine and is never emptied: a
-    search's number of trials and their scores lay there. A process that was killed leaves its
-    folder behind; the next session removes those whose lock nobody holds.
+    search's number of trials and their scores lay there. A killed process leaves the removal to the
+    session's reaper; where that was killed too, the next session removes the folders whose lock
+    nobody holds.
     """
     root = Path(tempfile.gettempdir())
     if len(os.fsencode(root)) > _LONGEST_ROOT:
@@ -165,12 +167,9 @@ def _session_folder() -> Iterator[Path]:
     for left in root.glob(f"{_FOLDER}*"):
         _remove_if_left(left)
     folder = Path(tempfile.mkdtemp(prefix=_FOLDER, dir=root))  # mode 0700
-    try:
-        with (folder / _LOCK).open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield folder / "ray"  # which Ray opens to all; the one around it stays closed
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with reaped(folder), (folder / _LOCK).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield folder / "ray"  # which Ray opens to all; the one around it stays closed
 
 
 def _remove_if_left(folder: Path) -> None:

@@ -73,6 +73,11 @@ def test_every_path_is_absolute_once_read(changed, count, tmp_path, monkeypatch)
         ("training", {"schedule": "step", "milestones": [1.5]}, "milestones.0: must be < 1"),
         ("training", {"weight_decay": -1}, "training.weight_decay: must be >= 0"),
         ("training", {"crop": 65}, "training.crop: must be <= 64"),
+        ("resources", {"cpus_per_worker": 1e9}, r"cpus_per_worker: .* between 0.0001 and 1024"),
+        ("resources", {"cpus_per_worker": 1e-5}, r"cpus_per_worker: .* between 0.0001 and 1024"),
+        ("resources", {"gpus_per_worker": 1025}, r"gpus_per_worker: .* between 0.0001 and 1024"),
+        ("resources", {"gpus_per_worker": 1.5}, "gpus_per_worker: must be at most 1, or a whole"),
+        ("resources", {"certify_gpus": 1.5}, "certify_gpus: must be at most 1, or a whole number"),
         ("data", {"labels": [3]}, "data.labels: two or more of 0 to 9, each once"),
         ("data", {"labels": [3, 3]}, "data.labels: two or more of 0 to 9, each once"),
         ("data", {"labels": [3, 10]}, "data.labels: two or more of 0 to 9, each once"),
@@ -80,7 +85,7 @@ def test_every_path_is_absolute_once_read(changed, count, tmp_path, monkeypatch)
 )
 def test_what_does_not_fit_is_told(section, changed, said):
     with pytest.raises(UserError, match=said):
-        parse({**RECIPE, section: {**RECIPE[section], **changed}}, "test")
+        parse({**RECIPE, section: {**RECIPE.get(section, {}), **changed}}, "test")
 
 
 def test_classes_have_names_and_numbers():

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy as np
 import psutil
 import pytest
 from support.extras import needs_serve
+from support.processes import LOOPBACK, listened_on
 from support.training import make, train
 
 import dpdist
@@ -28,7 +29,6 @@ pytestmark = pytest.mark.whole
 
 needs_serve()
 
-LOOPBACK = {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 DRAWS, REQUESTS, CLIENTS = 2000, 400, 100
 
 
@@ -72,19 +72,6 @@ def kill_one() -> None:
     next(process for process in tree if "Classifier" in " ".join(process.cmdline())).kill()
 
 
-def listened_on() -> set[str]:
-    """The addresses that this process and all it started accept connections on."""
-    found = set()
-    for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
-        with suppress(psutil.NoSuchProcess):
-            found |= {
-                each.laddr.ip
-                for each in process.net_connections("inet")
-                if each.status == psutil.CONN_LISTEN
-            }
-    return found
-
-
 @pytest.mark.long
 def test_many_clients_and_a_replica_that_dies(released, capsys):
     from sklearn.datasets import load_digits
@@ -104,7 +91,7 @@ def test_many_clients_and_a_replica_that_dies(released, capsys):
         ThreadPoolExecutor(CLIENTS) as clients,
     ):
         assert json.loads(get(address, "/"))["draws"] == DRAWS
-        assert listened_on() <= LOOPBACK  # Ray Serve's replicas listened on [::]
+        assert listened_on(os.getpid()) <= LOOPBACK  # Ray Serve's replicas listened on [::]
         began = time.monotonic()
         first = list(clients.map(lambda k: post(address, bodies[k % 40]), range(REQUESTS)))
         rate = REQUESTS / (time.monotonic() - began)

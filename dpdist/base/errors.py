@@ -23,7 +23,8 @@ class InvalidResults(UserError):
 
 
 class NoRoom(UserError):
-    """A disk that is full, over its quota or read-only: the user makes room and goes on."""
+    """A disk that is full, over its quota or read-only, or a limit on the size of files: the user
+    makes room and goes on."""
 
 
 def no_room(error: BaseException | None) -> bool:
@@ -35,4 +36,12 @@ def no_room(error: BaseException | None) -> bool:
     return False
 
 
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
+
+
+def is_refused(error: OSError) -> bool:
+    """Whether the machine refuses something, by permissions or limits, whoever it was asked by."""
+    return error.errno in _REFUSED
+
+
+_REFUSED = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)

@@ -27,6 +27,7 @@ from dpdist.base.reading import usable_path
 SMALLEST, LARGEST = 1e-9, 1e9  # of a positive number in a recipe or on the command line
 MOST = 1_000_000_000  # of whatever is counted
 MOST_STEPS = 1_000_000  # of a training: more take minutes to account, and weeks to run
+RESOURCES = (1e-4, 1024)  # CPUs or GPUs of one process: Ray counts in ten-thousandths
 NOISE = (1e-2, 1e4)  # of a noise multiplier above 0: beyond, no accountant's numbers are any good
 LEAST_DELTA = 1e-30
 
@@ -51,6 +52,12 @@ def _between(low: float, high: float, zero: bool = False) -> Callable[[float], f
         return value
 
     return check
+
+
+def _whole_above_one(value: float) -> float:
+    if value > 1 and value != int(value):
+        raise ValueError("must be at most 1, or a whole number")
+    return value
 
 
 def _path(value: Path) -> Path:
@@ -114,6 +121,14 @@ Seed = Annotated[int, Number, Field(ge=0, lt=2**63)]
 Positive = Annotated[float, Number, Field(gt=0), AfterValidator(_between(SMALLEST, LARGEST))]
 PositiveOrZero = Annotated[
     float, Number, Field(ge=0), AfterValidator(_between(SMALLEST, LARGEST, zero=True))
+]
+Cpus = Annotated[float, Number, Field(gt=0), AfterValidator(_between(*RESOURCES))]
+Gpus = Annotated[
+    float,
+    Number,
+    Field(ge=0),
+    AfterValidator(_between(*RESOURCES, zero=True)),
+    AfterValidator(_whole_above_one),  # which is Ray's rule
 ]
 NotNegative = Annotated[
     float, Number, Field(ge=0, le=LARGEST)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import secrets
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,15 @@ def write_atomic(path: Path, data: bytes | str, *, durable: bool = True) -> None
     """
     with written_aside(path, durable=durable) as aside:
         aside.write_bytes(data.encode() if isinstance(data, str) else data)
+
+
+def write_together(files: Mapping[Path, str]) -> None:
+    """Replace files that belong together: all are written aside before the first takes its place,
+    so that a full disk leaves the old ones as they are. The first of them is replaced last."""
+    with ExitStack() as stack:
+        for path, text in files.items():
+            remove_leftovers(path.parent, of=path.name)
+            stack.enter_context(written_aside(path)).write_bytes(text.encode())
 
 
 @contextmanager
@@ -73,6 +83,26 @@ def _aside(path: Path) -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
 
 
+_ASIDE = re.compile(r"\.(.+)\.(\d+)-[0-9a-f]{8}")  # as `_aside` makes them
+
+
+def remove_leftovers(*folders: Path, of: str | None = None) -> None:
+    """Remove what killed processes of this host left half-written in these folders.
+
+    For who is alone there: on a disk that hosts share, another host's writer would be taken for a
+    dead one. of: only what would have become the file or folder of that name.
+    """
+    for folder in folders:
+        for path in folder.iterdir() if folder.is_dir() else ():
+            found = _ASIDE.fullmatch(path.name)
+            if found is None or of not in (None, found[1]) or Path("/proc", found[2]).exists():
+                continue
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+
+
 def write_json(path: Path, value: Any, *, durable: bool = True) -> None:
     """`write_atomic` of JSON, sorted and indented. Raises ValueError for a number that is not
     finite, which JSON cannot hold."""
@@ -93,6 +123,8 @@ def built_aside(folder: Path, *, replace: bool = False, first: bool = False) -> 
     first: one that another process put there meanwhile stays, instead of an OSError.
     """
     old = _aside(folder)
+    if replace:
+        remove_leftovers(folder.parent, of=folder.name)
     try:
         with _beside(folder) as aside:
             yield aside

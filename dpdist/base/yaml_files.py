@@ -1,11 +1,13 @@
 """YAML as people write it by hand, read strictly: one file, one meaning.
 
-Refused, with the line: a key given twice (the last one would win silently), aliases that contain
-themselves or grow beyond reason, explicit tags, endless nesting, and control characters.
+Refused, with the line: a key given twice (the last one would win silently), numbers that YAML 1.1
+reads to the base 8 or 60 (0100 would be 64, 1:30 would be 90), aliases that contain themselves or
+grow beyond reason, explicit tags, endless nesting, and control characters.
 """
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ MOST_BYTES = 128 * 2**10
 _DEPTH = 50
 _DIGITS = 100
 _NODES = 20_000  # with every alias written out
+_OCTAL = re.compile(r"[-+]?0[0-7_]+")
 
 
 def read_yaml(path: str | Path) -> list[Any]:
@@ -86,7 +89,7 @@ class _Loader(yaml.SafeLoader):
             inner = [part for pair in node.value for part in pair]
             self._check_keys(node)
         else:
-            _check_scalar(node)
+            self._check_scalar(node)
         self._size[id(node)] = 1 + sum(self._size[id(part)] for part in inner)
         self._height[id(node)] = 1 + max((self._height[id(part)] for part in inner), default=0)
 
@@ -103,13 +106,20 @@ class _Loader(yaml.SafeLoader):
                 )
             seen[name] = line
 
-
-def _check_scalar(node: yaml.ScalarNode) -> None:
-    line = node.start_mark.line + 1
-    if node.tag.endswith((":int", ":float")) and len(node.value) > _DIGITS:
-        raise UserError(f"line {line}: a number of {len(node.value):,} characters")
-    if any("\ud800" <= letter <= "\udfff" or letter == "\0" for letter in node.value):
-        raise UserError(f"line {line}: {shown(node.value)} is no text")
+    def _check_scalar(self, node: yaml.ScalarNode) -> None:
+        line, text = node.start_mark.line + 1, node.value
+        number = node.tag.endswith((":int", ":float"))
+        if number and len(text) > _DIGITS:
+            raise UserError(f"line {line}: a number of {len(text):,} characters")
+        if any("\ud800" <= letter <= "\udfff" or letter == "\0" for letter in text):
+            raise UserError(f"line {line}: {shown(text)} is no text")
+        octal = number and node.tag.endswith(":int") and _OCTAL.fullmatch(text)
+        if octal or (number and ":" in text):
+            raise UserError(
+                f"line {line}: {text} must be a decimal number, YAML reads it to the base "
+                f'{8 if octal else 60}: write {self.construct_object(node)}, or "{text}" for the '
+                "text"
+            )
 
 
 _Loader.yaml_implicit_resolvers = {

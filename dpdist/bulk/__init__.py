@@ -26,7 +26,7 @@ from numpy.typing import ArrayLike
 from dpdist.base import table_files
 from dpdist.base.errors import UserError
 from dpdist.base.reading import parse_json, read_json
-from dpdist.base.storage import write_json, written_aside
+from dpdist.base.storage import remove_leftovers, write_json, written_aside
 from dpdist.base.table_files import Column
 from dpdist.cluster.journal import InUse, Journal, OtherHeader
 
@@ -74,6 +74,7 @@ def held(output: Path, kind: Kind) -> Iterator[Journal]:
             "choose another folder (--output)"
         ) from error
     with journal:
+        remove_leftovers(output, *(path for path in output.rglob("*") if path.is_dir()))
         try:
             yield journal
         finally:

@@ -9,7 +9,8 @@ import sys
 import typer
 
 from dpdist import __version__
-from dpdist.base.errors import ClusterError, Interrupted, UserError, no_room
+from dpdist.base.errors import ClusterError, Interrupted, UserError, is_refused, no_room
+from dpdist.base.reading import reason
 from dpdist.commands import (
     account,
     attack,
@@ -104,9 +105,12 @@ def main() -> None:
         if no_room(error) and error.filename is None:
             print(
                 f"dpdist: {error.strerror} (where the run lies, or the temporary files); make "
-                "room, and the same command continues",
+                "room, or raise the limit (ulimit -f), and the same command continues",
                 file=sys.stderr,
             )
+            sys.exit(2)
+        if error.filename is None and is_refused(error):  # a library's, with the file in its words
+            print(f"dpdist: {reason(error)}", file=sys.stderr)
             sys.exit(2)
         if error.filename is None:  # not a file of the user's
             raise

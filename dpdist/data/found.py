@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from dpdist.base.errors import UserError
-from dpdist.base.reading import reason
+from dpdist.base.reading import read_bytes, reason, regular_file
 from dpdist.base.storage import written_aside
 from dpdist.data.images import decode
 from dpdist.data.parquet import image_bytes, is_list, split_files
@@ -226,17 +226,41 @@ def look_at_pictures(folder: Path, aside: Path) -> Found:
 
 def _write_pictures(folder: Path, target: Path) -> None:
     """Write SPLIT.parquet for each SPLIT/ of pictures, in which CLASS is its place in alphabetical
-    order, with the names of the classes. Raises UserError for a test class that training lacks."""
+    order, with the names of the classes.
+
+    Raises UserError for a test class that training lacks, and for a picture that is no regular file
+    or that a link brings from outside the folder: whatever it is would be copied.
+    """
     splits = [name for name in (*TRAIN, *TEST) if _classes_in(folder / name)]
+    if not set(splits) & set(TEST):
+        raise UserError(f"{folder}: no test split: put its pictures into {TEST[0]}/CLASS/")
     names = _classes_in(folder / next(name for name in TRAIN if name in splits))
     for split in splits:
         unknown = set(_classes_in(folder / split)) - set(names)
         if unknown:
             raise UserError(f"{folder / split / min(unknown)}: a class without training pictures")
+        for name in names:
+            _check_inside(folder, _pictures(folder / split / name))
+    for split in splits:
         path = target / f"{split}.parquet"
         with written_aside(path) as aside, pq.ParquetWriter(aside, _schema_of(names)) as file:
-            for number, name in enumerate(names):
-                for some in _some(_pictures(folder / split / name)):
-                    images = [{"bytes": each.read_bytes(), "path": each.name} for each in some]
-                    rows = {"image": images, "label": [number] * len(some)}
-                    file.write_table(pa.table(rows, _schema_of(names)))
+            _write_split(folder / split, names, file)
+
+
+def _check_inside(folder: Path, pictures: Iterator[Path]) -> None:
+    """Raise UserError unless all of these are regular files below the folder, links followed."""
+    inside = folder.resolve()
+    for picture in pictures:
+        if not regular_file(picture).resolve().is_relative_to(inside):
+            raise UserError(
+                f"{picture}: a link must not lead out of {folder}, this one leads to "
+                f"{picture.resolve()}; put the pictures themselves there"
+            )
+
+
+def _write_split(folder: Path, names: list[str], file: pq.ParquetWriter) -> None:
+    for number, name in enumerate(names):
+        for some in _some(_pictures(folder / name)):
+            images = [{"bytes": read_bytes(each), "path": each.name} for each in some]
+            rows = {"image": images, "label": [number] * len(some)}
+            file.write_table(pa.table(rows, _schema_of(names)))

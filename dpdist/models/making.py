@@ -97,6 +97,8 @@ def check_denoiser(module: nn.Module, spec: ModelSpec) -> None:
 _MOST_PARAMETERS = 2**33
 _MOST_SIZE = 2**16  # of a width, a depth, ...
 _MOST_TOKENS = 2**20  # of a vocabulary, a number in it, and positions
+_MOST_LAYERS = 512  # one after the other: each takes hundredths of a second to make
+_OF_LAYERS = ("depth", "layers", "n_layer", "n_layers", "num_layers", "num_hidden_layers")
 _OF_TOKENS = ("vocab", "token_id", "position")
 
 
@@ -121,8 +123,9 @@ def _check_size(spec: ModelSpec, factory: Callable[..., nn.Module], weights: int
         values += value.items() if isinstance(value, dict) else ()
         values += [(name, each) for each in value] if isinstance(value, list | tuple) else []
         most = _MOST_TOKENS if any(word in str(name) for word in _OF_TOKENS) else _MOST_SIZE
+        most = _MOST_LAYERS if name in _OF_LAYERS else most
         if isinstance(value, int) and abs(value) > most:
-            raise UserError(f"model.options: sizes must be <= {most:,}, got {value}")
+            raise UserError(f"model.options: {name}: sizes must be <= {most:,}, got {value}")
     # Shapes alone, no memory.
     with torch.device("meta"), _Unset(), torch.random.fork_rng(devices=[]):
         sketch = factory(tuple(spec.input_shape), spec.classes, **spec.options)

@@ -263,13 +263,15 @@ class DataBudget(OnJournal):
         self.data_name: str = header["name"]
         self.hashed: str = header["hashed"]
         self.terms = Terms.from_dict(header["terms"])
+        self.key_id: str | None = header.get("key")  # files made before it was written have none
         self._journal = journal
 
     @classmethod
-    def create(cls, folder: Path, name: str, terms: Terms, hashed: str) -> DataBudget:
+    def create(cls, folder: Path, name: str, terms: Terms, hashed: str, key_id: str) -> DataBudget:
         """A new budget, open for writing. name: a public name of the data. hashed: the type of its
-        records' hashes."""
+        records' hashes. key_id: of the key under which they are kept."""
         header = {"format": _FORMAT, "name": name, "terms": terms.to_dict(), "hashed": hashed}
+        header["key"] = key_id
         path = folder / f"{secrets.token_hex(8)}{SUFFIX}"
         return cls(ChainedJournal.open(path, KIND, header))
 

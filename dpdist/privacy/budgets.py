@@ -86,7 +86,7 @@ def reserve(
                     )
             _check_fits(held, terms, charge, neighbours, limit)
         if not held:
-            held = [DataBudget.create(Path(folder), name, terms, hashed)]
+            held = [DataBudget.create(Path(folder), name, terms, hashed, _key_id(key))]
             budgets.append(held[0])  # is closed with the others
         for budget in held:
             budget.add_records(known)
@@ -185,7 +185,20 @@ def _opened(folder: Path) -> Iterator[tuple[bytes, list[DataBudget]]]:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        yield bytes.fromhex(text), budgets
+        key = bytes.fromhex(text)
+        for budget in budgets:
+            if budget.key_id not in (None, _key_id(key)):
+                raise JournalError(
+                    f"{budget.path}: keeps its records under another key than that of "
+                    f"{folder / _KEY}, and they would not be recognised: one of the two was "
+                    "replaced or comes from another folder; bring back its own"
+                )
+        yield key, budgets
+
+
+def _key_id(key: bytes) -> str:
+    """Return what a budget keeps of its folder's key to know it again; the key stays secret."""
+    return hashlib.blake2b(key=key, digest_size=8, person=b"dpdist.budget.id").hexdigest()
 
 
 def _close(budgets: list[DataBudget]) -> None:

@@ -17,7 +17,7 @@ from markupsafe import Markup
 from dpdist import __version__
 from dpdist.attacks.reading import AttackTable, check_line
 from dpdist.base.rounding import exact, percent
-from dpdist.base.storage import write_atomic
+from dpdist.base.storage import write_together
 from dpdist.certification import population
 from dpdist.certification.radii import norm_name
 from dpdist.certification.reading import CertificateTable
@@ -86,13 +86,13 @@ def write_report(
     found = beside(facts)
     private = None if found is None else render("page.html", baseline=found, **shown)
     # Only now that nothing can be refused any more: the page and its pictures are of one report.
-    for name, picture in pictures.items():
-        write_atomic(folder.report.parent / f"{name}.svg", picture)
-    write_atomic(folder.report, page)
+    files = {folder.report: page}
+    files |= {folder.report.parent / f"{name}.svg": text for name, text in pictures.items()}
+    if private is not None:
+        files[folder.beside_baseline] = private
+    write_together(files)
     if private is None:
         folder.beside_baseline.unlink(missing_ok=True)
-    else:
-        write_atomic(folder.beside_baseline, private)
 
 
 def _attacked(

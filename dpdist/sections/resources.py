@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from dpdist.base.fields import (
     Count,
     CountOrZero,
+    Cpus,
+    Gpus,
     Positive,
-    PositiveOrZero,
     Processes,
     Section,
     of_key,
@@ -47,8 +48,8 @@ class ResourcesRecipe(Section):
     workers: AnyWorkers = Field(
         default=1, description="or {min: 1, max: 8}: as many as there is room for at any time"
     )
-    cpus_per_worker: Positive = 1
-    gpus_per_worker: PositiveOrZero = 0
+    cpus_per_worker: Cpus = 1
+    gpus_per_worker: Gpus = 0
     release: Literal["whole", "sharded"] = Field(
         default="whole",
         description="sharded: every worker noises and updates its part, with less memory",
@@ -63,7 +64,7 @@ class ResourcesRecipe(Section):
     certify_actors: Processes | None = Field(
         default=None, description="default: one for each CPU, or for each GPU's share"
     )
-    certify_gpus: PositiveOrZero | None = Field(
+    certify_gpus: Gpus | None = Field(
         default=None,
         description="GPUs of each certifying actor, also a share; default: 1 where there are GPUs",
     )
@@ -74,13 +75,6 @@ class ResourcesRecipe(Section):
         default=False,
         description="the private state too, so that a lost run folder can be brought back",
     )
-
-    @field_validator("certify_gpus")
-    @classmethod
-    def _whole_or_share(cls, value: float | None) -> float | None:
-        if value is not None and value > 1 and value != int(value):
-            raise ValueError("must be at most 1, or a whole number")
-        return value
 
     @model_validator(mode="after")
     def _whole_shares(self) -> ResourcesRecipe:

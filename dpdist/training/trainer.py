@@ -15,7 +15,7 @@ from typing import Any
 
 from dpdist.base.errors import ClusterError, NoRoom, UserError
 from dpdist.base.fields import Section
-from dpdist.base.storage import private_folder, write_atomic
+from dpdist.base.storage import private_folder, remove_leftovers, write_atomic
 from dpdist.cluster.packages import check_nodes
 from dpdist.cluster.session import Session
 from dpdist.cluster.waiting import Room
@@ -56,6 +56,8 @@ def train(
     folder = job.folder
     if not folder.trained.exists():
         _check_alone(folder)
+        remove_leftovers(folder.path, folder.private, folder.model, folder.checkpoints)
+        remove_leftovers(*folder.checkpoints.glob("step-*"))
     with _charged(job):
         if not folder.trained.exists():
             _check_room(job.recipe, session)

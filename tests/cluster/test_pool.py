@@ -193,6 +193,33 @@ def test_a_chunk_waits_for_the_actor_that_has_yet_to_start(tmp_path: Path) -> No
     assert collect(factory, tmp_path, chunks_of(2), actors=2) == {"c0": True, "c1": True}
 
 
+def test_an_interrupt_drops_nothing_that_is_finished(tmp_path: Path) -> None:
+    """Ctrl-C while a result is stored: the calls that end meanwhile are delivered before leaving,
+    and the interrupted result is given once more."""
+
+    def factory(folder: Path) -> Any:
+        def work(payload: int) -> int:
+            (folder / str(payload)).touch()
+            return payload
+
+        return work
+
+    results: list[str] = []
+
+    def on_result(key: str, result: int) -> None:
+        if not results:
+            until = time.monotonic() + 60
+            while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < until:
+                time.sleep(0.02)
+            results.append("interrupted")
+            raise KeyboardInterrupt
+        results.append(key)
+
+    with pytest.raises(KeyboardInterrupt):
+        run_chunks(factory, tmp_path, chunks_of(2), on_result, PoolSettings(actors=1))
+    assert results[0] == "interrupted" and sorted(results[1:]) == ["c0", "c1"]
+
+
 def test_two_chunks_of_one_name_are_refused() -> None:
     with pytest.raises(ClusterError, match="two chunks are called 'c1'"):
         collect(None, None, [Chunk("c1", 1), Chunk("c1", 2)])

@@ -48,6 +48,11 @@ def largest(tmp_path_factory) -> float:
         ("a: 0x" + "f" * 9000, "a number of 9,002 characters"),
         ("a: !!python/object:os.system x", "a tag"),
         ("a: 0x_", "cannot be read as YAML"),
+        ("a: 1\nb: 0100\n", "line 2: 0100 must be a decimal number, YAML reads it to the base 8"),
+        ("a: 0100", 'write 64, or "0100" for the text'),
+        ("-07: a", "-07 must be a decimal number, YAML reads it to the base 8: write -7"),
+        ("a: [1:30]", 'base 60: write 90, or "1:30" for the text'),
+        ("a: 1:30.5", "1:30.5 must be a decimal number, YAML reads it to the base 60: write 90.5"),
         ('a: "\\ud800"', "no text"),
         ("[1]: 2", "a key must be a word"),
         ("a: [", "cannot be read as YAML"),
@@ -66,10 +71,13 @@ def test_yaml_with_more_than_one_meaning_or_none_is_refused(tmp_path, largest, t
 
 def test_yaml_says_what_it_says(tmp_path):
     path = tmp_path / "x.yaml"
-    path.write_text("a: &a {b: 1}\nc: {<<: *a, d: 2001-01-01}\n---\n[1, 2.5, null]\n")
+    quoted = "\"0100\", '1:30'"
+    path.write_text(
+        f"a: &a {{b: 1}}\nc: {{<<: *a, d: 2001-01-01}}\n---\n[1, 2.5, null, {quoted}, 0, 010.5]\n"
+    )
     first, second = read_yaml(path)
     assert first == {"a": {"b": 1}, "c": {"b": 1, "d": "2001-01-01"}}
-    assert second == [1, 2.5, None]
+    assert second == [1, 2.5, None, "0100", "1:30", 0, 10.5]
 
 
 @pytest.mark.parametrize(

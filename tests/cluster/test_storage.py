@@ -5,11 +5,21 @@ from __future__ import annotations
 import ast
 import os
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from dpdist.base.storage import built_aside, private_folder, write_atomic, write_json, written_aside
+from dpdist import bulk
+from dpdist.base.storage import (
+    built_aside,
+    private_folder,
+    remove_leftovers,
+    write_atomic,
+    write_json,
+    write_together,
+    written_aside,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -81,6 +91,19 @@ def test_a_folder_built_aside_is_there_whole_or_not_at_all(tmp_path):
     assert (tmp_path / "folder" / "whole").exists() and len(list(tmp_path.iterdir())) == 1
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_files_that_belong_together_are_replaced_together(tmp_path, first):
+    """One that cannot be written (its name leaves no room for another beside it) leaves all."""
+    files = {tmp_path / "a": "new", tmp_path / "b": "new"}
+    write_together(dict.fromkeys(files, "old"))
+    with pytest.raises(OSError, match="too long"):
+        bad = {tmp_path / ("x" * 255): "new"}
+        write_together(bad | files if first else files | bad)
+    assert {path: path.read_text() for path in tmp_path.iterdir()} == dict.fromkeys(files, "old")
+    write_together(files)
+    assert {path: path.read_text() for path in tmp_path.iterdir()} == files
+
+
 def test_of_two_that_build_a_folder_the_first_one_s_stays(tmp_path):
     folder = tmp_path / "folder"
     with built_aside(folder, first=True) as mine:
@@ -92,6 +115,48 @@ def test_of_two_that_build_a_folder_the_first_one_s_stays(tmp_path):
     assert [p.name for p in folder.iterdir()] == ["other"] and len(list(tmp_path.iterdir())) == 1
     with pytest.raises(OSError), built_aside(folder) as late:
         late.mkdir()
+
+
+@pytest.fixture
+def dead() -> int:
+    """The number of a process that has ended."""
+    process = subprocess.Popen(["true"])
+    process.wait()
+    return process.pid
+
+
+def test_what_a_killed_process_left_half_written_goes(tmp_path, dead):
+    """With the next writer of that name, or of a folder that one process holds; what a living
+    process writes, and whatever is called otherwise, stays."""
+    living = os.getpid()
+    for name in (f".a.{dead}-00000000", f".b.{dead}-0123abcd", f".a.{living}-00000000",
+                 f".a.{dead}-0", f"a.{dead}-00000000", ".hidden"):  # fmt: skip
+        (tmp_path / name).write_text("half")
+    (folder := tmp_path / f".release.{dead}-00000000").mkdir()
+    (folder / "model").write_text("half")
+    kept = {f".a.{living}-00000000", f".a.{dead}-0", f"a.{dead}-00000000", ".hidden"}
+
+    def there() -> set[str]:
+        return {path.name for path in tmp_path.iterdir()} - kept
+
+    assert len(there()) == 3
+    write_together({tmp_path / "a": "new"})
+    assert there() == {"a", f".b.{dead}-0123abcd", folder.name}
+    with built_aside(tmp_path / "release", replace=True) as aside:
+        aside.mkdir()
+    assert there() == {"a", f".b.{dead}-0123abcd", "release"}
+    remove_leftovers(tmp_path, tmp_path / "nowhere")
+    assert there() == {"a", "release"} and kept <= {path.name for path in tmp_path.iterdir()}
+
+
+def test_a_job_that_goes_on_removes_what_the_killed_one_left(tmp_path, dead):
+    left = [tmp_path / f".table.{dead}-00000000", tmp_path / f"models/0001/.file.{dead}-00000000"]
+    for path in left:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("half")
+    (tmp_path / "settings.json").write_text("{}")
+    with bulk.held(tmp_path, bulk.Kind("job", "working")):
+        assert not any(path.exists() for path in left)
 
 
 def test_a_file_that_a_library_writes_is_whole_as_well(tmp_path, disk):
@@ -110,6 +175,19 @@ def test_nobody_else_moves_files_into_their_places():
             if path != ROOT / "dpdist" / "base" / "storage.py":
                 assert not re.search(r"\bos\.(replace|rename|renames)\b|\.rename\(",
                                      path.read_text()), path  # fmt: skip
+
+
+def test_nothing_rests_on_the_time_of_day():
+    """A clock that jumps changes the date of a page and what a session of Ray is called, and no
+    wait, order or decision."""
+    words = re.compile(r"\btime\.time(_ns)?\(|datetime\.(now|utcnow)|date\.today")
+    found = {
+        path.relative_to(ROOT).as_posix()
+        for package in ("cluster", "dpdist", "tuning")
+        for path in (ROOT / package).rglob("*.py")
+        if words.search(path.read_text())
+    }
+    assert found == {"dpdist/reports/page.py", "dpdist/training/trainer.py", "tuning/rounds.py"}
 
 
 def test_a_private_folder_is_its_owner_s(tmp_path):

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +18,7 @@ from typer.testing import CliRunner
 
 from dpdist.base.errors import UserError
 from dpdist.commands.cli import app
+from dpdist.data import found
 from dpdist.data.found import look
 from dpdist.runs.recipe import load
 from dpdist.training.records import evaluation_data, source_of, training_data
@@ -85,13 +89,23 @@ def test_numbers_in_columns():
     assert recipe.privacy.delta < 1 / 38 and recipe.training.batch_size == 4
 
 
-def test_folders_of_pictures_become_parquet():
+def make_pets() -> None:
     for split, count in (("train", 3), ("test", 1)):
         for number, name in enumerate(("cat", "dog")):
             folder = Path("pets", split, name)
             folder.mkdir(parents=True)
             for i in range(count):
                 (folder / f"{i}.png").write_bytes(picture(100 * number + i + 10 * len(split)))
+
+
+def test_folders_of_pictures_become_parquet():
+    make_pets()
+    Path("pets/train/dog/3.png").symlink_to("0.png")  # a link to a picture of the folder
+    Path("link").symlink_to("pets")
+    assert CliRunner().invoke(app, ["init", "link", "--output", "l.yaml"]).exit_code == 0
+    Path("pets/train/dog/3.png").unlink()
+    for path in Path("pets").glob("*.parquet"):
+        path.unlink()
     recipe, train, _ = started(Path("pets"))
     assert recipe.data.names == ["cat", "dog"] and train.labels.tolist() == [0, 0, 0, 1, 1, 1]
     again = look(Path("pets"))  # from the Parquet files now
@@ -140,6 +154,40 @@ def test_a_refusal_leaves_no_parquet_behind(fault, monkeypatch):
     (folder / ".left" / "train.parquet").write_bytes(b"stale")
     recipe, train, test = started(folder)
     assert recipe.data.names == ["cat", "dog"] and (len(train), len(test)) == (6, 6)
+
+
+@pytest.mark.parametrize("way", ["a file", "a class", "a pipe", "no room", "no test split"])
+def test_pictures_from_outside_the_folder_are_not_copied(way, monkeypatch):
+    """Nor anything that is no file; and what cannot be written whole is not written."""
+    make_pets()
+    Path("secret").mkdir()
+    Path("secret/0.png").write_text("root:x:0:0")
+    if way == "a file":
+        Path("pets/test/dog/1.png").symlink_to(Path("secret/0.png").resolve())
+        said = r"pets/test/dog/1.png: a link must not lead out of pets, .*secret/0.png"
+    elif way == "a class":
+        Path("pets/train/eel").symlink_to(Path("secret").resolve())
+        said = r"pets/train/eel/0.png: a link must not lead out of pets"
+    elif way == "a pipe":
+        os.mkfifo("pets/test/dog/1.png")
+        said = "is a pipe, must be a regular file"
+    elif way == "no room":
+        real = found._write_split
+
+        def full(folder: Path, *rest) -> None:
+            if folder.name == "test":
+                raise UserError("no room")
+            real(folder, *rest)
+
+        monkeypatch.setattr(found, "_write_split", full)
+        said = "no room"
+    else:
+        shutil.rmtree("pets/test")
+        said = "no test split: put its pictures into test/CLASS/"
+    done = CliRunner().invoke(app, ["init", "pets"])
+    assert isinstance(done.exception, UserError) and re.search(said, str(done.exception))
+    assert sorted(os.listdir()) == ["pets", "secret"]
+    assert {path.name for path in Path("pets").iterdir()} <= {"train", "test"}
 
 
 def test_what_cannot_be_found_out_is_said():

@@ -169,14 +169,27 @@ def test_what_a_worker_leaves_for_the_driver(tmp_path):
     assert not no_room(OSError(errno.ENOENT, "not there")) and not no_room(ValueError())
 
 
-def test_a_full_disk_is_one_line(monkeypatch, capsys):
+FORBIDDEN = "Failed to open local file '/x'. Detail: [errno 13] Permission denied"  # pyarrow's
+
+
+@pytest.mark.parametrize(
+    ("number", "text", "said"),
+    [
+        (errno.ENOSPC, None, "No space left on device (where the run lies"),
+        (errno.EFBIG, None, "File too large (where the run lies"),
+        (errno.EACCES, FORBIDDEN, FORBIDDEN),
+        (errno.EMFILE, None, "Too many open files"),
+    ],
+    ids=["full", "limit of size", "forbidden", "limit of files"],
+)
+def test_what_the_machine_refuses_is_one_line(monkeypatch, capsys, number, text, said):
     """Errors of a write do not name their file, and must not end in a traceback."""
 
     def fail(*_: object, **__: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        raise OSError(number, text or os.strerror(number))
 
     monkeypatch.setattr(cli, "app", fail)
     with pytest.raises(SystemExit, match="2"):
         cli.main()
-    said = capsys.readouterr().err
-    assert said.startswith("dpdist: No space left on device") and said.count("\n") == 1
+    err = capsys.readouterr().err
+    assert err.startswith(f"dpdist: {said}") and err.count("\n") == 1

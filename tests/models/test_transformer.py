@@ -353,6 +353,18 @@ def test_folders_that_are_no_base(root, tmp_path):
     (folder / "model.safetensors.index.json").unlink()
     config.write_text(json.dumps(described | {"auto_map": {"AutoModel": "evil.Model"}}))
     refused("has auto_map, which is not read")
+    save_file(tensors, weights)
+    for key, value, said in (
+        ("num_hidden_layers", 60_000, "num_hidden_layers: sizes must be <= 512"),  # hours to make
+        ("hidden_size", 10**9, "hidden_size: sizes must be <= 65,536"),
+        ("vocab_size", 10**6, "does not fit the base|vocabulary|tokens"),
+        ("num_attention_heads", -1, "fails on inputs of shape"),
+        ("chunk_size_feed_forward", "../../x", "fails on inputs of shape"),
+        ("quantization_config", {"quant_method": "x"}, "has quantization_config"),
+        ("model_type", "../evil", "model_type: must be one of"),
+    ):
+        config.write_text(json.dumps(described | {key: value}))
+        refused(said)
     recipe = recipe_of(root, model={**asked, "options": options("bert")})
     config.write_text(json.dumps(described))
     refused(r"model\.options\.config: leave it out")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import stat
 from dataclasses import replace
 
@@ -18,7 +19,7 @@ from dpdist.privacy.budget import BudgetExceeded, Charge, DataBudget, Terms, com
 from dpdist.privacy.budgets import budgets_in
 from dpdist.privacy.combined import ParallelParts, RepeatAndSelect
 from dpdist.privacy.filter import RenyiFilter
-from dpdist.privacy.journal import ChainedJournal, JournalError
+from dpdist.privacy.journal import ChainedJournal, JournalError, anchor_path
 from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.losses import Unsupported
 from dpdist.privacy.plan import PrivacyPlan
@@ -342,6 +343,23 @@ def test_records_are_kept_under_a_private_key(folder):
     assert not np.intersect1d(only(folder).known, only(other).known).size
     (folder / "records.key").unlink()
     with pytest.raises(JournalError, match="lost or damaged"):
+        reserve(folder, "two")
+
+
+@pytest.mark.parametrize("way", ["key", "budget"])
+def test_what_comes_from_another_folder_is_noticed(folder, way):
+    """Under another key no record would be recognised, and every run would begin anew."""
+    other = folder.with_name("elsewhere")
+    reserve(folder, "one")
+    reserve(other, "one")
+    if way == "key":
+        (folder / "records.key").write_text((other / "records.key").read_text())
+    else:
+        for path in only(folder).path, anchor_path(only(folder).path):
+            path.unlink()
+        for path in only(other).path, anchor_path(only(other).path):
+            shutil.copy(path, folder / path.name)
+    with pytest.raises(JournalError, match=r"keeps its records under another key than that of"):
         reserve(folder, "two")
 
 

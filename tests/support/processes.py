@@ -10,12 +10,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from safetensors.torch import load_file
 
+LOOPBACK = {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 COMMAND = [sys.executable, "-m", "dpdist"]
 
 
@@ -74,6 +77,19 @@ def descendants(root: int) -> dict[int, str]:
         grown = bool(children)
         found |= children
     return {pid: titles.get(pid, "") for pid in found - {root}}
+
+
+def listened_on(root: int) -> set[str]:
+    """Return the addresses that a process and all it started accept connections on."""
+    found = set()
+    for pid in (root, *descendants(root)):
+        with suppress(psutil.NoSuchProcess):
+            found |= {
+                each.laddr.ip
+                for each in psutil.Process(pid).net_connections("inet")
+                if each.status == psutil.CONN_LISTEN
+            }
+    return found
 
 
 def training_workers(root: int) -> list[int]:

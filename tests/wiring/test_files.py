@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from support.here import command, without_ray
 
 from dpdist.runs.exporting import publishable
 from dpdist.runs.folder import RunFolder
+from dpdist.runs.recipe import load
 from dpdist.tuning.manifest import SearchFolder, read_trials
 
 pytestmark = pytest.mark.whole
@@ -161,3 +163,19 @@ def test_a_refused_command_leaves_nothing(dpdist, tmp_path):
     dpdist("run", recipe, code=2)
     dpdist("release", "small", code=2)
     assert files(tmp_path) == {"small.yaml"}
+
+
+def test_a_training_removes_what_a_killed_one_left(dpdist, tmp_path):
+    """Files that it was writing aside, which may hold half a checkpoint."""
+    run = tmp_path / "runs" / "small"
+    process = subprocess.Popen(["true"])
+    process.wait()
+    name = f".state.safetensors.{process.pid}-0123abcd"
+    left = [run / "private" / name, run / "private" / "checkpoints" / "step-00000001" / name]
+    asked = write(tmp_path)
+    RunFolder(run).begin(load(asked))
+    for path in left:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("half")
+    dpdist("train", asked)
+    assert not any(path.exists() for path in left)

@@ -1,0 +1,84 @@
+"""No command that starts processes lets anything beyond this machine connect to them."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from support.extras import needs_serve
+from support.processes import LOOPBACK, descendants, listened_on, start
+from support.training import make, train
+
+from dpdist.commands.releasing import release
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900), pytest.mark.whole]
+
+SEARCH = {
+    "space": {"training.learning_rate": {"choice": [0.2, 0.5]}},
+    "law": {"name": "fixed", "runs": 2},
+    "concurrent": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """A working directory with recipes, and runs/x, trained and released."""
+    place = tmp_path_factory.mktemp("ports")
+    recipe, folder = make(
+        place / "runs", "x", model="linear", certify={"sigma": 0.25, "n": 100},
+        privacy__run_key=None,
+    )  # fmt: skip
+    train(recipe, folder)
+    release(folder)
+    raw = recipe.model_dump(mode="json", exclude_none=True)
+    for name, more in (("new", {}), ("searched", {"tune": SEARCH})):
+        (place / f"{name}.yaml").write_text(yaml.safe_dump(raw | more | {"name": name}))
+    return place
+
+
+COMMANDS = {
+    "run": ["run", "new.yaml"],  # what `make demo` does, on a smaller recipe
+    "train": ["train", "new.yaml", "--name", "trained"],
+    "tune": ["tune", "searched.yaml"],
+    "certify": ["certify", "x"],
+    "attack": ["attack", "x", "--sizes", "0.1", "--max-inputs", "10"],
+    "poison": ["poison", "new.yaml", "--models", "4", "--select", "1", "--name", "poisoned"],
+    "serve": ["serve", "runs/x/release"],
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_nothing_listens_beyond_loopback(place, command):
+    if command == "serve":
+        needs_serve()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    more = ["--port", port, "--rate", 5] if command == "serve" else []
+    process = start(*COMMANDS[command], *more, cwd=place)
+    found: set[str] = set()
+    looks = 0
+    try:
+        while process.poll() is None:
+            found |= (now := listened_on(process.pid))
+            working = any(title.startswith("ray::") for title in descendants(process.pid).values())
+            looks += bool(working and now)
+            if command == "serve" and looks and _answers(port):
+                found |= listened_on(process.pid)
+                process.send_signal(signal.SIGTERM)
+                break
+            time.sleep(0.1)  # looking takes processor time from what is looked at
+        out, err = process.communicate(timeout=240)
+    finally:
+        process.kill()
+    assert process.returncode == 0, out + err
+    assert looks and found and found <= LOOPBACK
+
+
+def _answers(port: int) -> bool:
+    with socket.socket() as asking:
+        return asking.connect_ex(("127.0.0.1", port)) == 0
