@@ -6,6 +6,7 @@ it. "Lost" is a copy put aside at a random moment: it tells what the lost folder
 
 from __future__ import annotations
 
+import http.server
 import json
 import shutil
 import sys
@@ -18,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.training import interrupted
 
 from dpdist.base.errors import ClusterError, UserError
 from dpdist.cluster.objectstore import Missing, ObjectStore, check_url
@@ -573,6 +575,53 @@ def test_objects_are_whole(url, tmp_path) -> None:
         store.get("a/b")
 
 
+def test_an_object_that_cannot_be_written_whole_leaves_the_one_before(tmp_path) -> None:
+    store = ObjectStore(f"file://{tmp_path}/store")
+    whole = store.put("a/b", b"as it was")
+    with pytest.raises(ClusterError):
+        store.put("a/b", tmp_path / "gone")
+    assert store.get("a/b") == b"as it was"
+    assert store.download("a/b", tmp_path / "copy", 100) == whole
+
+
+class Bucket(http.server.BaseHTTPRequestHandler):
+    """Every object is one byte; whoever signs reads it, and all others where its name says so."""
+
+    def do_HEAD(self) -> None:
+        read = "/open/" in self.path or "Authorization" in self.headers
+        self.send_response(200 if read else 403)
+        self.send_header("Content-Length", "1")
+        self.send_header("Last-Modified", "Thu, 01 Jan 1970 00:00:00 GMT")
+        self.end_headers()
+
+    def do_GET(self) -> None:
+        self.do_HEAD()
+        self.wfile.write(b"x")
+
+    def log_message(self, *about: object) -> None:
+        pass
+
+
+def test_whether_an_object_is_read_by_all_is_tried_without_credentials(
+    tmp_path, monkeypatch
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_EC2_METADATA_DISABLED"):
+        monkeypatch.setenv(name, "true")
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Bucket)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        where = f"region=us-east-1&scheme=http&endpoint_override=127.0.0.1:{server.server_port}"
+        for prefix in ("open", "closed"):
+            store = ObjectStore(f"s3://bucket/{prefix}?{where}")
+            assert store.readable_by_all("claims/x") == (prefix == "open")
+    finally:
+        server.shutdown()
+        server.server_close()
+    local = ObjectStore(f"file://{tmp_path}/open")
+    local.put("a", b"x")
+    assert not local.readable_by_all("a")
+
+
 def test_a_file_system_serves_as_well(tmp_path) -> None:
     recipe, folder = make(tmp_path)
     prepare(recipe, folder, "test")
@@ -591,6 +640,8 @@ def test_an_object_is_written_no_further_than_its_manifest_says(tmp_path) -> Non
     target = tmp_path / "out"
     assert store.download("a", target, 10)[1] == 11
     assert target.stat().st_size == 11
+    with pytest.raises(ClusterError, match="more than 10 bytes"):
+        store.get("a", 10)
 
 
 def test_an_address_that_cannot_be_written_does_not_bind_the_run(tmp_path, monkeypatch) -> None:
@@ -629,11 +680,17 @@ def kept_in(url: str) -> dict[str, Any]:
 
 
 def test_what_is_kept_is_whole_and_the_run_s_own(tmp_path) -> None:
-    """No torn last line of the ledger, no file that a link in private/ leads to."""
+    """No torn last line of the ledger, no file that is being written, and none that a link in
+    private/ leads to."""
     recipe, folder = make(tmp_path)
     prepare(recipe, folder, "test")
-    (tmp_path / "elsewhere").write_text("not of this run")
-    (folder.private / "link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "file").write_text("not of this run")
+    (folder.private / "below").mkdir()
+    for place in (folder.private, folder.private / "below"):
+        (place / "folder-link").symlink_to(tmp_path / "elsewhere")
+        (place / "link").symlink_to(tmp_path / "elsewhere" / "file")
+    (folder.private / ".partial").write_text("half of a file")
     (folder.private / "own").write_text("of this run")
     whole = folder.ledger.read_bytes() if folder.ledger.exists() else b"{}\n"
     folder.ledger.write_bytes(whole + b'{"torn": ')
@@ -642,7 +699,8 @@ def test_what_is_kept_is_whole_and_the_run_s_own(tmp_path) -> None:
     assert archive is not None
     archive.update()
     files = kept_in(url)
-    assert "private/own" in files and "private/link" not in files
+    assert "private/own" in files
+    assert not [path for path in files if "link" in path or "partial" in path]
     assert ObjectStore(url).get(files["private/ledger.jsonl"]["object"]) == whole
 
 
@@ -663,3 +721,41 @@ def test_the_newest_manifest_is_read_and_names_what_was_asked(tmp_path) -> None:
     store.put(f"{layout.folder_of(2)}/{layout.MANIFEST}", layout.write_manifest(later))
     number, manifest = layout.newest(store)
     assert (number, layout.permit_of(manifest)) == (2, Permit(1, 0, 2))
+
+
+def test_every_step_with_leave_is_charged_when_a_run_is_restored(tmp_path, monkeypatch) -> None:
+    """The first one too, in the attempt that has leave whatever others released, and by the
+    manifest that the old owner wrote last before it was replaced."""
+    recipe, folder = make(tmp_path, steps=6)
+    interrupted(recipe, folder, monkeypatch, 4)  # right after the entry of step 4
+    assert released(folder) == dict.fromkeys(range(5), 1)
+    url = f"file://{tmp_path}/store"
+    archive = Archive.begin(folder, url, True)
+    assert archive is not None
+
+    def ask(folder: RunFolder, archive: Archive, epoch: int, step: int) -> None:
+        writing.write_json(folder.permit_asked, {"epoch": epoch, "step": step, "steps": 6})
+        assert archive.update() == Permit(epoch, step, 6)
+
+    ask(folder, archive, 0, 5)
+    archive.store.put(f"claims/{layout.new_claim(2)}", b"{}")  # whose owner came no further
+    again, charged = archives.restore(url, tmp_path / "again")
+    assert charged == 1 and released(again) == dict.fromkeys(range(6), 1)
+
+    owner = Archive.of(again)
+    assert owner is not None
+    ask(again, owner, 1, 4)
+    put = ObjectStore.put
+
+    def meanwhile(self, name, source):
+        if name.startswith("claims/"):
+            monkeypatch.setattr(ObjectStore, "put", put)
+            ask(again, owner, 1, 2)
+        return put(self, name, source)
+
+    monkeypatch.setattr(ObjectStore, "put", meanwhile)
+    last, charged = archives.restore(url, tmp_path / "last")
+    assert charged == 4
+    assert released(last) == {0: 1, 1: 1, 2: 2, 3: 2, 4: 2, 5: 2}
+    with pytest.raises(UserError, match="claimed by another run folder"):
+        owner.update()

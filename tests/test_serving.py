@@ -168,23 +168,39 @@ def test_nothing_hangs():
     gate = Gate({}, SHAPE, Replica("never"), Limits(seconds=0.05))
     assert ask(gate, picture()).status == 503
 
-    async def silent() -> AsyncIterator[bytes]:
-        await asyncio.sleep(60)
-        yield b""
-
     assert asyncio.run(gate.reply("POST", "/predict", {}, silent())).status == 408
     assert "dpdist_under_way 0" in gate.metrics()
 
 
+async def silent() -> AsyncIterator[bytes]:
+    """A body that does not come while a request may take its time."""
+    await asyncio.sleep(5)
+    yield b""
+
+
+def test_a_body_that_does_not_come_holds_no_place(monkeypatch):
+    """However long an answer may take: a body has a limit of its own."""
+    monkeypatch.setattr("dpdist.serving.gate._BODY_SECONDS", 0.05)
+    gate = Gate({}, SHAPE, Replica())
+    assert asyncio.run(gate.reply("POST", "/predict", {}, silent())).status == 408
+
+
 def test_too_many_under_way_are_sent_away():
-    gate = Gate({}, SHAPE, Replica("never", "never", "never"), Limits(waiting=2, seconds=0.1))
+    """The third of three, without being asked, and at the cost of nobody's turn."""
+    replica = Replica("never", "never", "never")
+    gate = Gate({}, SHAPE, replica, Limits(waiting=2, seconds=0.1, burst=3), Clock())
 
-    async def several() -> list[int]:
+    async def several() -> list[Reply]:
         asked = [gate.reply("POST", "/predict", {}, pieces(picture())) for _ in range(3)]
-        return [reply.status for reply in await asyncio.gather(*asked)]
+        return await asyncio.gather(*asked)
 
-    assert asyncio.run(several()) == [503, 503, 503]
+    replies = asyncio.run(several())
+    assert [reply.status for reply in replies] == [503, 503, 503] and len(replica.asked) == 2
+    errors = [json.loads(reply.content)["error"] for reply in replies]
+    assert errors == ["the answer took too long"] * 2 + ["too many requests are under way"]
     assert "dpdist_under_way 0" in gate.metrics()
+    replica.answers.clear()
+    assert [ask(gate, picture()).status for _ in range(2)] == [200, 429]
 
 
 def test_health_is_looked_up_now_and_then():

@@ -135,6 +135,14 @@ def test_a_record_at_the_centre_is_the_constant_alone() -> None:
     assert float((near - h).norm()) <= 1e-9 * math.sqrt(made.size) / Functional().radius
 
 
+def test_a_noisy_centre_is_within_the_clip_of_the_features() -> None:
+    made = sums(Functional(clip=0.5))
+    noisy = torch.linspace(-1, 1, made.size - 1, dtype=torch.float64)
+    inside, beyond = (noisy * (share * RECORDS / noisy.norm()) for share in (0.8, 9.0))
+    assert torch.allclose(made.centre(inside), inside * (0.5 / RECORDS))
+    assert torch.allclose(made.centre(beyond), noisy * (0.5 / noisy.norm()))
+
+
 def test_a_symmetric_matrix_keeps_its_norm() -> None:
     a = torch.rand(5, 5, dtype=torch.float64)
     a = a + a.T

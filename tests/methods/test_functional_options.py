@@ -42,9 +42,16 @@ def sums(method: Functional, scales: Tensor | None = None, model: nn.Module | No
     return Sums(method, model or network(), torch.rand(8, *SHAPE), RECORDS, scales)
 
 
-def summed(method: Functional, made: Sums | None, left: int = -1, step: int = ROUND) -> Tensor:
+def summed(
+    method: Functional,
+    made: Sums | None,
+    left: int = -1,
+    step: int = ROUND,
+    planned: int = RECORDS,
+    nominal: int | None = None,
+) -> Tensor:
     """What a training sums in a step, of made-up records and one of them left out. made: None for
-    the encoder's sum."""
+    the encoder's sum. planned, nominal: records of the plan, and those declared."""
     rng = np.random.default_rng(0)
     x = records(rng).float()
     y = torch.from_numpy(rng.integers(0, CLASSES, RECORDS))
@@ -55,8 +62,8 @@ def summed(method: Functional, made: Sums | None, left: int = -1, step: int = RO
     size = last_linear(model).in_features
     worker = SimpleNamespace(
         job=SimpleNamespace(
-            plan=SimpleNamespace(step=lambda step: None, records=RECORDS),
-            recipe=SimpleNamespace(privacy=SimpleNamespace(nominal_records=None)),
+            plan=SimpleNamespace(step=lambda step: None, records=planned),
+            recipe=SimpleNamespace(privacy=SimpleNamespace(nominal_records=nominal)),
         ),
         model=model,
         reducer=SimpleNamespace(device=torch.device("cpu")),
@@ -224,6 +231,17 @@ def test_one_record_moves_the_encoder_s_sum_by_at_most_one(sigma: float) -> None
     checks = torch.tensor([[0.0, 1e6], [1e6, 0.0]]).repeat(4, 4)[None, None]
     square = models.patches_of(encoded()).moments(checks)
     assert float(square.norm()) == pytest.approx(1.0, abs=1e-6)  # not overstated either
+
+
+def test_the_encoder_s_sum_leaves_room_for_its_rounding() -> None:
+    """It is shortened by what as many records as the plan's, or as a declared number stands for,
+    may round it by."""
+    method = Functional(encoder=0.1)
+    few = summed(method, None, step=0) / (1 - slack(RECORDS))
+    for planned, nominal, most in ((2**26, None, 2**26), (64, 64, 2**20), (2**22, 2**22, 2**24)):
+        found = summed(method, None, step=0, planned=planned, nominal=nominal)
+        shorter = 1 - float(found.norm() / few.norm())
+        assert shorter == pytest.approx(slack(most), rel=1e-3)
 
 
 def test_filters_are_the_principal_components_of_patches() -> None:

@@ -157,6 +157,7 @@ def test_epsilon_is_that_of_one_gaussian(
         ("privacy", {"neighbours": "replace-one", "nominal_records": None, "batch_cap": 60},
          "teachers have none"),
         ("certify", {"sigma": 0.5}, "does not go with certify"),
+        ("audit", {"kind": "mechanism"}, "does not go with audit"),
         ("resources", {"archive": "s3://a/b", "archive_private": True}, "does not know what was"),
         ("method", {"evaluate": 7}, "evaluate: must be <= queries"),
     ],
@@ -166,6 +167,16 @@ def test_what_does_not_go_with_it_is_refused(section: str, given: Any, said: str
     with pytest.raises(UserError, match=said) as error:
         parse(raw, "test")
     assert len(str(error.value).splitlines()) == 1
+
+
+def test_its_settings_are_not_searched_for() -> None:
+    tune = {
+        "space": {"training.learning_rate": {"choice": [0.1, 1.0]}},
+        "law": {"name": "binomial", "mean": 3, "runs": 4},
+    }
+    privacy = RAW["privacy"] | {"nominal_records": None}  # which no search goes with
+    with pytest.raises(UserError, match="private-prediction does not go with tune"):
+        parse(RAW | {"tune": tune, "privacy": privacy}, "test")
 
 
 # ---- counting

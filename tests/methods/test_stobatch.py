@@ -8,6 +8,8 @@ taken from the batch) is planted, and must be found.
 from __future__ import annotations
 
 import math
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,10 +25,12 @@ from dpdist.adversary.ascents import i_fgsm, mim
 from dpdist.adversary.balls import Ball, distance
 from dpdist.adversary.randomised import loss_gradient
 from dpdist.base.errors import UserError
+from dpdist.gradients import perturbations
 from dpdist.gradients.blocks import Blocks
 from dpdist.gradients.clipping import FlatClipping
 from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.task import cross_entropy
+from dpdist.methods import stobatch_draws
 from dpdist.methods.base import Fixed
 from dpdist.methods.stobatch import StoBatch
 from dpdist.methods.stobatch_draws import AdversarialDraws
@@ -133,6 +137,45 @@ def test_every_attack_of_the_ensemble_is_the_attack_of_its_name(attack) -> None:
     else:
         want = {"i-fgsm": i_fgsm, "mim": mim}[attack](gradient, ball, 3)
     assert torch.allclose(everyone[rows], want[rows], atol=1e-6)
+
+
+def test_an_attack_leads_away_from_the_class_that_is_predicted_under_its_noise() -> None:
+    draws = draws_of(network(), sigma=1.0, eot=2, attacks=("i-fgsm",))
+    inputs, _, ids = batch()
+    normals = draws._noise(inputs, ids, key(3))
+    scores = draws.classifier.logits(inputs.repeat_interleave(2, 0), normals).double().softmax(1)
+    targets = scores.view(len(inputs), 2, -1).mean(1).argmax(1)
+    assert (targets != draws._predicted(inputs, None)).sum() > 2
+    assert (targets != scores[::2].argmax(1)).sum() > 2
+    size = torch.full((len(inputs),), draws.size(key(3)), dtype=torch.float64)
+
+    def gradient(point: Tensor, step: int) -> Tensor:
+        return loss_gradient(draws.classifier, point, targets, normals)
+
+    want = i_fgsm(gradient, Ball(inputs, size, "linf"), 3)
+    assert torch.allclose(draws.attacked(inputs, ids, key(3)), want, atol=1e-6)
+
+
+def test_what_is_drawn_in_a_step_is_drawn_by_keys_of_its_own(monkeypatch) -> None:
+    """Size, attack, start, three draws of the attack's noise; two noises of record and example."""
+    seen: list[tuple[object, ...]] = []
+
+    def spied(module: ModuleType, name: str, about: slice) -> None:
+        real = getattr(module, name)
+
+        def spy(*given: Any) -> Any:
+            seen.append(given[about])
+            return real(*given)
+
+        monkeypatch.setattr(module, name, spy)
+
+    spied(stobatch_draws, "words", slice(0, 1))
+    spied(stobatch_draws, "keyed_hash", slice(0, 1))
+    spied(stobatch_draws, "standard_normal_per_record", slice(0, 3))
+    spied(perturbations, "standard_normal_per_record", slice(0, 3))
+    draws, (inputs, targets, ids) = draws_of(network(), split=0.5, eot=3), batch(4)
+    engine_of(draws.model, draws).clipped_sum(inputs, targets, draw_key=key(1), record_ids=ids)
+    assert len(set(seen)) == 1 + 1 + 1 + 3 + 2 * 2
 
 
 def test_which_attack_and_what_size_are_keyed_laws() -> None:
@@ -418,8 +461,10 @@ def test_a_run_proves_dp_sgd_and_carries_its_noise(tmp_path) -> None:
 def test_every_split_certifies_by_sigma_or_more(tmp_path, options, kind) -> None:
     from dpdist.certification.quadrature import of_place
 
-    method = StoBatch(sensitivity=1.5, **options)
+    method = StoBatch(sensitivity=4.0, **options)
     model = models.initialise(SPEC, 1)
+    with torch.no_grad():
+        next(model.parameters()).mul_(100)  # beyond the norm that is allowed
     method.constraint(model)()
     spec = method.finish(SPEC, Fixed(model))
     models.save(model, spec, tmp_path)

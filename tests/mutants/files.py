@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from mutants.fault import Fault, group
 
+ARCHIVE = "test_archive"
+CHARGED = f"{ARCHIVE}::test_every_step_with_leave_is_charged_when_a_run_is_restored"
+OPEN = f"{ARCHIVE}::test_whether_an_object_is_read_by_all_is_tried_without_credentials"
+UNDER_WAY = "test_serving::test_too_many_under_way_are_sent_away"
+
 FAULTS: list[Fault] = [
     *group(
         "dpdist/data/scenes.py",
@@ -94,6 +99,29 @@ FAULTS: list[Fault] = [
         ),
     ),
     *group(
+        "cluster/objectstore.py",
+        f"{ARCHIVE}::test_addresses_that_cannot_be_used_are_explained",
+        ('if "@" in parts.netloc or set(parse_qs(parts.query)) - _OPTIONS:', "if False:",
+         "credentials in an address are stored"),
+    ),
+    *group(
+        "cluster/objectstore.py",
+        f"{ARCHIVE}::test_an_object_that_cannot_be_written_whole_leaves_the_one_before",
+        ('f"{target}.{secrets.token_hex(4)}" if self._local else target', "target",
+         "objects on a file system are written in place"),
+    ),
+    *group(
+        "cluster/objectstore.py",
+        f"{ARCHIVE}::test_an_object_is_written_no_further_than_its_manifest_says",
+        ("        if len(raw) > most:\n", "        if False:\n", "an object beyond its limit is read"),
+    ),
+    *group(
+        "cluster/objectstore.py",
+        OPEN,
+        ('        if parts.scheme != "s3":\n', "        if True:\n", "an open bucket is not noticed"),
+        ("anonymous=True, **options", "**options", "whether a stranger may read is tried as its owner"),
+    ),
+    *group(
         "dpdist/runs/archive/layout.py",
         "test_archive test_archive_names",
         (
@@ -124,10 +152,33 @@ FAULTS: list[Fault] = [
         ('if rivals != [about["claim"]]:', "if False:", "two may restore at once"),
     ),
     *group(
+        "dpdist/runs/archive/reading.py",
+        CHARGED,
+        ("        _, manifest = newest(store)  #", "        pass  #",
+         "leave that was given until a run was taken over is forgotten"),
+        ("known = ledger.steps_of(permit.epoch)", "known = set(ledger.releases)",
+         "steps that other attempts released are not charged again"),
+        ("range(permit.step, permit.steps)", "range(permit.step + 1, permit.steps)",
+         "the first step with leave is free"),
+        ("range(permit.step, permit.steps)", "range(permit.step, permit.steps - 1)",
+         "the last step with leave is free"),
+        ('number = max(number, *(number_of(claim) for claim in store.names("claims"))) + 1',
+         "number = number + 1", "a claim without an upload ends an archive"),
+    ),
+    *group(
+        "dpdist/runs/archive/layout.py",
+        CHARGED,
+        ("            continue  # its owner", "            break  # its owner",
+         "a claim without an upload hides the manifests before it"),
+    ),
+    *group(
         "dpdist/runs/archive/writing.py",
         "test_archive",
         ("raw[: raw.rfind(b\"\\n\") + 1]", "raw", "a torn line of the ledger is archived"),
         ("            and not path.is_symlink()\n", "", "links in private/ are followed"),
+        ("            if not top.is_symlink()  #", "            if True  #",
+         "links to folders in private/ are followed"),
+        ('            and not path.name.startswith(".")\n', "", "files that are being written are archived"),
         ("read_permit(self.folder.permit_asked) if self.private else None\n        first",
          "read_permit(self.folder.permit) if self.private else None\n        first",
          "the manifest holds the granted permit"),
@@ -159,5 +210,21 @@ FAULTS: list[Fault] = [
             "a body has no end",
         ),
         ("self._waiting -= 1", "pass", "a place is never given back"),
+    ),
+    *group(
+        "dpdist/serving/gate.py",
+        UNDER_WAY,
+        ("if self._waiting >= limits.waiting:", "if self._waiting > limits.waiting:",
+         "one request more than may be is under way"),
+    ),
+    *group(
+        "dpdist/serving/gate.py",
+        "test_serving",
+        ("        self._tokens -= 1\n", "", "requests use up no rate"),
+        ("asyncio.timeout(min(self._limits.seconds, _BODY_SECONDS))", "asyncio.timeout(None)",
+         "a body that never comes holds a place"),
+        ("asyncio.timeout(min(self._limits.seconds, _BODY_SECONDS))",
+         "asyncio.timeout(self._limits.seconds)", "a body may take as long as an answer"),
+        ("            as_input(image, self._shape)\n", "", "numbers of any range and shape are asked"),
     ),
 ]  # fmt: skip

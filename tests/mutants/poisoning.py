@@ -48,6 +48,9 @@ FAULTS: list[Fault] = [
         ("removed = np.arange(changes + 1)", "removed = np.arange(changes, changes + 1)", "all changes are removals"),
         ("removed = np.arange(changes + 1)", "removed = np.arange(1)", "all changes are insertions"),
         ("found = 1 - share[left] / _UP", "found = 0", "removed records are drawn no more, and nothing lost"),
+        ("if self._records - changes < self._size:  #", "if False:  #", "bags are larger than what is left"),
+        ("if self._records - changes < self._size:  #", "if self._records - changes <= self._size:  #",
+         "nothing is drawn where one bag is left"),
         ("argsort(words(key, 0, records), kind=\"stable\")", "arange(records)", "every bag has the same records"),
     ),
     *group(
@@ -74,6 +77,15 @@ FAULTS: list[Fault] = [
         ('            (recipe.planted is not None, "audit.kind: canaries plants records in this training"),\n', "",
          "planted records vote"),
         ('                "seed_given": self.seed is not None,\n', "", "a given seed is not told apart from a secret one"),
+        ("            (recipe.method.withheld is not None, recipe.method.withheld),\n", "",
+         "models that never leave vote"),
+        ('            (recipe.tune is not None, "a private search is no single training"),\n', "",
+         "one training of a search votes for all"),
+    ),
+    *group(
+        "dpdist/poisoning/voting.py",
+        "poisoning/test_poisoning::test_votes_of_a_given_seed_are_told_apart",
+        ('                "sigma": self.sigma,\n', "", "votes under another noise go on in one table"),
     ),
     *group(
         "dpdist/privacy/poisoning.py", "privacy/test_poisoned poisoning/test_poisoning",

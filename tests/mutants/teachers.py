@@ -95,6 +95,24 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/methods/private_prediction.py",
+        f"{ANSWERS}::test_what_does_not_go_with_it_is_refused",
+        (
+            '            "audit": recipe.audit is not None,\n',
+            "",
+            "models that never leave are audited",
+        ),
+    ),
+    *group(
+        "dpdist/methods/private_prediction.py",
+        f"{ANSWERS}::test_its_settings_are_not_searched_for",
+        (
+            '            "tune": recipe.tune is not None,\n',
+            "",
+            "answers that epsilon pays for are searched with",
+        ),
+    ),
+    *group(
+        "dpdist/methods/private_prediction.py",
         ANSWERS,
         (
             "phase.noise_multiplier * 2 * self.logit_bound / teachers",

@@ -382,6 +382,9 @@ FAULTS: list[Fault] = [
          "superseded releases may be cut off"),
         ("if ledger.plan_fingerprint != plan.fingerprint():", "if False:",
          "a ledger of another plan is taken"),
+        ("if made.steps > plan.steps:", "if False:", "a model of any number of steps is looked up"),
+        ("    if folder.trained.exists():\n        _check_finished(folder, plan)\n", "",
+         "a finished training has fewer steps than its plan"),
     ),
     *group(
         "dpdist/training/provenance.py",

@@ -35,7 +35,7 @@ def kept(p: float, common: int, removed: int, inserted: int, size: int) -> float
 def test_what_is_needed_is_the_worst_over_all_changes(target: float) -> None:
     records, size = 7, 2
     found = Bagged(records, size)
-    for changes in range(5):
+    for changes in range(7):  # after 5 one bag is left to be drawn, after 6 none
         needed = found.needed(changes, target)
         splits = [(a, changes - a) for a in range(changes + 1)]
 
@@ -59,6 +59,8 @@ def test_few_records_of_many_withstand_many_changes() -> None:
     assert found.changes(0.9) < found.changes(0.99) < found.changes(1.0)
     assert found.changes(0.99, 0.8) < found.changes(0.99, 0.6)
     assert Bagged(20, 20).changes(1.0) == 0  # a removed record leaves none to draw
+    with np.errstate(divide="raise", invalid="raise"):  # nor does looking for one
+        assert Bagged(20, 15).needed(6) == Bagged(20, 15).needed(21) == math.inf
 
 
 def test_large_bags_of_many_records() -> None:

@@ -379,11 +379,14 @@ def test_teachers_cannot_vote_themselves() -> None:
         Poisoning().training(recipe, 1100)
     plain, _ = Poisoning(partitions=True).training(recipe, 1100)
     assert plain.privacy.noise_multiplier == 0
-    audited = load(find("digits-dpal-audited"))
-    assert audited.planted is not None
-    for how in (Poisoning(), Poisoning(partitions=True), Poisoning(bag=10)):
-        with pytest.raises(UserError, match="canaries plants records in this training"):
-            how.training(audited, 1100)
+    for name, why in (
+        ("digits-dpal-audited", "canaries plants records in this training"),
+        ("digits-private-prediction", "never leave"),
+        ("digits", "a private search is no single training"),
+    ):
+        for how in (Poisoning(), Poisoning(partitions=True), Poisoning(bag=10)):
+            with pytest.raises(UserError, match=why):
+                how.training(load(find(name)), 1100)
 
 
 def test_votes_of_a_given_seed_are_told_apart(tmp_path: Path) -> None:
@@ -397,6 +400,12 @@ def test_votes_of_a_given_seed_are_told_apart(tmp_path: Path) -> None:
     given, secret = (Poisoning(2, seed=s).work(subject).identity() for s in (SEED, None))
     assert given["settings"].pop("seed_given") and not secret["settings"].pop("seed_given")
     assert given == secret and SEED not in json.dumps(given)
+    others: tuple[dict[str, Any], ...] = (
+        {"models": 3}, {"sigma": 0.5}, {"sigma": 0.5 + 1e-9}, {"partitions": True}, {"bag": 20},
+        {"start": 1}, {"every": 2}, {"max_inputs": 3},
+    )  # fmt: skip
+    jobs = [Poisoning(**{"models": 2, **other}).work(subject).identity() for other in others]
+    assert len({json.dumps(job, sort_keys=True) for job in (secret, *jobs)}) == 1 + len(others)
 
 
 def test_public_records_are_trusted() -> None:

@@ -248,6 +248,23 @@ def test_a_step_that_the_plan_has_not(run):
     refused(recipe, folder, "holds steps that")
 
 
+@pytest.mark.parametrize(
+    ("steps", "why"), [(STEPS + 1, "has more steps than"), (STEPS - 1, "has other steps than")]
+)
+def test_a_training_of_other_steps_than_the_plan(run, steps, why):
+    """What would be missed in a ledger is not even listed for more: that may be very many steps."""
+    recipe, folder = run
+    folder.trained.write_text(json.dumps(json.loads(folder.trained.read_text()) | {"steps": steps}))
+    refused(recipe, folder, why)
+
+
+def test_a_checkpoint_beyond_the_plan(run):
+    recipe, folder = run
+    done = complete_checkpoints(folder.checkpoints)[-1] / "done.json"
+    done.write_text(json.dumps(json.loads(done.read_text()) | {"step": STEPS + 1}))
+    refused(recipe, folder, "has more steps than")
+
+
 def test_another_plan_beside_the_ledger(run):
     recipe, folder = run
     plan = json.loads(folder.plan.read_text())

@@ -232,6 +232,7 @@ class Archive:
         private = sorted(
             path
             for top in kept
+            if not top.is_symlink()  # a link to a folder leads out of the run as well
             for path in (top.rglob("*") if top.is_dir() else [top])
             if path.is_file()
             and not path.is_symlink()
