@@ -49,16 +49,21 @@ def command(
     output = output or Path(f"{folder.resolve().name}.yaml")
     if output.exists():  # before pictures are written for nothing
         raise UserError(f"{output}: exists already; name another --output")
-    if has_pictures(folder):
-        for path in write_pictures(folder):
-            typer.echo(f"wrote {path}")
-    found = look(folder)
-    write_atomic(output, recipe_text(found, name or output.stem))
+    written: list[Path] = []
     try:
+        if has_pictures(folder):
+            for path in write_pictures(folder):
+                written.append(path)
+        found = look(folder)
+        write_atomic(output, recipe_text(found, name or output.stem))
+        written.append(output)
         load(output)
-    except UserError:
-        output.unlink()  # the next attempt would find it there
+    except BaseException:  # the next attempt would find them there
+        for path in written:
+            path.unlink(missing_ok=True)
         raise
+    for path in written[:-1]:
+        typer.echo(f"wrote {path}")
     typer.echo(f"wrote {output}: {in_a_line(found)}")
     typer.echo(f"next: dpdist data check {output}; dpdist run {output} --dry-run")
 

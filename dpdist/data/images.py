@@ -9,6 +9,8 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 from PIL.TiffImagePlugin import PHOTOMETRIC_INTERPRETATION, TiffImageFile
 
+from dpdist.base.reading import reason
+
 FORMATS = ("PNG", "JPEG", "BMP", "GIF", "TIFF", "WEBP")
 
 
@@ -16,25 +18,36 @@ class Inexact(ValueError):
     """A picture whose pixels would not be what was stored."""
 
 
+class Unreadable(ValueError):
+    """Bytes that are no picture, or one of more pixels than are decoded."""
+
+
 def decode(raw: bytes, size: tuple[int, int] | None = None) -> np.ndarray:
     """Pixels (C, H, W), C = 1 for grey and 3 for colour. size: the only (H, W) that is decoded;
-    another one raises ValueError before its pixels take room.
+    another one raises Unreadable before its pixels take room.
 
     uint8 for at most 8 bits (by their range; palettes are looked up), float32 in [0, 1] for grey
     pictures of 16 bits (v / 65535) and of floats. An alpha channel goes when it says opaque
     everywhere. An EXIF orientation is not applied: pixels lie as they are stored. Raises Inexact
     for what would lose something (transparency, several frames, colours of 16 bits, CMYK and other
-    colour spaces, floats outside [0, 1]); OSError, SyntaxError, ValueError or
-    Image.DecompressionBombError for bytes that are no picture of these formats.
+    colour spaces, floats outside [0, 1]); Unreadable for bytes that are no picture of these
+    formats.
     """
     try:
-        opened = Image.open(io.BytesIO(raw), formats=FORMATS)
+        return _decode(raw, size)
+    except (Inexact, Unreadable):
+        raise
     except UnidentifiedImageError:  # whose words are an address in this process's memory
-        raise OSError(f"no picture in {', '.join(FORMATS)}") from None
-    with opened as picture:
+        raise Unreadable(f"no picture in {', '.join(FORMATS)}") from None
+    except Exception as error:  # decoders raise whatever a damaged picture leads them to
+        raise Unreadable(reason(error)) from error
+
+
+def _decode(raw: bytes, size: tuple[int, int] | None) -> np.ndarray:
+    with Image.open(io.BytesIO(raw), formats=FORMATS) as picture:
         found = (picture.height, picture.width)
         if size not in (None, found):
-            raise ValueError(f"{found[0]} x {found[1]} pixels, not those of the model")
+            raise Unreadable(f"{found[0]} x {found[1]} pixels, not those of the model")
         frames = getattr(picture, "n_frames", 1)
         if frames != 1:
             raise Inexact(f"it has {frames} frames; store the one that is meant")

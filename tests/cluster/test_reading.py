@@ -147,7 +147,7 @@ def test_a_column_that_is_there_twice(tmp_path):
     with pytest.raises(UserError, match="'i' is there twice"):
         read_table(tmp_path / "t.parquet", {"i": (int, None)})
     (tmp_path / "t.parquet").write_bytes((tmp_path / "t.parquet").read_bytes()[:-20])
-    with pytest.raises(UserError, match="not a readable Parquet table"):
+    with pytest.raises(UserError, match="not a readable Parquet file"):
         read_table(tmp_path / "t.parquet", {"i": (int, None)})
 
 
