@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import stat
+import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,8 +16,10 @@ from pathlib import Path
 import pytest
 import ray
 
+from dpdist.base.errors import Interrupted
 from dpdist.cluster import session as module
 from dpdist.cluster.session import Session, _LogFile, connect
+from dpdist.pipeline import session
 
 pytestmark = pytest.mark.whole
 
@@ -155,3 +158,20 @@ def test_the_folder_of_a_killed_session_goes_with_the_next_start(no_ray, monkeyp
         (held / "ray").rmdir()
         (held / "session.lock").unlink()
         held.rmdir()
+
+
+def test_sigterm_while_ray_starts_is_as_later(no_ray, monkeypatch):
+    """Ray's own handler, which it sets then, exits with code 15 and no word."""
+
+    def starts(**_: object) -> None:
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(number))
+        signal.raise_signal(signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    monkeypatch.setattr(ray, "init", starts)
+    try:
+        with pytest.raises(Interrupted, match="the same command continues"), session(None):
+            pass
+        assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
