@@ -86,7 +86,9 @@ def _trained(
     """
     folder = RunFolder(runs / recipe.name)
     # Complaints come before anything is written, the archive is claimed and Ray started.
-    work = _checked(recipe, folder, where, search=search, only_resume=only_resume).begin()
+    checked = _checked(recipe, folder, where, search=search, only_resume=only_resume)
+    Archive.check_writable(folder, recipe.resources.archive)
+    work = checked.begin()
     begin_archive(recipe, folder)
     with session(folder, recipe.resources.cpus) as ray_session:
         if isinstance(work, Search):

@@ -115,7 +115,7 @@ def command(
     model: on the table in --output, or on all tables of the run.
     """
     from dpdist.bulk.evaluation import refuse_decisions
-    from dpdist.runs.archive import open_anywhere
+    from dpdist.runs.archive import Archive, open_anywhere
 
     release = release_at(run, trust_factory, signer)
     given = {
@@ -133,6 +133,7 @@ def command(
         _show(release.name, [path], [], as_json)
         return
     folder = open_anywhere(run, runs)
+    Archive.check_key(folder)
     refuse_decisions(folder, output)
     measured: list[tuple[str, str]] = []
     if at is not None:
