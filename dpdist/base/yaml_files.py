@@ -6,6 +6,7 @@ themselves or grow beyond reason, explicit tags, endless nesting, and control ch
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +18,26 @@ from dpdist.base.reading import read_text, reason, shown
 MOST_BYTES = 128 * 2**10
 _DEPTH = 50
 _DIGITS = 100
+_OTHER_BASE = re.compile(r"[-+]?(0[0-7_]+|[^.]*:.*)")
 _NODES = 20_000  # with every alias written out
 
 
-def read_yaml(path: str | Path) -> list[Any]:
+def read_yaml(path: str | Path, *, decimal: bool = False) -> list[Any]:
     """The documents of a YAML file, as plain dicts, lists, strings, numbers, booleans and None.
+
+    decimal: refuse 010 and 1:30, which YAML reads as 8 and 90 and nobody else does.
 
     Raises dpdist.base.reading.NoSuchFile when there is none, UserError for what is refused above,
     for more than 128 KiB and for what is no YAML.
     """
-    return parse_yaml(read_text(path, MOST_BYTES), str(path))
+    return parse_yaml(read_text(path, MOST_BYTES), str(path), decimal=decimal)
 
 
-def parse_yaml(text: str, where: str) -> list[Any]:
+def parse_yaml(text: str, where: str, *, decimal: bool = False) -> list[Any]:
     """`read_yaml` of text that came otherwise; `where` begins the complaints."""
     loader = None
     try:
-        loader = _Loader(text)
+        loader = _Loader(text, decimal)
         documents = []
         while loader.check_data():
             documents.append(loader.get_data())
@@ -50,8 +54,9 @@ def parse_yaml(text: str, where: str) -> list[Any]:
 class _Loader(yaml.SafeLoader):
     """SafeLoader, without dates (they stay text), that refuses what the module says."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, decimal: bool) -> None:
         super().__init__(text)
+        self._decimal = decimal
         self._open = 0
         self._size: dict[int, int] = {}  # of each finished node, aliases written out
         self._height: dict[int, int] = {}
@@ -86,7 +91,7 @@ class _Loader(yaml.SafeLoader):
             inner = [part for pair in node.value for part in pair]
             self._check_keys(node)
         else:
-            _check_scalar(node)
+            _check_scalar(node, self._decimal)
         self._size[id(node)] = 1 + sum(self._size[id(part)] for part in inner)
         self._height[id(node)] = 1 + max((self._height[id(part)] for part in inner), default=0)
 
@@ -104,10 +109,16 @@ class _Loader(yaml.SafeLoader):
             seen[name] = line
 
 
-def _check_scalar(node: yaml.ScalarNode) -> None:
+def _check_scalar(node: yaml.ScalarNode, decimal: bool) -> None:
     line = node.start_mark.line + 1
-    if node.tag.endswith((":int", ":float")) and len(node.value) > _DIGITS:
+    number = node.tag.endswith((":int", ":float"))
+    if number and len(node.value) > _DIGITS:
         raise UserError(f"line {line}: a number of {len(node.value):,} characters")
+    if decimal and number and _OTHER_BASE.fullmatch(node.value):
+        raise UserError(
+            f"line {line}: {node.value}: must be a decimal number, without a zero before it or a "
+            "colon (YAML reads these in base 8 and 60); put text in quotes"
+        )
     if any("\ud800" <= letter <= "\udfff" or letter == "\0" for letter in node.value):
         raise UserError(f"line {line}: {shown(node.value)} is no text")
 

@@ -83,7 +83,7 @@ def load(path: Path, changes: Mapping[str, Any] | None = None) -> Recipe:
     got ...".
     """
     try:
-        documents = read_yaml(path)
+        documents = read_yaml(path, decimal=True)
     except NoSuchFile:
         raise UserError(f"{path}: no such recipe file") from None
     if len(documents) > 1:
@@ -136,7 +136,7 @@ def read_changes(given: Sequence[str] | None) -> dict[str, Any]:
             )
         if key in changes:
             raise UserError(f"--set {key}: is given twice; keep one")
-        documents = parse_yaml(text, f"--set {key}")
+        documents = parse_yaml(text, f"--set {key}", decimal=True)
         if len(documents) > 1:
             raise UserError(f"--set {key}: give one value, got {shown(text)}")
         changes[key] = documents[0] if documents else None
