@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import re
+import struct
+import zlib
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
@@ -11,6 +13,12 @@ from PIL.TiffImagePlugin import PHOTOMETRIC_INTERPRETATION, TiffImageFile
 
 from dpdist.base.reading import reason
 
+_PNG = b"\x89PNG\r\n\x1a\n"
+# First column and row of each pass of an interlaced PNG, and the steps between them.
+_ADAM7 = (
+    (0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2),
+    (0, 1, 1, 2),
+)  # fmt: skip
 FORMATS = ("PNG", "JPEG", "BMP", "GIF", "TIFF", "WEBP")
 
 
@@ -52,9 +60,35 @@ def _decode(raw: bytes, size: tuple[int, int] | None) -> np.ndarray:
         if frames != 1:
             raise Inexact(f"it has {frames} frames; store the one that is meant")
         stored = _stored_as(picture)
+        if picture.format == "PNG":
+            _check_png(raw)
         picture.load()
         pixels = _pixels(picture, stored)
     return pixels[None] if pixels.ndim == 2 else np.moveaxis(pixels, -1, 0)
+
+
+def _check_png(raw: bytes) -> None:
+    """Raise Unreadable for a PNG that holds fewer rows than it says: they would be black."""
+    at, found, wanted = len(_PNG), 0, 0
+    stream = zlib.decompressobj()
+    while at + 8 <= len(raw):
+        length, kind = struct.unpack(">I4s", raw[at : at + 8])
+        content = raw[at + 8 : at + 8 + length]
+        if kind == b"IHDR":
+            wanted = _png_bytes(*struct.unpack(">IIBBxxB", content))
+        elif kind == b"IDAT" and found < wanted:
+            found += len(stream.decompress(content, wanted - found))
+        at += 12 + length
+    if found < wanted:
+        raise Unreadable(f"it is cut: {found:,} bytes of pixels are there, {wanted:,} belong to it")
+
+
+def _png_bytes(width: int, height: int, depth: int, colour: int, interlaced: int) -> int:
+    """Return the bytes of all rows of a PNG before compression, each with its filter's byte."""
+    bits = depth * {2: 3, 4: 2, 6: 4}.get(colour, 1)
+    passes = _ADAM7 if interlaced else ((0, 0, 1, 1),)
+    sizes = [(-((x - width) // dx), -((y - height) // dy)) for x, y, dx, dy in passes]
+    return sum(rows * (1 + (bits * columns + 7) // 8) for columns, rows in sizes if columns)
 
 
 def _stored_as(picture: Image.Image) -> str:

@@ -241,7 +241,8 @@ class _Arrays:
     def _allocate(self, name: str, kind: Any, shape: tuple[int, ...]) -> np.ndarray:
         """Raise UserError for what no file holds: a footer may count anything."""
         try:
-            return np.lib.format.open_memmap(self._out / name, "w+", kind, shape)
+            with np.errstate(over="ignore"):
+                return np.lib.format.open_memmap(self._out / name, "w+", kind, shape)
         except (OSError, ValueError, OverflowError, MemoryError) as error:
             if no_room(error):
                 raise

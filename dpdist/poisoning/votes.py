@@ -74,7 +74,7 @@ def read_votes(path: Path) -> Votes:
     if not (regular and named) or len(np.unique(index[:inputs])) < inputs:
         raise UserError(f"{path}: damaged: not one vote of every model on every input")
     asked = about["settings"]
-    if asked["models"] != models or asked["inputs"] != _ends(index[:inputs], asked["inputs"]):
+    if asked["models"] != models or not _is_range(asked["inputs"], index[:inputs]):
         raise UserError(
             f"{path}: damaged: {models:,} models vote on {inputs:,} inputs, its settings say "
             f"{asked['models']:,} on the inputs {shown(asked['inputs'])}"
@@ -82,8 +82,8 @@ def read_votes(path: Path) -> Votes:
     return Votes(about, index[:inputs], label[:inputs], vote.reshape(models, inputs))
 
 
-def _ends(index: NDArray[np.int64], stated: list[Any]) -> list[Any]:
-    """Return `stated` where it is the range of these inputs, else what is never stated."""
-    numbers = [value for value in stated if type(value) is int and abs(value) < 2**31]
-    same = len(numbers) == len(stated) == 3 and numbers[2] > 0
-    return stated if same and np.array_equal(index, np.arange(*numbers)) else []
+def _is_range(stated: list[Any], index: NDArray[np.int64]) -> bool:
+    """Whether start, stop and step, as settings state them, are those of these inputs."""
+    if len(stated) != 3 or not all(type(end) is int and abs(end) < 2**31 for end in stated):
+        return False
+    return stated[2] > 0 and np.array_equal(index, np.arange(*stated))

@@ -643,6 +643,7 @@ def write_votes(path: Path, settings: Any = None, **columns: Any) -> Path:
     [
         ({}, {}), ([], {}), (ASKED | {"models": 2}, {}), (ASKED | {"models": "3"}, {}),
         (ASKED | {"inputs": [0, 10, 0]}, {}), (ASKED | {"inputs": ["a"]}, {}),
+        (ASKED | {"inputs": []}, {}),
         (ASKED | {"inputs": [0, 2**62, 1]}, {}), (ASKED | {"inputs": [0, 10, 4]}, {}),
         (ASKED | {"sigma": "x"}, {}), (ASKED | {"bag": "x"}, {}), (ASKED | {"bag": None}, {}),
         (None, {"model": [0] * 6}), (None, {"model": [2**62] * 6}), (None, {"vote": [2**62] * 6}),
