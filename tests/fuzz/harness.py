@@ -14,9 +14,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from random import Random
 from typing import Any
-
-from hypothesis import HealthCheck, Phase, seed, settings
 
 from dpdist import pipeline
 from dpdist.base.errors import ClusterError, UserError
@@ -172,10 +171,15 @@ def without_ray(patch: Any) -> None:
     patch.setattr(pipeline, "session", no_ray)
 
 
-def cases(count: int) -> Callable[[Callable[..., Any]], Any]:
-    """Decorate a test that is called with so many generated cases, the same for the same SEED."""
-    chosen = settings(
-        max_examples=count, deadline=None, database=None, phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )  # fmt: skip
-    return lambda test: seed(SEED)(chosen(test))
+def cases(count: int, *drawn: Callable[[Random], Any]) -> Callable[[Callable[..., Any]], Any]:
+    """Decorate a test that is called with so many generated cases, each with its own generator."""
+
+    def decorate(test: Callable[..., Any]) -> Callable[[], None]:
+        def run() -> None:
+            for number in range(count):
+                random = Random(f"{SEED}/{test.__qualname__}/{number}")
+                test(*(each(random) for each in drawn))
+
+        return run
+
+    return decorate

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from hypothesis import strategies as st
+import draws as st
 
 BASE: dict[str, Any] = {
     "name": "x",
@@ -76,7 +76,7 @@ def put(raw: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
     raw[path[-1]] = value
 
 
-# --- damage to a file: each takes the path and a chooser (hypothesis' draw)
+# --- damage to a file: each takes the path and a chooser (a case's draw)
 
 Draw = Callable[[Any], Any]
 

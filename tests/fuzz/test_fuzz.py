@@ -1,8 +1,8 @@
 """Input that nobody should send, generated: no traceback, no hang, nothing half-written.
 
-Hypothesis draws the cases (the same ones for the same DPDIST_FUZZ_SEED). All faults of a family are
-shown, not the first. In one process, up to where Ray would start; a few go through the console
-script as well. What is invalid by construction, and must be refused, is in test_fuzz_invalid.py.
+The same cases for the same DPDIST_FUZZ_SEED. All faults of a family are shown, not the first. In
+one process, up to where Ray would start; a few go through the console script as well. What is
+invalid by construction, and must be refused, is in test_fuzz_invalid.py.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from hypothesis import given
-from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parent))
+import draws as st
 from harness import cases
 from hostile import BASE, TEXTS, VALUES, damage, options, put, restored, values
 
@@ -42,8 +41,7 @@ TUNED = {
 def test_recipes(fuzz, tmp_path):
     """Every field of the schema with values of every kind, one to three at once."""
 
-    @cases(500)
-    @given(st.data())
+    @cases(500, st.data())
     def one(data):
         draw, raw = data.draw, copy.deepcopy(BASE)
         place = tmp_path / str(fuzz.cases)
@@ -85,8 +83,7 @@ def test_yaml_texts(fuzz, tmp_path):
               "a: 0o777\n", "=: =\n", "a: 1:1:1\n", "a: .inf\n", "null: 1\n", "x: !x y\n",
               ]  # fmt: skip
 
-    @cases(120)
-    @given(st.lists(st.one_of(st.sampled_from(pieces), st.text(max_size=5)), max_size=3),
+    @cases(120, st.lists(st.one_of(st.sampled_from(pieces), st.text(max_size=5)), max_size=3),
            st.integers(0, len(good)), st.booleans(), st.booleans())  # fmt: skip
     def one(parts, at, keep, of_cluster):
         text = good[:at] + "".join(parts) + (good[at:] if keep else "")
@@ -141,8 +138,7 @@ def test_options(fuzz, tmp_path, finished):
     np.save(tmp_path / "i.npy", np.zeros((1, 8, 8), np.float32))
     places = [(command, name) for command, given in OPTIONS.items() for name in given]
 
-    @cases(150)
-    @given(st.sampled_from(places), st.sampled_from(ARGUMENTS))
+    @cases(150, st.sampled_from(places), st.sampled_from(ARGUMENTS))
     def one(place, value):
         command, name = place
         given = {**OPTIONS[command], name: value}
@@ -179,8 +175,7 @@ def test_run_folders(fuzz, tmp_path, finished):
     shutil.copytree(finished.parent, whole)
     names = sorted(str(path.relative_to(whole)) for path in whole.rglob("*") if path.is_file())
 
-    @cases(150)
-    @given(st.data())
+    @cases(150, st.data())
     def one(data):
         name = data.draw(st.sampled_from(names))
         command = data.draw(st.sampled_from(READERS))
@@ -209,11 +204,9 @@ def test_data_sets(fuzz, tmp_path):
     names = st.sampled_from(["x", "y", "label", ""])
     named = st.tuples(st.sampled_from(["image", "label", "x", "y", "", "label"]), column)
 
-    @cases(150)
-    @given(st.lists(named, max_size=4), st.lists(names, max_size=3), st.data())
+    @cases(150, st.lists(named, max_size=4), st.lists(names, max_size=3), st.data())
     def one(columns, features, data):
         place = tmp_path / str(fuzz.cases)
-        shutil.rmtree(place, ignore_errors=True)  # of a case whose drawing was given up
         (place / "root" / "d").mkdir(parents=True, exist_ok=True)
         for split in ("train", "test"):
             path = place / "root" / "d" / f"{split}.parquet"
@@ -252,8 +245,7 @@ def test_archives(fuzz, tmp_path, finished):
     shutil.copytree(store, whole)
     (tmp_path / "here").mkdir()
 
-    @cases(120)
-    @given(st.data())
+    @cases(120, st.data())
     def one(data):
         draw = data.draw
         restored(whole, store)

@@ -20,11 +20,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from hypothesis import given
-from hypothesis import strategies as st
 from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).parent))
+import draws as st
 from harness import Fuzz, cases, listing
 from hostile import BASE, damage, put, restored, values
 from support.here import without_ray as executed_here
@@ -67,8 +66,7 @@ def test_recipes(fuzz, tmp_path):
     """One number is none, one key is unknown or given twice, or the file is none of its kind."""
     whole = yaml.safe_dump(BASE)
 
-    @cases(250)
-    @given(st.data())
+    @cases(250, st.data())
     def one(data):
         draw, raw = data.draw, copy.deepcopy(BASE)
         kind = draw(st.sampled_from(["number", "number", "number", "key", "twice", "bytes"]))
@@ -113,8 +111,7 @@ def test_command_lines(fuzz, tmp_path):
         if isinstance(value, int | float)
     ]
 
-    @cases(250)
-    @given(st.data())
+    @cases(250, st.data())
     def one(data):
         draw = data.draw
         command, name = draw(st.sampled_from(numeric))
@@ -205,12 +202,10 @@ def test_parquet(fuzz, tmp_path):
     raw = copy.deepcopy(BASE) | {"data": data, "model": {"name": "mlp"}}
     raw["training"]["batch_size"] = 2
 
-    @cases(200)
-    @given(st.data())
+    @cases(200, st.data())
     def one(data):
         draw, place = data.draw, tmp_path / str(fuzz.cases)
         folder = place / "root" / "d"
-        shutil.rmtree(place, ignore_errors=True)  # of a case whose drawing was given up
         folder.mkdir(parents=True, exist_ok=True)
         (place / "x.yaml").write_text(yaml.safe_dump(raw))
         wrong = draw(st.sampled_from(["train", "test"]))
@@ -235,12 +230,10 @@ def test_parquet(fuzz, tmp_path):
 def test_texts(fuzz, tmp_path):
     """Texts that are not UTF-8, missing or no texts, and lists of words that are none."""
 
-    @cases(80)
-    @given(st.data())
+    @cases(80, st.data())
     def one(data):
         draw, place = data.draw, tmp_path / str(fuzz.cases)
         folder = place / "root" / "d"
-        shutil.rmtree(place, ignore_errors=True)  # of a case whose drawing was given up
         folder.mkdir(parents=True, exist_ok=True)
         text: dict[str, Any] = {"length": draw(st.integers(3, 9))}
         raw = copy.deepcopy(BASE) | {
@@ -328,8 +321,7 @@ def test_pictures(tmp_path):
     """Bytes that decoders cannot read, or not exactly."""
     fuzz = Fuzz()
 
-    @cases(300)
-    @given(st.data())
+    @cases(300, st.data())
     def one(data):
         raw, invalid = no_picture(data.draw)
         fuzz.read(raw[:80], lambda: decode(raw), invalid=invalid, errors=(ValueError,))
@@ -358,8 +350,7 @@ def test_http_bodies():
         if reply.status != 200:
             raise UserError(json.loads(reply.content)["error"])
 
-    @cases(300)
-    @given(st.data())
+    @cases(300, st.data())
     def one(data):
         draw, method, path, headers = data.draw, "POST", "/predict", {}
         kind = draw(st.sampled_from(["picture", "json", "json text", "header", "path"]))
@@ -408,8 +399,7 @@ def test_private_tables(tmp_path, kind):
     how many there are of what is refused."""
     fuzz, path = Fuzz(), tmp_path / "t.parquet"
 
-    @cases(120)
-    @given(st.data())
+    @cases(120, st.data())
     def one(data):
         draw = data.draw
         module, read, about, rows = kind(draw)
@@ -467,8 +457,7 @@ def test_certificates(released, tmp_path):
     about = bulk.about_table(table, certificates.KEY)
     names = ["radius", "p_lower", "k", "n", "label", "prediction", "index", "alpha", "sigma"]
 
-    @cases(120)
-    @given(st.data())
+    @cases(120, st.data())
     def one(data):
         draw, rows = data.draw, table.to_pylist()
         row, name = draw(st.sampled_from(rows)), draw(st.sampled_from(names))
@@ -494,8 +483,7 @@ def test_releases(released, tmp_path):
     def read() -> None:
         verify(load_release(place))
 
-    @cases(120)
-    @given(st.data())
+    @cases(120, st.data())
     def one(data):
         restored(whole, place)
         name = data.draw(st.sampled_from(names))
@@ -551,8 +539,7 @@ def test_journals(finished, tmp_path, kind):
     journal = next(whole.glob("*.jsonl"))
     anchor = next(path for path in whole.iterdir() if path.suffix == ".anchor")
 
-    @cases(120)
-    @given(st.data())
+    @cases(120, st.data())
     def one(data):
         restored(whole, place)
         name = data.draw(st.sampled_from([journal.name, journal.name, anchor.name]))
@@ -582,8 +569,7 @@ def test_archives(finished, tmp_path):
     shutil.copytree(store, whole)
     here.mkdir()
 
-    @cases(80)
-    @given(st.data())
+    @cases(80, st.data())
     def one(data):
         restored(whole, store)
         files = sorted(path for path in store.rglob("*") if path.is_file())
