@@ -315,8 +315,8 @@ def test_the_command_prints_what_is_withstood_and_keeps_it_private(
 
 
 def test_mistakes_are_told_before_a_model_is_trained(run: Any, tmp_path: Path) -> None:
-    recipe_of(tmp_path)
-    (tmp_path / "runs/x/private").mkdir(parents=True)
+    begun(recipe_of(tmp_path), tmp_path)
+    before = sorted((tmp_path / "runs").rglob("*"))
     for asked, complaint in (
         (("--models", 6, "--select", 6), "--select"),
         (("--radii", "0.1"), "--sigma"),
@@ -335,12 +335,12 @@ def test_mistakes_are_told_before_a_model_is_trained(run: Any, tmp_path: Path) -
     ):
         done = run("poison", "x.yaml", *asked)
         assert done.code == 2 and complaint in done.err, (asked, done.err)
-        assert not [path for path in (tmp_path / "runs").rglob("*") if path.is_file()]
+        assert sorted((tmp_path / "runs").rglob("*")) == before
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(poisoning_voting, "MOST_VOTES", 1000)
         done = run("poison", "x.yaml", "--models", 50)
     assert done.code == 2 and "at most 1,000 votes are kept, got 50 models" in done.err
-    assert not [path for path in (tmp_path / "runs").rglob("*") if path.is_file()]
+    assert sorted((tmp_path / "runs").rglob("*")) == before
     free = recipe_of(tmp_path, privacy__noise_multiplier=0.0)
     assert free.privacy.noise_multiplier == 0
     done = run("poison", "x.yaml", "--name", "free")
