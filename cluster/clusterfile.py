@@ -21,7 +21,7 @@ def check_file(
     path: Path, dpdist_version: str, needs: Needs | None = None
 ) -> tuple[list[str], list[str]]:
     """(complaints, notes) about a cluster file. Raises UserError when it cannot be read."""
-    documents = [document for document in read_yaml(path) if document is not None]
+    documents = [document for document in read_yaml(path, other_bases=True) if document is not None]
     if not documents or not all(isinstance(document, dict) for document in documents):
         raise ClusterError(f"{path}: holds no mapping of keys to values")
     findings = Findings(dpdist_version, needs)

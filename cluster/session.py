@@ -198,8 +198,10 @@ def staged_artifacts() -> Path:
 
 
 def _start(address: str | None, options: dict[str, Any]) -> None:
-    """`ray.init`; a command that ends on SIGTERM in its own way keeps it: Ray's aborts, with a
-    stack trace."""
+    """Start Ray. A command that ends on SIGTERM in its own way keeps it, then and afterwards.
+
+    Ray's handlers exit without a word while it starts, and abort with a stack trace later.
+    """
     import ray
 
     ending = signal.getsignal(signal.SIGTERM)
@@ -208,9 +210,14 @@ def _start(address: str | None, options: dict[str, Any]) -> None:
     except Exception as error:  # Ray raises a bare Exception when its own start takes too long
         where = f"RAY_ADDRESS={address}" if address else "a new local session"
         raise ClusterError(f"no Ray cluster at {where}: {_first_line(error)}") from error
-    if callable(ending):
-        with contextlib.suppress(ValueError):  # a thread other than the first may not
-            signal.signal(signal.SIGTERM, ending)
+    except SystemExit:
+        if callable(ending):
+            ending(signal.SIGTERM, None)
+        raise
+    finally:
+        if callable(ending):
+            with contextlib.suppress(ValueError):  # a thread other than the first may not
+                signal.signal(signal.SIGTERM, ending)
 
 
 def _options(

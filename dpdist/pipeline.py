@@ -89,6 +89,7 @@ def _trained(
     folder = RunFolder(runs / recipe.name)
     # Complaints come before anything is written, the archive is claimed and Ray started.
     checked = _checked(recipe, folder, where, search=search, only_resume=only_resume)
+    Archive.check_writable(folder, recipe.resources.archive)
     if not folder.trained.exists():
         _require_gpus(recipe)
     work = checked.begin()

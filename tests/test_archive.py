@@ -21,6 +21,7 @@ import pytest
 import torch
 from support.training import interrupted
 
+from dpdist import pipeline
 from dpdist.base.errors import ClusterError, UserError
 from dpdist.cluster.objectstore import Missing, ObjectStore, check_url
 from dpdist.commands.cli import main
@@ -673,6 +674,50 @@ def test_a_short_key_of_archives_is_refused_before_anything(tmp_path, monkeypatc
         Archive.check_free(folder, f"file://{tmp_path}/store")
     assert not (tmp_path / "store").exists()
     Archive.check_free(folder, None)
+
+
+def test_a_run_does_not_begin_where_its_archive_cannot(tmp_path) -> None:
+    (tmp_path / "file").touch()
+    recipe, _ = make(tmp_path, archive=f"file://{tmp_path}/file/x")
+    with pytest.raises(ClusterError, match="nothing can be written there"):
+        pipeline.train_alone(recipe, runs=tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
+    _, folder = make(tmp_path)
+    Archive.check_writable(folder, f"file://{tmp_path}/store")
+    assert not list((tmp_path / "store").iterdir())
+
+
+def test_a_key_that_is_not_the_archive_s_is_refused_at_the_start(tmp_path, monkeypatch) -> None:
+    """Of a public archive, nothing is written before the run's end."""
+    url, (recipe, folder) = f"file://{tmp_path}/store", make(tmp_path)
+    folder.begin(recipe)
+    archive = Archive.begin(folder, url, False)
+    assert archive is not None
+    archive.update()
+    monkeypatch.setenv("DPDIST_ARCHIVE_KEY", "5b" * 32)
+    with pytest.raises(UserError, match="was written without a key"):
+        Archive.begin(folder, url, False)
+    assert folder.archive.exists()
+    monkeypatch.setenv("DPDIST_ARCHIVE_KEY", "short")
+    with pytest.raises(UserError, match="at least 32 characters"):
+        Archive.check_key(folder)
+
+
+@pytest.mark.parametrize("command", [["report", "run"], ["certify", "run"]])
+def test_commands_that_write_an_archive_check_its_key_first(
+    tmp_path, monkeypatch, capsys, command
+) -> None:
+    recipe, folder = make(tmp_path)
+    folder.begin(recipe)
+    assert Archive.begin(folder, f"file://{tmp_path}/store", False) is not None
+    monkeypatch.setattr(RunFolder, "require_trained", lambda folder: None)
+    monkeypatch.setenv("DPDIST_ARCHIVE_KEY", "short")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["dpdist", *command])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 2
+    assert "DPDIST_ARCHIVE_KEY: must have at least 32" in capsys.readouterr().err
 
 
 def kept_in(url: str) -> dict[str, Any]:

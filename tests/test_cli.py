@@ -353,3 +353,14 @@ def test_the_shell_completes_commands_recipes_and_runs(dpdist, tmp_path):
     assert {"digits", "digits-pate"} <= offered("run", "dig")
     assert offered("certify", "sm") == {"small"}
     assert "--show-completion" in dpdist("--help").stdout
+
+
+def test_an_interruption_outside_a_session_is_said_too(dpdist, tmp_path, monkeypatch):
+    """The checks before one take seconds for a large model."""
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("dpdist.runs.recipe.resolve", interrupted)
+    done = dpdist("run", recipe(tmp_path), "--dry-run")
+    assert (done.returncode, done.stderr) == (130, "dpdist: interrupted\n")

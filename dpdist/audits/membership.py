@@ -15,7 +15,7 @@ from dpdist.audits.bank import TABLE, BankScores, read_scores
 from dpdist.audits.games import GAMES, Game
 from dpdist.audits.target import refuse_planted, refuse_withheld
 from dpdist.base.errors import UserError
-from dpdist.base.fields import check_hex_key
+from dpdist.base.fields import MOST_MODELS, check_hex_key
 from dpdist.bulk.evaluation import Evaluation, Subject
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.runs.recipe import Recipe
@@ -50,6 +50,8 @@ class Membership(Evaluation):
     def __post_init__(self) -> None:
         if self.game not in GAMES:
             raise UserError(f"membership.game: must be one of {', '.join(GAMES)}, got {self.game}")
+        if self.models > MOST_MODELS:
+            raise UserError(f"--models: must be <= {MOST_MODELS:,}, got {self.models:,}")
         if self.models < 1 or self.population < 1 or min(self.passes, default=0) < 1:
             raise UserError("membership: models, passes and population must be at least 1")
         if self.seed is not None:

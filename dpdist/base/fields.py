@@ -26,6 +26,7 @@ from dpdist.base.reading import usable_path
 
 SMALLEST, LARGEST = 1e-9, 1e9  # of a positive number in a recipe or on the command line
 MOST = 1_000_000_000  # of whatever is counted
+MOST_MODELS = 10_000  # that one command trains: each is a training, and a folder
 MOST_STEPS = 1_000_000  # of a training: more take minutes to account, and weeks to run
 RESOURCES = (1e-4, 1024)  # CPUs or GPUs of one process: Ray counts in ten-thousandths
 NOISE = (1e-2, 1e4)  # of a noise multiplier above 0: beyond, no accountant's numbers are any good
@@ -116,6 +117,7 @@ Count = Annotated[int, Number, Field(ge=1, le=MOST)]
 CountOrZero = Annotated[int, Number, Field(ge=0, le=MOST)]
 Steps = Annotated[int, Number, Field(ge=1, le=MOST_STEPS)]
 Trials = Annotated[int, Number, Field(ge=1, le=10_000)]  # of a search, on average or at most
+Models = Annotated[int, Number, Field(ge=1, le=MOST_MODELS)]
 Processes = Annotated[int, Number, Field(ge=1, le=10_000)]  # training workers, Ray actors
 Seed = Annotated[int, Number, Field(ge=0, lt=2**63)]
 Positive = Annotated[float, Number, Field(gt=0), AfterValidator(_between(SMALLEST, LARGEST))]

@@ -39,6 +39,19 @@ def usable_path(path: str | Path) -> Path:
         raise UserError(f"{text}: there is no home folder of {user}; write the path out") from None
 
 
+def check_text_name(name: str | Path, context: str = "") -> None:
+    """Raise UserError for a name of bytes that are not UTF-8: Arrow, recipes and tables hold none.
+
+    Args:
+        name: a file's path, or any other name.
+        context: begins the complaint; the name itself by default.
+    """
+    try:
+        str(name).encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{context or name}: the name must be UTF-8 text; rename it") from None
+
+
 def is_file(path: Path) -> bool:
     """Whether something lies at `path` that is no folder; False too where nobody could look."""
     try:

@@ -1,4 +1,5 @@
-"""Parquet tables that are read back: whole, with the columns expected and values in range."""
+"""Parquet files that are read: regular, with a footer that is true; tables with the columns
+expected and values in range."""
 
 from __future__ import annotations
 
@@ -7,10 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dpdist.base.errors import UserError
-from dpdist.base.reading import reason, regular_file, shown
+from dpdist.base.reading import check_text_name, reason, regular_file, shown
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    import pyarrow.parquet as pq
 
 # What a kind is called, and by which of pyarrow.types it is known.
 _KINDS = {
@@ -20,6 +22,52 @@ _KINDS = {
 }
 # int, float or str, and the least value; object: whatever it holds, empty too.
 Column = tuple[type, float | None]
+_MOST_VALUES = 2**28  # in one table: a small file may name more than any memory holds
+
+
+def open_parquet(path: str | Path) -> pq.ParquetFile:
+    """Open a Parquet file, of which only the footer is read.
+
+    Raises:
+        NoSuchFile: nothing lies at the path.
+        UserError: it is no regular file, its name is no text, its footer cannot be read, or the
+            footer's number of rows is not that of its row groups.
+    """
+    import pyarrow.parquet as pq
+
+    path = regular_file(path)  # a pipe would be waited for without end
+    check_text_name(path)
+    try:
+        reader = pq.ParquetFile(path)
+        names = reader.schema_arrow.names  # decoded only now
+    except parquet_errors() as error:
+        raise UserError(f"{path}: not a readable Parquet file: {reason(error)}") from error
+    about = reader.metadata
+    rows = [about.row_group(number).num_rows for number in range(about.num_row_groups)]
+    if min(rows, default=0) < 0 or sum(rows) != about.num_rows:
+        raise UserError(
+            f"{path}: damaged: its footer counts {about.num_rows:,} rows, its row groups "
+            f"{sum(rows):,}"
+        )
+    for name in names:
+        check_text_name(name, f"{path}: column {name!r}")
+    return reader
+
+
+def parquet_errors() -> tuple[type[Exception], ...]:
+    """Return what pyarrow raises for a Parquet file that is damaged."""
+    import pyarrow as pa
+
+    return (OSError, ValueError, OverflowError, MemoryError, pa.ArrowException)
+
+
+def count_values(reader: pq.ParquetFile) -> int:
+    """Return the number of values, of all columns and rows, that a file's footer counts."""
+    about = reader.metadata
+    groups = [about.row_group(number) for number in range(about.num_row_groups)]
+    columns = range(about.num_columns)
+    stated = sum(group.column(column).num_values for group in groups for column in columns)
+    return max(stated, about.num_rows)
 
 
 def read_table(path: str | Path, columns: Mapping[str, Column]) -> pa.Table:
@@ -29,14 +77,20 @@ def read_table(path: str | Path, columns: Mapping[str, Column]) -> pa.Table:
     Raises dpdist.base.reading.NoSuchFile, and UserError naming column and row for what does not
     fit.
     """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    path = regular_file(path)
+    path = Path(path)
+    reader = open_parquet(path)
+    if (values := count_values(reader)) > _MOST_VALUES:
+        raise UserError(f"{path}: holds {values:,} values, at most {_MOST_VALUES:,} are read")
     try:
-        table = pq.ParquetFile(path).read()
-    except (OSError, ValueError, pa.ArrowException) as error:
+        table = reader.read()
+        table.validate(full=True)
+    except parquet_errors() as error:
         raise UserError(f"{path}: not a readable Parquet table: {reason(error)}") from error
+    if table.num_rows != reader.metadata.num_rows:
+        raise UserError(
+            f"{path}: damaged: its footer counts {reader.metadata.num_rows:,} rows, "
+            f"{table.num_rows:,} are there"
+        )
     names = table.column_names
     twice = sorted({name for name in names if names.count(name) > 1})
     missing = [name for name in columns if name not in names]

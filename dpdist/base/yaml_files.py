@@ -23,20 +23,23 @@ _NODES = 20_000  # with every alias written out
 _OCTAL = re.compile(r"[-+]?0[0-7_]+")
 
 
-def read_yaml(path: str | Path) -> list[Any]:
+def read_yaml(path: str | Path, *, other_bases: bool = False) -> list[Any]:
     """The documents of a YAML file, as plain dicts, lists, strings, numbers, booleans and None.
+
+    other_bases: read 010 and 1:30 as YAML does, as 8 and 90, which nobody else does; cluster files
+    hold modes so.
 
     Raises dpdist.base.reading.NoSuchFile when there is none, UserError for what is refused above,
     for more than 128 KiB and for what is no YAML.
     """
-    return parse_yaml(read_text(path, MOST_BYTES), str(path))
+    return parse_yaml(read_text(path, MOST_BYTES), str(path), other_bases=other_bases)
 
 
-def parse_yaml(text: str, where: str) -> list[Any]:
+def parse_yaml(text: str, where: str, *, other_bases: bool = False) -> list[Any]:
     """`read_yaml` of text that came otherwise; `where` begins the complaints."""
     loader = None
     try:
-        loader = _Loader(text)
+        loader = _Loader(text, other_bases)
         documents = []
         while loader.check_data():
             documents.append(loader.get_data())
@@ -53,8 +56,9 @@ def parse_yaml(text: str, where: str) -> list[Any]:
 class _Loader(yaml.SafeLoader):
     """SafeLoader, without dates (they stay text), that refuses what the module says."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, other_bases: bool) -> None:
         super().__init__(text)
+        self._other_bases = other_bases
         self._open = 0
         self._size: dict[int, int] = {}  # of each finished node, aliases written out
         self._height: dict[int, int] = {}
@@ -114,7 +118,7 @@ class _Loader(yaml.SafeLoader):
         if any("\ud800" <= letter <= "\udfff" or letter == "\0" for letter in text):
             raise UserError(f"line {line}: {shown(text)} is no text")
         octal = number and node.tag.endswith(":int") and _OCTAL.fullmatch(text)
-        if octal or (number and ":" in text):
+        if not self._other_bases and (octal or (number and ":" in text)):
             raise UserError(
                 f"line {line}: {text} must be a decimal number, YAML reads it to the base "
                 f'{8 if octal else 60}: write {self.construct_object(node)}, or "{text}" for the '

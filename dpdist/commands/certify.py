@@ -113,7 +113,7 @@ def command(
     model: on the table in --output, or on all tables of the run.
     """
     from dpdist.bulk.evaluation import refuse_decisions
-    from dpdist.runs.archive import open_anywhere
+    from dpdist.runs.archive import Archive, open_anywhere
 
     release = release_at(run, trust_factory, signer)
     given = {
@@ -132,6 +132,7 @@ def command(
         return
     _refuse_settings(given | {"data_root": data_root, "actors": actors}, merge, rebound)
     folder = open_anywhere(run, runs)
+    Archive.check_key(folder)
     refuse_decisions(folder, output)
     measured: list[tuple[str, str]] = []
     if at is not None:

@@ -39,6 +39,8 @@ from dpdist.commands import (
 )
 from dpdist.privacy.journal import JournalError
 
+_INTERRUPTED = 130  # exit code of Ctrl-C and SIGTERM
+
 app = typer.Typer(
     name="dpdist",
     no_args_is_help=True,
@@ -97,6 +99,10 @@ def main() -> None:
             stream.reconfigure(errors="backslashreplace")
     try:
         app(prog_name="dpdist")  # of python -m dpdist too
+    except SystemExit as stop:
+        if stop.code == _INTERRUPTED:  # outside a session, which says more
+            print("dpdist: interrupted", file=sys.stderr)
+        raise
     except (UserError, ClusterError, JournalError) as error:
         for line in str(error).splitlines():
             print(f"dpdist: {line}", file=sys.stderr)
@@ -118,4 +124,4 @@ def main() -> None:
         sys.exit(2)
     except Interrupted as error:
         print(f"dpdist: {error}", file=sys.stderr)
-        sys.exit(130)
+        sys.exit(_INTERRUPTED)

@@ -10,7 +10,7 @@ import typer
 from pydantic import Field
 
 from dpdist.base.errors import UserError
-from dpdist.base.fields import Count
+from dpdist.base.fields import Count, Models
 from dpdist.commands.options import (
     PICTURE,
     RUNS,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 _Count = Annotated[Count, Field(le=100_000)]  # passes of one model
-_Models = Annotated[int, option("Shadow models in the bank.", Count)]
+_Models = Annotated[int, option("Shadow models in the bank.", Models)]
 _Attack = Annotated[str, option("Out of shadow,lira,lira-offline,rmia,rmia-offline.")]
 _Game = Annotated[str, option("Who is in a model: coins, or halves (shadow has its own).")]
 _Passes = Annotated[str, option("Averaged, of a model with noise of its own: 100, or 10,100.")]

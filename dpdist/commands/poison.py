@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dpdist.base.errors import UserError
-from dpdist.base.fields import Count, CountOrZero, Positive, Probability
+from dpdist.base.fields import Count, CountOrZero, Models, Positive, Probability
 from dpdist.base.rounding import exact, percent
 from dpdist.commands.options import (
     RUNS,
@@ -43,7 +43,7 @@ _SELECT, _ALPHA = 6, 0.001
 _SHOWN = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
-_Models = Annotated[int, option("Models that vote.", Count)]
+_Models = Annotated[int, option("Models that vote.", Models)]
 _Select = Annotated[int | None, option("Of them, those that choose the class: 6.", Count)]
 _Alpha = Annotated[float | None, option("Error of each certificate: 0.001.", Probability)]
 _Sigma = Annotated[float | None, option("Noise on each vote's input.", Positive)]
@@ -87,6 +87,7 @@ def command(
     from dpdist.runs.folder import RunFolder
     from dpdist.runs.recipe import read_changes, resolve
     from dpdist.training.job import check_trainable
+    from dpdist.training.records import evaluation_data, source_of
 
     resolved = resolve(recipe, changes=read_changes(changed), name=name, data_root=data_root)
     need_label(resolved, "poison")
@@ -101,6 +102,7 @@ def command(
     folder.check_same_recipe(resolved)
     trained = settings.recipe_of(resolved)
     records = len(check_trainable(trained, recipe)[0])
+    settings.chosen(len(evaluation_data(trained, source_of(trained))), recipe)
     _, plan = settings.training(trained, records)
     poisoned = None if partitions else rule.poisoned(settings, plan, records)
     folder.begin(resolved)

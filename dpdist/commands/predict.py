@@ -13,7 +13,7 @@ from pydantic import Field
 from dpdist.base import console
 from dpdist.base.errors import UserError
 from dpdist.base.fields import Number, Positive, Probability
-from dpdist.base.reading import reason, regular_file
+from dpdist.base.reading import MOST_BYTES, read_bytes, reason, regular_file
 from dpdist.commands.options import (
     RUNS,
     ModelArgument,
@@ -179,15 +179,19 @@ def _read(path: Path, input_shape: tuple[int, ...]) -> Any:
     import numpy as np
 
     from dpdist.certification.predict import as_input
-    from dpdist.data.images import decode
+    from dpdist.data.images import Unreadable, decode
 
     try:
         if path.suffix == ".npy":
             values = np.load(path, mmap_mode="r", allow_pickle=False)  # its size was not checked
         else:
-            values = decode(path.read_bytes())
+            values = decode(read_bytes(path, MOST_BYTES))
         return as_input(values, input_shape)
+    except Unreadable as error:
+        raise UserError(f"{path}: not a readable image: {reason(error)}") from error
     except ValueError as error:
         raise UserError(f"{path}: {reason(error)}") from error
-    except Exception as error:  # decoders raise whatever a damaged file leads them to
+    except UserError:
+        raise
+    except Exception as error:  # numpy raises whatever a damaged file leads it to
         raise UserError(f"{path}: not a readable image: {reason(error)}") from error

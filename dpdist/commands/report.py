@@ -69,10 +69,11 @@ def command(
 def _trained(run: str | None, runs: Path) -> RunFolder:
     if run is None:
         raise UserError("report: name a RUN, or give --all for one page over all runs")
-    from dpdist.runs.archive import open_anywhere
+    from dpdist.runs.archive import Archive, open_anywhere
 
     folder = open_anywhere(run, runs)
     folder.require_trained()
+    Archive.check_key(folder)
     return folder
 
 

@@ -9,25 +9,28 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from dpdist.base.errors import UserError
-from dpdist.base.reading import read_bytes, reason, regular_file
+from dpdist.base.reading import check_text_name, parse_any_json, read_bytes, reason, regular_file
 from dpdist.base.storage import written_aside
+from dpdist.base.table_files import open_parquet, parquet_errors
 from dpdist.data.images import decode
-from dpdist.data.parquet import image_bytes, is_list, split_files
+from dpdist.data.parquet import image_bytes, is_list, read_rows, split_files
 
 TRAIN = ("train", "training")
 TEST = ("test", "testing", "validation", "valid", "val", "dev")
 LABELS = ("label", "labels", "class", "target", "y", "fine_label")
 _PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp")
 _MOST_CLASSES = 1000  # of a label column that was not named
-_AT_ONCE = 500  # pictures in memory
+_AT_ONCE = 500  # pictures in memory, of
+_MOST_AT_ONCE = 2**26  # bytes in all, but for the last
+_MOST_BYTES = 2**28  # of one picture
 
 
 @dataclass(frozen=True)
@@ -54,10 +57,14 @@ def look(folder: Path) -> Found:
     folder = folder.resolve()
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; name the one with the training and test files")
+    check_text_name(folder)
     root, name = folder.parent, folder.name
     train, test = _split(folder, TRAIN, "training"), _split(folder, TEST, "test")
     files = split_files(root, name, train)
-    schema = _schema(files[0])
+    schema = open_parquet(files[0]).schema_arrow
+    twice = sorted({name for name in schema.names if schema.names.count(name) > 1})
+    if twice:
+        raise UserError(f"{files[0]}: has more than one column {twice[0]!r}; rename the others")
     label, image = _label(schema, files), _image(schema)
     features = () if image is not None else _features(schema, label, files[0])
     records, tested = (sum(map(_rows, each)) for each in (files, split_files(root, name, test)))
@@ -82,15 +89,8 @@ def _split(folder: Path, names: Sequence[str], what: str) -> str:
     )
 
 
-def _schema(file: Path) -> pa.Schema:
-    try:
-        return pq.read_schema(file)
-    except (pa.ArrowException, OSError) as error:
-        raise UserError(f"{file}: not a readable Parquet file: {reason(error)}") from error
-
-
 def _rows(file: Path) -> int:
-    return pq.read_metadata(file).num_rows
+    return open_parquet(file).metadata.num_rows
 
 
 def _is_class(kind: pa.DataType) -> bool:
@@ -142,15 +142,16 @@ def _classes(schema: pa.Schema, files: Sequence[Path], label: str) -> tuple[int,
     column of text."""
     described = (schema.metadata or {}).get(b"huggingface", b"{}")
     try:
-        names = json.loads(described)["info"]["features"][label]["names"]
-        if isinstance(names, list) and names:
-            return len(names), tuple(map(str, names))
-    except (ValueError, KeyError, TypeError):
-        pass
-    values = [pc.unique(pq.read_table(file, columns=[label])[label]) for file in files]
-    found = sorted({value for each in values for value in each.to_pylist() if value is not None})
-    if not found or len(found) > _MOST_CLASSES:
-        raise UserError(f"{files[0]}: column {label!r} has {len(found):,} values: no classes")
+        names = parse_any_json(described, str(files[0]))["info"]["features"][label]["names"]
+        if isinstance(names, list) and names and all(isinstance(name, str) for name in names):
+            for name in names:
+                check_text_name(name)
+            return len(names), tuple(names)
+    except (UserError, KeyError, TypeError):
+        pass  # the column itself says it as well
+    found = sorted(_values(files, label, schema.field(label).type))
+    if not found:
+        raise UserError(f"{files[0]}: column {label!r} has no values: no classes")
     if isinstance(found[0], str):
         return len(found), tuple(found)
     if found[0] < 0:
@@ -158,17 +159,44 @@ def _classes(schema: pa.Schema, files: Sequence[Path], label: str) -> tuple[int,
     return found[-1] + 1, ()
 
 
+def _values(files: Sequence[Path], label: str, kind: pa.DataType) -> set[Any]:
+    """The different values of the label column. Raises UserError for too many to be classes."""
+    found: set[Any] = set()
+    for file in files:
+        for _, table in read_rows(file, open_parquet(file), [label]):
+            if table[label].type != kind:
+                raise UserError(
+                    f"{file}: label column {label!r} is {table[label].type}, in {files[0]} {kind}"
+                )
+            found |= set(pc.unique(table[label]).to_pylist()) - {None}
+            if len(found) > _MOST_CLASSES:
+                raise UserError(
+                    f"{file}: column {label!r} has more than {_MOST_CLASSES:,} values: no classes"
+                )
+    return found
+
+
 def _shape(file: Path, image: str | None, features: tuple[str, ...]) -> tuple[int, ...]:
     columns = [image] if image is not None else list(features)
-    first = next(pq.ParquetFile(file).iter_batches(batch_size=1, columns=columns), None)
+    try:
+        batches = open_parquet(file).iter_batches(batch_size=1, columns=columns)
+        first = next(batches, None)
+    except parquet_errors() as error:
+        raise UserError(f"{file}: damaged near row 0: {reason(error)}") from error
     if first is None or not first.num_rows:
         raise UserError(f"{file}: no records")
     if image is None:
-        value = first.column(0)[0].as_py()
-        return (len(value) if isinstance(value, list) else len(features),)
+        several = is_list(first.schema.field(0).type)
+        value = first.column(0)[0].as_py() if several else features
+        if value is None:
+            raise UserError(f"{file} row 0: column {columns[0]!r} has no features")
+        return (len(value),)
+    raw = image_bytes(first.column(0), file, image)[0].as_py()
+    if raw is None:
+        raise UserError(f"{file} row 0: no image")
     try:
-        return decode(image_bytes(first.column(0), file, image)[0].as_py()).shape
-    except Exception as error:  # decoders raise whatever a damaged picture leads them to
+        return decode(raw).shape
+    except ValueError as error:
         raise UserError(f"{file} row 0: the image cannot be decoded: {reason(error)}") from error
 
 
@@ -204,8 +232,26 @@ def _schema_of(names: list[str]) -> pa.Schema:
     return pa.schema(fields, {"huggingface": json.dumps(about)})
 
 
-def _some(paths: Iterator[Path]) -> Iterator[list[Path]]:
-    while some := list(islice(paths, _AT_ONCE)):
+def _check_picture(path: Path) -> None:
+    """Raise UserError unless a file can be decoded."""
+    try:
+        decode(read_bytes(path, _MOST_BYTES))
+    except ValueError as error:
+        raise UserError(f"{path}: the image cannot be decoded: {reason(error)}") from error
+
+
+def _some(paths: Iterator[Path]) -> Iterator[list[dict[str, Any]]]:
+    """Yield the content and names of some pictures at a time."""
+    some: list[dict[str, Any]] = []
+    size = 0
+    for path in paths:
+        check_text_name(path)
+        some.append({"bytes": read_bytes(path, _MOST_BYTES), "path": path.name})
+        size += len(some[-1]["bytes"])
+        if len(some) == _AT_ONCE or size > _MOST_AT_ONCE:
+            yield some
+            some, size = [], 0
+    if some:
         yield some
 
 
@@ -231,16 +277,20 @@ def _write_pictures(folder: Path, target: Path) -> None:
     Raises UserError for a test class that training lacks, and for a picture that is no regular file
     or that a link brings from outside the folder: whatever it is would be copied.
     """
+    check_text_name(folder)
     splits = [name for name in (*TRAIN, *TEST) if _classes_in(folder / name)]
     if not set(splits) & set(TEST):
         raise UserError(f"{folder}: no test split: put its pictures into {TEST[0]}/CLASS/")
     names = _classes_in(folder / next(name for name in TRAIN if name in splits))
     for split in splits:
-        unknown = set(_classes_in(folder / split)) - set(names)
+        classes = _classes_in(folder / split)
+        for name in classes:
+            check_text_name(folder / split / name)
+            _check_inside(folder, _pictures(folder / split / name))
+            _check_picture(next(_pictures(folder / split / name)))
+        unknown = set(classes) - set(names)
         if unknown:
             raise UserError(f"{folder / split / min(unknown)}: a class without training pictures")
-        for name in names:
-            _check_inside(folder, _pictures(folder / split / name))
     for split in splits:
         path = target / f"{split}.parquet"
         with written_aside(path) as aside, pq.ParquetWriter(aside, _schema_of(names)) as file:
@@ -260,7 +310,6 @@ def _check_inside(folder: Path, pictures: Iterator[Path]) -> None:
 
 def _write_split(folder: Path, names: list[str], file: pq.ParquetWriter) -> None:
     for number, name in enumerate(names):
-        for some in _some(_pictures(folder / name)):
-            images = [{"bytes": read_bytes(each), "path": each.name} for each in some]
-            rows = {"image": images, "label": [number] * len(some)}
+        for images in _some(_pictures(folder / name)):
+            rows = {"image": images, "label": [number] * len(images)}
             file.write_table(pa.table(rows, _schema_of(names)))

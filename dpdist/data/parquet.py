@@ -14,21 +14,24 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
-from PIL import Image
 
-from dpdist.base.errors import UserError
+from dpdist.base.errors import UserError, no_room
+from dpdist.base.reading import reason, shown
 from dpdist.base.storage import built_aside, private_folder
+from dpdist.base.table_files import open_parquet, parquet_errors
 from dpdist.data.dataset import Dataset
 from dpdist.data.hashes import write_hashes
 from dpdist.data.images import Inexact, decode
 from dpdist.data.sealed import seal
 from dpdist.data.text import TextColumn
+
+if TYPE_CHECKING:
+    import pyarrow.parquet as pq
 
 _LAYOUT = 4  # of the cache; a new number re-reads everything
 
@@ -164,48 +167,36 @@ def _decode(
     columns: Columns,
     out: Path,
 ) -> None:
-    readers = [_open(file) for file in files]
+    readers = [open_parquet(file) for file in files]
     columns = columns.among(readers[0].schema_arrow.names, str(files[0]))
+    wanted = [*columns.inputs, *([columns.label] if columns.labelled else [])]
+    if columns.group is not None:
+        wanted.append(columns.group)
     total = sum(reader.metadata.num_rows for reader in readers)
     if total == 0:
         raise UserError(f"{files[0]}: no records")
-    labels = np.lib.format.open_memmap(out / "labels.npy", "w+", np.int64, (total,))
-    inputs: np.ndarray | None = None
-    digest = hashlib.blake2b(digest_size=16, person=b"dpdist.data")
-    position, hashes = 0, bytearray()
+    arrays = _Arrays(out, total)
+    hashes = bytearray()
     groups: Counter[object] = Counter()
     for file, reader in zip(files, readers, strict=True):
-        for first_row, table in _tables(file, reader, columns):
+        _check_group(reader.schema_arrow, file, columns.group)
+        for first_row, table in read_rows(file, reader, wanted):
             rows = _inputs(table, file, first_row, columns)
             marks = np.zeros(len(rows), dtype=np.int64)
             if columns.labelled:
                 marks = _labels(table, file, first_row, columns.label, *classes)
-            if inputs is None:
-                shape = (total, *rows.shape[1:])
-                inputs = np.lib.format.open_memmap(out / "inputs.npy", "w+", rows.dtype, shape)
-            elif _kind(rows[0]) != _kind(inputs[0]):
-                raise UserError(
-                    f"{file} row {first_row}: {_kind(rows[0])}, the rows before it "
-                    f"{_kind(inputs[0])}"
-                )
             if columns.group is not None:
-                groups.update(table[columns.group].to_pylist())
-            inputs[position : position + len(rows)] = rows
-            labels[position : position + len(rows)] = marks
+                groups.update(_groups(table, file, first_row, columns.group))
+            arrays.append(rows, marks, f"{file} row {first_row}")
             if columns.text is not None:
                 hashes += columns.text.hashes(table[columns.text.column])
-            digest.update(rows.tobytes())
-            digest.update(marks.tobytes())
-            position += len(rows)
-    assert inputs is not None
-    inputs.flush()  # type: ignore[attr-defined]
-    labels.flush()
+    digest = arrays.finish()
     if hashes:
         write_hashes(out, bytes(hashes))
     meta = {
         "name": name,
         "classes": classes[0],
-        "fingerprint": digest.hexdigest(),
+        "fingerprint": digest,
         "largest_group": max(groups.values()) if groups else None,
         "read": "" if columns.text is None else json.dumps(columns.text.described),
         "following": not columns.labelled,
@@ -214,19 +205,71 @@ def _decode(
     seal(out)
 
 
-def _open(file: Path) -> pq.ParquetFile:
-    try:
-        return pq.ParquetFile(file)
-    except (pa.ArrowException, OSError) as error:
-        raise UserError(f"{file}: not a readable Parquet file: {error}") from error
+class _Arrays:
+    """Memory-mapped inputs and labels of `total` records, filled from the first to the last."""
+
+    def __init__(self, out: Path, total: int) -> None:
+        self._out, self._total, self._position = out, total, 0
+        self._labels = self._allocate("labels.npy", np.int64, (total,))
+        self._inputs: np.ndarray | None = None
+        self._digest = hashlib.blake2b(digest_size=16, person=b"dpdist.data")
+
+    def append(self, rows: np.ndarray, labels: np.ndarray, where: str) -> None:
+        """Add records. Raises UserError for inputs of another shape than those before."""
+        if self._inputs is None:
+            shape = (self._total, *rows.shape[1:])
+            self._inputs = self._allocate("inputs.npy", rows.dtype, shape)
+        elif _kind(rows[0]) != _kind(self._inputs[0]):
+            raise UserError(
+                f"{where}: {_kind(rows[0])}, the rows before it {_kind(self._inputs[0])}"
+            )
+        end = self._position + len(rows)
+        self._inputs[self._position : end] = rows
+        self._labels[self._position : end] = labels
+        self._digest.update(rows.tobytes())
+        self._digest.update(labels.tobytes())
+        self._position = end
+
+    def finish(self) -> str:
+        """Write all to the disk; return the hex digest of the records."""
+        if self._inputs is None or self._position != self._total:
+            raise ValueError(f"{self._position} records of {self._total}")
+        self._inputs.flush()  # type: ignore[attr-defined]
+        self._labels.flush()  # type: ignore[attr-defined]
+        return self._digest.hexdigest()
+
+    def _allocate(self, name: str, kind: Any, shape: tuple[int, ...]) -> np.ndarray:
+        """Raise UserError for what no file holds: a footer may count anything."""
+        try:
+            with np.errstate(over="ignore"):
+                return np.lib.format.open_memmap(self._out / name, "w+", kind, shape)
+        except (OSError, ValueError, OverflowError, MemoryError) as error:
+            if no_room(error):
+                raise
+            raise UserError(
+                f"{self._total:,} records, as the files' footers count, cannot be stored: "
+                f"{reason(error)}"
+            ) from error
 
 
-def _tables(file: Path, reader: pq.ParquetFile, columns: Columns) -> Iterator[tuple[int, pa.Table]]:
-    wanted = [*columns.inputs, *([columns.label] if columns.labelled else [])]
-    if columns.group is not None:
-        wanted.append(columns.group)
-    schema = reader.schema_arrow
-    present = schema.names
+def read_rows(
+    file: Path, reader: pq.ParquetFile, wanted: Sequence[str]
+) -> Iterator[tuple[int, pa.Table]]:
+    """Yield the columns `wanted` of a Parquet file, some rows at a time.
+
+    Args:
+        file: names the file in complaints.
+        reader: the file, as `open_parquet` opened it.
+        wanted: names of columns.
+
+    Yields:
+        the number of the first row, and a table of at least one row.
+
+    Raises:
+        UserError: a column is missing or there twice, a text is not UTF-8, or the file is damaged;
+            one that holds fewer or more rows than its footer counts is, too.
+    """
+    present = reader.schema_arrow.names
     missing = [column for column in wanted if column not in present]
     if missing:
         raise UserError(
@@ -236,15 +279,67 @@ def _tables(file: Path, reader: pq.ParquetFile, columns: Columns) -> Iterator[tu
     twice = [column for column in wanted if present.count(column) > 1]
     if twice:
         raise UserError(f"{file}: has more than one column {twice[0]!r}; rename the others")
-    if columns.group is not None and pa.types.is_nested(schema.field(columns.group).type):
-        raise UserError(f"{file}: group column {columns.group!r} must hold one value per record")
-    first_row = 0
-    try:
-        for batch in reader.iter_batches(batch_size=4096, columns=wanted):
+    counted, first_row = reader.metadata.num_rows, 0
+    batches = reader.iter_batches(batch_size=4096, columns=list(wanted))
+    while batch := _next_batch(batches, file, first_row):
+        if first_row + batch.num_rows > counted:
+            break
+        if batch.num_rows:
             yield first_row, pa.Table.from_batches([batch])
-            first_row += batch.num_rows
-    except (pa.ArrowException, OSError) as error:
-        raise UserError(f"{file}: damaged near row {first_row}: {error}") from error
+        first_row += batch.num_rows
+    if batch is not None or first_row != counted:
+        found = first_row if batch is None else f"more than {first_row}"
+        raise UserError(
+            f"{file}: damaged: its footer counts {counted:,} rows, {found} are there; "
+            "write it again"
+        )
+
+
+def _next_batch(
+    batches: Iterator[pa.RecordBatch], file: Path, first_row: int
+) -> pa.RecordBatch | None:
+    """Return the next rows, None after the last. Raises UserError for damaged ones."""
+    batch = None
+    try:
+        batch = next(batches, None)
+        if batch is not None:
+            batch.validate(full=True)
+        return batch
+    except parquet_errors() as error:
+        for name, row in _invalid_texts(batch):
+            raise UserError(
+                f"{file} row {first_row + row}: column {name!r} must be UTF-8 text; write it again "
+                "as UTF-8"
+            ) from None
+        raise UserError(f"{file}: damaged near row {first_row}: {reason(error)}") from error
+
+
+def _invalid_texts(batch: pa.RecordBatch | None) -> Iterator[tuple[str, int]]:
+    """Yield column and row of every text that is not UTF-8."""
+    for field, values in zip(batch.schema, batch.columns, strict=True) if batch else ():
+        if pa.types.is_string(field.type) or pa.types.is_large_string(field.type):
+            for row, raw in enumerate(values.cast(pa.large_binary()).to_pylist()):
+                try:
+                    (raw or b"").decode()
+                except UnicodeDecodeError:
+                    yield field.name, row
+
+
+def _check_group(schema: pa.Schema, file: Path, group: str | None) -> None:
+    """Raise UserError for a group column that holds several values a record."""
+    if group in schema.names and pa.types.is_nested(schema.field(group).type):
+        raise UserError(f"{file}: group column {group!r} must hold one value per record")
+
+
+def _groups(table: pa.Table, file: Path, first_row: int, group: str) -> list[object]:
+    """Return whom each record belongs to."""
+    try:
+        found: list[object] = table[group].to_pylist()
+    except (ValueError, OverflowError, pa.ArrowException) as error:  # a date that Python lacks
+        raise UserError(
+            f"{file} from row {first_row}: group column {group!r} cannot be read: {reason(error)}"
+        ) from error
+    return found
 
 
 def _labels(
@@ -257,7 +352,8 @@ def _labels(
         if pc.any(unknown).as_py():
             row = pc.index(unknown, True).as_py()
             raise UserError(
-                f"{file} row {first_row + row}: label {values[row].as_py()!r} is none of data.names"
+                f"{file} row {first_row + row}: label {shown(values[row].as_py())} is none of "
+                "data.names"
             )
         values = numbers
     if not pa.types.is_integer(values.type):
@@ -351,8 +447,8 @@ def _images(values: pa.Array, file: Path, first_row: int, column: str) -> np.nda
             images.append(decode(raw))
         except Inexact as error:
             raise UserError(f"{where}: the image cannot be taken as it is: {error}") from None
-        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-            raise UserError(f"{where}: the image cannot be decoded: {error}") from error
+        except ValueError as error:
+            raise UserError(f"{where}: the image cannot be decoded: {reason(error)}") from error
         if _kind(images[-1]) != _kind(images[0]):
             raise UserError(
                 f"{where}: image of {_kind(images[-1])}, the first one is {_kind(images[0])}"

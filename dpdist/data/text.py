@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from dpdist.base.errors import UserError
 from dpdist.base.extras import library
-from dpdist.base.reading import read_bytes, reason
+from dpdist.base.reading import read_bytes, read_text, reason
 from dpdist.base.tokens import (
     BEGIN,
     END,
@@ -52,7 +52,7 @@ class Words:
     @cached_property
     def numbers(self) -> dict[str, int]:
         """Token numbers by word. Raises UserError for a file without so many different words."""
-        lines = read_bytes(self.file, _MOST_BYTES).decode(errors="replace").splitlines()
+        lines = read_text(self.file, _MOST_BYTES).splitlines()
         numbers = {word: place + FIRST_WORD for place, word in enumerate(lines[: self.count])}
         if len(numbers) < self.count:
             raise UserError(

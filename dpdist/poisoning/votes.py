@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from dpdist import bulk
 from dpdist.base.errors import UserError
+from dpdist.base.reading import check_shape, shown
 from dpdist.base.table_files import Column
 
 TABLE = "votes.parquet"
@@ -19,6 +20,7 @@ KEY = b"dpdist.votes"
 FILE = "votes.safetensors"  # of one model: "votes", int64 (N,)
 NONE = -1  # the vote of a training, or an answer, whose numbers are no numbers
 _MOST = 100_000  # classes
+MOST_VOTES = 2**26  # of a table: more would not be read back
 SCHEMA = pa.schema(
     [
         pa.field("model", pa.int64(), nullable=False),
@@ -29,6 +31,10 @@ SCHEMA = pa.schema(
 )
 COLUMNS: dict[str, Column] = {
     "model": (int, 0), "index": (int, 0), "label": (int, 0), "vote": (int, NONE)
+}  # fmt: skip
+_SHAPE = {
+    "settings": dict, "settings.models": int, "settings.partitions": bool,
+    "settings.sigma": float | None, "settings.inputs": list,
 }  # fmt: skip
 
 
@@ -54,7 +60,9 @@ class Votes:
 def read_votes(path: Path) -> Votes:
     """Raises UserError for a table that is damaged, or not of its settings."""
     table = bulk.read_table(path, COLUMNS, KEY)
-    about = bulk.about_table(table, KEY, str(path))
+    about = check_shape(bulk.about_table(table, KEY, str(path)), str(path), _SHAPE)
+    if not isinstance(about["settings"].get("bag", 1), int):
+        raise UserError(f"{path}: damaged: settings.bag must be int")
     model, index, label, vote = (table[name].to_numpy() for name in COLUMNS)
     models = int(model.max()) + 1 if len(model) else 0
     inputs = len(model) // max(models, 1)
@@ -65,4 +73,17 @@ def read_votes(path: Path) -> Votes:
     named = max(label.max(initial=0), vote.max(initial=0)) < _MOST
     if not (regular and named) or len(np.unique(index[:inputs])) < inputs:
         raise UserError(f"{path}: damaged: not one vote of every model on every input")
+    asked = about["settings"]
+    if asked["models"] != models or not _is_range(asked["inputs"], index[:inputs]):
+        raise UserError(
+            f"{path}: damaged: {models:,} models vote on {inputs:,} inputs, its settings say "
+            f"{asked['models']:,} on the inputs {shown(asked['inputs'])}"
+        )
     return Votes(about, index[:inputs], label[:inputs], vote.reshape(models, inputs))
+
+
+def _is_range(stated: list[Any], index: NDArray[np.int64]) -> bool:
+    """Whether start, stop and step, as settings state them, are those of these inputs."""
+    if len(stated) != 3 or not all(type(end) is int and abs(end) < 2**31 for end in stated):
+        return False
+    return stated[2] > 0 and np.array_equal(index, np.arange(*stated))

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from dpdist.base.errors import UserError
-from dpdist.base.fields import check_hex_key
+from dpdist.base.fields import MOST_MODELS, check_hex_key
 from dpdist.bulk.evaluation import Evaluation, Subject
-from dpdist.poisoning.votes import TABLE, Votes, read_votes
+from dpdist.poisoning.votes import MOST_VOTES, TABLE, Votes, read_votes
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.runs.recipe import Recipe, resolve
 
@@ -54,6 +54,8 @@ class Poisoning(Evaluation):
     unit: ClassVar[str] = "models"
 
     def __post_init__(self) -> None:
+        if not 1 <= self.models <= MOST_MODELS:
+            raise UserError(f"--models: must be from 1 to {MOST_MODELS:,}, got {self.models:,}")
         if self.partitions and self.sigma is not None:
             raise UserError("--sigma: goes with models that draw at random, not with --partitions")
         if self.partitions and self.bag is not None:
@@ -77,6 +79,19 @@ class Poisoning(Evaluation):
         """Which of `count` test inputs are voted on."""
         chosen = range(self.start, count, self.every)
         return chosen if self.max_inputs is None else chosen[: self.max_inputs]
+
+    def chosen(self, count: int, name: str) -> range:
+        """Return which of `count` test inputs of recipe `name` are voted on. Raises UserError for
+        none, and for more votes than are read back."""
+        indices = self.indices(count)
+        if not indices:
+            raise UserError(f"{name}: no test input is chosen, of {count:,}")
+        if self.models * len(indices) > MOST_VOTES:
+            raise UserError(
+                f"--models, --max-inputs: at most {MOST_VOTES:,} votes are kept, got "
+                f"{self.models:,} models on {len(indices):,} inputs; take fewer of either"
+            )
+        return indices
 
     def recipe_of(self, recipe: Recipe) -> Recipe:
         """Return the recipe that is trained: it leaves test records out. Raises UserError for one
@@ -130,9 +145,7 @@ class Poisoning(Evaluation):
         records, test = subject.training(), subject.test
         asked = self.recipe_of(subject.recipe)
         recipe, plan = self.training(asked, len(records))
-        indices = self.indices(len(test))
-        if not indices:
-            raise UserError(f"{recipe.name}: no test input is chosen, of {len(test):,}")
+        indices = self.chosen(len(test), recipe.name)
         wanted = {
             "data": records.fingerprint,
             "test": test.fingerprint,

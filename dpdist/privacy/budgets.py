@@ -11,6 +11,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import re
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -20,6 +21,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from dpdist.base.reading import not_blocking
 from dpdist.base.storage import make_folder
 from dpdist.privacy.budget import (
     SUFFIX,
@@ -161,8 +163,9 @@ def _files(folder: Path) -> list[Path]:
 def _opened(folder: Path) -> Iterator[tuple[bytes, list[DataBudget]]]:
     """The folder's key and all its budgets, for one process at a time."""
     make_folder(folder, 0o700)
+    not_blocking(folder / _KEY)
     descriptor = os.open(folder / _KEY, os.O_RDWR | os.O_CREAT, 0o600)
-    with os.fdopen(descriptor, "r+") as file, ExitStack() as stack:
+    with os.fdopen(descriptor, "r+", errors="replace") as file, ExitStack() as stack:
         fcntl.flock(file, fcntl.LOCK_EX)
         budgets: list[DataBudget] = []
         stack.callback(_close, budgets)
@@ -173,7 +176,7 @@ def _opened(folder: Path) -> Iterator[tuple[bytes, list[DataBudget]]]:
             if anchor not in left:
                 raise JournalError(f"{anchor}: the budget it belongs to is gone; bring it back")
         text = file.read()
-        if len(text) != 2 * _KEY_BYTES:
+        if not re.fullmatch(rf"[0-9a-f]{{{2 * _KEY_BYTES}}}", text):
             if budgets:
                 raise JournalError(
                     f"{folder / _KEY}: lost or damaged, and with it which records the budgets "

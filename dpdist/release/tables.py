@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from pydantic import ValidationError
 
 from dpdist.base.errors import UserError
 from dpdist.base.json_values import same_json
-from dpdist.base.reading import check_shape, reason, regular_file, shown
+from dpdist.base.reading import check_shape, shown
+from dpdist.base.table_files import count_values, open_parquet
 from dpdist.certification import reading
 from dpdist.certification.certificate import Certificate
 from dpdist.certification.reading import CertificateTable
@@ -71,17 +71,8 @@ def read_table(path: Path) -> CertificateTable:
     Raises:
         UserError: it is damaged, incomplete, or larger than any memory.
     """
-    try:
-        about = pq.read_metadata(regular_file(path))
-        groups = [about.row_group(number) for number in range(about.num_row_groups)]
-        values = sum(
-            group.column(column).num_values
-            for group in groups
-            for column in range(about.num_columns)
-        )
-    except (OSError, ValueError, pa.ArrowException) as error:
-        raise UserError(f"{path}: not a readable Parquet table: {reason(error)}") from None
-    if max(values, about.num_rows) > _MOST_VALUES:
+    values = count_values(open_parquet(path))
+    if values > _MOST_VALUES:
         raise UserError(f"{path}: holds {values:,} values, at most {_MOST_VALUES:,} are read")
     return reading.read(path)
 

@@ -20,7 +20,7 @@ import numpy as np
 from dpdist.base.errors import UserError
 from dpdist.base.reading import parse_json, reason
 from dpdist.certification.predict import as_input
-from dpdist.data.images import decode
+from dpdist.data.images import Unreadable, decode
 
 _LOOK_AGAIN = 5.0  # seconds
 _BODY_SECONDS = 10.0  # for a body, which holds a place meanwhile
@@ -171,10 +171,10 @@ class Gate:
             else:
                 raise ValueError('send JSON, {"input": [...]}, as application/json')
             as_input(image, self._shape)
-        except (UserError, ValueError, TypeError) as error:
-            raise _Refused(400, reason(error)) from None
-        except Exception as error:  # decoders raise whatever a damaged file leads them to
+        except Unreadable as error:
             raise _Refused(400, f"not a readable image: {reason(error)}") from None
+        except (UserError, ValueError, TypeError, OverflowError) as error:
+            raise _Refused(400, reason(error)) from None
         return image
 
     async def _answer(self, image: np.ndarray) -> dict[str, Any]:

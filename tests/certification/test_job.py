@@ -354,7 +354,7 @@ def test_exports(reference: Path, tmp_path: Path) -> None:
 
 def test_a_file_that_is_no_table_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.parquet").write_text("nonsense")
-    with pytest.raises(UserError, match="not a readable Parquet table"):
+    with pytest.raises(UserError, match="not a readable Parquet file"):
         table.read(tmp_path / "x.parquet")
     import pyarrow as pa
 

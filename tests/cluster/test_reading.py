@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from dpdist.base.reading import NoSuchFile, parse_json, read_bytes, read_json, u
 from dpdist.base.storage import write_json
 from dpdist.base.table_files import read_table
 from dpdist.base.yaml_files import read_yaml
+from dpdist.runs.recipe import read_changes
 
 LAUGHS = "a0: &a0 [x, x]\n" + "".join(
     f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}, *a{i - 1}]\n" for i in range(1, 40)
@@ -155,7 +157,7 @@ def test_a_column_that_is_there_twice(tmp_path):
     with pytest.raises(UserError, match="'i' is there twice"):
         read_table(tmp_path / "t.parquet", {"i": (int, None)})
     (tmp_path / "t.parquet").write_bytes((tmp_path / "t.parquet").read_bytes()[:-20])
-    with pytest.raises(UserError, match="not a readable Parquet table"):
+    with pytest.raises(UserError, match="not a readable Parquet file"):
         read_table(tmp_path / "t.parquet", {"i": (int, None)})
 
 
@@ -176,3 +178,20 @@ def test_equal_keys_cost_one_comparison_each():
     with pytest.raises(ValueError, match="'k999' is given twice"):
         reading._unique(pairs)
     assert CountedKey.compared <= 10
+
+
+@pytest.mark.parametrize("text", ["020", "-017", "+00", "1:30", "1:30.5", "0_1"])
+def test_numbers_of_another_base_are_refused_in_recipes(tmp_path, text):
+    """YAML 1.1 reads 020 as 16 and 1:30 as 90; cluster files hold modes and ports so."""
+    (tmp_path / "a.yaml").write_text(f"a: 1\nb: {text}\n")
+    with pytest.raises(UserError, match=f"line 2: {re.escape(text)} must be a decimal number"):
+        read_yaml(tmp_path / "a.yaml")
+    read_yaml(tmp_path / "a.yaml", other_bases=True)
+    with pytest.raises(UserError, match="must be a decimal number"):
+        read_changes([f"training.batch_size={text}"])
+
+
+def test_numbers_and_text_in_recipes_are_read(tmp_path):
+    (tmp_path / "a.yaml").write_text("[0, 0.5, -1, 0x10, 1.0e-05, '010', \"1:30\", 0b1, s3://a]\n")
+    (found,) = read_yaml(tmp_path / "a.yaml")
+    assert found == [0, 0.5, -1, 16, 1e-5, "010", "1:30", 1, "s3://a"]

@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import stat
+import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,9 +17,10 @@ import pytest
 import ray
 
 from dpdist import pipeline
-from dpdist.base.errors import UserError
+from dpdist.base.errors import Interrupted, UserError
 from dpdist.cluster import session as module
 from dpdist.cluster.session import Session, _LogFile, connect
+from dpdist.pipeline import session
 from dpdist.runs.recipe import parse
 
 pytestmark = pytest.mark.whole
@@ -188,3 +190,20 @@ def test_gpus_that_are_not_there_are_refused_before_ray_starts(key, no_ray, monk
 def test_a_session_finds_as_many_gpus_as_are_looked_for_here(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert module.gpus_here() == 0
+
+
+def test_sigterm_while_ray_starts_is_as_later(no_ray, monkeypatch):
+    """Ray's own handler, which it sets then, exits with code 15 and no word."""
+
+    def starts(**_: object) -> None:
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(number))
+        signal.raise_signal(signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    monkeypatch.setattr(ray, "init", starts)
+    try:
+        with pytest.raises(Interrupted, match="the same command continues"), session(None):
+            pass
+        assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -7,6 +7,8 @@ import json
 import os
 import re
 import shutil
+import struct
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
+from support.parquet_footers import count_rows_as
 from typer.testing import CliRunner
 
 from dpdist.base.errors import UserError
@@ -241,3 +244,95 @@ def test_a_pattern_stands_for_the_columns_that_it_fits():
 def test_a_folder_whose_name_yaml_would_read_as_a_number():
     recipe, *_ = started(written({"x": [1.0, 2.0, 3.0, 4.0], "label": [0, 1, 0, 1]}, "2024"))
     assert (recipe.name, recipe.data.name) == ("2024", "2024")
+
+
+def refused(folder: Path | str) -> str:
+    """The one line about a folder that `dpdist init` leaves as it is."""
+    before = sorted(Path().rglob("*"))
+    done = CliRunner().invoke(app, ["init", str(folder)])
+    assert isinstance(done.exception, UserError), done.exception
+    assert sorted(Path().rglob("*")) == before
+    assert "\n" not in str(done.exception) and "wrote" not in done.output
+    return str(done.exception)
+
+
+@pytest.mark.parametrize("kind", ["not Parquet", "pipe", "device", "other label", "other rows"])
+@pytest.mark.parametrize("place", ["train-1.parquet", "test.parquet"])
+def test_each_file_is_looked_at(place, kind):
+    folder = written({"x": [1.0] * 6, "label": [0, 1] * 3})
+    (folder / "train.parquet").rename(folder / "train-0.parquet")
+    path = folder / place
+    path.unlink(missing_ok=True)
+    if kind == "not Parquet":
+        path.write_bytes(b"PAR1xx")
+        right = "not a readable Parquet file"
+    elif kind == "other label" and place.startswith("train"):
+        pq.write_table(pa.table({"x": [1.0], "label": ["a"]}), path)
+        right = "label column 'label' is string"
+    elif kind in ("other label", "other rows"):
+        pq.write_table(pa.table({"x": [1.0] * 100, "label": [0, 1] * 50}), path)
+        count_rows_as(path, 100, 5, only_in_all=True)
+        right = "its footer counts 5 rows, its row groups 100"
+    else:
+        os.mkfifo(path) if kind == "pipe" else path.symlink_to("/dev/zero")
+        right = f"is a {kind}, must be a regular file"
+    said = refused(folder)
+    assert place in said and right in said
+
+
+@pytest.mark.parametrize(
+    "names", [b"\xff{", b"[" * 100_000, b"9" * 6000, ["a", "\ud800"], ["a", None], ["a", {}], "ab"]
+)
+def test_names_of_classes_that_nobody_can_read_are_counted_instead(names):
+    if not isinstance(names, bytes):
+        names = json.dumps({"info": {"features": {"label": {"names": names}}}}).encode()
+    columns = {"x": [float(i) for i in range(6)], "label": [0, 1, 2] * 2}
+    recipe, *_ = started(written(columns, metadata={"huggingface": names}))
+    assert recipe.data.classes == 3 and recipe.data.class_names == ["0", "1", "2"]
+
+
+def test_names_of_files_that_are_no_text():
+    folder = os.fsencode(written({"x": [1.0] * 6, "label": [0, 1] * 3}))
+    os.rename(folder, b"n\xff")
+    assert "the name must be UTF-8 text" in refused(os.fsdecode(b"n\xff"))
+    os.rename(b"n\xff/train.parquet", b"n\xff/train-\xff.parquet")
+    os.rename(b"n\xff", b"n")
+    assert "the name must be UTF-8 text" in refused("n")
+
+
+def huge(width: int, height: int) -> bytes:
+    """A PNG of so many pixels, of which few are there."""
+    raw = bytearray(picture(0))
+    raw[16:24] = struct.pack(">II", width, height)
+    raw[29:33] = struct.pack(">I", zlib.crc32(raw[12:29]))
+    return bytes(raw)
+
+
+@pytest.mark.parametrize(
+    "kind", ["pipe", "device", "3 GB", "900 megapixels", "name", "class", "no picture"]
+)
+def test_pictures_that_cannot_be_taken_leave_nothing_behind(kind):
+    for split in ("train", "test"):
+        for name in "ab":
+            (Path("pets") / split / name).mkdir(parents=True)
+            (Path("pets") / split / name / "0.png").write_bytes(picture(0))
+    path = Path("pets/test/b/1.png")  # met after train.parquet is whole
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "3 GB":
+        path.touch()
+        os.truncate(path, 3 << 30)
+    elif kind == "name":
+        Path(os.fsdecode(b"pets/test/b/\xff.png")).write_bytes(picture(0))
+    elif kind == "class":
+        Path(os.fsdecode(b"pets/test/\xff")).mkdir()
+        Path(os.fsdecode(b"pets/test/\xff/1.png")).write_bytes(picture(0))
+    else:
+        (path.parent / "0.png").write_bytes(
+            huge(30_000, 30_000) if kind == "900 megapixels" else b"x"
+        )
+    right = {"pipe": "is a pipe", "device": "is a device", "3 GB": "at most 268,435,456 are read",
+             "900 megapixels": "900000000 pixels", "no picture": "decoded: no picture"}  # fmt: skip
+    assert right.get(kind, "the name must be UTF-8 text") in refused("pets")

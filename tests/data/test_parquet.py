@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import pickle
 
 import numpy as np
@@ -10,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
+from support.parquet_footers import count_rows_as
 
 from dpdist.base.errors import UserError
 from dpdist.data import Columns, Source, load, split_by_id
@@ -237,3 +239,40 @@ def test_bytes_become_the_same_floats_as_in_torch():
     assert np.array_equal(as_model_sees(values), torch.from_numpy(values).float().div_(255).numpy())
     floats = np.array([0.25, -0.0], dtype=np.float32)
     assert as_model_sees(floats) is floats
+
+
+@pytest.mark.parametrize(
+    ("stated", "only_in_all"),
+    [(150, False), (150, True), (50, True), (2**62, True), (2**40, False), (-5, True)],
+)
+def test_a_footer_that_counts_other_rows_is_refused(tmp_path, stated, only_in_all):
+    """Rows that are not there were records of zeros, all of class 0."""
+    write(tmp_path, rows=[{"bytes": png(images(1)[0])}] * 100, labels=[0, 1] * 50)
+    count_rows_as(tmp_path / "shapes" / "train.parquet", 100, stated, only_in_all=only_in_all)
+    said = complaint(tmp_path, classes=2)
+    stored = f"{stated:,} records, as the files' footers count, cannot be stored"
+    assert f"its footer counts {stated:,} rows, " in said or stored in said
+
+
+def test_text_that_is_not_utf_8_is_named_by_row(tmp_path):
+    offsets = pa.py_buffer(np.array([0, 1, 2, 3], np.int32).tobytes())
+    broken = pa.Array.from_buffers(pa.string(), 3, [None, offsets, pa.py_buffer(b"ab\xff")])
+    (tmp_path / "shapes").mkdir()
+    for columns in ({"f": [1.0] * 3, "label": broken}, {"f": broken, "label": [0, 1, 0]}):
+        pq.write_table(pa.table(columns), tmp_path / "shapes" / "train.parquet")
+        assert "row 2: column" in (said := complaint(tmp_path, features=("f",)))
+        assert "must be UTF-8 text" in said
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "name"])
+def test_only_regular_files_of_readable_names_are_opened(tmp_path, kind):
+    """A pipe was waited for without end."""
+    write(tmp_path)
+    path = tmp_path / "shapes" / "train.parquet"
+    if kind == "name":
+        path.rename(os.fsdecode(os.fsencode(path.parent) + b"/train-\xff.parquet"))
+    else:
+        path.unlink()
+        os.mkfifo(path) if kind == "pipe" else path.symlink_to("/dev/zero")
+    right = "must be UTF-8 text" if kind == "name" else f"is a {kind}, must be a regular file"
+    assert right in complaint(tmp_path)

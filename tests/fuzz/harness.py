@@ -1,4 +1,5 @@
-"""Commands in this process, under a time limit: a fault is a traceback, a hang or a remnant."""
+"""Commands and readers in this process, under a time limit, and four counters that must stay 0:
+tracebacks, hangs, remnants of what was refused, and accepted input that is invalid."""
 
 from __future__ import annotations
 
@@ -9,15 +10,19 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from dpdist import pipeline
-from dpdist.base.errors import UserError
+from dpdist.base.errors import ClusterError, UserError
 from dpdist.commands.cli import main
+from dpdist.privacy.journal import JournalError
 
+SEED = int(os.environ.get("DPDIST_FUZZ_SEED", "0"))  # of all generated cases
 CPU_SECONDS, SECONDS = 20.0, 120.0  # of one case; the slowest takes three on a free machine
 
 
@@ -31,29 +36,69 @@ class Fuzz:
 
     cases: int = 0
     refused: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
 
-    def call(self, case: object, place: Path, *arguments: object) -> None:
-        """Run a command in the folder `place`, which a refusal must leave as it is."""
+    def read(
+        self,
+        case: object,
+        reader: Callable[[], Any],
+        *,
+        place: Path | None = None,
+        invalid: bool = False,
+        errors: tuple[type[Exception], ...] = (UserError, ClusterError, JournalError),
+    ) -> None:
+        """Call a reader, which may raise `errors` and then leaves the folder `place` as it was.
+
+        invalid: it must raise one of them.
+        """
+        before, self.cases = listing(place), self.cases + 1
+        try:
+            with _limit():
+                reader()
+            if invalid:
+                self._add("acceptances", case, "invalid, and accepted", "")
+        except errors as error:
+            self.refused += 1
+            if changed := _changed(before, place):
+                self._add("remnants", case, f"left behind: {changed}", str(error))
+        except Hung:
+            self._add("hangs", case, "hung", traceback.format_exc(limit=-4))
+        except BaseException:
+            self._add("tracebacks", case, "raised", traceback.format_exc(limit=-6))
+
+    def call(self, case: object, place: Path, *arguments: object, invalid: bool = False) -> None:
+        """Run a command in the folder `place`, which a refusal must leave as it is.
+
+        invalid: it must be refused, before work would begin.
+        """
         before, self.cases = listing(place), self.cases + 1
         code, said = _run(place, [str(argument) for argument in arguments])
-        fault = ""
+        begun = "would begin" in said
+        about = f"{' '.join(map(str, arguments)):.300}\n  {case!s:.600}"
         if code == 2:
             self.refused += 1
-            changed = {p for p, _ in set(before.items()) ^ set(listing(place).items())}
-            if changed and "would begin" not in said:
-                fault = f"left behind: {sorted(changed)[:5]}"
+            changed = _changed(before, place)
+            if changed and not begun:
+                self._add("remnants", about, f"left behind: {changed}", said)
             elif not said.strip() or len(said) > 4000:
-                fault = "refused without a word, or with thousands"
+                self._add("tracebacks", about, "refused without a word, or with thousands", said)
         elif code != 0:
-            fault = f"exit code {code}"
-        if fault:
-            command = " ".join(map(str, arguments))[:300]
-            self.faults.append(f"{command}\n  {case!s:.600}\n  {fault}\n  {said[-1500:]}")
+            self._add("hangs" if code == -1 else "tracebacks", about, f"exit code {code}", said)
+        if invalid and (code == 0 or begun):
+            self._add("acceptances", about, "invalid, and accepted", said)
+
+    def _add(self, counter: str, case: object, fault: str, said: str) -> None:
+        self.counts[counter] += 1
+        self.faults.append(f"{case!s:.900}\n  {fault}\n  {said[-1500:]}")
 
     def verdict(self, at_least: int) -> None:
-        print(f"{self.cases} cases, {self.refused} refused, {len(self.faults)} faults")
-        assert not self.faults, "\n\n".join(self.faults[:20])
+        """Print the counters. Raises AssertionError unless all are 0 and the cases enough."""
+        names = ("tracebacks", "hangs", "remnants", "acceptances")
+        counted = ", ".join(f"{name} {self.counts[name]}" for name in names)
+        said = f"{self.cases} cases, {self.refused} refused; {counted}; DPDIST_FUZZ_SEED={SEED}"
+        print(said)
+        assert not self.faults, "\n\n".join([said, *self.faults[:20]])
         assert self.cases >= at_least
 
 
@@ -98,9 +143,16 @@ def _limit() -> Iterator[None]:
             signal.signal(kind, handler)
 
 
-def listing(folder: Path) -> dict[str, str]:
-    """Every path below a folder, with a digest of each regular file."""
-    found = {}
+def _changed(before: dict[str, str], place: Path | None) -> list[str]:
+    """Some paths below a folder that are not as they were."""
+    return sorted({path for path, _ in before.items() ^ listing(place).items()})[:5]
+
+
+def listing(folder: Path | None) -> dict[str, str]:
+    """Every path below a folder, with a digest of each regular file; none for no folder."""
+    found: dict[str, str] = {}
+    if folder is None:
+        return found
     for path in sorted(folder.rglob("*")):
         regular = path.is_file() and not path.is_symlink()
         content = hashlib.blake2b(path.read_bytes()).hexdigest() if regular else ""
@@ -117,3 +169,17 @@ def no_ray(*_: Any, **__: Any) -> Iterator[None]:
 
 def without_ray(patch: Any) -> None:
     patch.setattr(pipeline, "session", no_ray)
+
+
+def cases(count: int, *drawn: Callable[[Random], Any]) -> Callable[[Callable[..., Any]], Any]:
+    """Decorate a test that is called with so many generated cases, each with its own generator."""
+
+    def decorate(test: Callable[..., Any]) -> Callable[[], None]:
+        def run() -> None:
+            for number in range(count):
+                random = Random(f"{SEED}/{test.__qualname__}/{number}")
+                test(*(each(random) for each in drawn))
+
+        return run
+
+    return decorate

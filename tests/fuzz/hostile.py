@@ -9,8 +9,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from hypothesis import strategies as st
+import draws as st
 
+BASE: dict[str, Any] = {
+    "name": "x",
+    "data": {"name": "digits", "max_train": 200},
+    "model": {"name": "linear"},
+    "privacy": {"noise_multiplier": 1.0, "delta": 1e-4},
+    "training": {"batch_size": 20, "steps": 3, "learning_rate": 0.5},
+    "certify": {"sigma": 0.5, "n": 100, "max_inputs": 2},
+}
 NUMBERS: list[Any] = [
     0, -1, 1, 2, 0.5, -0.0, 1e-300, 5e-324, 1e-30, 1e-9, 1e300, 1.7e308, 1e9, 1e12, 10**9, 10**18,
     2**31, 2**63, 2**64, 10**30, 10**400, -(10**30), 0.99999999, 1 - 1e-16, 1e-12, 1.0000001,
@@ -68,7 +76,7 @@ def put(raw: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
     raw[path[-1]] = value
 
 
-# --- damage to a file: each takes the path and a chooser (hypothesis' draw)
+# --- damage to a file: each takes the path and a chooser (a case's draw)
 
 Draw = Callable[[Any], Any]
 

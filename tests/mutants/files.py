@@ -172,6 +172,22 @@ FAULTS: list[Fault] = [
          "a claim without an upload hides the manifests before it"),
     ),
     *group(
+        "dpdist/data/parquet.py", "data/test_parquet",
+        ("    if batch is not None or first_row != counted:\n", "    if False:\n",
+         "rows that are not there are records of zeros"),
+        ("            batch.validate(full=True)\n", "            pass\n",
+         "text that is not UTF-8 ends in a traceback"),
+    ),
+    *group(
+        "dpdist/base/table_files.py", "data/test_init",
+        ("    if min(rows, default=0) < 0 or sum(rows) != about.num_rows:\n", "    if False:\n",
+         "a footer that contradicts itself is believed"),
+    ),
+    *group(
+        "dpdist/data/images.py", "data/test_images",
+        ("    if found < wanted:\n", "    if False:\n", "a cut picture is black where it ends"),
+    ),
+    *group(
         "dpdist/runs/archive/writing.py",
         "test_archive",
         ("raw[: raw.rfind(b\"\\n\") + 1]", "raw", "a torn line of the ledger is archived"),

@@ -20,16 +20,17 @@ from scipy import stats
 from support.here import Done, command, without_ray
 from support.training import make
 
-from dpdist import models, pipeline
+from dpdist import bulk, models, pipeline
 from dpdist.base.errors import UserError
 from dpdist.commands.poison import _terms
 from dpdist.data import Dataset
 from dpdist.methods.functional_sums import Sums
 from dpdist.poisoning import models as voting_models
+from dpdist.poisoning import voting as poisoning_voting
 from dpdist.poisoning.bagging import Bagged, drawn
 from dpdist.poisoning.certificates import by_keys, by_partitions
 from dpdist.poisoning.models import Voter
-from dpdist.poisoning.votes import FILE, NONE, Votes, read_votes
+from dpdist.poisoning.votes import FILE, KEY, NONE, SCHEMA, Votes, read_votes
 from dpdist.poisoning.voting import Poisoning
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.privacy.poisoning import Poisoned
@@ -314,7 +315,8 @@ def test_the_command_prints_what_is_withstood_and_keeps_it_private(
 
 
 def test_mistakes_are_told_before_a_model_is_trained(run: Any, tmp_path: Path) -> None:
-    recipe_of(tmp_path)
+    begun(recipe_of(tmp_path), tmp_path)
+    before = sorted((tmp_path / "runs").rglob("*"))
     for asked, complaint in (
         (("--models", 6, "--select", 6), "--select"),
         (("--radii", "0.1"), "--sigma"),
@@ -329,10 +331,16 @@ def test_mistakes_are_told_before_a_model_is_trained(run: Any, tmp_path: Path) -
         (("--partitions", "--bag", 3), "choose one"),
         (("--bag", 10_000), "--bag: x has"),
         (("--bag", 5, "--select", 66), "--select"),
+        (("--models", 1_000_000_000), "--models: must be <= 10000"),
     ):
         done = run("poison", "x.yaml", *asked)
         assert done.code == 2 and complaint in done.err, (asked, done.err)
-        assert not list((tmp_path / "runs").rglob("votes.*"))
+        assert sorted((tmp_path / "runs").rglob("*")) == before
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(poisoning_voting, "MOST_VOTES", 1000)
+        done = run("poison", "x.yaml", "--models", 50)
+    assert done.code == 2 and "at most 1,000 votes are kept, got 50 models" in done.err
+    assert sorted((tmp_path / "runs").rglob("*")) == before
     free = recipe_of(tmp_path, privacy__noise_multiplier=0.0)
     assert free.privacy.noise_multiplier == 0
     done = run("poison", "x.yaml", "--name", "free")
@@ -625,3 +633,40 @@ def said_by(voter: Voter) -> Votes:
     found = [load_tensors(voter(number)[FILE])["votes"] for number in range(shared.models)]
     rows = np.array(shared.indices)
     return Votes({}, rows, np.asarray(voter._test.labels)[rows], np.stack(found))
+
+
+ASKED = {"models": 3, "partitions": True, "sigma": None, "inputs": [0, 10, 5], "seed_given": False}
+
+
+def write_votes(path: Path, settings: Any = None, **columns: Any) -> Path:
+    """Votes of three models on inputs 0 and 5, with columns in another way."""
+    right = {"model": [0, 0, 1, 1, 2, 2], "index": [0, 5] * 3, "label": [1, 2] * 3, "vote": [1] * 6}
+    rows = pa.table(right | columns).to_pylist()
+    about = {"format": 1, "settings": ASKED if settings is None else settings}
+    bulk.write_table(bulk.build_table(rows, SCHEMA, about, KEY), path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("settings", "columns"),
+    [
+        ({}, {}), ([], {}), (ASKED | {"models": 2}, {}), (ASKED | {"models": "3"}, {}),
+        (ASKED | {"inputs": [0, 10, 0]}, {}), (ASKED | {"inputs": ["a"]}, {}),
+        (ASKED | {"inputs": []}, {}),
+        (ASKED | {"inputs": [0, 2**62, 1]}, {}), (ASKED | {"inputs": [0, 10, 4]}, {}),
+        (ASKED | {"sigma": "x"}, {}), (ASKED | {"bag": "x"}, {}), (ASKED | {"bag": None}, {}),
+        (None, {"model": [0] * 6}), (None, {"model": [2**62] * 6}), (None, {"vote": [2**62] * 6}),
+        (None, {"index": [0, 6] * 3}), (None, {"label": [-1] * 6}),
+    ],
+)  # fmt: skip
+def test_a_table_of_votes_that_was_edited_is_refused(
+    tmp_path: Path, settings: Any, columns: Any
+) -> None:
+    """Its digest is that of its settings: who edits computes it again."""
+    with pytest.raises(UserError, match="damaged"):
+        read_votes(write_votes(tmp_path / "votes.parquet", settings, **columns))
+
+
+def test_a_table_of_votes_is_read(tmp_path: Path) -> None:
+    votes = read_votes(write_votes(tmp_path / "votes.parquet"))
+    assert votes.vote.shape == (3, 2) and votes.index.tolist() == [0, 5]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import stat
 from dataclasses import replace
@@ -341,8 +342,15 @@ def test_records_are_kept_under_a_private_key(folder):
     other = folder.with_name("elsewhere")
     reserve(other, "one")
     assert not np.intersect1d(only(folder).known, only(other).known).size
+    for damaged in (None, b"", b"\xff" * 64, b"g" * 64):
+        (folder / "records.key").unlink()
+        if damaged is not None:
+            (folder / "records.key").write_bytes(damaged)
+        with pytest.raises(JournalError, match="lost or damaged"):
+            reserve(folder, "two")
     (folder / "records.key").unlink()
-    with pytest.raises(JournalError, match="lost or damaged"):
+    os.mkfifo(folder / "records.key")
+    with pytest.raises(UserError, match="is a pipe, must be a regular file"):
         reserve(folder, "two")
 
 

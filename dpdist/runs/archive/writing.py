@@ -71,6 +71,30 @@ class Archive:
                 raise UserError(_taken(store))
 
     @classmethod
+    def check_writable(cls, folder: RunFolder, url: str | None) -> None:
+        """Check that a run that is not archived yet could be archived at this address.
+
+        Raises:
+            ClusterError: nothing can be written there: a mistyped address, or missing rights.
+        """
+        if url is not None and not folder.archive.exists():
+            store, probe = ObjectStore(url), f"probe-{secrets.token_hex(8)}"
+            try:
+                store.put(probe, b"")
+                store.delete(probe)
+            except ClusterError as error:
+                raise ClusterError(
+                    f"resources.archive (--archive): nothing can be written there: {error}"
+                ) from error
+
+    @classmethod
+    def check_key(cls, folder: RunFolder) -> None:
+        """Raise UserError, before any work, for a key that no archive of this run is written
+        with."""
+        if folder.archive.exists():
+            archive_key()
+
+    @classmethod
     def begin(cls, folder: RunFolder, url: str | None, private: bool) -> Archive | None:
         """The archive of a run at its start; None when none is asked for.
 
@@ -113,6 +137,8 @@ class Archive:
             self.store.put(f"claims/{self._claim}", json.dumps({"run": self.folder.name}).encode())
         try:
             self._check_claim()
+            if claims:
+                self._stored()  # which another key than that of the archive cannot read
             if self.private and self.store.readable_by_all(f"claims/{self._claim}"):
                 raise UserError(
                     f"{self.store.url}: can be read without credentials; private state holds the "
