@@ -19,10 +19,11 @@ from dpdist.certification.classifier import (
     choose,
 )
 from dpdist.certification.expected_score_bounds import SCORE_UNIT
+from dpdist.certification.fresh_process import alone_by
 from dpdist.certification.reexecution import Reexecution, RowChoice
 from dpdist.certification.sampling import Counter, HiddenNoiseSampler, Randomness, counter
 from dpdist.certification.verdict import ABSTAIN
-from dpdist.models import mixing
+from dpdist.models import fresh_copy, mixing
 from dpdist.models.factory_code import FactoryCode
 from dpdist.randomness.places import NoiseCut, Place
 from dpdist.randomness.units import CHECK, UnitSource
@@ -73,7 +74,7 @@ def require_logits(counted: Counted) -> None:
     """Raise UserError unless the model gives each input finite logits for each class by itself."""
     batch = tensor_of(counted.inputs)
     with torch.inference_mode():
-        logits = counted.model.eval()(batch)
+        logits = fresh_copy(counted.model.eval())(batch)  # workers have it as it came
     expected = (len(batch), counted.classes)
     if tuple(logits.shape) != expected:
         raise UserError(
@@ -124,7 +125,7 @@ class Counters:
         if counted.choice is not None:
             inspect = Reexecution(
                 counted.choice.named(purpose), self._network, self._executed.logits, self._others,
-                self._form,
+                self._form, alone_by(self._form, counted.code),
             )  # fmt: skip
         return counter(self._cut, self._executed, source, counted.classes, shape, inspect)
 

@@ -16,6 +16,7 @@ from dpdist.attacks.evasion import attack
 from dpdist.base.tensors import tensor_of
 from dpdist.certification.classifier import quiet_threads
 from dpdist.certification.cohen import predict
+from dpdist.certification.fresh_process import alone_by
 from dpdist.certification.reexecution import Reexecution
 from dpdist.certification.sampling import Counter, Randomness
 from dpdist.models import NO_CLASS, predicted_classes
@@ -113,7 +114,10 @@ class Worker:
             self._counts, self._batch = counters.named("answers"), counters.batch
         elif counted.choice is not None:
             others = tensor_of(counted.inputs)
-            self._inspect = Reexecution(counted.choice, counted.model, self._logits, others)
+            self._inspect = Reexecution(
+                counted.choice, counted.model, self._logits, others,
+                alone=alone_by("eager", counted.code),
+            )  # fmt: skip
 
     def __call__(self, block: Block) -> list[dict[str, Any]]:
         centres = self._attacker.centres(block)

@@ -223,7 +223,7 @@ def _assignment(
     )
     return Assignment(
         model, settings, place, source, dataset.classes, shape, check_inputs, inputs=len(indices),
-        code=models.code_of(model_folder),
+        code=models.code_of(model_folder), apart=True,
     )  # fmt: skip
 
 

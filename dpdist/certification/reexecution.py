@@ -1,11 +1,20 @@
-"""While classes are counted, some of the counted rows are executed again, in other company.
+"""While answers are counted, some of the counted rows are executed again, in other company.
 
 A certificate speaks of one function of one input; what is executed is a batch of noisy copies of
 one input. Whether a row's answer depends on the rows beside it cannot be shown by any finite test.
 Before anything is counted made-up arrangements are tried (`dpdist.models.mixing`); here rows of the
 counting itself are: alone, and among *other* inputs. Experts with a capacity, early exits, merged
 equal inputs, dropped tokens and caches answer such a row otherwise. A row that is answered
-otherwise, unless its two classes tie within rounding, stops the job: nothing that it counted holds.
+otherwise stops the job: nothing that it counted holds.
+
+What is compared is what is counted. Of votes, the classes, unless the two tie within rounding. Of
+scores, each class's score too: rounding may move each logit by as much as it may move one of two
+tied ones (`allowed_rounding`; of another number format, `OTHER_FORMATS`), and a score must be one
+that logits moved so far can have.
+
+Alone means in another process where the executed form is the module's own Python code, which may
+keep what it has seen outside the module (`dpdist.certification.fresh_process`). A frozen form runs
+no Python and keeps nothing.
 
 A row that is executed again is no draw: counts and tables are the same with and without it.
 
@@ -35,12 +44,14 @@ import torch
 from torch import Tensor, nn
 
 from dpdist.base.errors import InvalidResults
-from dpdist.certification.classifier import FORMS, OTHER_FORMATS
-from dpdist.models import allowed_rounding, fresh_copy, predicted_classes
+from dpdist.certification.classifier import OTHER_FORMATS
+from dpdist.certification.fresh_process import SameProcess
+from dpdist.models import allowed_rounding, fresh_copy, predicted_classes, softmax_scores
 from dpdist.randomness.keys import derive_key, new_run_key, words
 
 LEAST_ROWS = 66  # on average: of a model that changes 5 % of its answers 0.95^64 >= e^-3.3 escape
 _BLOCKS = 100  # of which one row is executed again: in a batch of its own, so one per cent of work
+_SUMS = 1e-9  # what sums in float64 may do to a score
 _SHARE_AMONG = 8  # of a batch of other inputs, a row in so many is one that is tried
 
 
@@ -84,6 +95,8 @@ class Reexecution:
         execute: the executed form, on whole batches: (B, ...) to logits (B, classes).
         others: (B, ...) rows that `execute` takes, of other inputs: the company.
         form: of the executed form; another number format is kept for a row alone.
+        alone: executes each of some rows alone, (B, ...) to (B, classes), given the network as it
+            came and the form; by default in this process.
     """
 
     def __init__(
@@ -93,55 +106,53 @@ class Reexecution:
         execute: Callable[[Tensor], Tensor],
         others: Tensor,
         form: str = "eager",
+        alone: Callable[[nn.Module, str], Callable[[Tensor], Tensor]] = SameProcess,
     ) -> None:
         self._choice, self._network, self._execute = choice, fresh_copy(network.eval()), execute
+        self._alone = alone(self._network, form)
         self._others, self._form = others, form
         self._found: str | None = None
 
     def __call__(
-        self, index: int, stage: str, block: int, rows: Tensor, logits: Tensor, draws: int
-    ) -> None:
+        self, index: int, stage: str, block: int, rows: Tensor, logits: Tensor, draws: int,
+        scores: bool = False,
+    ) -> None:  # fmt: skip
         """Check the chosen ones among the first `draws` of a block's rows.
 
-        rows: (B, ...) as executed; logits: (B, classes), what was counted of them. Raises
-        InvalidResults for a row whose class is another one alone or among other inputs; then also
-        at every later call.
+        rows: (B, ...) as executed; logits: (B, classes), what was counted of them; scores: whether
+        their scores were counted too. Raises InvalidResults for a row that is answered otherwise
+        alone or among other inputs; then also at every later call.
         """
         if self._found is None:
             chosen = self._choice.of(index, stage, block, len(rows), draws)
             if len(chosen):
                 places = torch.from_numpy(chosen).to(rows.device)
-                self._found = self._difference(index, places, rows, logits)
+                self._found = self._difference(index, places, rows, logits, scores)
         if self._found is not None:
             raise InvalidResults(self._found)
 
-    def _difference(self, index: int, chosen: Tensor, rows: Tensor, logits: Tensor) -> str | None:
+    def _difference(
+        self, index: int, chosen: Tensor, rows: Tensor, logits: Tensor, scores: bool
+    ) -> str | None:
         """What is wrong, in words."""
         with torch.inference_mode():
             counted, again = logits[chosen], rows[chosen]
             answers = {
-                "alone": self._one_by_one(again),
+                "alone": self._alone(again),
                 "among other inputs": self._among_others(again, chosen, len(rows)),
             }
             before = predicted_classes(counted)
             for where, found in answers.items():
                 after = predicted_classes(found)
-                if torch.equal(before, after):
-                    continue
                 for row in (before != after).nonzero()[:, 0].tolist():
                     classes = int(before[row]), int(after[row])
                     if not self._tied(*classes, counted[row], found[row]):
-                        return _words(index, *classes, where, self._form)
+                        return _words(
+                            index, _class(classes[0]), _class(classes[1]), where, self._form
+                        )
+                if scores and (seen := self._other_score(counted, found, again)) is not None:
+                    return _words(index, *seen, where, self._form)
         return None
-
-    def _one_by_one(self, rows: Tensor) -> Tensor:
-        """The answers of the network as it came, without what it may have kept of other rows."""
-        form = FORMS[self._form] if self._form in OTHER_FORMATS else None
-        found = []
-        for row in rows.split(1):
-            network = fresh_copy(self._network)
-            found.append((network if form is None else form(network, row))(row))
-        return torch.cat(found)
 
     def _among_others(self, rows: Tensor, chosen: Tensor, size: int) -> Tensor:
         """The answers in batches of other inputs, at the same places: there are few in each."""
@@ -158,22 +169,70 @@ class Reexecution:
         """Whether rounding alone may have put the one or the other class first."""
         if min(before, after) < 0:
             return False
-        share = OTHER_FORMATS.get(self._form)
-        if share is None:
-            allowed = allowed_rounding(self._network, self._others)
-        else:
-            allowed = share * self._execute(self._others).double().abs().amax(0)
+        allowed = self._allowed(self._others)
         most = float(allowed[before] + allowed[after])
         lead = float(counted[before].double() - counted[after].double())
         return lead <= most and float(again[after].double() - again[before].double()) <= most
 
+    def _other_score(self, counted: Tensor, again: Tensor, rows: Tensor) -> tuple[str, str] | None:
+        """The score of a row of logits (B, classes) in both executions, in words, where more than
+        rounding tells them apart. Rows without a class have no scores."""
+        has = (predicted_classes(counted) >= 0) & (predicted_classes(again) >= 0)
+        if not bool(has.any()):
+            return None
+        counted, again = counted[has].double(), again[has].double()
+        allowed = self._allowed(torch.cat([rows[has], self._others]))
+        least, most = score_range(counted, allowed)
+        scores = softmax_scores(again)
+        beyond = ((scores < least) | (scores > most)).nonzero()
+        if not len(beyond):
+            return None
+        row, label = beyond[0].tolist()
+        before = float(softmax_scores(counted)[row, label])
+        after = float(scores[row, label])
+        return tuple(f"score {each:.6f} of class {label}" for each in (before, after))  # type: ignore[return-value]
 
-def _words(index: int, before: int, after: int, where: str, form: str) -> str:
+    def _allowed(self, batch: Tensor) -> Tensor:
+        """By how much rounding may move each logit: float64 (classes,)."""
+        share = OTHER_FORMATS.get(self._form)
+        if share is None:
+            return allowed_rounding(fresh_copy(self._network), batch)
+        return share * self._execute(self._others).double().abs().amax(0)
+
+
+def score_range(logits: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the least and largest softmax scores of logits (B, K) of which each may move by
+    allowed (K,): float64 (B, K) each.
+
+    The score of a class is smallest where its own logit is smallest and all others are largest.
+    """
+    ends = []
+    for sign in (-1, 1):
+        others, own = logits - sign * allowed, logits + sign * allowed
+        scores = torch.sigmoid(own - _without_own(others))
+        ends.append(scores + sign * _SUMS)
+    return ends[0], ends[1]
+
+
+def _without_own(logits: Tensor) -> Tensor:
+    """The logarithm of what all classes but one have together, for each of them: (B, K)."""
+    total, top = logits.logsumexp(1, keepdim=True), logits.argmax(1, keepdim=True)
+    rest = total + torch.log1p(-torch.exp(logits - total))
+    behind = logits.scatter(1, top, -torch.inf).logsumexp(
+        1, keepdim=True
+    )  # where 1 - score is lost
+    return rest.scatter(1, top, behind)
+
+
+def _class(label: int) -> str:
+    return "no class" if label < 0 else f"class {label}"
+
+
+def _words(index: int, before: str, after: str, where: str, form: str) -> str:
     other = f", or `form: eager` if its form {form!r} computes something else" * (form != "eager")
-    names = ["no class" if each < 0 else f"class {each}" for each in (before, after)]
     return (
-        f"the model looks at its batch: a row of input {index} is {names[0]} in the batch that was "
-        f"counted and {names[1]} {where}. Nothing that was counted of such a model holds: make it "
+        f"the model looks at its batch: a row of input {index} is {before} in the batch that was "
+        f"counted and {after} {where}. Nothing that was counted of such a model holds: make it "
         "treat each example alone (no expert capacity, no early exit and no cache that a batch "
         f"shares{other}), remove the results and begin again"
     )

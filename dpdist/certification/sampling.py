@@ -20,9 +20,17 @@ from dpdist.models import predicted_classes, softmax_scores
 from dpdist.randomness.places import NoiseCut
 from dpdist.randomness.units import ESTIMATE, RandomWords, UnitSource
 
-# Looks at a counted block: index, stage, block, the rows that were executed, their logits, and how
-# many of them were counted (`dpdist.certification.reexecution`). Raises where they do not hold.
-Inspector = Callable[[int, str, int, Tensor, Tensor, int], None]
+
+class Inspector(Protocol):
+    """Looks at counted blocks (`dpdist.certification.reexecution`)."""
+
+    def __call__(
+        self, index: int, stage: str, block: int, rows: Tensor, logits: Tensor, draws: int,
+        scores: bool = False,
+    ) -> None:  # fmt: skip
+        """Raise where what was counted of the first draws does not hold. rows: as executed;
+        scores: whether scores were counted, not classes alone."""
+        ...
 
 
 class Counter(Protocol):
@@ -169,7 +177,7 @@ class HiddenNoiseSampler:
         x: float32 of the network's input shape. index names the input in the noise's key. leader:
         what is binned are its leads over each class (`betting.leads`).
         """
-        return self._scores(x, index, stage, block, rows, draws, binned, leader)
+        return self._scores(x, index, stage, block, rows, draws, binned, leader, counted=True)
 
     def _scores(
         self,
@@ -181,12 +189,14 @@ class HiddenNoiseSampler:
         draws: int,
         binned: bool = False,
         leader: int | None = None,
+        counted: bool = False,
     ) -> Scores:
+        """counted: whether the scores count, not the classes alone."""
         with torch.inference_mode():
             noisy = self.noisy(x, index, stage, block, rows)
             logits = self._rest(noisy)
             if self._inspect is not None:
-                self._inspect(index, stage, block, noisy, logits, draws)
+                self._inspect(index, stage, block, noisy, logits, draws, scores=counted)
             logits = logits[:draws].double()
             p = (softmax_scores(logits) * SCORE_UNIT).long()
             votes = class_counts(logits, p.shape[1])

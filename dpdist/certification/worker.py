@@ -17,6 +17,7 @@ from dpdist.base.tensors import tensor_of
 from dpdist.certification import device as devices
 from dpdist.certification.certificate import Certificate
 from dpdist.certification.classifier import ClassifierSpec, check_digest, choose, differing_rows
+from dpdist.certification.fresh_process import SameProcess, alone_by
 from dpdist.certification.places import SampledPlace
 from dpdist.certification.reexecution import Reexecution, RowChoice
 from dpdist.certification.streams import CPU, STREAMS, Stream, usual
@@ -45,7 +46,8 @@ class Assignment:
     device: where they work; gpus: how much of a GPU each of them has. inputs: how many are counted
     in all; last: the last of them (its index), where more may come. reexecuted: the secret by which
     counted rows are chosen to be executed again (`dpdist.certification.reexecution`); None: none.
-    code: with which the model was saved, and each worker must have.
+    code: with which the model was saved, and each worker must have. apart: whether rows that run
+    the model's Python code are executed alone in a process of their own.
     """
 
     model: nn.Module
@@ -73,9 +75,11 @@ class Assignment:
         blocks = settings.units(spec.batch)  # one: a test that may stop after its first block
         rows = self.inputs * (settings.n0 + min(blocks * spec.batch, settings.n))
         choice = RowChoice(rows, blocks, self.last, self.reexecuted)
-        return Reexecution(choice, network, execute, others, spec.form)
+        alone = alone_by(spec.form, self.code) if self.apart else SameProcess
+        return Reexecution(choice, network, execute, others, spec.form, alone)
 
     code: FactoryCode = field(default_factory=FactoryCode)
+    apart: bool = False
 
     @property
     def stream(self) -> Stream:

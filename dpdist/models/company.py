@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
+from dpdist.base.errors import UserError
+
 # A row's last bits depend on its place and company: by some 1e-6 of an output in float32. Where
 # that is not known from float64, where nothing of it is left, more must be allowed. Each output has
 # its own: beside a class masked by -1e9 all that the others say is below 1e-6 of the largest.
@@ -59,13 +61,17 @@ def mixing(model: nn.Module, batch: Tensor, copies: Tensor | None = None) -> str
 def fresh_copy(model: nn.Module) -> nn.Module:
     """Return a copy that shares the parameters of the model; all else, buffers too, is its own.
 
-    A module that cannot be copied (one with tensors that follow from its parameters) is returned
-    itself.
+    Raises UserError for a module that cannot be copied: what it keeps of one batch could not be
+    told from what it knows of the next.
     """
     try:
         return copy.deepcopy(model, {id(each): each for each in model.parameters()})
-    except Exception:  # whatever a user's model does
-        return model
+    except Exception as error:  # whatever a user's model does
+        raise UserError(
+            f"the model must be one that copy.deepcopy copies, got {type(error).__name__}: {error}"
+            "; make what it holds beside its parameters (locks, handles, tensors that follow from "
+            "parameters) when it is called"
+        ) from error
 
 
 def allowed_rounding(model: nn.Module, batch: Tensor) -> Tensor:

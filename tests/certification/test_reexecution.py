@@ -168,9 +168,16 @@ def test_every_sampler_is_looked_at(
 ) -> None:
     """Votes, votes behind a shared first layer, scores behind a model's own noise."""
     asked: list[tuple[int, ...]] = []
-    monkeypatch.setattr(Reexecution, "__call__",
-                        lambda self, index, stage, block, rows, logits, draws: asked.append(
-                            (index, len(rows), len(logits), draws, rows[0].numel())))  # fmt: skip
+    scored: list[tuple[str, bool]] = []
+
+    def look(
+        self: Any, index: int, stage: str, block: int, rows: Tensor, logits: Tensor, draws: int,
+        scores: bool = False,
+    ) -> None:  # fmt: skip
+        asked.append((index, len(rows), len(logits), draws, rows[0].numel()))
+        scored.append((stage, scores))
+
+    monkeypatch.setattr(Reexecution, "__call__", look)
     spec = models.ModelSpec("mlp", SHAPE, CLASSES)
     model = models.initialise(spec, 0)
     bank = certifies.get("noise_bank", False)
@@ -187,6 +194,8 @@ def test_every_sampler_is_looked_at(
     for index in range(2):
         draws = sorted(counted for each, *_, counted, _ in asked if each == index)
         assert draws == [8, 16, 16, 16]
+    # The draws that choose a class are votes in every certificate.
+    assert set(scored) == {(SELECT, False), (ESTIMATE, not bank)}
 
 
 def test_a_prediction_is_looked_at_and_so_are_all_later_ones(
@@ -327,6 +336,45 @@ def test_no_class_is_an_answer_like_any_other() -> None:
         compared(none, Constant(0.0, 1.0, 0.0))
     with pytest.raises(InvalidResults, match="and class 1 alone"):  # no class ties with another
         compared(none, Constant(-1.0, 1.0, 1.0 - 1e-7))
+
+
+def test_scores_are_compared_where_scores_are_counted() -> None:
+    rows = torch.arange(8.0).view(4, 2)
+    network = Constant(1.0, 0.0, -1.0)
+    sharper = torch.tensor([[30.0, 0.0, -30.0]] * 4)  # of the same class
+
+    def look(counted: Tensor, **more: bool) -> None:
+        again = Reexecution(RowChoice(1, 1), network, network, rows.flip(0))
+        again(3, ESTIMATE, 0, rows, counted, len(rows), **more)
+
+    look(sharper)  # votes alone
+    look(network(rows) + 1e-7, scores=True)
+    with pytest.raises(InvalidResults, match=r"score 1.000000 of class 0 .* score 0.665241 of"):
+        look(sharper, scores=True)
+
+
+def test_a_score_lies_between_those_of_the_moved_logits() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(50, 4, generator=generator).double()
+    allowed = torch.tensor([0.1, 0.0, 0.3, 1e-3]).double()
+    least, most = reexecution.score_range(logits, allowed)
+    for own in range(4):
+        for ends, sign in ((least, -1), (most, 1)):
+            moved = logits - sign * allowed
+            moved[:, own] = logits[:, own] + sign * allowed[own]
+            assert torch.allclose(ends[:, own], moved.softmax(1)[:, own], rtol=0, atol=2e-9)
+    far = torch.tensor([[0.0, -1e9, 5.0, 800.0]]).double()
+    for ends in reexecution.score_range(far, torch.tensor([0.0, 1e6, 0.0, 0.5]).double()):
+        assert torch.allclose(ends, far.softmax(1), rtol=0, atol=2e-9)
+
+
+def test_a_model_that_cannot_be_copied_is_refused() -> None:
+    class Locked(Honest):
+        def __deepcopy__(self, memo: Any) -> Locked:
+            raise TypeError("cannot pickle '_thread.lock' object")
+
+    with pytest.raises(UserError, match=r"copy.deepcopy copies, got TypeError"):
+        company.fresh_copy(Locked())
 
 
 def test_rows_stand_among_others_and_alone_as_they_were_executed() -> None:

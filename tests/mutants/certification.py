@@ -244,7 +244,7 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/certification/reexecution.py", "certification/test_reexecution",
-        ('            answers = {\n                "alone": self._one_by_one(again),\n', "            answers = {\n",
+        ('            answers = {\n                "alone": self._alone(again),\n', "            answers = {\n",
          "counted rows are not executed again alone"),
         ('                "among other inputs": self._among_others(again, chosen, len(rows)),\n', "",
          "counted rows are not executed again among other inputs"),
@@ -252,11 +252,25 @@ FAULTS: list[Fault] = [
          "the model can know which of its answers are looked at"),
         ('"reexecuted", index, stage, block)', '"reexecuted", index, block)',
          "the same rows of every stage are executed again"),
-        ("network = fresh_copy(self._network)", "network = self._network",
-         "a row alone knows what was kept of others"),
+        ("if scores and (seen :=", "if False and (seen :=", "scores that were counted are not compared"),
+        ("scores + sign * _SUMS", "scores + sign", "any score is excused by rounding"),
         ("return lead <= most and float(", "return lead <= most or float(",
          "a clear answer is excused by a tie in the batch"),
         ("LEAST_ROWS = 66", "LEAST_ROWS = 6", "a twentieth of false answers is found by luck"),
+    ),
+    *group(
+        "dpdist/certification/fresh_process.py", "certification/test_reexecution",
+        ("    network = fresh_copy(network)\n", "", "a row alone knows what was kept of others"),
+    ),
+    *group(
+        "dpdist/certification/fresh_process.py", "certification/test_fresh_process",
+        ('_forked(network, form, row) for row', 'execute_alone(network, form, row) for row',
+         "rows alone share the globals of the model's module"),
+        ("        code.check(", "        repr(", "rows alone are executed by other code"),
+    ),
+    *group(
+        "dpdist/certification/sampling.py", "certification/test_reexecution",
+        ("logits, draws, scores=counted)", "logits, draws)", "score certificates compare classes alone"),
     ),
     *group(
         "dpdist/bulk/job.py", "certification/test_reexecution",

@@ -17,6 +17,7 @@ from ray import cloudpickle
 
 import dpdist.attacks.job
 import dpdist.bulk.job
+import dpdist.certification.fresh_process
 import dpdist.certification.job
 import dpdist.cluster.calls
 import dpdist.cluster.packages
@@ -47,6 +48,13 @@ def without_ray(patch: pytest.MonkeyPatch) -> None:
     replace_everywhere(patch, dpdist.cluster.packages.check_nodes, lambda *_: None)
     replace_everywhere(patch, dpdist.cluster.pool.run_chunks, run_chunks)
     replace_everywhere(patch, dpdist.cluster.calls.run_once, run_once)
+    # A process of their own for rows that are tried alone takes seconds: tests/certification/
+    # test_fresh_process.py has one.
+    patch.setattr(
+        dpdist.certification.fresh_process,
+        "FreshProcess",
+        lambda network, form, code: dpdist.certification.fresh_process.SameProcess(network, form),
+    )
     patch.setattr(trainer, "_fit", _fit)
     patch.setattr(
         dpdist.tuning.trial, "_train_on_ray_train", lambda job, until: trainer.fit(job, until=until)
