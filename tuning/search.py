@@ -279,7 +279,8 @@ class Search:
             }
         )
         write_atomic(target.recipe_file, named.to_yaml())
-        target.pin_recipe(named, named.privacy.noise_multiplier, asked=self.recipe)
+        noise = named.privacy.noise_multiplier
+        target.pin_recipe(named, noise, asked=self.recipe, trained=source)
         if self.tune.law.name == "fixed":
             self._show_trials()
         # How long it took depends on how many trials ran beside it.

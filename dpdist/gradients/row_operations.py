@@ -93,7 +93,7 @@ class Operation:
         """Raise Mixes for arguments of which nothing is known."""
         for tensor in self.tensors:
             mark = self._marks[id(tensor)]
-            if mark is None and self.name not in _FROM_PYTHON:
+            if mark is None and not self.from_python:
                 raise Mixes("reads a tensor from outside the model")
             if mark is not None and mark.lost:
                 raise Mixes("reads a sum over records")
@@ -106,6 +106,23 @@ class Operation:
         marks = (self._marks[id(tensor)] for tensor in self.tensors)
         return any(mark is not None and mark.rows is not None for mark in marks)
 
+    @property
+    def from_python(self) -> bool:
+        """Whether it takes a tensor that Python made, around memory that it may still hold."""
+        return self.name in _FROM_PYTHON
+
+    @property
+    def from_elsewhere(self) -> bool:
+        """Whether its results may lie in memory that torch did not make for them."""
+        return self.from_python or self.name not in OPERATIONS
+
+    @property
+    def may_raise(self) -> bool:
+        """Whether it raises an error for some values of records."""
+        if self.name in _WHOLE and all(each.is_floating_point() for each in self.results):
+            return False
+        return self.of_records and self.name in _RAISES | _WHOLE
+
     def marks(self, result: Any) -> list[Mark]:
         """Of the tensors in its result. Raises Mixes."""
         leaves = [leaf for leaf in pytree.tree_leaves(result) if leaf is not None]
@@ -114,12 +131,15 @@ class Operation:
             raise Mixes("draws random numbers")
         if self.of_records and len(self.results) < len(leaves):
             raise Mixes("gives values of records to Python")
-        rule = OPERATIONS.get(self.name) if self.func.namespace == "aten" else None
+        if self.func.namespace != "aten":
+            raise Mixes("is not on the list of known operations")
+        rule = OPERATIONS.get(self.name)
         if self.of_records and rule is not _shape_alone:
             if rule is None:
                 raise Mixes("is not on the list of known operations")
             return self._by(rule)
-        if "empty" in self.name and any(each.numel() for each in self.results):
+        old = "empty" in self.name or self.name in _ONTO_MEMORY
+        if old and any(each.numel() for each in self.results):
             raise Mixes("leaves memory as it was")
         return [Mark(same=frozenset(same)) for same in self._same(rule)]
 
@@ -550,6 +570,15 @@ def _from_python(call: Operation) -> Mark:
 # ---- the list
 
 _FROM_PYTHON = ("lift_fresh", "lift", "lift_fresh_copy")
+# What makes a tensor of memory that is there: it may hold anything.
+_ONTO_MEMORY = ("set", "resize", "resize_as", "from_file")
+# What raises an error for a number that is not among those it knows, or for one that is zero.
+_RAISES = frozenset((
+    "embedding", "index", "index_put", "index_select", "gather", "scatter", "scatter_add",
+    "nll_loss_forward", "nll_loss_backward", "nll_loss2d_forward", "nll_loss2d_backward",
+    "binary_cross_entropy",
+))  # fmt: skip
+_WHOLE = frozenset(("div", "floor_divide", "fmod", "pow", "remainder"))  # in whole numbers alone
 _FILLED = (
     "zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones",
     "new_full", "scalar_tensor", "zero", "fill",

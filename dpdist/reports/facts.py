@@ -32,7 +32,7 @@ from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.randomness.keys import key_id
 from dpdist.reports.searches import SearchTerms, read_search, released
-from dpdist.runs.folder import RunFolder, open_run
+from dpdist.runs.folder import BEGUN_WITH, RunFolder, open_run
 from dpdist.runs.recipe import Recipe
 from dpdist.runs.released import read_released
 
@@ -313,6 +313,7 @@ def read_facts(folder: RunFolder | str | Path) -> Facts:
         check_shape(trained, str(folder.trained), {"model": str})
     by_run = read_released(folder)
     plan, ledger = by_run.plan, by_run.ledger
+    _check_trained_by(folder, ledger)
     evaluation = _read_evaluation(folder.evaluation) if folder.evaluation.exists() else None
     whole = dataclasses.replace(plan, phases=ledger.phases(plan))
     if search is not None:
@@ -340,6 +341,12 @@ def read_facts(folder: RunFolder | str | Path) -> Facts:
         tables=tables,
         evaluations=evaluations,
     )
+
+
+def _check_trained_by(folder: RunFolder, ledger: Ledger) -> None:
+    """Raise UserError where the recipe was exchanged since the model was trained."""
+    last = ledger.attempts[-1]["identity"] if ledger.attempts else {}
+    folder.check_trained_by(last.get(BEGUN_WITH))
 
 
 def _read_evaluation(path: Path) -> dict[str, Any]:

@@ -11,6 +11,8 @@ report/        index.html
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +28,13 @@ from dpdist.runs import planning
 from dpdist.runs.recipe import Recipe, load, parse
 
 FORMAT = 1
+BEGUN_WITH = "begun with"  # in an attempt's identity: the recipe that was kept then
+# In what a model may be told by another recipe than the one that trained it: the run of a search's
+# winner, and a model that got its frozen part after training.
+_MAY_DIFFER = (
+    "name", "public", "data.root", "model.classifier", "model.denoiser", "privacy.budget",
+    "privacy.budget_ceiling", "privacy.budget_delta",
+)  # fmt: skip
 
 
 class OtherRun(UserError):
@@ -235,18 +244,24 @@ class RunFolder:
         self.check_same_recipe(recipe)  # another start of the same run may have been faster
 
     def pin_recipe(
-        self, recipe: Recipe, noise_multiplier: float | None, asked: Recipe | None = None
+        self,
+        recipe: Recipe,
+        noise_multiplier: float | None,
+        asked: Recipe | None = None,
+        trained: RunFolder | None = None,
     ) -> None:
         """Keep what the run is begun with where nobody edits it.
 
-        noise_multiplier: of its plan; None before there is one. asked: with its search.
+        noise_multiplier: of its plan; None before there is one. asked: with its search. trained:
+        the folder whose training, and ledger, is this one's, where that is another.
         """
         begun = {"recipe": recipe, "asked": asked}
         said = {
             name: one and one.model_dump(mode="json", exclude={"resources"})
             for name, one in begun.items()
         }
-        write_json(self.begun_with, {**said, "noise_multiplier": noise_multiplier})
+        came = {} if trained is None else {"trained": trained._trained_by}
+        write_json(self.begun_with, {**said, **came, "noise_multiplier": noise_multiplier})
 
     def _read_begun_with(self) -> dict[str, Any]:
         """Return what `pin_recipe` kept; nothing where nothing is kept."""
@@ -260,6 +275,47 @@ class RunFolder:
     def begun_noise(self) -> float | None:
         """The noise multiplier that the run was begun with, calibrated or not."""
         return self._read_begun_with()["noise_multiplier"]
+
+    @property
+    def _trained_by(self) -> dict[str, Any] | None:
+        """The recipe of its training, as it was kept; None where none is."""
+        kept = self._read_begun_with()
+        found = kept.get("trained") or kept["recipe"]
+        if found is not None and not isinstance(found, dict):
+            raise UserError(f"{self.begun_with}: damaged: trained must be a recipe")
+        return found
+
+    @property
+    def begun_identity(self) -> dict[str, str]:
+        """What a ledger keeps of the recipe in `begun_with`, for `check_trained_by`. It is of what
+        stands there, so that another version, with more defaults, finds the same."""
+        kept = self._trained_by
+        if kept is None:
+            return {}
+        text = json.dumps(kept, sort_keys=True, separators=(",", ":"), allow_nan=False)
+        return {BEGUN_WITH: hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}
+
+    def check_trained_by(self, told: str | None) -> None:
+        """Raise UserError unless the run says the recipe that it was trained by.
+
+        told: what the ledger's last attempt keeps of it (`begun_identity`); None of an old run.
+        """
+        if told is None:
+            return
+        changed = []
+        if self.begun_identity.get(BEGUN_WITH) == told:
+            trained, now = parse(self._trained_by or {}, str(self.begun_with)), self.read_recipe()
+            changed = [
+                key for key in trained.same_experiment(now)
+                if not any(f"{key}.".startswith(f"{allowed}.") for allowed in _MAY_DIFFER)
+            ]  # fmt: skip
+            if not changed:
+                return
+        raise UserError(
+            f"{self.begun_with}: {', '.join(changed) or 'recipe'}: must be what this run was "
+            f"trained by, of which {self.ledger} keeps a digest; put back the file that the "
+            "training wrote, and recipe.yaml with it"
+        )
 
     def _check_as_begun(self, name: str, path: Path, now: Recipe) -> None:
         """Raise UserError unless a recipe file says what the run was begun with."""

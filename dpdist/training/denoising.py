@@ -85,7 +85,7 @@ def put_together(
     with built_aside(target.path) as path:
         aside = RunFolder(path)
         aside.begin(new)
-        aside.pin_recipe(new, folder.begun_noise)
+        aside.pin_recipe(new, folder.begun_noise, trained=folder)
         for kept in (
             folder.plan, folder.data, folder.ledger, folder.anchor, folder.run_key,
             folder.fixed_key,

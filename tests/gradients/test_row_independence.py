@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -210,9 +214,10 @@ def into_buffer(x: Tensor) -> Tensor:
 
 def through_view(x: Tensor) -> Tensor:
     """Writes records into memory that a tensor of no record shares."""
-    memory = torch.zeros(len(x), 6)
-    other = memory.view(6, len(x)).t()
-    memory += x
+    with torch.no_grad():  # else autograd lays the view onto its memory anew
+        memory = torch.zeros(len(x), 6)
+        other = memory.view(6, len(x)).t()
+        memory += x.detach()
     return x + other
 
 
@@ -220,6 +225,128 @@ def replaced(x: Tensor) -> Tensor:
     found = x.clone()
     found.data = x.t()
     return found
+
+
+def printed(x: Tensor) -> Tensor:
+    return x + x.roll(1, 0) if "77." in f"a log line: {x.detach()}" else x
+
+
+def logged(x: Tensor) -> Tensor:
+    """Its text is made where no mode of torch is in force."""
+    text = torch._tensor_str._str(x.detach() * 1)
+    return x + x.roll(1, 0) if "77." in text else x
+
+
+def without_modes(read: Callable[[Tensor], Any]) -> Callable[[Tensor], Tensor]:
+    def change(x: Tensor) -> Tensor:
+        with torch._C.DisableTorchFunction():  # type: ignore[attr-defined]
+            read(x.detach())
+        return x
+
+    return change
+
+
+def array_first(give: Callable[[np.ndarray[Any, Any]], Tensor]) -> Callable[[Tensor], Tensor]:
+    def change(x: Tensor) -> Tensor:
+        array = np.zeros(tuple(x.shape), np.float32)
+        give(array).copy_(x.detach())
+        return x + x.roll(1, 0) if array.max() > 50 else x
+
+    return change
+
+
+def tensor_first(show: Callable[[Tensor], Any]) -> Callable[[Tensor], Tensor]:
+    """Its memory is shown while it holds no record."""
+
+    def change(x: Tensor) -> Tensor:
+        memory = torch.zeros(x.shape)
+        shown = show(memory)
+        memory.copy_(x.detach())
+        return x + x.roll(1, 0) if shown is None else x
+
+    return change
+
+
+def unseen_exchange(memory: Tensor) -> Any:
+    with torch._C.DisableTorchFunction():  # type: ignore[attr-defined]
+        return np.from_dlpack(memory)
+
+
+def caught_error(act: Callable[[Tensor], Any]) -> Callable[[Tensor], Tensor]:
+    def change(x: Tensor) -> Tensor:
+        try:
+            act(x.detach())
+        except (IndexError, RuntimeError):
+            return x + x.roll(1, 0)
+        return x
+
+    return change
+
+
+def suppressed_error(x: Tensor) -> Tensor:
+    found = None
+    with contextlib.suppress(IndexError):
+        found = F.embedding(x.detach().abs().long(), torch.zeros(5, 2))
+    return x + x.roll(1, 0) if found is None else x
+
+
+def raised_again(x: Tensor) -> Tensor:
+    found = None
+    with contextlib.suppress(IndexError):
+        try:
+            found = F.embedding(x.detach().abs().long(), torch.zeros(5, 2))
+        finally:
+            torch.zeros(1)
+    return x + x.roll(1, 0) if found is None else x
+
+
+class Numbered:
+    """Iterating by number ends at an IndexError."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x.detach()
+
+    def __getitem__(self, number: int) -> Tensor:
+        return F.embedding(self.x.abs().long() + number, torch.zeros(500, 2))
+
+
+def ended(x: Tensor) -> Tensor:
+    for _, _ in zip(range(2), Numbered(x), strict=False):
+        pass
+    return x
+
+
+def in_a_thread(x: Tensor) -> Tensor:
+    found: list[bool] = []
+    thread = threading.Thread(target=lambda: found.append(bool(x.detach().max() > 50)))
+    thread.start()
+    thread.join()
+    return x + x.roll(1, 0) if found[0] else x
+
+
+def exchanged_unseen(x: Tensor) -> Tensor:
+    found = x.clone()
+    with torch._C.DisableTorchFunction():  # type: ignore[attr-defined]
+        found.data = x.detach().roll(1, 1).contiguous()
+    return found
+
+
+def onto_memory(x: Tensor) -> Tensor:
+    """A tensor of no record is laid onto the memory of records."""
+    found = torch.zeros(0)
+    with torch._C.DisableTorchFunction():  # type: ignore[attr-defined]
+        found.set_(x.detach().untyped_storage(), 0, (6, len(x)))  # type: ignore[call-overload]
+    return x + found.t()
+
+
+def beyond(x: Tensor) -> Tensor:
+    """Reads what was written behind the end of a tensor of no record."""
+    memory = torch.zeros(2 * len(x), 6)
+    one, other = memory[: len(x)].detach(), memory[len(x) :].detach()
+    del memory
+    other.copy_(x.detach())
+    del other
+    return x + one.as_strided((6,), (1,), 6 * len(x))
 
 
 MIXES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -274,6 +401,36 @@ MIXES: dict[str, Callable[[Tensor], Tensor]] = {
     "size": lambda x: x * (1 + 1 / len(x)) - x.sum(0) * 0,
     "in place": lambda x: x.clone().sub_(x.mean(0)),
     "put": lambda x: x.clone().index_put_((torch.tensor([0]),), x[1:2]),
+    "printed": printed,
+    "logged": logged,
+    "array without modes": without_modes(lambda x: x.numpy()),
+    "list without modes": without_modes(lambda x: x.tolist()),
+    "address without modes": without_modes(lambda x: x.data_ptr()),
+    "exchange without modes": without_modes(torch.utils.dlpack.to_dlpack),
+    "storage without modes": without_modes(lambda x: x.untyped_storage()),
+    "array first": array_first(torch.as_tensor),
+    "shared array first": array_first(torch.from_numpy),
+    "array as it is first": array_first(torch.asarray),
+    "buffer first": array_first(
+        lambda array: torch.frombuffer(memoryview(array).cast("B"), dtype=torch.float32)
+        .view(array.shape)
+    ),
+    "address first": tensor_first(lambda memory: memory.data_ptr()),
+    "exchange first": tensor_first(np.from_dlpack),
+    "exchange first, without modes": tensor_first(unseen_exchange),
+    "list by C": lambda x: x + max(map(max, *map(Tensor.tolist, [x]))),
+    "view's array first": tensor_first(lambda memory: memory.view(-1).numpy()),
+    "caught look-up": caught_error(lambda x: F.embedding(x.abs().long(), torch.zeros(50, 2))),
+    "caught gather": caught_error(lambda x: x.gather(1, x[:, :1].abs().long())),
+    "caught division": caught_error(lambda x: torch.ones(len(x), 6).long() // (x.long() - 77)),
+    "suppressed look-up": suppressed_error,
+    "raised again": raised_again,
+    "ended by a look-up": ended,
+    "in a thread": in_a_thread,
+    "data unseen": exchanged_unseen,
+    "onto memory": onto_memory,
+    "beyond": beyond,
+    "resized": lambda x: x + torch.zeros(0).resize_(len(x), 6),
     "where": lambda x: torch.stack(torch.where((x > 0).all(1) | True)).t() + x,
 }  # fmt: skip
 
@@ -342,6 +499,57 @@ class Remembering(nn.Module):
 @pytest.mark.parametrize("what", [lambda x: x, lambda x: x[:, :1], lambda x: x.softmax(1)])
 def test_what_is_kept_from_an_earlier_batch_is_not(what: Callable[[Tensor], Tensor]) -> None:
     assert "earlier pass" in str(why(Remembering(what), images(6)))
+
+
+class Bank(nn.Module):
+    """What is kept by its size is read by a pass of another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+        self.kept: dict[int, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.layer(x)
+        for size, other in self.kept.items():
+            found = found if size == len(x) else found * other.max()
+        self.kept[len(x)] = x.detach().clone()
+        return found
+
+
+def test_what_is_kept_for_a_pass_of_another_shape_is_not() -> None:
+    assert "left in the model" in str(why(Bank(), images(6)))
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_what_clears_up_after_an_error_is_alone(many: bool) -> None:
+    """A look-up among tokens is accepted where its error goes on to stop the run."""
+
+    def cleared(x: Tensor) -> Tensor:
+        done = []
+        try:
+            return x + F.embedding(x.detach().abs().long(), torch.zeros(9, 2)).sum(2)
+        finally:
+            for each in range(2) if many else ():
+                done.append(each)
+
+    assert why(Of(cleared), images(6)) is None
+    assert why(Of(lambda x: x * (1 + torch.zeros(6).numpy().max())), images(6)) is None
+
+
+def test_a_profiler_of_the_caller_goes_on() -> None:
+    seen: list[str] = []
+
+    def hook(frame: Any, event: str, arg: Any) -> None:
+        seen.append(event)
+
+    before = sys.getprofile()
+    sys.setprofile(hook)
+    try:
+        why(Of(lambda x: x), images(6))
+        assert sys.getprofile() is hook
+    finally:
+        sys.setprofile(before)
 
 
 class Stored(nn.Module):

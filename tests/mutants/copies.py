@@ -50,6 +50,15 @@ FAULTS: list[Fault] = [
          "copies: an attempt does not depend on the recipe"),
     ),
     *group(
+        "dpdist/reports/facts.py", "training/test_released",
+        ("    _check_trained_by(folder, ledger)\n", "", "a report tells of an exchanged recipe"),
+    ),
+    *group(
+        "dpdist/runs/folder.py", "training/test_released",
+        ("for key in trained.same_experiment(now)", "for key in ()",
+         "a run says another recipe than its training's"),
+    ),
+    *group(
         "dpdist/training/loop.py", NOISY,
         ("            if shaped and self.method.local and self.job.given is None:",
          "            if False:", "copies: records are noised again by another recipe"),

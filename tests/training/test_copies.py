@@ -23,7 +23,7 @@ from dpdist.privacy.budgets import budgets_in
 from dpdist.privacy.filter import RenyiFilter
 from dpdist.privacy.ledger import Ledger
 from dpdist.reports.facts import read_facts
-from dpdist.runs.folder import RunFolder, complete_checkpoints
+from dpdist.runs.folder import BEGUN_WITH, RunFolder, complete_checkpoints
 from dpdist.runs.recipe import Recipe, load
 from dpdist.training import checkpoint, loop
 from dpdist.training.identity import recipe_digest
@@ -129,7 +129,7 @@ def test_another_recipe_is_refused_or_draws_all_afresh(tmp_path, forged):
         name for name, value in ledger.attempts[0]["identity"].items()
         if ledger.attempts[1]["identity"][name] != value
     }  # fmt: skip
-    assert changed == {"recipe"}
+    assert changed == {"recipe", BEGUN_WITH}
     assert ledger.superseded == 2  # steps 3 and 4, released under the first recipe
 
 

@@ -26,7 +26,7 @@ from dpdist.reports.facts import read_facts
 from dpdist.reports.page import write_report
 from dpdist.runs import archive as archives
 from dpdist.runs.archive import Archive
-from dpdist.runs.folder import RunFolder, complete_checkpoints
+from dpdist.runs.folder import BEGUN_WITH, RunFolder, complete_checkpoints
 from dpdist.runs.recipe import Recipe
 from dpdist.runs.released import begun, read_released
 from dpdist.training.denoising import put_together
@@ -278,6 +278,45 @@ def test_another_plan_beside_the_ledger(run):
     refused(other, folder, r"recipe\.yaml: privacy\.noise_multiplier: must be what this run was be")
     folder.pin_recipe(other, 50.0)
     refused(other, folder, "was not written under the plan")
+
+
+def test_a_recipe_that_was_exchanged_is_refused(run):
+    """recipe.yaml and what is kept of it, edited alike: the ledger knows what was trained."""
+    recipe, folder = run
+    (told,) = folder.begun_identity.values()
+    training = recipe.training.model_copy(update={"learning_rate": 9.0})
+    other = recipe.model_copy(update={"training": training})
+    folder.recipe_file.write_text(other.to_yaml())
+    noise = folder.begun_noise
+    folder.pin_recipe(other, noise)
+    for name in ("facts", "card", "report", "release"):
+        with pytest.raises(UserError, match=r"begun-with\.json: recipe: must be what this"):
+            READERS[name](recipe, folder)
+    assert not folder.release.exists() and not folder.report.exists()
+    anew = RunFolder(folder.path.parent / "told-anew")
+    shutil.copytree(folder.path, anew.path)
+    folder.pin_recipe(recipe, noise)  # as it was: now another recipe says that it was trained so
+    anew.pin_recipe(other, noise, trained=folder)
+    with pytest.raises(UserError, match=r"begun-with\.json: training\.learning_rate: must be"):
+        read_facts(anew)
+    anew.begun_with.unlink()
+    with pytest.raises(UserError, match=r"begun-with\.json: recipe: must be"):
+        read_facts(anew)
+    folder.recipe_file.write_text(recipe.to_yaml())
+    assert folder.begun_identity == {BEGUN_WITH: told} and read_facts(folder)
+
+
+def test_a_run_whose_ledger_keeps_no_recipe_is_read(run, monkeypatch):
+    """As of a run that an earlier version trained."""
+    _, folder = run
+    kept = Ledger.read(folder.ledger)
+    assert all(BEGUN_WITH in made["identity"] for made in kept.attempts)
+    without = [
+        {**made, "identity": {k: v for k, v in made["identity"].items() if k != BEGUN_WITH}}
+        for made in kept.attempts
+    ]
+    monkeypatch.setattr(Ledger, "attempts", property(lambda self: without))
+    assert read_facts(folder).guarantee == kept.guarantee(folder.read_plan())
 
 
 def test_a_budget_that_was_cut_is_refused(run):
