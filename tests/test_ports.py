@@ -13,7 +13,7 @@ from support.extras import needs_serve
 from support.processes import LOOPBACK, descendants, listened_on, start
 from support.training import make, train
 
-from dpdist.commands.releasing import release
+from dpdist.commands.releasing import write_release
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900), pytest.mark.whole]
 
@@ -33,7 +33,7 @@ def place(tmp_path_factory) -> Path:
         privacy__run_key=None,
     )  # fmt: skip
     train(recipe, folder)
-    release(folder)
+    write_release(folder)
     raw = recipe.model_dump(mode="json", exclude_none=True)
     for name, more in (("new", {}), ("searched", {"tune": SEARCH})):
         (place / f"{name}.yaml").write_text(yaml.safe_dump(raw | more | {"name": name}))

@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 from dpdist.adversary.names import ATTACKS, NORMS, AttackName, Norm
 from dpdist.attacks import reading
@@ -97,9 +97,13 @@ class AttackSettings(Evaluation):
             raise UserError(f"attack.{name}: must be {right}, got {getattr(self, name)!r}")
 
     def refuse_unused(self, given: Collection[str]) -> None:
-        """Raise UserError for a setting that was given and that none of the attacks has."""
+        """Raise UserError for a setting that was given and that none of the attacks has.
+
+        An attack of a user's own may have any.
+        """
+        own = set(self.attacks) - set(get_args(AttackName))
         for name, attacks in _OF_ATTACKS.items():
-            if name in given and not set(attacks) & set(self.attacks):
+            if name in given and not own and not set(attacks) & set(self.attacks):
                 raise UserError(
                     f"attack.{name}: must be left out with attacks {', '.join(self.attacks)}, got "
                     f"{getattr(self, name)!r}; it is a setting of {', '.join(attacks)}"

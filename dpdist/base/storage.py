@@ -8,7 +8,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -158,6 +158,23 @@ def moved_in(folder: Path) -> Iterator[Path]:
         for path, target in zip(files, places, strict=True):
             target.parent.mkdir(parents=True, exist_ok=True)
             os.replace(path, target)
+
+
+def move_together(files: Sequence[Path], folder: Path) -> list[Path]:
+    """Move files into a folder on the same disk, under their names, and return where they are.
+
+    All are moved, or none is there when an error leaves.
+    """
+    moved: list[Path] = []
+    try:
+        for file in files:
+            moved.append(folder / file.name)
+            os.replace(file, moved[-1])
+    except BaseException:
+        for path in moved:
+            path.unlink(missing_ok=True)
+        raise
+    return moved
 
 
 @contextmanager

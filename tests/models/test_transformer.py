@@ -355,7 +355,11 @@ def test_folders_that_are_no_base(root, tmp_path):
     refused("has auto_map, which is not read")
     save_file(tensors, weights)
     for key, value, said in (
-        ("num_hidden_layers", 60_000, "num_hidden_layers: sizes must be <= 512"),  # hours to make
+        (
+            "num_hidden_layers",
+            60_000,
+            "num_hidden_layers: sizes must be <= 512",
+        ),  # not made within a minute
         ("hidden_size", 10**9, "hidden_size: sizes must be <= 65,536"),
         ("vocab_size", 10**6, "does not fit the base|vocabulary|tokens"),
         ("num_attention_heads", -1, "fails on inputs of shape"),
