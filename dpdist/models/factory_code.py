@@ -1,12 +1,12 @@
 """The code of a model that is not of the zoo: the modules that make it the function it is.
 
 Covered is the source of the module that a factory "package.module:factory" names, of the packages
-around it, and of the modules beside it that any of these imports: in the same folder as the
-factory's top-level module or package, or, where that is installed, of the same package. Not covered
-are installed libraries, Python itself, dpdist, modules imported by a name that is computed, and
-files that the code reads. Names of modules count, places do not: the same code has the same digests
-in every folder and on every host. A changed comment is changed code. docs/how-to/extending.md says
-so too.
+around it, and of the modules beside it that any of these imports or names in a string: in the same
+folder as the factory's top-level module or package, below that package, or, where that is
+installed, of the same package. Not covered are installed libraries, Python itself, dpdist, modules
+imported by a name that is computed, and files that the code reads. Names of modules count, places
+do not: the same code has the same digests in every folder and on every host. A changed comment is
+changed code. docs/how-to/extending.md says so too.
 
 Nothing is imported to find out.
 """
@@ -16,17 +16,19 @@ from __future__ import annotations
 import ast
 import hashlib
 import os
+import re
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_file_location
-from typing import Any
+from typing import Any, TypeGuard
 
 from dpdist.base.errors import UserError
 
 _OURS = "dpdist"
+_MODULE = re.compile(r"\.?[^\W\d]\w*(\.[^\W\d]\w*)*")
 _INSTALLED = {"site-packages", "dist-packages"}
 # What was read when a factory's module was imported: its `ModuleSpec`, another after a reload.
 _READ: dict[str, tuple[Any, dict[str, str]]] = {}
@@ -98,20 +100,34 @@ def _digests(module: str, factory: str) -> dict[str, str]:
     while waiting:
         name = waiting.pop()
         first = name.partition(".")[0]
-        if name in found or not (first == top or roots & _folders(first)):
+        if name in found or not (first == top or _beside(first, roots, top)):
             continue
         spec = _find(name)
         raw = None if spec is None else _source(spec)
         if spec is None or raw is None:
             continue
         found[name] = hashlib.blake2b(raw.replace(b"\r\n", b"\n"), digest_size=16).hexdigest()
-        waiting += _imports(raw, name, spec.submodule_search_locations is not None)
+        waiting += _imports(raw, name, top, spec.submodule_search_locations is not None)
     if module in sys.modules and module not in found:
         raise UserError(
             f"model.name: the source of {factory!r} cannot be read; put the factory into a module "
             "of its own, a file that ends in .py"
         )
     return found
+
+
+def is_beside(factory: str, module: str) -> bool:
+    """Return whether a module is one of those that are covered when the factory's code uses it."""
+    top, first = factory.partition(":")[0].partition(".")[0], module.partition(".")[0]
+    return first == top or _beside(first, _folders(top), top)
+
+
+def _beside(first: str, roots: set[str], top: str) -> bool:
+    """Return whether a top-level module lies in one of the roots, or below the package `top`."""
+    inside = tuple(os.path.join(root, top) + os.sep for root in roots)
+    return any(
+        folder in roots or f"{folder}{os.sep}".startswith(inside) for folder in _folders(first)
+    )
 
 
 def _folders(top: str) -> set[str]:
@@ -150,9 +166,20 @@ def _find(name: str) -> ModuleSpec | None:
         try:
             if (spec := finder.find_spec(name, path)) is not None:
                 return spec
+        except KeyError:  # a namespace in a package that is not imported yet
+            return _namespace(name, path or [])
         except (ImportError, ValueError, AttributeError):
             continue
     return None
+
+
+def _namespace(name: str, path: Iterable[str]) -> ModuleSpec | None:
+    """The specification of a package without a file of its own, below these folders."""
+    last = name.rpartition(".")[2]
+    places = [place for each in path if os.path.isdir(place := os.path.join(each, last))]
+    spec = ModuleSpec(name, None)
+    spec.submodule_search_locations = places
+    return spec if places else None
 
 
 def _source(spec: ModuleSpec) -> bytes | None:
@@ -165,8 +192,12 @@ def _source(spec: ModuleSpec) -> bytes | None:
         return None
 
 
-def _imports(raw: bytes, name: str, package: bool) -> Iterator[str]:
-    """The modules that a source may import when it runs, and their packages."""
+def _imports(raw: bytes, name: str, top: str, package: bool) -> Iterator[str]:
+    """Yield the modules that a source may import when it runs, and their packages.
+
+    A string that names a module of the package `top` counts too: so do packages list what they
+    import on first use.
+    """
     try:
         tree = ast.parse(raw)
     except (SyntaxError, ValueError):  # an extension, or no Python: importing it will say so
@@ -185,6 +216,27 @@ def _imports(raw: bytes, name: str, package: bool) -> Iterator[str]:
             if base:
                 yield from _parents(base)
                 yield from (f"{base}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Constant) and _names_module(node.value, top):
+            yield from _parents(node.value)
+        elif isinstance(node, ast.Call) and node.args:
+            named = getattr(node.args[0], "value", None)
+            if _words(node.func)[-1:] in (["import_module"], ["__import__"]) and _is_name(named):
+                yield from _parents(f"{around}{named}" if named[0] == "." else named)
+
+
+def _words(function: ast.expr) -> list[str]:
+    """The names of what is called: importlib.import_module is two."""
+    return (
+        ast.unparse(function).split(".") if isinstance(function, ast.Name | ast.Attribute) else []
+    )
+
+
+def _is_name(value: Any) -> TypeGuard[str]:
+    return isinstance(value, str) and bool(_MODULE.fullmatch(value))
+
+
+def _names_module(value: Any, top: str) -> TypeGuard[str]:
+    return _is_name(value) and value.partition(".")[0] == top
 
 
 def _executed(tree: ast.AST) -> Iterator[ast.AST]:

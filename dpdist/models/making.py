@@ -21,7 +21,7 @@ from dpdist.base.reading import read_bytes, regular_file
 from dpdist.base.storage import write_atomic, write_json
 from dpdist.models.base_folder import is_base, load_base
 from dpdist.models.catalogue import ZOO, check_name, factory_of
-from dpdist.models.factory_code import FactoryCode, digests, remember
+from dpdist.models.factory_code import FactoryCode, digests, is_beside, remember
 from dpdist.models.hidden import attach_block_noise, attach_silence, drop_noise
 from dpdist.models.normalised import Normalised
 from dpdist.models.spec import (
@@ -146,7 +146,14 @@ def _factory(name: str) -> Callable[..., Any]:
     check_name(name)
     code = digests(name)
     factory = factory_of(name)
-    remember(name, code or digests(name))
+    code = code or digests(name)
+    home = getattr(factory, "__module__", None)
+    if code and home and home not in code and is_beside(name, home):
+        raise UserError(
+            f"model.name: must name the module that defines the factory, {home}, so that its code "
+            f"belongs to the model; got {name!r}, which imports it by a name that is computed"
+        )
+    remember(name, code)
     return factory
 
 

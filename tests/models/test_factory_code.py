@@ -79,7 +79,7 @@ COVERED = [
     "helpers", "helpers.deep", "helpers.deep.one", "helpers.far", "helpers.layers", "helpers.sizes",
     "late", "mine", "package", "package.inner",
 ]  # fmt: skip
-TOPS = {"mine", "late", "helpers", "package", "only_for_types", "unrelated"}
+TOPS = {"far", "mine", "late", "helpers", "package", "only_for_types", "unrelated"}
 SPEC = models.ModelSpec("mine:net", (1, 6, 6), 3)
 
 
@@ -306,3 +306,74 @@ def test_a_worker_with_other_code_does_nothing(
     for begin in (certifying.placed, lambda: Attacker(attacking), lambda: _form(attacking)):
         with pytest.raises(UserError, match=r"this worker: .*; late of mine:net changed since"):
             begin()
+
+
+LAYERS = """
+from torch import nn
+def net(input_shape, classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(36, classes))
+"""
+LAZY = """
+import importlib
+def __getattr__(name):
+    if name == "net":
+        return getattr(importlib.import_module({module}), name)
+    raise AttributeError(name)
+"""
+
+
+@pytest.mark.parametrize(
+    ("sources", "factory", "changed"),
+    [
+        ({"mine.py": "def net(*about):\n    import importlib\n"
+          "    return importlib.import_module('late').net(*about)\n", "late.py": LAYERS},
+         "mine:net", "late.py"),
+        ({"mine.py": "net = __import__('late').net\n", "late.py": LAYERS}, "mine:net", "late.py"),
+        ({"helpers/__init__.py": LAZY.format(module="'helpers.far'"), "helpers/far.py": LAYERS},
+         "helpers:net", "helpers/far.py"),
+        ({"helpers/__init__.py": LAZY.format(module="'.far', 'helpers'"), "helpers/far.py": LAYERS},
+         "helpers:net", "helpers/far.py"),
+        ({"helpers/deep/one.py": "import package.inner.layers as far\nnet = far.net\n",
+          "package/inner/layers.py": LAYERS}, "helpers.deep.one:net", "package/inner/layers.py"),
+    ],
+    ids=["import_module", "__import__", "a lazy package", "a lazy relative import", "namespaces"],
+)  # fmt: skip
+def test_modules_that_are_named_in_text_are_covered(tmp_path, use, sources, factory, changed):
+    digests = set()
+    for text in ("", "\nCHANGED = True\n"):
+        for name, source in sources.items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(source + text * (name == changed))
+        use(tmp_path)
+        code = FactoryCode.of((factory,)).modules
+        assert changed.removesuffix(".py").replace("/", ".") in code
+        models.initialise(models.ModelSpec(factory, (1, 6, 6), 3), 1)
+        digests.add(tuple(code.items()))
+    assert len(digests) == 2
+
+
+def test_a_module_below_the_package_is_covered_by_its_own_name(tmp_path, use, monkeypatch):
+    """As `import far` finds it where a folder of the package stands in sys.path."""
+    for name, text in {
+        "helpers/layers.py": "from far import net\n",
+        "helpers/far.py": LAYERS,
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    use(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path / "helpers"))
+    assert set(FactoryCode.of(("helpers.layers:net",)).modules) == {
+        "far",
+        "helpers",
+        "helpers.layers",
+    }
+
+
+def test_a_factory_from_a_module_of_a_computed_name_is_refused(tmp_path, use):
+    name = "''.join(['helpers', '.f', 'ar'])"
+    (tmp_path / "helpers").mkdir()
+    (tmp_path / "helpers/__init__.py").write_text(LAZY.format(module=name))
+    (tmp_path / "helpers/far.py").write_text(LAYERS)
+    use(tmp_path)
+    with pytest.raises(UserError, match=r"model\.name: must name the module that .*helpers\.far"):
+        models.initialise(models.ModelSpec("helpers:net", (1, 6, 6), 3), 1)
