@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from dpdist.base.rounding import exact, percent
+from dpdist.base.rounding import bound, exact, percent
 from dpdist.base.views import averaged
 from dpdist.privacy.guarantee import format_epsilon
 from dpdist.release.description import Certified, Description
@@ -113,7 +113,7 @@ def _metadata(about: Description, spec: ModelSpec) -> dict[str, Any]:
 
 
 def _metric(kind: str, name: str, share: float) -> dict[str, Any]:
-    return {"type": kind, "name": name, "value": round(share, 6)}
+    return {"type": kind, "name": name, "value": float(bound(share, 6))}
 
 
 def _private(card: Mapping[str, Any]) -> str:

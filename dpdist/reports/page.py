@@ -16,7 +16,7 @@ from markupsafe import Markup
 
 from dpdist import __version__
 from dpdist.attacks.reading import AttackTable, check_line
-from dpdist.base.rounding import exact, percent
+from dpdist.base.rounding import bound, exact, percent
 from dpdist.base.storage import write_together
 from dpdist.certification import population
 from dpdist.certification.radii import norm_name
@@ -293,7 +293,7 @@ def _table(table: CertificateTable, folder: RunFolder) -> dict[str, object]:
         "norm": norm_name(table.norm),
         "inputs": len(table.index),
         "abstained": percent(table.abstained),
-        "average_radius": f"{table.average_radius:.4f}",
+        "average_radius": bound(table.average_radius, 4),
         "rows": [
             (exact(r), percent(table.certified_accuracy(r)), *_bounds(stated.get(r)))
             for r in table.shown_radii
