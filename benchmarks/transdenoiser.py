@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 from _common import parse_arguments, require_data
 
+from dpdist import models
 from dpdist.adversary.names import ATTACKS
 from dpdist.attacks.reading import AttackTable, read_attack
 from dpdist.base import vision
@@ -40,8 +41,10 @@ from dpdist.certification.paired import compare
 from dpdist.certification.reading import CertificateTable
 from dpdist.cluster.session import connect
 from dpdist.commands.cli import app
+from dpdist.evaluation import load_model
 from dpdist.methods.stobatch import StoBatch
 from dpdist.privacy.guarantee import format_epsilon
+from dpdist.randomness.places import place_of
 from dpdist.reports.facts import read_facts
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe, find, load, parse, resolve
@@ -238,9 +241,11 @@ class Bench:
         if not attacked(self.runs / name, self.attacks):
             every = str(load(path).certify.every)  # type: ignore[union-attr]
             sizes = ",".join(f"{size:g}" for size in SIZES)
+            folder = RunFolder(self.runs / name)
+            noisy = place_of(load_model(load(folder.recipe_file), folder)).random
             self.command(
                 "attack", name, *runs, "--norm", "l2", "--attacks", ",".join(self.attacks),
-                "--sizes", sizes, "--every", every, "--n", "200",
+                "--sizes", sizes, "--every", every, *(("--n", "200") if noisy else ()),
             )  # fmt: skip
 
     def place(self, row: Row) -> Path:
@@ -250,7 +255,6 @@ class Bench:
     def alone(self, row: Row) -> None:
         """The frozen classifier without a denoiser: the jobs behind certify and attack."""
         folder = self.place(row)
-        from dpdist import models
         from dpdist.attacks.job import attack_model
         from dpdist.attacks.settings import AttackSettings
         from dpdist.certification.job import certify
@@ -317,7 +321,7 @@ def eigenvalues(activation: str, data_root: Path | None, sigma: float = 0.25) ->
     with a remainder >= 0 count."""
     import torch
 
-    from dpdist import data, models
+    from dpdist import data
     from dpdist.gradients.mixed_jacobian import MixedJacobian
     from dpdist.gradients.task import squared_error
     from dpdist.methods.transdenoiser_split import remainders
