@@ -19,6 +19,7 @@ import os
 import re
 import sys
 import sysconfig
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
@@ -29,6 +30,8 @@ from dpdist.base.errors import UserError
 
 _OURS = "dpdist"
 _MODULE = re.compile(r"\.?[^\W\d]\w*(\.[^\W\d]\w*)*")
+# Python 3.11 ends in a SystemError where two threads make syntax trees at once (CPython 106905).
+_PARSING = threading.Lock()
 _INSTALLED = {"site-packages", "dist-packages"}
 # What was read when a factory's module was imported: its `ModuleSpec`, another after a reload.
 _READ: dict[str, tuple[Any, dict[str, str]]] = {}
@@ -199,7 +202,8 @@ def _imports(raw: bytes, name: str, top: str, package: bool) -> Iterator[str]:
     import on first use.
     """
     try:
-        tree = ast.parse(raw)
+        with _PARSING:
+            tree = ast.parse(raw)
     except (SyntaxError, ValueError):  # an extension, or no Python: importing it will say so
         return
     around = name if package else name.rpartition(".")[0]
@@ -216,27 +220,18 @@ def _imports(raw: bytes, name: str, top: str, package: bool) -> Iterator[str]:
             if base:
                 yield from _parents(base)
                 yield from (f"{base}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Constant) and _names_module(node.value, top):
-            yield from _parents(node.value)
+        elif isinstance(node, ast.Constant) and _is_name(node.value):
+            if node.value.partition(".")[0] == top:
+                yield from _parents(node.value)
         elif isinstance(node, ast.Call) and node.args:
+            called = getattr(node.func, "attr", None) or getattr(node.func, "id", None)
             named = getattr(node.args[0], "value", None)
-            if _words(node.func)[-1:] in (["import_module"], ["__import__"]) and _is_name(named):
+            if called in ("import_module", "__import__") and _is_name(named):
                 yield from _parents(f"{around}{named}" if named[0] == "." else named)
-
-
-def _words(function: ast.expr) -> list[str]:
-    """The names of what is called: importlib.import_module is two."""
-    return (
-        ast.unparse(function).split(".") if isinstance(function, ast.Name | ast.Attribute) else []
-    )
 
 
 def _is_name(value: Any) -> TypeGuard[str]:
     return isinstance(value, str) and bool(_MODULE.fullmatch(value))
-
-
-def _names_module(value: Any, top: str) -> TypeGuard[str]:
-    return _is_name(value) and value.partition(".")[0] == top
 
 
 def _executed(tree: ast.AST) -> Iterator[ast.AST]:

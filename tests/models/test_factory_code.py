@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import json
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -314,6 +317,7 @@ def net(input_shape, classes):
     return nn.Sequential(nn.Flatten(), nn.Linear(36, classes))
 """
 LAZY = """
+import ast
 import importlib
 def __getattr__(name):
     if name == "net":
@@ -377,3 +381,21 @@ def test_a_factory_from_a_module_of_a_computed_name_is_refused(tmp_path, use):
     use(tmp_path)
     with pytest.raises(UserError, match=r"model\.name: must name the module that .*helpers\.far"):
         models.initialise(models.ModelSpec("helpers:net", (1, 6, 6), 3), 1)
+
+
+def test_threads_make_syntax_trees_one_after_the_other(tmp_path, use, monkeypatch):
+    """Python 3.11 ends in a SystemError otherwise, now and then."""
+    use(write(tmp_path / "code"))
+    parse, active, most = ast.parse, [], []
+
+    def watched(raw: bytes) -> ast.Module:
+        active.append(raw)
+        most.append(len(active))
+        time.sleep(0.002)
+        active.pop()
+        return parse(raw)
+
+    with monkeypatch.context() as patch, ThreadPoolExecutor(4) as threads:
+        patch.setattr(ast, "parse", watched)
+        found = list(threads.map(lambda _: FactoryCode.of(("mine:net",)), range(4)))
+    assert max(most) == 1 and all(code == found[0] for code in found)

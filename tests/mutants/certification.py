@@ -732,6 +732,8 @@ FAULTS: list[Fault] = [
         ("if name in found or not (first == top or _beside(first, roots, top)):", "if name in found:",
          "installed libraries are a model's code"),
         ('raw.replace(b"\\r\\n", b"\\n")', "raw", "line ends are code"),
+        ("        with _PARSING:\n            tree = ast.parse(raw)\n", "        tree = ast.parse(raw)\n",
+         "threads make syntax trees at once"),
         ("        waiting += _imports(raw, name, top, spec.submodule_search_locations is not None)\n", "",
          "what helpers import is not covered"),
         ("kept = parts[: len(parts) - node.level + 1]", "kept = parts", "relative imports lead elsewhere"),
