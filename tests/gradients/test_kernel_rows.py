@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from dpdist.gradients import kernel_rows
 from dpdist.gradients.blocks import Blocks, padded, slots_of
 from dpdist.gradients.clipping import FlatClipping
+from dpdist.gradients.consistency import agreed_targets
 from dpdist.gradients.engine import GradientEngine
+from dpdist.gradients.perturbations import InputDraws
 from dpdist.methods.hgm_shares import _passes
 
 pytestmark = pytest.mark.guarantee
@@ -125,6 +127,53 @@ def test_records_on_a_kink_move_the_sum_by_one_clip_norm(width, hidden, isolate)
     assert max(moved) <= 1.0
 
 
+class RoundedByRow(nn.Module):
+    """Stands for a kernel that rounds odd rows of a pass otherwise."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        odd = torch.arange(len(x)) % 2 == 1
+        return torch.where(odd[:, None], x.nextafter(torch.full_like(x, 1e9)), x)
+
+
+class FirstOfTwo(nn.Module):
+    """Of two layers, the first alone sees inputs that are rounded by row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rounded, self.first, self.second = RoundedByRow(), nn.Linear(3, 2), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(x) + 0 * self.first(self.rounded(x))
+
+
+def in_blocks(model: nn.Module) -> GradientEngine:
+    return GradientEngine(
+        model, lambda out, y: nn.functional.cross_entropy(out, y, reduction="none"),
+        clipping=FlatClipping(1.0), blocks=Blocks(1, 40),
+    )  # fmt: skip
+
+
+def test_every_layer_s_gradient_is_compared() -> None:
+    found = in_blocks(FirstOfTwo())._row_classes(
+        6, torch.rand(2, 3), torch.zeros(2, dtype=torch.int64)
+    )
+    assert found is not None and len(set(found[::2])) == len(set(found[1::2])) == 1
+    assert found[0] != found[1]
+
+
+def test_agreed_targets_are_computed_in_rows_of_their_class() -> None:
+    """Targets of the consistency term: one record more must not change another one's."""
+    engine = in_blocks(nn.Sequential(RoundedByRow(), nn.Linear(3, 2)))
+    engine.draws = InputDraws(2, 0.3)
+    inputs = torch.rand(30, 3, generator=torch.Generator().manual_seed(0))
+    labels, ids = torch.zeros(30, dtype=torch.int64), torch.arange(30)
+    whole = agreed_targets(engine, inputs, labels, KEY, ids, 1.0)
+    for gone in range(5):
+        keep = ids != gone
+        rest = agreed_targets(engine, inputs[keep], labels[keep], KEY, ids[keep], 1.0)
+        assert torch.equal(rest, whole[keep])
+
+
 class Records:
     """Records of one number each."""
 
@@ -136,13 +185,10 @@ class Records:
 
 
 def test_a_paid_redistribution_lays_its_records_so_too() -> None:
-    def rounded_by_row(inputs: Tensor, labels: Tensor) -> Tensor:
-        odd = torch.arange(len(inputs)) % 2 == 1
-        return torch.where(odd[:, None], inputs.nextafter(torch.tensor(1e9)), inputs)
-
     def row_of(members: np.ndarray) -> dict[int, int]:
         passes = _passes(
-            Records(), members, Blocks(1, 40), KEY, nn.Linear(1, 2), rounded_by_row  # type: ignore[arg-type]
+            Records(), members, Blocks(1, 40), KEY, nn.Linear(1, 2),
+            lambda inputs, labels: RoundedByRow()(inputs),  # type: ignore[arg-type]
         )  # fmt: skip
         return {
             int(inputs[row]): int(row) % 2
