@@ -190,7 +190,7 @@ class Reexecution:
         row, label = beyond[0].tolist()
         before = float(softmax_scores(counted)[row, label])
         after = float(scores[row, label])
-        return tuple(f"score {each:.6f} of class {label}" for each in (before, after))  # type: ignore[return-value]
+        return f"score {before:.6f} of class {label}", f"score {after:.6f} of class {label}"
 
     def _allowed(self, batch: Tensor) -> Tensor:
         """By how much rounding may move each logit: float64 (classes,)."""
@@ -218,9 +218,8 @@ def _without_own(logits: Tensor) -> Tensor:
     """The logarithm of what all classes but one have together, for each of them: (B, K)."""
     total, top = logits.logsumexp(1, keepdim=True), logits.argmax(1, keepdim=True)
     rest = total + torch.log1p(-torch.exp(logits - total))
-    behind = logits.scatter(1, top, -torch.inf).logsumexp(
-        1, keepdim=True
-    )  # where 1 - score is lost
+    # Behind the largest, where 1 - score would be lost:
+    behind = logits.scatter(1, top, -torch.inf).logsumexp(1, keepdim=True)
     return rest.scatter(1, top, behind)
 
 

@@ -219,17 +219,14 @@ def _certified_at(
 def _asked(folder: RunFolder, given: dict[str, Any], data_root: Path | None) -> _Asked:
     """Recipe, trained model and certificate, the recipe's where nothing else is asked for."""
     from dpdist.certification.catalogue import settings_of
+    from dpdist.commands.certifying import chosen_settings, sigma_of
     from dpdist.evaluation import load_model
-    from dpdist.randomness.places import smoothing_of
 
     recipe = recipe_of(folder, data_root, "certify")
-    usual = recipe.certify
-    sigma = given["sigma"] or (None if usual is None else usual.sigma)
-    if sigma is not None:
-        settings_of(given, usual)  # refused before torch is loaded
+    if sigma_of(given, recipe.certify) is not None:
+        settings_of(given, recipe.certify)  # refused before torch is loaded
     model = load_model(recipe, folder)
-    sigma = smoothing_of(model, sigma, folder.path)
-    return recipe, model, settings_of(given | {"sigma": sigma}, usual)
+    return recipe, model, chosen_settings(given, recipe.certify, model, folder.path)
 
 
 def _merged(folder: RunFolder, output: Path | None) -> list[tuple[pa.Table, Path]]:
