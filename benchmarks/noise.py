@@ -3,11 +3,10 @@
 Processor seconds of one thread. The ways are interleaved in one process, round by round, and the
 medians of the rounds compared, so that a machine that is busy treats all alike. Peers draw N(0, 1)
 and nothing else: numpy's Philox and SFC64 in float64, torch's generator in float64 and float32 (its
-seeds have 32 bits; docs/explanation/sharp-edges.md). Ours draws from a 256-bit key, and
-`add_noise` also
-scales, adds to a sum and rounds to the grid. `add_noise_on` is what `resources.noise: device` does,
-here on the CPU: hundreds of calls of torch a piece, whose speed says nothing about a GPU's. Memory
-is the peak of a process of its own, the sum and the result included.
+seeds have 32 bits; docs/explanation/sharp-edges.md). Ours draws from a 256-bit key, and `add_noise`
+also scales, adds to a sum and rounds to the grid. `add_noise_on` is what `resources.noise: device`
+does, here on the CPU: hundreds of calls of torch a piece, whose speed says nothing about a GPU's.
+Memory is the peak of a process of its own, the sum and the result included.
 
     python benchmarks/noise.py [--entries 4000000] [--rounds 9] [--quick]
 """

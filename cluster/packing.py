@@ -40,7 +40,7 @@ class Packed:
 
 @dataclass(frozen=True)
 class Sending:
-    """What decides which files of a directory travel.
+    """Choose the files of a directory that are sent to a cluster.
 
     source: the directory. named: files and folders in it that the user wants to travel, whatever
     their endings. used: those that the recipe reads, such as public weights. closed: folders and

@@ -688,7 +688,7 @@ def test_a_run_does_not_begin_where_its_archive_cannot(tmp_path) -> None:
 
 
 def test_a_key_that_is_not_the_archive_s_is_refused_at_the_start(tmp_path, monkeypatch) -> None:
-    """Of a public archive, nothing is written before the run's end."""
+    """A public archive is written at the run's end alone, where a wrong key is told too late."""
     url, (recipe, folder) = f"file://{tmp_path}/store", make(tmp_path)
     folder.begin(recipe)
     archive = Archive.begin(folder, url, False)

@@ -100,7 +100,7 @@ def test_a_notebook_holds_what_came_out(path):
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_shows_what_is_public(path):
-    """Of dpdist, only what `import dpdist` offers."""
+    """A notebook imports no module of dpdist, only `import dpdist` itself."""
     cells = json.loads(path.read_text())["cells"]
     text = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
     for node in ast.walk(ast.parse(text)):

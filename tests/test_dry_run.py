@@ -91,7 +91,7 @@ def test_what_is_printed_is_what_runs(case, tmp_path):
 @pytest.mark.parametrize(("before", "now"), [("plain", "hold_out"), ("search", "plain"),
                                              ("plain", "search")])  # fmt: skip
 def test_a_name_that_is_taken_hides_no_plan(before, now, tmp_path):
-    """What another recipe would cost is asked about a run that is there, most of all."""
+    """A dry run prints a changed recipe's plan although a run has its name."""
     first, second = (parse(BASE | CASES[case], "r.yaml") for case in (before, now))
     executed(first, tmp_path / "runs")
     files = sorted((tmp_path / "runs").rglob("*"))

@@ -1,10 +1,9 @@
 """A private search from its recipe to the released winner, on Ray Tune; continued after a crash.
 
-The rules that make its guarantee true (docs/how-to/tuning.md): everything is drawn before the
-first trial;
-all K trials run to their end, whatever the others score; a failed trial counts as minus infinity;
-a repetition replays with the same keys; only the best trial leaves private/; a search that is
-broken off releases nothing.
+The rules that make its guarantee true (docs/how-to/tuning.md): everything is drawn before the first
+trial; all K trials run to their end, whatever the others score; a failed trial counts as minus
+infinity; a repetition replays with the same keys; only the best trial leaves private/; a search
+that is broken off releases nothing.
 """
 
 from __future__ import annotations

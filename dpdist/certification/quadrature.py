@@ -10,10 +10,9 @@ Delta the L2 norm of (Kr)^-1/2 W,
 
 with equality for some d, so both noises certify what noise of s^2 + (r / Delta)^2 on the input
 alone would: sizes add in quadrature. Proof in docs/how-to/certification.md. Where the second noise
-is not
-Gaussian, or not behind an affine first layer, the larger of the two sizes holds and no more; for a
-product of two passes with one noise each, the harmonic sum. kappa + phi, as DPAL's Proposition 1
-has it, holds for neither.
+is not Gaussian, or not behind an affine first layer, the larger of the two sizes holds and no more;
+for a product of two passes with one noise each, the harmonic sum. kappa + phi, as DPAL's
+Proposition 1 has it, holds for neither.
 """
 
 from __future__ import annotations

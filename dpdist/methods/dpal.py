@@ -1,10 +1,9 @@
 """DPAL as published (ICLR 2020 submission; StoBatch, ICML 2020): NOT PRIVATE, a reference.
 
 One Laplace noise is drawn on inputs, on the code of an auto-encoder and on the coefficients of a
-Taylor-expanded loss, and is held to pay for all records and all steps.
-Nothing is proved of it, and its lemmas have counterexamples (docs/explanation/adversarial.md). The
-sound forms
-are methods functional and stobatch.
+Taylor-expanded loss, and is held to pay for all records and all steps. Nothing is proved of it, and
+its lemmas have counterexamples (docs/explanation/adversarial.md). The sound forms are methods
+functional and stobatch.
 """
 
 from __future__ import annotations

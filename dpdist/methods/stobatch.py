@@ -1,10 +1,10 @@
 """Sound StoBatch / DPAL: adversarial training inside each record's clip.
 
-What the papers want: a network trained on records and on adversarial examples of them, through
-the noise that certifies its predictions, privately. Their privacy (one noise for a whole run) does
-not hold (docs/explanation/adversarial.md); here it is DP-SGD's. An adversarial example is a
-function of its own
-record, the step's key and parameters already released, so it stands inside that record's clip.
+What the papers want: a network trained on records and on adversarial examples of them, through the
+noise that certifies its predictions, privately. Their privacy (one noise for a whole run) does not
+hold (docs/explanation/adversarial.md); here it is DP-SGD's. An adversarial example is a function of
+its own record, the step's key and parameters already released, so it stands inside that record's
+clip.
 """
 
 from __future__ import annotations

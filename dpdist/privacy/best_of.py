@@ -12,8 +12,7 @@ the maximum is a convex function of q'/q, so the right side is an f-divergence, 
 dominates (Q, Q') may stand for it. K = 0 has the same chance on both sides and adds nothing at
 epsilon >= 0; below, the other direction's bound says the rest. The proof step by step:
 docs/explanation/privacy.md. Other bounds of the same price, by other ways: Koskela, Redberg and
-Wang (ICML
-2024, arXiv 2402.06701), Xiang et al. (arXiv 2402.13087).
+Wang (ICML 2024, arXiv 2402.06701), Xiang et al. (arXiv 2402.13087).
 """
 
 from __future__ import annotations

@@ -287,8 +287,11 @@ class RunFolder:
 
     @property
     def begun_identity(self) -> dict[str, str]:
-        """What a ledger keeps of the recipe in `begun_with`, for `check_trained_by`. It is of what
-        stands there, so that another version, with more defaults, finds the same."""
+        """Return the digest of the recipe in `begun_with` that a ledger keeps (`check_trained_by`).
+
+        It is a digest of the file's own text, so that a later version, with more defaults, finds
+        the same.
+        """
         kept = self._trained_by
         if kept is None:
             return {}

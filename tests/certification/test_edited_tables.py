@@ -240,7 +240,7 @@ def test_counts_that_no_draws_can_have_are_refused(
 def test_other_counts_that_draws_can_have_are_read(
     made: dict[str, Path], tmp_path: Path, name: str
 ) -> None:
-    """What the tests above refuse is refused for what it says, not because it was edited."""
+    """An edited table is read where draws can have its counts: editing itself is not refused."""
     row = tables.read(made[name]).to_pylist()[0]
     votes = list(row["histogram"])
     votes[row["selected"]] -= 5

@@ -208,6 +208,6 @@ def test_a_png_of_fewer_rows_than_it_says_is_refused(size, mode, interlaced):
 
 @pytest.mark.parametrize(("width", "height"), itertools.product((1, 2, 3, 5, 9), repeat=2))
 def test_the_bytes_of_an_interlaced_png(width, height):
-    """Of the seven passes that the format names, whose pixels are all of it, each once."""
+    """Count what the format's seven passes hold: together they have each pixel once."""
     rows = sum(height > y and width > x and -((y - height) // dy) for x, y, _, dy in _ADAM7)
     assert _png_bytes(width, height, 8, 2, 1) == 3 * width * height + rows

@@ -92,13 +92,20 @@ def test_numbers_in_columns():
     assert recipe.privacy.delta < 1 / 38 and recipe.training.batch_size == 4
 
 
-def make_pets() -> None:
-    for split, count in (("train", 3), ("test", 1)):
-        for number, name in enumerate(("cat", "dog")):
-            folder = Path("pets", split, name)
+def photographs(name: str, *splits: str, count: int = 3) -> Path:
+    """A folder of pictures of cats and dogs."""
+    for split in splits:
+        for number, kind in enumerate(("cat", "dog")):
+            folder = Path(name, split, kind)
             folder.mkdir(parents=True)
             for i in range(count):
                 (folder / f"{i}.png").write_bytes(picture(100 * number + i + 10 * len(split)))
+    return Path(name)
+
+
+def make_pets() -> None:
+    photographs("pets", "train")
+    photographs("pets", "test", count=1)
 
 
 def test_folders_of_pictures_become_parquet():
@@ -113,17 +120,6 @@ def test_folders_of_pictures_become_parquet():
     assert recipe.data.names == ["cat", "dog"] and train.labels.tolist() == [0, 0, 0, 1, 1, 1]
     again = look(Path("pets"))  # from the Parquet files now
     assert again.names == ("cat", "dog") and again.records == 6
-
-
-def photographs(name: str, *splits: str) -> Path:
-    """A folder of pictures of cats and dogs."""
-    for split in splits:
-        for number, kind in enumerate(("cat", "dog")):
-            folder = Path(name, split, kind)
-            folder.mkdir(parents=True)
-            for i in range(3):
-                (folder / f"{i}.png").write_bytes(picture(100 * number + i + 10 * len(split)))
-    return Path(name)
 
 
 @pytest.mark.parametrize("fault", ["no test", "another class", "damaged", "name", "no room"])

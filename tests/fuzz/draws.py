@@ -31,7 +31,7 @@ def integers(min_value: int = -(2**70), max_value: int = 2**70) -> Strategy:
 
 
 def floats() -> Strategy:
-    """Of any bits: half of them are huge or tiny."""
+    """Draw floats of random bits: half of them are huge or tiny."""
     return lambda random: struct.unpack("<d", random.randbytes(8))[0]
 
 
@@ -54,7 +54,7 @@ def tuples(*inner: Strategy) -> Strategy:
 
 
 class Data:
-    """What draws, for a case."""
+    """Draw the values of one case."""
 
     def __init__(self, random: Random) -> None:
         self._random = random

@@ -502,7 +502,7 @@ def test_what_is_kept_from_an_earlier_batch_is_not(what: Callable[[Tensor], Tens
 
 
 class Bank(nn.Module):
-    """What is kept by its size is read by a pass of another one."""
+    """Keep records by the size of their batch, for a pass of another size to read."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -252,7 +252,7 @@ def test_a_step_that_the_plan_has_not(run):
     ("steps", "why"), [(STEPS + 1, "has more steps than"), (STEPS - 1, "has other steps than")]
 )
 def test_a_training_of_other_steps_than_the_plan(run, steps, why):
-    """What would be missed in a ledger is not even listed for more: that may be very many steps."""
+    """Too many steps are refused before missing ones are listed: there may be very many."""
     recipe, folder = run
     folder.trained.write_text(json.dumps(json.loads(folder.trained.read_text()) | {"steps": steps}))
     refused(recipe, folder, why)
