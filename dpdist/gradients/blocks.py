@@ -81,6 +81,38 @@ class Blocks:
         rows."""
         return math.ceil(self.capacity / math.ceil(self.capacity / most))
 
+    def rows_in_use(self, classes: np.ndarray) -> np.ndarray:
+        """Choose the rows of a pass that records go into, for as few passes as can be expected.
+
+        A class of few rows costs a pass for each time that its rows are full, so it is often
+        cheaper to leave its rows empty. The choice follows from the rows and the capacity alone,
+        never from the records that are there.
+
+        Args:
+            classes: (rows,) from `kernel_rows.row_classes`.
+
+        Returns:
+            A copy of classes with -1 for each row that stays empty: int64 (rows,).
+        """
+        names, sizes = np.unique(classes, return_counts=True)
+        largest = np.argsort(-sizes, kind="stable")
+        names, sizes = names[largest], sizes[largest]
+        members = max(1.0, self.capacity - _ROOM * math.sqrt(self.capacity))
+        totals = np.cumsum(sizes)
+        passes = [
+            _expected_passes(members, sizes[: count + 1], int(totals[count]))
+            for count in range(len(sizes))
+        ]
+        return np.where(np.isin(classes, names[: int(np.argmin(passes)) + 1]), classes, -1)
+
+
+def _expected_passes(members: float, sizes: np.ndarray, total: int) -> float:
+    """Return in how many passes `members` records mostly run that are spread over classes of
+    `sizes` rows, `total` in all, in proportion."""
+    shares = sizes / total
+    room = _ROOM * np.sqrt(members * shares * (1 - shares))
+    return float(np.ceil((members * shares + room) / sizes).max())
+
 
 def padded(
     block: np.ndarray, rows: int, classes: np.ndarray | None = None, slots: np.ndarray | None = None
@@ -94,7 +126,8 @@ def padded(
     Args:
         block: (n,) members in their order.
         rows: of every pass.
-        classes: (rows,) from `kernel_rows.row_classes`; None: all rows round alike.
+        classes: (rows,) from `Blocks.rows_in_use`, of which -1 stays empty; None: all rows round
+            alike.
         slots: (n,) hashes of the members' ids; needed with classes.
     """
     if classes is None:
@@ -104,7 +137,8 @@ def padded(
             yield np.concatenate([members, filler]), slice(len(members))
         return
     assert slots is not None
-    wanted = classes[(slots % np.uint64(rows)).astype(np.int64)]
+    used = np.flatnonzero(classes >= 0)
+    wanted = classes[used[(slots % np.uint64(len(used))).astype(np.int64)]]
     turn, row = np.empty(len(block), np.int64), np.empty(len(block), np.int64)
     for one in np.unique(wanted):
         mine, own = np.flatnonzero(wanted == one), np.flatnonzero(classes == one)

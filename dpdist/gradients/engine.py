@@ -214,6 +214,8 @@ class GradientEngine:
             return
         rows, ids = blocks.rows(most or blocks.capacity), np.asarray(record_ids.cpu())
         alike = classes(rows) if batch else None
+        if alike is not None:
+            alike = blocks.rows_in_use(alike)
         for block in blocks.split(draw_key, ids):
             slots = None if alike is None else slots_of(draw_key, ids[block])
             for members, real in padded(block, rows, alike, slots):

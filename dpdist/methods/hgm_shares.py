@@ -129,6 +129,8 @@ def _passes(
     rows = blocks.rows(_PASS)
     example = invented(model, dataset.batch(members[:1]), dataset.targets(members[:1]), EXAMPLES)
     classes = row_classes(lambda *some: [run(*some)], *example, rows)
+    if classes is not None:
+        classes = blocks.rows_in_use(classes)
     for block in blocks.split(key, members):
         slots = slots_of(key, members[block])
         for some, real in padded(members[block], rows, classes, slots):

@@ -63,6 +63,22 @@ def test_every_record_runs_once_in_a_row_of_its_own_class(size: int) -> None:
     assert sorted(seen) == members.tolist()
 
 
+def test_rare_classes_of_rows_stay_empty() -> None:
+    """Three odd rows of 151 cost four passes a block in place of one; two halves cost none."""
+    odd = np.zeros(151, np.int64)
+    odd[[75, 147, 150]] = 1, 2, 3
+    halves = np.arange(151) % 2
+    blocks = Blocks(1, 151)
+    members = np.arange(128)
+    for classes, used in ((odd, 148), (halves, 151)):
+        chosen = blocks.rows_in_use(classes)
+        assert (chosen >= 0).sum() == used and set(chosen) <= {-1, *classes}
+        passes = list(padded(members, 151, chosen, slots_of(KEY, members)))
+        assert len(passes) == 1
+        rows, real = passes[0]
+        assert sorted(rows[real]) == members.tolist() and (chosen[real] >= 0).all()
+
+
 def test_one_record_more_moves_nobody_into_another_class() -> None:
     def classes_of(members: np.ndarray) -> dict[int, int]:
         passes = padded(members, 8, CLASSES, slots_of(KEY, members))
