@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from dpdist import models
+from dpdist import bulk, models
 from dpdist.adversary.balls import distance
 from dpdist.adversary.names import NORMS, Norm
 from dpdist.attacks import table as tables
@@ -33,11 +33,12 @@ from dpdist.attacks.plausible import Plausibility, plausibility
 from dpdist.attacks.reading import VERDICT
 from dpdist.attacks.worker import Assignment, Attacker, Block
 from dpdist.base.errors import UserError
+from dpdist.base.reading import shown
 from dpdist.base.storage import write_json
 from dpdist.bulk.job import Book, Item, Row
 from dpdist.certification import reading
 from dpdist.certification.certificate import Certificate
-from dpdist.certification.classifier import ClassifierSpec
+from dpdist.certification.classifier import stated_form
 from dpdist.certification.places import SampledPlace
 from dpdist.certification.verdict import ABSTAIN
 
@@ -122,7 +123,8 @@ class Check(Attacking):
             count = len(self._submitted)
             raise UserError(f"{found.path}: none of the {count} chosen inputs is certified")
         # Our own probe fills in the rest. Attacks count on CPUs.
-        like = ClassifierSpec.of({**found.about["classifier"], "notes": (), "check": ""}).on_cpu()
+        like = replace(stated_form(found.about, found.path), notes=(), check="").on_cpu()
+        like.check_memory(dataset.batch(slice(0, 1)).shape[1:], found.path)
         norm: Norm = "l2" if found.norm == "l2" else "linf"  # no other passes
         settings = replace(settings, norm=norm, sizes=None, n=found.n)
         if found.attacked_as is None:
@@ -199,18 +201,19 @@ class Check(Attacking):
 
 def _refuse_others(found: reading.CertificateTable, model_folder: Path, dataset: Data) -> None:
     path, about = found.path, found.about
-    if "classifier" not in about:
+    if "classifier" not in about or not about.get("settings"):
         raise UserError(f"{path}: does not say what it was computed from")
     if about["model"] != models.model_hash(model_folder):
         raise UserError(f"{path}: certificates of another model than {model_folder}")
     if about["data"] != dataset.fingerprint:
         raise UserError(f"{path}: certificates of other data than {dataset.name}")
     labels = np.asarray(dataset.labels)
+    there = {"inputs": len(labels), "classes": dataset.classes, "format": bulk.FORMAT}
+    for name, right in there.items():
+        if about.get(name, right) != right:
+            raise UserError(f"{path}: damaged: {name} must be {right}, got {shown(about[name])}")
     if found.index.max() >= len(labels) or (labels[found.index] != found.label).any():
-        raise UserError(
-            f"{path}: damaged: its inputs and labels are not those of {dataset.name}, which has "
-            f"{len(labels):,} inputs"
-        )
+        raise UserError(f"{path}: damaged: its inputs and labels are not those of {dataset.name}")
     if found.norm not in NORMS:
         raise UserError(
             f"{path}: only L2 and L-infinity certificates can be attacked, these are "

@@ -35,8 +35,11 @@ ATTACK = AttackSettings(attacks=("fgsm",), draws=2, seed="2", batch=20)
 POINTS = Points(8, count=12, near=0.05, far=0.6)
 # What a table says and nobody else knows. The check attacks what is then claimed.
 OWN_WORD = {
-    "about.dpdist", "about.device", "about.seed", "about.settings.radii", "about.settings.batch",
-    "about.settings.noise_bank",
+    "about.classifier.batch", "about.classifier.check", "about.classifier.machine",
+    "about.classifier.notes", "about.classifier.torch_version",  # how it was counted
+    "about.seed", "about.settings.batch", "about.settings.form", "spending", "target",
+    "about.settings.radii",  # what is shown
+    "about.settings.noise_bank",  # whether errors can coincide: more contradictions are chance
 }  # fmt: skip
 
 
@@ -96,7 +99,10 @@ def changed(value: Any, path: tuple[Any, ...], to: Any) -> Any:
 def believed(place: Path, table: pa.Table, output: Path) -> bool:
     """Whether a check takes the table; it then ends with a verdict."""
     path = output / "certificates" / job.TABLE
-    certificates.write(table, path)
+    try:
+        certificates.write(table, path)
+    except pa.ArrowException:
+        return False  # no file can hold it
     try:
         work = Check(place / "model", POINTS, path, ATTACK)
         run(work, output / "check", actors=1)
@@ -107,6 +113,7 @@ def believed(place: Path, table: pa.Table, output: Path) -> bool:
     return True
 
 
+@pytest.mark.long
 def test_every_edit_of_a_table_is_refused_or_its_own_word(place, tmp_path):
     table = certificates.read(place / "certificates" / job.TABLE)
     about, rows = certificates.about(table), table.to_pylist()
@@ -117,7 +124,10 @@ def test_every_edit_of_a_table_is_refused_or_its_own_word(place, tmp_path):
             value = value[part]
         for number, other in enumerate(others(value)):
             said = ".".join("*" if isinstance(part, int) else str(part) for part in path)
-            made = certificates.build(rows, changed(about, path, other), schema)
+            try:
+                made = certificates.build(rows, changed(about, path, other), schema)
+            except ValueError:
+                continue  # infinity is no JSON
             tried += 1
             if believed(place, made, tmp_path / f"{tried}-{number}"):
                 passed.add(f"about.{said}")
@@ -132,7 +142,7 @@ def test_every_edit_of_a_table_is_refused_or_its_own_word(place, tmp_path):
                 if believed(place, made, tmp_path / f"{tried}-row"):
                     passed.add(column)
     assert tried > 150
-    assert passed <= OWN_WORD, sorted(passed - OWN_WORD)
+    assert passed == OWN_WORD, sorted(passed ^ OWN_WORD)
 
 
 @pytest.mark.parametrize("kind", ["model", "data", "labels", "fewer inputs", "half", "pieces"])
