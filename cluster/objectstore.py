@@ -12,7 +12,7 @@ import hashlib
 import os
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, quote, urlsplit
@@ -87,20 +87,32 @@ class ObjectStore:
         return self._fs.open_input_stream(path)
 
     def put(self, name: str, source: bytes | Path) -> tuple[str, int]:
-        """Write an object; returns the digest and size of what was written."""
+        """Write an object; return the digest and size of what was written.
+
+        One that cannot be written whole is not there afterwards. On a file system, and of bytes,
+        the object that was there before is.
+        """
         digest, size = hashlib.blake2b(digest_size=32), 0
         target = self._path(name)
-        partial = f"{target}.{secrets.token_hex(4)}" if self._local else target
+        folder, _, base = target.rpartition("/")
+        partial = f"{folder}/.{base}.{secrets.token_hex(4)}" if self._local else target
         with self._errors(name):
             if self._local:
-                self._fs.create_dir(target.rpartition("/")[0], recursive=True)
-            with self._fs.open_output_stream(partial) as stream:
-                for piece in _pieces(source):
-                    stream.write(piece)
-                    digest.update(piece)
-                    size += len(piece)
-            if self._local:
-                self._fs.move(partial, target)
+                self._fs.create_dir(folder, recursive=True)
+            try:
+                with self._fs.open_output_stream(partial) as stream:
+                    for piece in _pieces(source):
+                        stream.write(piece)
+                        digest.update(piece)
+                        size += len(piece)
+                if self._local:
+                    self._fs.move(partial, target)
+            except BaseException:
+                # The end of the stream made an object of what was written until then.
+                if self._local or isinstance(source, Path):
+                    with suppress(OSError):
+                        self._fs.delete_file(partial)
+                raise
         return digest.hexdigest(), size
 
     def get(self, name: str, most: int = MOST_BYTES) -> bytes:
@@ -129,12 +141,13 @@ class ObjectStore:
         return digest.hexdigest(), size
 
     def names(self, folder: str) -> list[str]:
-        """The names directly in `folder`, sorted."""
+        """Return the names directly in `folder`, sorted; not what a killed writer left of one."""
         from pyarrow import fs
 
         with self._errors(folder):
             selector = fs.FileSelector(self._path(folder), allow_not_found=True)
-            return sorted(info.base_name for info in self._fs.get_file_info(selector))
+            found = sorted(info.base_name for info in self._fs.get_file_info(selector))
+        return [name for name in found if not (self._local and name.startswith("."))]
 
     def delete(self, name: str) -> None:
         """Remove an object; one that is gone already is no error."""

@@ -82,7 +82,8 @@ def check_nodes(packages: Sequence[str], shared: Path) -> None:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     driver = fingerprint(packages)
-    token = shared / f".seen-{os.getpid()}"
+    # Called like a file that is being written: a killed command's goes with the next one.
+    token = shared / f".seen.{os.getpid()}-{secrets.token_hex(4)}"
     token.write_bytes(secrets.token_bytes(16))
     check = ray.remote(num_cpus=0)(_check_node)
     waiting = []

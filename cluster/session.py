@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import math
 import os
 import secrets
-import shutil
 import signal
 import socket
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dpdist.base.console import say
 from dpdist.base.errors import ClusterError, UserError
+from dpdist.base.storage import SESSION_FOLDER, TRAINING_FOLDER, held, remove_temporary
 from dpdist.cluster.reaper import reaped
 
 # Ray listens on all interfaces even with a loopback node address unless it takes the machine for a
@@ -26,9 +26,12 @@ _LOOPBACK_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 # A thread that outlives the session, as Tune's does an interrupt, would start another one by its
 # next word to Ray, without a token.
 _START_BY_ITSELF_VARIABLE = "RAY_ENABLE_AUTO_CONNECT"
+# What keeps a local session to this user of this machine, whatever the environment says: variables
+# that were exported for a cluster would open it to the network, or to the machine's other users.
+_CLOSED = {_LOOPBACK_VARIABLE: "0", "RAY_AUTH_MODE": "token"}
+_NOT_LOCAL = ("RAY_REDIS_ADDRESS",)  # a server elsewhere, which the session's state would go to
+_TOKEN_VARIABLE = "RAY_AUTH_TOKEN"  # the session's own: a cluster's is known to others
 _LOCAL_ENVIRONMENT = {
-    _LOOPBACK_VARIABLE: "0",
-    "RAY_AUTH_MODE": "token",
     # Nobody reads a local session's metrics, or takes its one host away: less for Ray's idle
     # processes, which share the workers' cores (docs/explanation/gradients.md, the row of two
     # workers).
@@ -44,7 +47,6 @@ _ENVIRONMENT = {
 }
 _CONNECT_SECONDS = 5.0
 _FOLDER = "dpdist-ray-"
-_LOCK = "session.lock"
 # A socket's path has at most 107 bytes, of which Ray takes about 70 below its folder.
 _LONGEST_ROOT = 20
 
@@ -79,9 +81,10 @@ def connect(
 
     With RAY_ADDRESS set (as inside `ray job submit`), that cluster; otherwise a new local session
     with every port on loopback, a fresh access token, and Ray's own files (logs, sockets, staged
-    artifacts) in a folder that only this user can read and that goes with the session. Ray's
-    chatter goes to `log_file`. `worker_setup` runs once in every worker process. `cpus` limits a
-    local session (default: the CPUs this process may use).
+    artifacts) in a folder that only this user can read and that goes with the session. Variables of
+    the environment that would change that are put aside meanwhile, with a line on standard error.
+    Ray's chatter goes to `log_file`. `worker_setup` runs once in every worker process. `cpus`
+    limits a local session (default: the CPUs this process may use).
 
     Raises ClusterError when nothing answers at RAY_ADDRESS.
     """
@@ -94,11 +97,9 @@ def connect(
     if ray.is_initialized():
         yield _describe(address)
         return
-    added: list[str] = []
+    before: dict[str, str | None] = {}
     if address is None:
-        local = {**_LOCAL_ENVIRONMENT, "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-        added = [name for name in local if name not in os.environ]
-        os.environ.update({name: local[name] for name in added})
+        before = _close_environment()
         read_environment_again()
     else:
         _check_reachable(address)
@@ -107,16 +108,46 @@ def connect(
         options = _options(address, cpus, worker_setup)
         try:
             if address is None:
-                options["_temp_dir"] = str(after.enter_context(_session_folder()))
+                folder = after.enter_context(_session_folder())
+                before[SESSION_FOLDER] = os.environ.get(SESSION_FOLDER)
+                os.environ[SESSION_FOLDER] = str(folder)
+                options["_temp_dir"] = str(folder / "ray")  # which Ray opens to all users
             _start(address, options)
             handler = _log_to(log_file)
             yield _describe(address)
         finally:
             ray.shutdown()
-            for name in added:
-                os.environ.pop(name, None)
+            _set_environment(before)
             read_environment_again()
             _stop_logging(handler)
+
+
+def _close_environment() -> dict[str, str | None]:
+    """Set the environment of a local session; return what it replaces, None for what was not set.
+
+    A user's settings that the session's closeness does not rest on stay as they are.
+    """
+    new: dict[str, str | None] = {**_CLOSED, **dict.fromkeys(_NOT_LOCAL)}
+    for name, value in new.items():
+        if os.environ.get(name) not in (None, value):
+            say(
+                f"{name} is put aside: a session on this machine listens on loopback "
+                "alone and asks for a token; the variable counts where RAY_ADDRESS is a cluster's"
+            )
+    new[_TOKEN_VARIABLE] = secrets.token_hex(32)
+    new |= {name: os.environ.get(name, value) for name, value in _LOCAL_ENVIRONMENT.items()}
+    before = {name: os.environ.get(name) for name in new}
+    _set_environment(new)
+    return before
+
+
+def _set_environment(values: Mapping[str, str | None]) -> None:
+    """Set variables of the environment; remove those of value None."""
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 def require_gpus(key: str, what: str, need: float) -> None:
@@ -159,27 +190,16 @@ def _session_folder() -> Iterator[Path]:
     Ray's own place, /tmp/ray, is readable by every user of the machine and is never emptied: a
     search's number of trials and their scores lay there. A killed process leaves the removal to the
     session's reaper; where that was killed too, the next session removes the folders whose lock
-    nobody holds.
+    nobody holds, and what single trainings left (`dpdist.base.storage.temporary_folder`).
     """
     root = Path(tempfile.gettempdir())
     if len(os.fsencode(root)) > _LONGEST_ROOT:
         root = Path("/tmp")
-    for left in root.glob(f"{_FOLDER}*"):
-        _remove_if_left(left)
+    remove_temporary(root, _FOLDER)
+    remove_temporary(Path(tempfile.gettempdir()), TRAINING_FOLDER)
     folder = Path(tempfile.mkdtemp(prefix=_FOLDER, dir=root))  # mode 0700
-    with reaped(folder), (folder / _LOCK).open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield folder / "ray"  # which Ray opens to all; the one around it stays closed
-
-
-def _remove_if_left(folder: Path) -> None:
-    """Remove a session's folder if it is this user's and its process is gone."""
-    with contextlib.suppress(OSError):
-        if folder.is_symlink() or folder.stat().st_uid != os.getuid():
-            return
-        with (folder / _LOCK).open("r+") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder, ignore_errors=True)
+    with reaped(folder), held(folder):
+        yield folder
 
 
 def staged_artifacts() -> Path:

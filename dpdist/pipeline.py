@@ -21,7 +21,7 @@ from dpdist.cluster.session import Session, connect, require_gpus
 from dpdist.evaluation import evaluate_stage, require_model, split_images
 from dpdist.runs.archive import Archive
 from dpdist.runs.folder import OtherRun, RunFolder
-from dpdist.runs.recipe import Recipe, field_error, resolve
+from dpdist.runs.recipe import Recipe, field_error, refuse_unused, resolve
 from dpdist.training.job import PACKAGES, CheckedTraining, TrainJob
 from dpdist.training.job import check as check_training
 from dpdist.training.records import evaluation_data, source_of, training_data
@@ -116,6 +116,8 @@ def _checked(
 ) -> Search | CheckedTraining:
     """What a run will execute, after every check that comes before its first file but for those of
     its public pre-training, which is made up for first. Raises UserError."""
+    if not folder.recipe_file.exists():
+        refuse_unused(recipe, where)
     Archive.check_free(folder, recipe.resources.archive)
     check_evaluations(recipe, where)
     if pretrain:

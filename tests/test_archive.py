@@ -23,6 +23,7 @@ from support.training import interrupted
 
 from dpdist import pipeline
 from dpdist.base.errors import ClusterError, UserError
+from dpdist.cluster import objectstore
 from dpdist.cluster.objectstore import Missing, ObjectStore, check_url
 from dpdist.commands.cli import main
 from dpdist.privacy.journal import Anchor
@@ -583,6 +584,49 @@ def test_an_object_that_cannot_be_written_whole_leaves_the_one_before(tmp_path) 
         store.put("a/b", tmp_path / "gone")
     assert store.get("a/b") == b"as it was"
     assert store.download("a/b", tmp_path / "copy", 100) == whole
+    assert [path.name for path in (tmp_path / "store" / "a").iterdir()] == ["b"]
+
+
+def test_a_killed_writer_s_part_is_no_object(tmp_path, monkeypatch) -> None:
+    """A claim's part counted as another run's claim, or ended every later command."""
+    store = ObjectStore(f"file://{tmp_path}/store")
+
+    class Killed(objectstore.ObjectStore):
+        def __init__(self) -> None:
+            super().__init__(f"file://{tmp_path}/store")
+            self._fs = self
+
+        def create_dir(self, *_: object, **__: object) -> None:
+            (tmp_path / "store" / "claims").mkdir(parents=True)
+
+        def open_output_stream(self, path: str) -> Any:
+            return open(path, "wb")
+
+        def move(self, *_: object) -> None:
+            raise OSError("killed")
+
+        def delete_file(self, _: str) -> None:
+            raise OSError("killed")
+
+    with pytest.raises(ClusterError, match="killed"):
+        Killed().put("claims/00000001-mine", b"{}")
+    assert len(list((tmp_path / "store" / "claims").iterdir())) == 1
+    assert store.names("claims") == []
+
+
+def test_a_file_that_ends_early_leaves_no_object_in_a_bucket(tmp_path, url, monkeypatch) -> None:
+    """The end of the stream stored what had been read until then."""
+    store = ObjectStore(url)
+    store.put("a/before", b"1")
+
+    def ends(source: object) -> Iterator[bytes]:
+        yield b"half"
+        raise OSError("cannot be read")
+
+    monkeypatch.setattr(objectstore, "_pieces", ends)
+    with pytest.raises(ClusterError, match="cannot be read"):
+        store.put("a/whole", tmp_path / "file")
+    assert store.names("a") == ["before"]
 
 
 class Bucket(http.server.BaseHTTPRequestHandler):

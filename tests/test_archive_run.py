@@ -4,7 +4,6 @@ finished run back from elsewhere. What is lost ran on Ray; the rest runs in this
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import sys
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 from support.here import command, without_ray
-from support.processes import kill, start, steps_done, wait_for
+from support.processes import kill, slow_steps, start, steps_done, wait_for
 
 from dpdist.cluster.objectstore import Missing, ObjectStore
 from dpdist.privacy.ledger import Ledger
@@ -89,9 +88,8 @@ def test_a_lost_host_a_restored_run_and_a_reader_elsewhere(
         return any(name.startswith("private/checkpoints/") for name in manifest["files"])
 
     train = ["run", recipe(tmp_path), "--archive", address, "--archive-private"]
-    paths = [str(slow_steps(tmp_path)), os.environ.get("PYTHONPATH", "")]
-    process = start(*train, cwd=tmp_path, PYTHONPATH=os.pathsep.join(paths))
-    wait_for(lambda: process.poll() is not None or (steps_done(run) >= 20 and kept()))
+    process = start(*train, cwd=tmp_path, **slow_steps(tmp_path))
+    wait_for(lambda: steps_done(run) >= 20 and kept(), process=process)
     said = kill(process)
     assert "PRIVATE state too" in said and SECRET not in said
     released = Ledger.read(run / "private" / "ledger.jsonl").releases
@@ -121,18 +119,3 @@ def test_a_lost_host_a_restored_run_and_a_reader_elsewhere(
     assert "fetched" in fetched
     here = tmp_path / "fetched" / "small"
     assert (here / "report" / "index.html").exists() and not (here / "private").exists()
-
-
-def slow_steps(tmp_path: Path) -> Path:
-    """A sitecustomize that makes each release take 30 ms, so that a kill comes in mid-run."""
-    folder = tmp_path / "slow"
-    folder.mkdir()
-    (folder / "sitecustomize.py").write_text(
-        "import os, time\n"
-        "real = os.fsync\n"
-        "def slow(descriptor):\n"
-        "    time.sleep(0.03)\n"
-        "    return real(descriptor)\n"
-        "os.fsync = slow\n"
-    )
-    return folder

@@ -25,6 +25,7 @@ from support.processes import (
     kill,
     listened_on,
     parameters,
+    slow_steps,
     start,
     steps_done,
     still_there,
@@ -145,11 +146,11 @@ def test_killed_workers_a_killed_driver_and_an_interrupt_change_nothing(tmp_path
 
     asked = recipe(tmp_path / "b", **FAULTY)
     run = tmp_path / "b" / "runs" / "small"
-    process = start("train", asked, cwd=tmp_path / "b")
-    wait_for(lambda: steps_done(run) >= 60)
+    slowly = slow_steps(tmp_path)  # the rest of the run is a second's work and must not be done
+    process = start("train", asked, cwd=tmp_path / "b", **slowly)
+    wait_for(lambda: steps_done(run) >= 60, process=process)
     os.kill(training_workers(process.pid)[0], signal.SIGKILL)
-    wait_for(lambda: steps_done(run) >= 160)
-    # Stopped at once, for the rest of the run is a second's work and must not be done.
+    wait_for(lambda: steps_done(run) >= 160, process=process)
     workers = training_workers(process.pid)
     for worker in workers:
         os.kill(worker, signal.SIGSTOP)
@@ -157,8 +158,8 @@ def test_killed_workers_a_killed_driver_and_an_interrupt_change_nothing(tmp_path
     assert not (run / "private" / "trained.json").exists()
     reached = steps_done(run)
 
-    process = start("train", asked, cwd=tmp_path / "b")
-    wait_for(lambda: steps_done(run) >= reached + 40)
+    process = start("train", asked, cwd=tmp_path / "b", **slowly)
+    wait_for(lambda: steps_done(run) >= reached + 40, process=process)
     left = descendants(process.pid)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
@@ -183,7 +184,7 @@ def test_a_certification_ended_by_sigterm_continues(tmp_path, dpdist):
     dpdist("train", asked, cwd=tmp_path)
     process = start("certify", "small", cwd=tmp_path)
     place = tmp_path / "runs" / "small" / "certificates"
-    wait_for(lambda: [p for p in place.rglob("*") if p.is_file()])
+    wait_for(lambda: [p for p in place.rglob("*") if p.is_file()], process=process)
     left = descendants(process.pid)
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=60)
@@ -192,7 +193,7 @@ def test_a_certification_ended_by_sigterm_continues(tmp_path, dpdist):
     assert "Traceback" not in err and "received" not in err
     wait_for(lambda: not still_there(left))
     process = start("certify", "small", cwd=tmp_path)
-    wait_for(lambda: [p for p in place.rglob("journal.jsonl") if p.stat().st_size])
+    wait_for(lambda: [p for p in place.rglob("journal.jsonl") if p.stat().st_size], process=process)
     assert [pid for pid, title in descendants(process.pid).items() if "Agent" in title]
     kill(process)
     dpdist("certify", "small", cwd=tmp_path)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import signal
 import socket
+import subprocess
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 from support.extras import needs_serve
@@ -59,7 +61,32 @@ def test_nothing_listens_beyond_loopback(place, command):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     more = ["--port", port, "--rate", 5] if command == "serve" else []
-    process = start(*COMMANDS[command], *more, cwd=place)
+    _watch(start(*COMMANDS[command], *more, cwd=place), port if command == "serve" else None)
+
+
+def test_an_environment_for_clusters_opens_nothing(place):
+    """Two workers, with every variable by which Ray or gloo would listen on the network."""
+    network = [
+        name
+        for name, entries in psutil.net_if_addrs().items()
+        if any(each.family == socket.AF_INET and each.address != "127.0.0.1" for each in entries)
+    ]
+    if not network:
+        pytest.skip("needs a network interface beside loopback")
+    environment = {
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1", "RAY_AUTH_MODE": "disabled",
+        "GLOO_SOCKET_IFNAME": network[0], "NCCL_SOCKET_IFNAME": network[0],
+    }  # fmt: skip
+    arguments = ("train", "new.yaml", "--name", "opened", "--workers", 2)
+    err = _watch(start(*arguments, cwd=place, **environment))
+    assert "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER is put aside" in err
+
+
+def _watch(process: subprocess.Popen, port: int | None = None) -> str:
+    """Assert that a command and all it starts listen on loopback alone; return its last words.
+
+    port: of a server, which is ended when it answers there.
+    """
     found: set[str] = set()
     looks = 0
     try:
@@ -67,7 +94,7 @@ def test_nothing_listens_beyond_loopback(place, command):
             found |= (now := listened_on(process.pid))
             working = any(title.startswith("ray::") for title in descendants(process.pid).values())
             looks += bool(working and now)
-            if command == "serve" and looks and _answers(port):
+            if port is not None and looks and _answers(port):
                 found |= listened_on(process.pid)
                 process.send_signal(signal.SIGTERM)
                 break
@@ -77,6 +104,7 @@ def test_nothing_listens_beyond_loopback(place, command):
         process.kill()
     assert process.returncode == 0, out + err
     assert looks and found and found <= LOOPBACK
+    return err
 
 
 def _answers(port: int) -> bool:

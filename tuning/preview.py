@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dpdist.base.errors import UserError
+from dpdist.base.storage import write_result
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.runs.planning import settle
 from dpdist.runs.recipe import Recipe
@@ -123,7 +125,9 @@ def plot(rows: Sequence[Row], one_run: float, delta: float, path: Path) -> None:
     axes.set_xlabel("expected number of trials, E[K]")
     axes.set_ylabel(f"epsilon of training and search at delta = {delta:g}")
     axes.legend(frameon=False)
-    figure.savefig(path)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format=path.suffix[1:])
+    write_result(path, drawn.getvalue())
 
 
 def default_means(recipe: Recipe) -> tuple[int, ...]:

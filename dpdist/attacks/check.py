@@ -22,80 +22,28 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from scipy import stats
 
-from dpdist import models
+from dpdist import bulk, models
 from dpdist.adversary.balls import distance
 from dpdist.adversary.names import NORMS, Norm
 from dpdist.attacks import table as tables
 from dpdist.attacks.counting import Counters
 from dpdist.attacks.job import Attacking, Data
+from dpdist.attacks.plausible import Plausibility, plausibility
 from dpdist.attacks.reading import VERDICT
 from dpdist.attacks.worker import Assignment, Attacker, Block
 from dpdist.base.errors import UserError
+from dpdist.base.reading import shown
 from dpdist.base.storage import write_json
 from dpdist.bulk.job import Book, Item, Row
 from dpdist.certification import reading
 from dpdist.certification.certificate import Certificate
-from dpdist.certification.classifier import ClassifierSpec
+from dpdist.certification.classifier import stated_form
 from dpdist.certification.places import SampledPlace
 from dpdist.certification.verdict import ABSTAIN
 
 if TYPE_CHECKING:
     from dpdist.attacks.settings import AttackSettings
-
-LEVEL = 0.001
-
-
-@dataclass(frozen=True)
-class Plausibility:
-    """Whether so many contradictions can be chance.
-
-    allowed: the largest count that is plausible. p_value: probability of so many or more among
-    ``inputs`` if every certificate holds its alpha; ``error`` bounds the probability of each.
-    """
-
-    contradictions: int
-    inputs: int
-    error: float
-    allowed: int
-    p_value: float
-    level: float
-    method: str
-
-    @property
-    def plausible(self) -> bool:
-        return self.p_value >= self.level
-
-
-def plausibility(
-    contradictions: int,
-    inputs: int,
-    alpha: float,
-    points: int,
-    *,
-    independent: bool = True,
-    level: float = LEVEL,
-) -> Plausibility:
-    """Compare a count of contradictions with what the certificates' own error allows.
-
-    inputs: submitted to certification, certified or not. points: attacked points certified again
-    per input. independent: noise of its own for each input: the count is then at most binomial,
-    stochastically; with a shared noise bank errors can coincide and only Markov's inequality holds.
-    """
-    error = min(1.0, (1 + points) * alpha)
-    counts = np.arange(inputs + 1)
-    if independent:
-        tails = stats.binom.sf(counts - 1, inputs, error)
-        method = f"exact tail of Binomial({inputs}, {error:g})"
-    else:
-        tails = np.minimum(1.0, inputs * error / np.maximum(counts, 1))
-        tails[0] = 1.0
-        method = "Markov's inequality (one noise bank for all inputs)"
-    allowed = int(counts[tails >= level].max())
-    return Plausibility(
-        contradictions, inputs, error, allowed, float(tails[contradictions]), level, method
-    )
 
 
 @dataclass(frozen=True)
@@ -152,7 +100,7 @@ class Checker:
 class Check(Attacking):
     """Attacks on the certificates of a table, each within its radius; and their verdict."""
 
-    file, schema = tables.CHECK_TABLE, tables.CHECK_SCHEMA
+    file, schema, columns = tables.CHECK_TABLE, tables.CHECK_SCHEMA, tables.CHECK_COLUMNS
     order, purpose, worker = ("attack", "index"), "check certificates", Checker
     verdict: Plausibility  # of the finished job
 
@@ -175,7 +123,8 @@ class Check(Attacking):
             count = len(self._submitted)
             raise UserError(f"{found.path}: none of the {count} chosen inputs is certified")
         # Our own probe fills in the rest. Attacks count on CPUs.
-        like = ClassifierSpec.of({**found.about["classifier"], "notes": (), "check": ""}).on_cpu()
+        like = replace(stated_form(found.about, found.path), notes=(), check="").on_cpu()
+        like.check_memory(dataset.batch(slice(0, 1)).shape[1:], found.path)
         norm: Norm = "l2" if found.norm == "l2" else "linf"  # no other passes
         settings = replace(settings, norm=norm, sizes=None, n=found.n)
         if found.attacked_as is None:
@@ -203,23 +152,34 @@ class Check(Attacking):
         return {**super().identity(), **about, "claim": self._claim}
 
     def blocks(self, rows: list[slice]) -> dict[Item, Block]:
-        radii = self._column("radius")
+        radii, self._each = self._column("radius"), len(rows)
         return {
             f"{attack} rows {part.start}": Block.of(attack, part, radii)
             for attack in self.assignment.settings.attacks
             for part in rows
         }
 
+    def begin(self, output: Path) -> dict[str, Any]:
+        bank = self._found.about["settings"].get("noise_bank")
+        about = {tables.SUBMITTED: len(self._submitted), tables.INDEPENDENT: not bank}
+        return super().begin(output) | about
+
     def shared(self) -> _Shared:
         return _Shared(self.assignment, self._again, self._place, self._votes)
 
     def finish(self, book: Book, output: Path) -> list[Row]:
-        rows, found, settings = super().finish(book, output), self._found, self.assignment.settings
+        by_attack: dict[str, list[list[Row]]] = {}
+        for key, some in book.rows.items():
+            by_attack.setdefault(str(key).rsplit(" rows ", 1)[0], []).append(some)
+        # Of all attacks that the folder has: a weaker one does not take back what one found.
+        whole = {name: some for name, some in by_attack.items() if len(some) == self._each}
+        rows = [row for some in whole.values() for part in some for row in part]
+        found, settings = self._found, self.assignment.settings
         self.verdict = verdict = plausibility(
             len({row["index"] for row in rows if row["contradiction"]}),
             len(self._submitted),
             found.alpha,
-            len(settings.attacks),
+            len(whole),
             independent=not found.about["settings"].get("noise_bank"),
         )
         about = {
@@ -229,7 +189,7 @@ class Check(Attacking):
             "certified": len(self._certified),
             "points": len(rows),
             "same_class": sum(row["selected"] == row["certified"] for row in rows),
-            "attacks": list(settings.attacks),
+            "attacks": sorted(whole),
             "steps": settings.steps,
             "restarts": settings.restarts,
             "sigma": found.sigma,
@@ -241,12 +201,19 @@ class Check(Attacking):
 
 def _refuse_others(found: reading.CertificateTable, model_folder: Path, dataset: Data) -> None:
     path, about = found.path, found.about
-    if "classifier" not in about:
+    if "classifier" not in about or not about.get("settings"):
         raise UserError(f"{path}: does not say what it was computed from")
     if about["model"] != models.model_hash(model_folder):
         raise UserError(f"{path}: certificates of another model than {model_folder}")
     if about["data"] != dataset.fingerprint:
         raise UserError(f"{path}: certificates of other data than {dataset.name}")
+    labels = np.asarray(dataset.labels)
+    there = {"inputs": len(labels), "classes": dataset.classes, "format": bulk.FORMAT}
+    for name, right in there.items():
+        if about.get(name, right) != right:
+            raise UserError(f"{path}: damaged: {name} must be {right}, got {shown(about[name])}")
+    if found.index.max() >= len(labels) or (labels[found.index] != found.label).any():
+        raise UserError(f"{path}: damaged: its inputs and labels are not those of {dataset.name}")
     if found.norm not in NORMS:
         raise UserError(
             f"{path}: only L2 and L-infinity certificates can be attacked, these are "

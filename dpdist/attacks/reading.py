@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,21 @@ from typing import Any
 import numpy as np
 
 from dpdist import bulk
-from dpdist.attacks.table import ANSWERS, MEAN_SCORES, VOTES, about, read
+from dpdist.attacks.plausible import plausibility
+from dpdist.attacks.table import (
+    ANSWERS,
+    CHECK_COLUMNS,
+    CHECK_TABLE,
+    INDEPENDENT,
+    KEY,
+    MEAN_SCORES,
+    SUBMITTED,
+    VOTES,
+    about,
+    read,
+)
 from dpdist.base.errors import UserError
+from dpdist.base.fields import MOST
 from dpdist.base.reading import check_shape, read_json, shown
 from dpdist.base.rounding import exact, percent
 from dpdist.certification.verdict import ABSTAIN
@@ -164,8 +178,57 @@ def numbers_of(shape: list[Any], where: Path) -> int:
 
 
 def read_check(path: Path) -> dict[str, Any]:
-    """One check.json. Raises UserError when it is missing or damaged."""
-    return {**read_json(path, _CHECK), "name": path.parent.name}
+    """Return one check.json, with the hash of its model, after it was made again from the points
+    that were tried.
+
+    Raises:
+        UserError: it or the table beside it is missing or damaged, or it is not the verdict on
+            these points.
+    """
+    stated = read_json(path, _CHECK)
+    made, model = _verdict(path.with_name(CHECK_TABLE), stated)
+    for name, value in made.items():
+        same = stated[name] == value
+        if isinstance(value, float):
+            same = math.isclose(stated[name], value, rel_tol=1e-9, abs_tol=1e-300)
+        if not same:
+            raise UserError(
+                f"{path}: damaged: {name} must be {value}, as {CHECK_TABLE} beside it says, got "
+                f"{shown(stated[name])}; remove the folder and check again"
+            )
+    return {**stated, "name": path.parent.name, "model": model, "path": path}
+
+
+def _verdict(path: Path, stated: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """Return what the table of a check says of its certificates, and the model's hash. stated: what
+    tables of early versions do not say."""
+    table = bulk.read_table(path, CHECK_COLUMNS, KEY)
+    said = {SUBMITTED: stated["inputs"], INDEPENDENT: True, **about(table)}
+    shape = {"model": str, "again.alpha": float, SUBMITTED: int, INDEPENDENT: bool}
+    check_shape(said, str(path), shape)
+    index, certified, prediction = (
+        table[name].to_numpy() for name in ("index", "certified", "prediction")
+    )
+    attacks = sorted(set(table["attack"].to_pylist()))
+    inputs, against = np.unique(index), (prediction != ABSTAIN) & (prediction != certified)
+    whole = len(attacks) * len(inputs) == table.num_rows
+    if not whole or table["contradiction"].to_pylist() != against.tolist():
+        raise UserError(f"{path}: damaged: its rows are not one for each attack and input")
+    if not len(inputs) <= said[SUBMITTED] <= MOST or not 0 < said["again"]["alpha"] < 1:
+        raise UserError(f"{path}: damaged: no such number of certificates, or no such alpha")
+    verdict = plausibility(
+        len(np.unique(index[against])),
+        said[SUBMITTED],
+        said["again"]["alpha"],
+        len(attacks),
+        independent=said[INDEPENDENT],
+    )
+    found = {
+        "plausible": verdict.plausible, "contradictions": verdict.contradictions,
+        "certified": len(inputs), "inputs": verdict.inputs, "alpha": said["again"]["alpha"],
+        "allowed": verdict.allowed, "p_value": verdict.p_value,
+    }  # fmt: skip
+    return found, said["model"]
 
 
 def attack_line(table: AttackTable) -> str:

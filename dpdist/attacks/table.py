@@ -54,6 +54,13 @@ CHECK_SCHEMA = pa.schema(
         pa.field("contradiction", pa.bool_(), nullable=False),
     ]
 )
+CHECK_COLUMNS: dict[str, Column] = {
+    "attack": (str, None), "index": (int, 0), "certified": (int, 0), "radius": (float, 0),
+    "prediction": (int, -1), "contradiction": (object, None),
+}  # fmt: skip
+# What the table of a check says of the certificates: how many were submitted to certification, and
+# whether each had noise of its own.
+SUBMITTED, INDEPENDENT = "submitted", "independent"
 
 
 def about(table: pa.Table) -> dict[str, Any]:

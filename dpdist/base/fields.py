@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import (
     AfterValidator,
@@ -21,6 +21,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from dpdist.base.conditions import OnlyWith
 from dpdist.base.errors import UserError
 from dpdist.base.reading import usable_path
 
@@ -37,6 +38,8 @@ class Section(BaseModel):
     """One section of a recipe: no unknown keys, never changed, no number but finite ones."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    conditions: ClassVar[tuple[OnlyWith, ...]] = ()  # of its options; a base's hold as well
 
 
 def _no_bool(value: Any) -> Any:

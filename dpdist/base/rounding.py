@@ -1,4 +1,11 @@
-"""Numbers as text that states no more than the numbers do."""
+"""Numbers as text that states no more than the numbers do.
+
+A float stands for the shortest decimal that reads back as it: 0.1 is printed as 0.1 in either
+direction, although the float lies 6e-18 above one tenth. So the rule that every text keeps is about
+floats: read back as one, an upper bound's text is never below the bound, a lower bound's never
+above it. What a decimal and its float differ by, half a unit in the last of 53 bits, is less than
+the slack with which epsilons and radii are computed.
+"""
 
 from __future__ import annotations
 
@@ -34,14 +41,21 @@ def bound(number: SupportsFloat, digits: int = 3, *, up: bool = False) -> str:
     return _rounded(Decimal(repr(float(number))), digits, up)
 
 
-def significant(number: SupportsFloat, digits: int = 4) -> str:
+def significant(number: SupportsFloat, digits: int = 4, *, down: bool = False) -> str:
     """Return an upper bound with so many significant digits, rounded up.
+
+    Args:
+        number: the bound; infinity and NaN are named.
+        digits: at most 15, which a float holds.
+        down: round down instead, for a lower bound.
 
     Example:
         >>> significant(1e-5), significant(1.23456e-5), significant(99.99999)
         ('1e-05', '1.235e-05', '100')
+        >>> significant(0.1), significant(0.1, down=True), significant(0.12345, down=True)
+        ('0.1', '0.1', '0.1234')
     """
-    context = Context(prec=digits, rounding=ROUND_CEILING)
+    context = Context(prec=digits, rounding=ROUND_FLOOR if down else ROUND_CEILING)
     return f"{float(context.plus(Decimal(repr(float(number))))):.{digits}g}"
 
 

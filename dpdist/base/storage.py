@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
 import re
 import secrets
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -49,6 +51,20 @@ def written_aside(path: Path, *, durable: bool = True) -> Iterator[Path]:
             sync(path.parent)
     finally:
         aside.unlink(missing_ok=True)
+
+
+def write_result(path: Path, data: bytes | str) -> None:
+    """Write a file that a user asked for by its path, whole or not at all.
+
+    A link is followed; into a pipe or device it is written as it is. Raises OSError, where its
+    folder is not there among others.
+    """
+    raw = data.encode() if isinstance(data, str) else data
+    target = path.resolve()
+    if not target.parent.is_dir() or (target.exists() and not target.is_file()):
+        target.write_bytes(raw)
+        return
+    write_atomic(target, raw)
 
 
 def write_once(path: Path, text: str) -> None:
@@ -101,6 +117,54 @@ def remove_leftovers(*folders: Path, of: str | None = None) -> None:
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 path.unlink(missing_ok=True)
+
+
+SESSION_FOLDER = "DPDIST_SESSION_FOLDER"  # names the folder of a local Ray session, to all in it
+TRAINING_FOLDER = "dpdist-training-"  # how the folder of one of many trainings begins
+_LOCK = "held.lock"
+
+
+@contextmanager
+def temporary_folder(prefix: str) -> Iterator[Path]:
+    """Make a folder on this host for its owner only (mode 0700), and remove it at the end.
+
+    In a local Ray session it lies in the session's folder, whose reaper removes it after a
+    `kill -9`. Elsewhere a killed process leaves it to the next one that makes such a folder.
+    """
+    root = Path(tempfile.gettempdir())
+    remove_temporary(root, prefix)
+    session = os.environ.get(SESSION_FOLDER, "")
+    inside = session if session and os.path.isdir(session) else root
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=inside))
+    try:
+        with held(folder):
+            yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Mark a temporary folder as in use while this process lives, for `remove_temporary`."""
+    new = folder / f"{_LOCK}.new"
+    with new.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        os.replace(new, folder / _LOCK)  # under this name it is never there and free
+        yield
+
+
+def remove_temporary(root: Path, prefix: str) -> None:
+    """Remove the folders of this user below `root`, of names with this prefix, that nobody holds.
+
+    One without a lock is left alone: it is being made, or is none of ours.
+    """
+    for folder in root.glob(f"{prefix}*"):
+        with suppress(OSError):
+            if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+                continue
+            with (folder / _LOCK).open("r+") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def write_json(path: Path, value: Any, *, durable: bool = True) -> None:

@@ -15,19 +15,23 @@ import hashlib
 import math
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from dpdist.base.errors import UserError
+from dpdist.base.fields import MOST
+from dpdist.base.reading import shown
 from dpdist.certification import device as devices
-from dpdist.certification.streams import CPU, Aes
+from dpdist.certification.streams import CPU, STREAMS, Aes
 from dpdist.models import NO_CLASS, predicted_classes
 
 Form = Callable[[Tensor], Tensor]
 _CPU_ROWS = 500
+_MOST_NUMBERS = 2**29  # of a batch that a table names
 # What the order of two logits may owe to rounding (FORMS sum in other orders), of the larger one of
 # the two classes' largest in a batch; and the share of a batch that may be so close.
 _TIE, _MANY = 1e-5, 0.01
@@ -65,6 +69,11 @@ class ClassifierSpec:
         """What was pinned, with the rate at which it works here."""
         return cls(**{**pinned, "notes": tuple(pinned["notes"])}, rate=rate)
 
+    def check_memory(self, shape: Sequence[int], where: object) -> None:
+        """Raise UserError for batches of inputs of this shape that fit no memory."""
+        if self.batch * math.prod(shape) > _MOST_NUMBERS:
+            raise UserError(f"{where}: damaged: batches of {self.batch:,} inputs fit no memory")
+
     def on_cpu(self) -> ClassifierSpec:
         """What a CPU executes in its place, in batches for a CPU's memory."""
         if self.device == CPU.type:
@@ -85,6 +94,30 @@ class ClassifierSpec:
             self.rate,
             device=device.type,
         )
+
+
+def stated_form(about: Mapping[str, Any], where: object) -> ClassifierSpec:
+    """Return the executed classifier that a table names.
+
+    Args:
+        about: what the table says of itself; of the check batch it may say nothing.
+        where: begins a complaint.
+
+    Raises:
+        UserError: it names none that could be executed.
+    """
+    said = about.get("classifier")
+    pinned = {"notes": (), "check": "", **(said if isinstance(said, dict) else {})}
+    try:
+        spec = ClassifierSpec.of(pinned)
+    except TypeError:
+        raise UserError(f"{where}: damaged: {shown(said)} is no classifier") from None
+    texts = (spec.form, spec.torch_version, spec.machine, spec.check, spec.device, spec.generator)
+    known = all(isinstance(text, str) for text in texts) and type(spec.batch) is int
+    known = known and spec.form in FORMS and spec.generator in STREAMS
+    if not known or spec.device not in ("cpu", "cuda") or not 1 <= spec.batch <= MOST:
+        raise UserError(f"{where}: damaged: names no classifier that could be executed")
+    return spec
 
 
 class ExecutedClassifier:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -15,7 +16,7 @@ import pyarrow as pa
 from dpdist import bulk, models
 from dpdist.base.errors import UserError
 from dpdist.base.reading import parse_any_json, read_text, reason, shown
-from dpdist.base.storage import write_json
+from dpdist.base.storage import write_atomic, write_json
 from dpdist.bulk import Progress
 from dpdist.bulk.job import CHUNK_SECONDS, Book, Cut, Item, Partial, Row, Task, Work, run
 from dpdist.bulk.job import Piece as Interval
@@ -180,11 +181,12 @@ class Certification(Work):
 
     def finish(self, book: Book, output: Path) -> list[Row]:
         rows = super().finish(book, output)
-        with open(output / _TIMINGS, "w", newline="") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            writer.writerow(["index", "draws", "seconds"])
-            for row in rows:
-                writer.writerow([row["index"], row["n"], f"{book.seconds[row['index']]:.6f}"])
+        file = io.StringIO(newline="")
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["index", "draws", "seconds"])
+        for row in rows:
+            writer.writerow([row["index"], row["n"], f"{book.seconds[row['index']]:.6f}"])
+        write_atomic(output / _TIMINGS, file.getvalue())
         return rows
 
 

@@ -6,11 +6,12 @@ A radius is in the units of the model's input ([0, 1] pixels). 0 means that noth
 from __future__ import annotations
 
 import math
-from decimal import ROUND_FLOOR, Decimal
 
 import numpy as np
 import scipy
 from numpy.typing import ArrayLike
+
+from dpdist.base.rounding import bound
 
 # ndtri, log and products are good to a few units in the last place; this margin covers them.
 _MARGIN = 1e-14
@@ -97,10 +98,8 @@ def ball_factor(certified: str, attacked: str, numbers: int) -> float:
 
 
 def format_radius(radius: float, digits: int = 3) -> str:
-    """The radius with ``digits`` decimals, rounded down: printing must not enlarge a guarantee."""
-    if not np.isfinite(radius):
-        return str(radius)
-    return str(Decimal(float(radius)).quantize(Decimal(1).scaleb(-digits), rounding=ROUND_FLOOR))
+    """Return a radius with so many decimals, rounded down: text must not enlarge a guarantee."""
+    return bound(radius, digits)
 
 
 def _down(radius: ArrayLike) -> Radius:

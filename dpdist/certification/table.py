@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import datetime
+import io
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 
 from dpdist import bulk
+from dpdist.base.storage import write_result
 from dpdist.base.table_files import Column
 from dpdist.bulk import write_table as write
 from dpdist.certification.radii import format_radius
@@ -99,15 +101,16 @@ def write_cohen_tsv(
             f"{entry['index']}\t{entry['label']}\t{entry['prediction']}\t"
             f"{format_radius(entry['radius'])}\t{correct}\t{taken}"
         )
-    path.write_text("\n".join(lines) + "\n")
+    write_result(path, "\n".join(lines) + "\n")
 
 
 def write_csv(table: pa.Table, path: Path) -> None:
     """All columns, full precision."""
-    with open(path, "w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(table.column_names)
-        for entry in table.to_pylist():
-            writer.writerow(
-                [" ".join(map(str, v)) if isinstance(v, list) else v for v in entry.values()]
-            )
+    file = io.StringIO(newline="")
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(table.column_names)
+    for entry in table.to_pylist():
+        writer.writerow(
+            [" ".join(map(str, v)) if isinstance(v, list) else v for v in entry.values()]
+        )
+    write_result(path, file.getvalue())

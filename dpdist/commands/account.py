@@ -14,6 +14,8 @@ import typer
 from dpdist.base import console, fields
 from dpdist.base.errors import UserError
 from dpdist.base.fields import Count, NoiseMultiplier, Positive, Probability, Trials
+from dpdist.base.rounding import bound, significant
+from dpdist.base.storage import write_result
 from dpdist.commands.options import PICTURE, PrintJson, option, path_option
 
 if TYPE_CHECKING:
@@ -78,7 +80,7 @@ def _show_plan(plan: PrivacyPlan, as_json: bool) -> None:
     answer["epsilon"] = format_epsilon(guarantee.epsilon, 6)
     for key, value in answer.items():
         if key != "assumptions" and value is not None:
-            shown = f"{value:.6g}" if isinstance(value, float) else str(value)
+            shown = significant(value, 6) if isinstance(value, float) else str(value)
             typer.echo(f"{key:<17} {shown}")
     for line in guarantee.assumptions:
         typer.echo(f"{'holds if':<17} {line}")
@@ -309,7 +311,7 @@ def mechanisms_command(
             from dpdist.reports.figures import noise_scales
 
             try:
-                plot.write_bytes(noise_scales(delta, sensitivity, plot.suffix[1:]))
+                write_result(plot, noise_scales(delta, sensitivity, plot.suffix[1:]))
             except OSError as error:
                 raise UserError(f"account mechanisms: cannot write {plot}: {error}") from None
     if as_json:
@@ -322,11 +324,11 @@ def mechanisms_command(
         cells.append(
             [
                 f"{row['epsilon']:g}",
-                f"{row['analytic']:.4f}",
-                f"{row['extended']:.4f}",
-                f"{row['classical']:.4f}{mark}",
-                f"{row['classical_true_delta']:.2g}",
-                f"{row['laplace']:.4f}",
+                bound(row["analytic"], 4, up=True),
+                bound(row["extended"], 4, up=True),
+                bound(row["classical"], 4, up=True) + mark,
+                significant(row["classical_true_delta"], 2),
+                bound(row["laplace"], 4, up=True),
             ]
         )
     typer.echo(console.columns(header, cells))

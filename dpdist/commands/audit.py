@@ -85,14 +85,16 @@ def _named(
 ) -> tuple[Recipe, RunFolder | None]:
     """A run of that name, or a recipe, with keys changed."""
     from dpdist.runs.folder import open_run
-    from dpdist.runs.recipe import read_changes, resolve
+    from dpdist.runs.recipe import read_changes, refuse_unused, resolve
 
     try:
         folder = open_run(name, runs)
     except UserError as no_run:
         try:
             changes = read_changes(changed)
-            return resolve(name, changes=changes, data_root=data_root), None
+            found = resolve(name, changes=changes, data_root=data_root)
+            refuse_unused(found, name)
+            return found, None
         except UserError as no_recipe:
             if "no such recipe" in str(no_recipe):
                 raise UserError(f"{no_run}; {no_recipe}") from None

@@ -11,6 +11,7 @@ from pydantic import Field
 
 from dpdist.base.errors import UserError
 from dpdist.base.fields import Count, Models
+from dpdist.base.storage import write_result
 from dpdist.commands.options import (
     PICTURE,
     RUNS,
@@ -85,7 +86,7 @@ def command(
     if picture is not None:
         from dpdist.reports.figures import roc_curves
 
-        picture.write_bytes(roc_curves([one.panel for one in found], picture.suffix[1:]))
+        write_result(picture, roc_curves([one.panel for one in found], picture.suffix[1:]))
         typer.echo(f"picture: {picture}")
     if not all(one.held for one in found):
         raise typer.Exit(1)
@@ -100,6 +101,7 @@ def _check(
 ) -> None:
     """Raise UserError for whatever could go wrong later, before anything is written. written: the
     folder of a bank, and the picture."""
+    from dpdist.runs.recipe import refuse_unused
     from dpdist.training.job import check_trainable
 
     if written[0] is not None and len(banks) > 1:
@@ -109,7 +111,8 @@ def _check(
             one.check(bank.rules)
         for path in written:
             bank.place(folder, path)
-    folder.check_same_recipe(recipe)
+    if not folder.check_same_recipe(recipe):
+        refuse_unused(recipe, where)
     dataset, _ = check_trainable(recipe, where)
     for bank, _ in banks:
         bank.shadows(recipe, len(dataset))

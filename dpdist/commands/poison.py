@@ -11,6 +11,7 @@ import typer
 from dpdist.base.errors import UserError
 from dpdist.base.fields import Count, CountOrZero, Models, Positive, Probability
 from dpdist.base.rounding import exact, percent
+from dpdist.base.storage import write_result
 from dpdist.commands.options import (
     RUNS,
     Actors,
@@ -85,7 +86,7 @@ def command(
     from dpdist import pipeline
     from dpdist.poisoning.voting import Poisoning
     from dpdist.runs.folder import RunFolder
-    from dpdist.runs.recipe import read_changes, resolve
+    from dpdist.runs.recipe import read_changes, refuse_unused, resolve
     from dpdist.training.job import check_trainable
     from dpdist.training.records import evaluation_data, source_of
 
@@ -99,7 +100,8 @@ def command(
     shown = [int(k) for k in numbers(changes, "--changes", CountOrZero) or ()]
     settings = Poisoning(models, partitions, sigma, start or 0, every or 1, max_inputs, seed, bag)
     _check_written(settings, folder, output, csv)
-    folder.check_same_recipe(resolved)
+    if not folder.check_same_recipe(resolved):
+        refuse_unused(resolved, recipe)
     trained = settings.recipe_of(resolved)
     records = len(check_trainable(trained, recipe)[0])
     settings.chosen(len(evaluation_data(trained, source_of(trained))), recipe)
@@ -241,11 +243,13 @@ def _terms(votes: Votes, found: list[Withstands], plan: PrivacyPlan) -> list[tup
 
 def _write(path: Path, votes: Votes, found: Withstands) -> None:
     import csv
+    import io
 
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        names = [f"changes at {exact(radius)}" for radius in found.changes]
-        writer.writerow(["index", "label", "answer", *names])
-        columns = (votes.index, votes.label, found.answer, *found.changes.values())
-        writer.writerows(zip(*(column.tolist() for column in columns), strict=True))
+    file = io.StringIO(newline="")
+    writer = csv.writer(file, lineterminator="\n")
+    names = [f"changes at {exact(radius)}" for radius in found.changes]
+    writer.writerow(["index", "label", "answer", *names])
+    columns = (votes.index, votes.label, found.answer, *found.changes.values())
+    writer.writerows(zip(*(column.tolist() for column in columns), strict=True))
+    write_result(path, file.getvalue())
     typer.echo(f"each input: {path}")

@@ -14,9 +14,10 @@ def command(recipe: RecipeArgument, changes: Changes = None, data_root: DataRoot
     import typer
 
     from dpdist.base import console
-    from dpdist.runs.recipe import read_changes, resolve
+    from dpdist.runs.recipe import read_changes, refuse_unused, resolve
 
     resolved = resolve(recipe, changes=read_changes(changes), data_root=data_root)
+    refuse_unused(resolved, recipe)
     from dpdist.training.pretrain import pretrain
 
     with console.progress("pretraining, WITHOUT privacy", "steps") as show:

@@ -10,6 +10,7 @@ import typer
 from dpdist.base import console
 from dpdist.base.errors import UserError
 from dpdist.base.fields import Count, Trials
+from dpdist.base.rounding import significant
 from dpdist.commands.options import (
     PICTURE,
     RUNS,
@@ -135,7 +136,7 @@ def _show(recipe: Recipe, records: int, noise: float, rows: list) -> None:
         line = [("* " if row.own else "  ") + row.law, format_epsilon(row.epsilon)]
         line.append("none" if row.renyi is None else format_epsilon(row.renyi))
         if target is not None:
-            line.append(f"{row.noise:.4g}")
+            line.append(significant(row.noise))
         line += [
             f"{1 - chance[1]:.3g}",
             f"{chance[2]:.3g}",

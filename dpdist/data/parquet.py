@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dpdist.base.errors import UserError, no_room
+from dpdist.base.parquet_pages import check_pages
 from dpdist.base.reading import reason, shown
 from dpdist.base.storage import built_aside, private_folder
 from dpdist.base.table_files import open_parquet, parquet_errors
@@ -267,7 +268,8 @@ def read_rows(
 
     Raises:
         UserError: a column is missing or there twice, a text is not UTF-8, or the file is damaged;
-            one that holds fewer or more rows than its footer counts is, too.
+            one that holds fewer or more rows than its footer counts is, too, in its pages or its
+            row groups.
     """
     present = reader.schema_arrow.names
     missing = [column for column in wanted if column not in present]
@@ -279,6 +281,10 @@ def read_rows(
     twice = [column for column in wanted if present.count(column) > 1]
     if twice:
         raise UserError(f"{file}: has more than one column {twice[0]!r}; rename the others")
+    try:
+        check_pages(file, reader)
+    except parquet_errors() as error:
+        raise UserError(f"{file}: not a readable Parquet file: {reason(error)}") from error
     counted, first_row = reader.metadata.num_rows, 0
     batches = reader.iter_batches(batch_size=4096, columns=list(wanted))
     while batch := _next_batch(batches, file, first_row):

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol
 
 from pydantic import Field
 
+from dpdist.base.conditions import OnlyWith
 from dpdist.base.errors import UserError
 from dpdist.base.fields import Number, Section
 from dpdist.privacy.phases import Phase
@@ -186,6 +187,7 @@ class Method(Section):
     # --- said in the recipe, the plan and the report
 
     known_as: ClassVar[str] = ""  # to people
+    needs: ClassVar[tuple[OnlyWith, ...]] = ()  # conditions of keys of a whole recipe
 
     @property
     def title(self) -> str:

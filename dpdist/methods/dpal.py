@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from dpdist.base.conditions import OnlyWith
 from dpdist.base.fields import Count, CountOrZero, Number, Positive, PositiveOrZero
 from dpdist.methods.base import DrawCount, Method
 from dpdist.privacy.phases import Phase
@@ -43,6 +44,8 @@ class DPAL(Method):
     (input units; 0.5 is 1 on [-1, 1]). psi, draws: of the paper's predictions, which are measured
     on so many test `images`, at copies attacked at each of `sizes`.
     """
+
+    conditions = (OnlyWith(("attacks", "steps", "size"), "with xi > 0", lambda it: it.xi > 0),)
 
     name: Literal["dpal"] = "dpal"
     known_as: ClassVar[str] = "DPAL as published"

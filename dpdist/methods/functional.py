@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field, model_validator
 
+from dpdist.base.conditions import OnlyWith
 from dpdist.base.fields import (
     Count,
     FilePath,
@@ -108,6 +109,21 @@ class Functional(Method):
     so that sums have the same features. adversarial: what rounds see besides. relevance: how noise
     is shared out among features.
     """
+
+    conditions = (
+        OnlyWith(("residual", "step", "refine"), "with rounds > 0", lambda it: it.rounds > 0),
+        OnlyWith(("noise", "draws"), "with sigma > 0", lambda it: it.sigma > 0),
+    )
+
+    needs = (
+        OnlyWith(
+            (
+                "training.optimizer", "training.schedule", "training.milestones",
+                "training.momentum", "training.weight_decay",
+            ),
+            "to steps along gradients; method functional fits a head to sums",
+        ),
+    )  # fmt: skip
 
     name: Literal["functional"] = "functional"
     known_as: ClassVar[str] = "functional mechanism"

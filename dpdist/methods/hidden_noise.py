@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from dpdist.base.conditions import OnlyWith
 from dpdist.base.fields import Number, Positive
 from dpdist.methods.base import (
     DrawCount,
@@ -49,6 +50,19 @@ class HiddenNoiseMethod(Method):
     before the clip. paper_faithful: one noise for the whole training, as Algorithm 1 of Secure-SGD
     has it, instead of a fresh one for every record and step.
     """
+
+    conditions = (
+        OnlyWith(
+            ("epsilon_r", "delta_r", "attack_size", "norm", "mechanism"),
+            "without sigma, which is the noise's scale itself",
+            lambda it: it.sigma is None,
+        ),
+        OnlyWith(
+            ("draws",),
+            "without paper_faithful, which has one noise",
+            lambda it: not it.paper_faithful,
+        ),
+    )
 
     sigma: Positive | None = None
     epsilon_r: Positive = 1.0

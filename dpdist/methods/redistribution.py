@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from dpdist.base.conditions import OnlyWith
 from dpdist.base.fields import (
     Count,
     FilePath,
@@ -31,6 +32,22 @@ class Redistribution(Section):
     * "private": the private records, for nothing, as the paper does it, and the network trained on
       them for `steps` steps. Needs paper_faithful: true; nothing is then proved.
     """
+
+    conditions = (
+        OnlyWith(
+            ("data", "root", "classes"), "with source: public", lambda it: it.source == "public"
+        ),
+        OnlyWith(
+            ("steps", "max_records"),
+            "with source: public and private",
+            lambda it: it.source != "paid",
+        ),
+        OnlyWith(
+            ("noise_multiplier", "clip_norm", "sample_rate"),
+            "with source: paid",
+            lambda it: it.source == "paid",
+        ),
+    )
 
     source: Literal["public", "paid", "private"] = "public"
     data: Text = "digits"

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from dpdist.adversary.names import Norm
+from dpdist.base.conditions import OnlyWith
 from dpdist.base.fields import Number, Positive, PositiveOrZero
 from dpdist.methods.base import DrawCount, Fixed, Method
 from dpdist.privacy.plan import PrivacyPlan, StepPlan
@@ -50,6 +51,13 @@ class StoBatch(Method):
     sigma * sensitivity * sqrt(split) for a layer kept within the L2 norm `sensitivity`; the rest
     is on the input. At each split the certificate is that of sigma, or a larger one.
     """
+
+    conditions = (
+        OnlyWith(("attacks", "steps", "norm", "size", "eot"), "with xi > 0", lambda it: it.xi > 0),
+        OnlyWith(("eot", "split"), "with sigma > 0", lambda it: it.sigma > 0),
+        OnlyWith(("sensitivity",), "with noise behind the first layer (sigma and split > 0)",
+                 lambda it: it.hidden_noise > 0),
+    )  # fmt: skip
 
     name: Literal["stobatch"] = "stobatch"
     known_as: ClassVar[str] = "StoBatch (adversarial training inside the clip)"

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from dpdist.base.conditions import OnlyWith
 from dpdist.base.fields import NotNegative, Number, Positive
 from dpdist.methods.base import DrawCount, Fixed, Method
 from dpdist.privacy.phases import Phase
@@ -46,6 +47,14 @@ class TransDenoiser(Method):
       of steps, as the paper does; thin: take the smallest value of a thin decomposition for S_min;
       iterations: Lanczos products per step where S_min is not known to be 0.
     """
+
+    conditions = (
+        OnlyWith(
+            ("xi_low", "xi_up", "credit_steps", "thin", "iterations"),
+            "with variant: full",
+            lambda it: it.variant == "full",
+        ),
+    )
 
     name: Literal["transdenoiser"] = "transdenoiser"
     known_as: ClassVar[str] = "TransDenoiser"

@@ -13,6 +13,7 @@ from typing import Any
 
 from dpdist.base.errors import UserError
 from dpdist.base.reading import read_json
+from dpdist.base.rounding import exact
 from dpdist.base.storage import write_json
 from dpdist.privacy.guarantee import check_delta, format_epsilon
 
@@ -82,7 +83,7 @@ class Audited:
         verdict = "exploratory, no statement" if self.exploratory else self.verdict
         return (
             f"epsilon >= {format_epsilon(self.epsilon, lower_bound=True)} at delta = "
-            f"{self.delta:g}, confidence {100 * (1 - self.alpha):g} % ({self.method}; "
+            f"{exact(self.delta)}, confidence {100 * (1 - self.alpha):g} % ({self.method}; "
             f"{self.neighbours}; the adversary saw {self.view}; {self.trials:,} trials): {verdict}"
         )
 
@@ -99,7 +100,8 @@ class Audited:
         claimed = "nothing" if self.claimed is None else format_epsilon(self.claimed)
         proved = "nothing" if math.isinf(self.proved) else format_epsilon(self.proved)
         audited = format_epsilon(self.epsilon, lower_bound=True)
-        return f"claimed {claimed}, proved {proved}, audited >= {audited} at delta = {self.delta:g}"
+        at = f"at delta = {exact(self.delta)}"
+        return f"claimed {claimed}, proved {proved}, audited >= {audited} {at}"
 
     def write(self, path: Path) -> None:
         """Into one JSON file; `read` inverts it."""

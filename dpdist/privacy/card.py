@@ -13,7 +13,7 @@ from typing import Any
 from dpdist.base.errors import UserError
 from dpdist.base.reading import check_shape
 from dpdist.privacy.group import group_guarantee
-from dpdist.privacy.guarantee import Guarantee, format_epsilon
+from dpdist.privacy.guarantee import Guarantee, format_delta, format_epsilon
 from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.phases import walk
 from dpdist.privacy.plan import PrivacyPlan, plan_of
@@ -191,7 +191,9 @@ def _terms(described: Mapping[str, Any]) -> list[str]:
         rows["records"] = f"{described['records']} ({described['records_are']})"
     if (total := described["data_set"]) is not None:
         epsilon = format_epsilon(total["epsilon"])
-        rows["all runs on this data set"] = f"epsilon {epsilon} at delta {total['delta']:g}"
+        rows["all runs on this data set"] = (
+            f"epsilon {epsilon} at delta {format_delta(total['delta'])}"
+        )
     rows["accounting library"] = described["library"]
     rows["releases of superseded attempts, charged"] = described["superseded_releases"]
     if described["plan"]:
@@ -210,7 +212,8 @@ def card_markdown(described: Mapping[str, Any]) -> str:
             "",
         ]
     lines += [
-        f"({format_epsilon(guarantee['epsilon'])}, {guarantee['delta']:g})-differential privacy, "
+        f"({format_epsilon(guarantee['epsilon'])}, {format_delta(guarantee['delta'])})"
+        "-differential privacy, "
         f"{guarantee['kind']} by {described['accountant']}.",
         "",
         "| | |",
@@ -226,7 +229,7 @@ def card_markdown(described: Mapping[str, Any]) -> str:
         "| delta | epsilon |",
         "|---|---|",
         *[
-            f"| {row['delta']:g} | {format_epsilon(row['epsilon'])} |"
+            f"| {format_delta(row['delta'])} | {format_epsilon(row['epsilon'])} |"
             for row in described["epsilon_at_delta"]
         ],
         "",

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from dpdist.privacy import mechanisms
-from dpdist.privacy.guarantee import Guarantee, Neighbours, format_epsilon
+from dpdist.privacy.guarantee import Guarantee, Neighbours, format_delta, format_epsilon
 
 Verdict = Literal["sound", "sound if", "not sound"]
 
@@ -42,7 +42,7 @@ class Claim:
         """The theorem's value, and the printed one where it differs by more than 1 %."""
         if self.claimed is None:
             return "no formula" if self.printed is None else f"prints {self.printed:.4g}"
-        text = f"{self.claimed.epsilon:.4g}"
+        text = format_epsilon(self.claimed.epsilon)
         if self.printed is None or math.isclose(self.printed, self.claimed.epsilon, rel_tol=0.01):
             return text
         return f"{text} (prints {self.printed:.4g})"
@@ -53,8 +53,9 @@ class Claim:
         if self.claimed is None:
             return f"{self.claimed_text}: {self.verdict}: {self.reason}"
         return (
-            f"epsilon = {format_epsilon(self.claimed.epsilon)} at delta = {self.claimed.delta:g} "
-            f"({self.claimed.source}): {self.verdict}: {self.reason}"
+            f"epsilon = {format_epsilon(self.claimed.epsilon)} at delta = "
+            f"{format_delta(self.claimed.delta)} ({self.claimed.source}): {self.verdict}: "
+            f"{self.reason}"
         )
 
     @property

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from typing import Any, Literal
 
 from dpdist.base.rounding import significant
@@ -20,17 +19,23 @@ def check_delta(delta: float) -> None:
 
 
 def format_epsilon(epsilon: float | str, digits: int = 4, *, lower_bound: bool = False) -> str:
-    """`digits` significant digits, rounded up (down for a lower bound): text promises no more.
+    """Return an epsilon with so many significant digits, rounded up: text promises no more.
 
-    Accepts "inf" as `Guarantee.to_dict` writes it.
+    Args:
+        epsilon: a number, or "inf" as `Guarantee.to_dict` writes it.
+        digits: significant ones.
+        lower_bound: round down instead.
+
+    Returns:
+        a text that, read as a float, is never below `epsilon` (never above a lower bound). What is
+        written in so few digits stays as it is (`dpdist.base.rounding`).
     """
-    value = Decimal(float(epsilon))
-    if value == 0:
-        return "0"
-    if not value.is_finite():
-        return str(float(epsilon))
-    rounding = ROUND_FLOOR if lower_bound else ROUND_CEILING
-    return f"{Context(prec=digits, rounding=rounding).plus(value):.{digits}g}"
+    return significant(float(epsilon), digits, down=lower_bound)
+
+
+def format_delta(delta: float) -> str:
+    """Return a delta with six significant digits, rounded up: with a larger one it holds, too."""
+    return significant(delta, 6)
 
 
 @dataclass(frozen=True)

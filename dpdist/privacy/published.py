@@ -18,7 +18,7 @@ from dpdist.privacy.claims import (
     transdenoiser_training_claim,
     unproved,
 )
-from dpdist.privacy.guarantee import Guarantee
+from dpdist.privacy.guarantee import Guarantee, format_epsilon
 from dpdist.privacy.plan import PrivacyPlan
 
 
@@ -41,6 +41,7 @@ def _dplis(data: str, records: int, noise: float, steps: int, printed: float) ->
 
 
 def _residual(data: str, pi: float, printed: float) -> Claim:
+    every_pass, once = (residual_input_guarantee(pi, 30, passes) for passes in (100, 1))
     return Claim(
         f"Residual I, {data}",
         f"pi {pi:g}, gamma {2 * pi:g}, R = G = 30, 100 passes",
@@ -49,8 +50,8 @@ def _residual(data: str, pi: float, printed: float) -> Claim:
         unproved(1e-5, "labels enter gradients without noise", "replace-one"),
         "not sound",
         "labels unprotected, G unverifiable, printed budget does not follow; with labels public "
-        f"and inputs clipped: {residual_input_guarantee(pi, 30, 100).epsilon:.3g}; with noise "
-        f"drawn once (noisy-records): {residual_input_guarantee(pi, 30, 1).epsilon:.3g}",
+        f"and inputs clipped: {format_epsilon(every_pass.epsilon, 3)}; with noise drawn once "
+        f"(noisy-records): {format_epsilon(once.epsilon, 3)}",
     )
 
 
@@ -104,7 +105,8 @@ def _hgm() -> list[Claim]:
             unproved(1e-5, "r is computed from private records"),
             "sound if",
             "r is public or private by itself and examples are clipped one by one (the code does "
-            f"neither); then {_dp_sgd(*secure).epsilon:.4g} at our choice of 100 epochs",
+            f"neither); then {format_epsilon(_dp_sgd(*secure).epsilon)} at our choice of 100 "
+            "epochs",
         ),
     ]
 
@@ -144,7 +146,7 @@ def _others() -> list[Claim]:
             "sound if",
             "charged without looking at votes; the printed value is an expected, data-dependent "
             "cost. Capped at 1323 answers: "
-            f"{pate_guarantee(4000, 1323, 200.0, 40.0).epsilon:.4g}",
+            f"{format_epsilon(pate_guarantee(4000, 1323, 200.0, 40.0).epsilon)}",
         ),
         Claim(
             "AdLM",

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from dpdist.base.rounding import bound, exact, percent
+from dpdist.base.rounding import bound, exact, percent, significant
 from dpdist.base.views import averaged
-from dpdist.privacy.guarantee import format_epsilon
+from dpdist.privacy.guarantee import format_delta, format_epsilon
 from dpdist.release.description import Certified, Description
 from dpdist.release.files import ARCHITECTURE, CARD, CARD_TEXT, DESCRIPTION, SUMS, WEIGHTS
 
@@ -122,7 +122,7 @@ def _private(card: Mapping[str, Any]) -> str:
         return "**It is NOT private**; the privacy card says why."
     return (
         f"What it reveals of one training record is bounded by epsilon "
-        f"{format_epsilon(guarantee['epsilon'])} at delta {guarantee['delta']:g}, "
+        f"{format_epsilon(guarantee['epsilon'])} at delta {format_delta(guarantee['delta'])}, "
         f"{card['relation']}."
     )
 
@@ -133,11 +133,11 @@ def _privacy(card: Mapping[str, Any]) -> str:
     if not card["private"]:
         return f"None: the run key was fixed, or nothing is proved. See `{CARD_TEXT}`."
     lines = [
-        f"({format_epsilon(epsilon)}, {guarantee['delta']:g})-differential privacy, "
+        f"({format_epsilon(epsilon)}, {format_delta(guarantee['delta'])})-differential privacy, "
         f"{guarantee['kind']} by {card['accountant']}; neighbours: {card['relation']}.",
         f"Whatever test is made on the model: if it calls a record that was not trained on one "
         f"that was with probability p, it finds one that was with probability at most e^epsilon p "
-        f"+ delta (e^epsilon = {math.exp(min(epsilon, 700)):.3g}).",
+        f"+ delta (e^epsilon = {significant(math.exp(min(epsilon, 700)), 3)}).",
         f"`{CARD_TEXT}` has the mechanism, epsilon at other deltas, and what must hold.",
     ]
     return "\n\n".join(lines)

@@ -7,7 +7,6 @@ Every radius is computed again from its counts by the reader of tables
 
 from __future__ import annotations
 
-import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import replace
@@ -30,12 +29,10 @@ from dpdist.release.files import ReleaseError
 if TYPE_CHECKING:
     from torch import nn
 
-    from dpdist.certification.classifier import ClassifierSpec
     from dpdist.models import ModelSpec
 
 _FORMAT = 1  # of what a table says of itself
 _MOST_VALUES = 2**27  # in one table: a small file may name more than any memory holds
-_MOST_NUMBERS = 2**29  # in one executed batch
 _ABOUT = {
     "format": int, "model": str, "data": str, "seed": str, "classes": int, "inputs": int,
     "settings": dict,
@@ -94,6 +91,8 @@ def check_table(found: CertificateTable, digest: str, model: nn.Module, spec: Mo
     said = {"classifier": {}, **about}
     if isinstance(said["classifier"], dict):
         said["classifier"] = _UNSAID | said["classifier"]
+    from dpdist.certification.classifier import stated_form
+
     check_shape(said, str(where), _ABOUT)
     if about["format"] != _FORMAT:
         raise UserError(f"{where}: damaged: format must be {_FORMAT}, got {about['format']}")
@@ -105,9 +104,8 @@ def check_table(found: CertificateTable, digest: str, model: nn.Module, spec: Mo
     rows = [int(found.table[name].to_numpy().max()) for name in ("label", "prediction", "selected")]
     if max(rows) >= spec.classes:
         raise UserError(f"{where}: damaged: names class {max(rows)} of {spec.classes}")
-    settings, executed = _settings_of(found), _spec_of(found)
-    if executed.batch * math.prod(spec.input_shape) > _MOST_NUMBERS:
-        raise UserError(f"{where}: damaged: batches of {executed.batch:,} inputs fit no memory")
+    settings, executed = _settings_of(found), stated_form(found.about, found.path)
+    executed.check_memory(spec.input_shape, where)
     measured = settings.place(model, tuple(spec.input_shape)).identity
     for name in measured.keys() | (_MEASURED & about.keys()):
         value = measured.get(name)
@@ -168,22 +166,6 @@ def _settings_of(found: CertificateTable) -> Certificate:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
         raise UserError(f"{found.path}: damaged: settings.{key}: {first['msg']}") from None
-
-
-def _spec_of(found: CertificateTable) -> ClassifierSpec:
-    """Return the executed classifier that a table names."""
-    from dpdist.certification.classifier import FORMS, ClassifierSpec
-    from dpdist.certification.streams import STREAMS
-
-    pinned = _UNSAID | found.about["classifier"]
-    try:
-        spec = ClassifierSpec.of(pinned)
-    except TypeError:
-        raise UserError(f"{found.path}: damaged: {shown(pinned)} is no classifier") from None
-    known = spec.form in FORMS and spec.generator in STREAMS and spec.device in ("cpu", "cuda")
-    if not known or spec.batch < 1:
-        raise UserError(f"{found.path}: damaged: names no classifier that could be executed")
-    return spec
 
 
 def count_again(
@@ -247,10 +229,11 @@ class _Counting:
         import torch
 
         from dpdist.certification import device as devices
+        from dpdist.certification.classifier import stated_form
         from dpdist.certification.worker import Assignment
         from dpdist.randomness.units import UnitSource
 
-        settings, executed = _settings_of(found), _spec_of(found)
+        settings, executed = _settings_of(found), stated_form(found.about, found.path)
         self._device = torch.device(executed.device if torch.cuda.is_available() else "cpu")
         here = devices.name(self._device)
         self.elsewhere = ""

@@ -17,7 +17,7 @@ from dpdist.base.json_values import numbers_in, same_json, without_words
 from dpdist.base.reading import read_text, shown
 from dpdist.privacy.accounting import library_version
 from dpdist.privacy.card import card_markdown, recomputed
-from dpdist.privacy.guarantee import format_epsilon
+from dpdist.privacy.guarantee import format_delta, format_epsilon
 from dpdist.release.description import certified_of
 from dpdist.release.files import (
     CARD,
@@ -185,7 +185,7 @@ def _check_card(release: Release) -> str:
     guarantee = again["guarantee"]
     if not release.card["private"]:
         return "none: not private, as the card says"
-    words = f"{format_epsilon(guarantee['epsilon'])} at delta {guarantee['delta']:g}"
+    words = f"{format_epsilon(guarantee['epsilon'])} at delta {format_delta(guarantee['delta'])}"
     if release.card["data_set"] is not None:
         words += "; that of all runs on the data set is as stated"
     return words

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from dpdist.base.rounding import exact, percent
+from dpdist.base.storage import write_result
 from dpdist.certification.radii import norm_name
 from dpdist.privacy.guarantee import format_epsilon
 from dpdist.reports.facts import Facts
@@ -143,4 +144,4 @@ def picture(runs: Sequence[Facts]) -> bytes:
 def write_picture(runs: Sequence[Facts], path: Path) -> None:
     """`picture` into a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(picture(runs))
+    write_result(path, picture(runs))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dpdist.base.errors import UserError
-from dpdist.base.rounding import exact, percent
+from dpdist.base.rounding import bound, exact, percent
 from dpdist.certification.curves import CurveDifference, curve_difference
 from dpdist.certification.paired import ERROR, Comparison, compare, difference_interval, holm
 from dpdist.certification.reading import CertificateTable
@@ -87,7 +87,7 @@ def curves_grid(curves: Sequence[tuple[PairedSizes, CurveDifference]]) -> list[l
 
 
 def _at(stretches: Sequence[tuple[float, float]]) -> str:
-    inside = ((math.ceil(1e5 * a) / 1e5, math.floor(1e5 * b) / 1e5) for a, b in stretches)
+    inside = ((float(bound(a, 5, up=True)), float(bound(b, 5))) for a, b in stretches)
     return ", ".join(f"above {a:.12g} to {b:.12g}" for a, b in inside) or "nowhere"
 
 
@@ -110,7 +110,8 @@ def grid(first: str, rows: Sequence[Difference]) -> list[list[str]]:
 
 
 def _interval(low: float, high: float) -> str:
-    return f"{math.floor(1e4 * low) / 100:+.2f} to {math.ceil(1e4 * high) / 100:+.2f}"
+    ends = float(percent(low)) + 0.0, float(percent(high, up=True)) + 0.0  # + 0.0: never -0
+    return f"{ends[0]:+.2f} to {ends[1]:+.2f}"
 
 
 def section(runs: Sequence[Facts], sizes: Mapping[str, Sequence[float]]) -> list[str]:

@@ -27,7 +27,7 @@ from dpdist.privacy.budgets import budgets_in
 from dpdist.privacy.card import card
 from dpdist.privacy.claims import Claim
 from dpdist.privacy.group import group_guarantee
-from dpdist.privacy.guarantee import Guarantee, format_epsilon
+from dpdist.privacy.guarantee import Guarantee, format_delta, format_epsilon
 from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.randomness.keys import key_id
@@ -96,8 +96,9 @@ class Facts:
         if math.isinf(guarantee.epsilon):
             return f"NOT PRIVATE: epsilon is infinite, nothing is proved ({self.why_not})"
         return (
-            f"epsilon = {format_epsilon(guarantee.epsilon)} at delta = {guarantee.delta:g}, "
-            f"{guarantee.relation} ({guarantee.kind}, {guarantee.source})"
+            f"epsilon = {format_epsilon(guarantee.epsilon)} at delta = "
+            f"{format_delta(guarantee.delta)}, {guarantee.relation} ({guarantee.kind}, "
+            f"{guarantee.source})"
         )
 
     @property
@@ -327,6 +328,8 @@ def read_facts(folder: RunFolder | str | Path) -> Facts:
         _check_models(trained, [(folder.evaluation, evaluation.get("model"))])
     _check_models(trained, [(t.path, t.about.get("model")) for t in tables])
     _check_models(trained, [(each.path, each.model) for each in found])
+    checks = evaluations[CheckSettings]
+    _check_models(trained, [(each["path"], each["model"]) for each in checks])
     return Facts(
         folder=folder,
         recipe=recipe,

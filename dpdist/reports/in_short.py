@@ -18,7 +18,7 @@ from dpdist.certification.paired import ERROR
 from dpdist.certification.radii import norm_name
 from dpdist.certification.reading import CertificateTable
 from dpdist.privacy.audited import REFUTED
-from dpdist.privacy.guarantee import Guarantee, format_epsilon
+from dpdist.privacy.guarantee import Guarantee, format_delta, format_epsilon
 from dpdist.reports.facts import Facts
 
 Mood = Literal["good", "caution", "bad"]
@@ -82,7 +82,7 @@ def _broken(facts: Facts) -> list[tuple[Mood, str]]:
 
 def _privacy(facts: Facts) -> list[tuple[Mood, str]]:
     guarantee, found = facts.guarantee, list[tuple[Mood, str]]()
-    stated = f"epsilon {format_epsilon(guarantee.epsilon)} at delta {guarantee.delta:g}"
+    stated = f"epsilon {format_epsilon(guarantee.epsilon)} at delta {format_delta(guarantee.delta)}"
     if facts.fixed_key:
         found.append(
             ("bad", "nothing is private: the run key was fixed, and who knows it knows the noise")
@@ -210,8 +210,8 @@ def right_at_most(guarantee: Guarantee) -> str:
 
 def _delta(facts: Facts) -> str:
     return (
-        f"the probability, {facts.guarantee.delta:g}, that is left out of what epsilon says. It "
-        f"should be far below one in the number of records (here {facts.plan.records:,}"
+        f"the probability, {format_delta(facts.guarantee.delta)}, that is left out of what epsilon "
+        f"says. It should be far below one in the number of records (here {facts.plan.records:,}"
         f"{', declared' if facts.plan.nominal else ''})."
     )
 

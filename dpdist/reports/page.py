@@ -22,7 +22,7 @@ from dpdist.certification import population
 from dpdist.certification.radii import norm_name
 from dpdist.certification.reading import CertificateTable
 from dpdist.privacy.card import EVALUATION_UNPROTECTED
-from dpdist.privacy.guarantee import format_epsilon
+from dpdist.privacy.guarantee import format_delta, format_epsilon
 from dpdist.reports.attacks import Grid, grid
 from dpdist.reports.baseline import beside
 from dpdist.reports.charts import alone, style
@@ -172,7 +172,9 @@ def _curves(facts: Facts) -> dict[str, Any]:
 def _headline(facts: Facts) -> str:
     """Of a picture that stands alone."""
     guarantee = facts.guarantee
-    private = f"epsilon {format_epsilon(guarantee.epsilon)} at delta {guarantee.delta:g}"
+    private = (
+        f"epsilon {format_epsilon(guarantee.epsilon)} at delta {format_delta(guarantee.delta)}"
+    )
     if facts.fixed_key or math.isinf(guarantee.epsilon):
         private = "not private"
     right = ""
@@ -186,7 +188,11 @@ def _tiles(facts: Facts) -> list[tuple[str, str, str]]:
     guarantee = facts.guarantee
     private = not facts.fixed_key and math.isfinite(guarantee.epsilon)
     found = [
-        ("epsilon (proved)", format_epsilon(guarantee.epsilon), f"at delta {guarantee.delta:g}")
+        (
+            "epsilon (proved)",
+            format_epsilon(guarantee.epsilon),
+            f"at delta {format_delta(guarantee.delta)}",
+        )
         if private
         else ("epsilon (proved)", "none", "not private")
     ]
@@ -233,7 +239,10 @@ def _card_rows(facts: Facts, card: dict[str, Any]) -> list[tuple[str, str]]:
         ("mechanism", f"{'; '.join(card['mechanism'])}; clipping: {card['clip_norm']}"),
         (
             "epsilon at other deltas",
-            "; ".join(f"{format_epsilon(row['epsilon'])} at {row['delta']:g}" for row in deltas),
+            "; ".join(
+                f"{format_epsilon(row['epsilon'])} at {format_delta(row['delta'])}"
+                for row in deltas
+            ),
         ),
         (
             "superseded attempts",

@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError, field_validator, model_validator
 
+from dpdist.base.conditions import complaints, unused
 from dpdist.base.errors import UserError
 from dpdist.base.fields import MOST_STEPS, each, rule_of
 from dpdist.base.reading import NoSuchFile, is_file, shown, usable_path
@@ -163,6 +164,17 @@ def parse(raw: dict[str, Any], where: str) -> Recipe:
         if len(said) > _MOST_COMPLAINTS:
             said[_MOST_COMPLAINTS:] = [f"{where}: and {len(said) - _MOST_COMPLAINTS:,} more"]
         raise UserError("\n".join(said)) from None
+
+
+def refuse_unused(recipe: Recipe, where: str) -> None:
+    """Refuse options that nothing of a new run would use.
+
+    Raises:
+        UserError: one line for each.
+    """
+    found = [*unused(recipe), *complaints(recipe.method.needs, recipe)]
+    if said := [f"{where}: {line}" for line in found]:
+        raise UserError("\n".join(said))
 
 
 def field_error(where: str, key: str, rule: str, got: object) -> UserError:

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from dpdist.base.conditions import OnlyWith
 from dpdist.base.fields import (
     Count,
     CountOrZero,
@@ -28,6 +29,9 @@ DataName = Annotated[
     Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*$", max_length=100),
 ]
 Classes = Annotated[int, Number, Field(ge=1, le=100_000)]
+
+
+BUILT_IN = ("digits", "strokes", "scenes")  # `dpdist.data` has them, without files
 
 
 class ColumnNames(Section):
@@ -79,6 +83,27 @@ class DataRecipe(Section):
     labels: use the records of these alone, renumbered in this order. text: one document is one
     record.
     """
+
+    conditions = (
+        OnlyWith(
+            (
+                "train", "test", "columns.image", "columns.label", "columns.features",
+                "columns.group",
+            ),
+            "to files (data.root), not to what is built in",
+            lambda data: data.root is not None or data.name not in BUILT_IN,
+        ),
+        OnlyWith(
+            ("columns.image",),
+            "without columns.features and text",
+            lambda data: not data.columns.features and data.text is None,
+        ),
+        OnlyWith(
+            ("columns.label",),
+            "to records with a label, not to text.predict: next",
+            lambda data: not data.following,
+        ),
+    )  # fmt: skip
 
     name: DataName
     root: FilePath | None = None

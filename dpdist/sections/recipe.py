@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from dpdist.base.conditions import OnlyWith
 from dpdist.base.fields import (
     Count,
     FilePath,
@@ -118,6 +119,15 @@ class ModelRecipe(Section):
 class PrivacyRecipe(Section):
     """The target: either epsilon (the noise is calibrated, never above it) or noise_multiplier."""
 
+    conditions = (
+        OnlyWith(("clip_norm",), "where gradients are clipped", lambda it: it.clipping != "none"),
+        OnlyWith(
+            ("budget_composition",),
+            "with budget_ceiling",
+            lambda it: it.budget_ceiling is not None,
+        ),
+    )
+
     epsilon: Positive | None = None
     noise_multiplier: NoiseMultiplier | None = None
     delta: Probability
@@ -198,6 +208,21 @@ class PublicRecipe(Section):
     that noise by the same training, and then stays, frozen, before the model, here and in the run.
     augment: deform the images at random.
     """
+
+    conditions = (
+        OnlyWith(
+            (
+                "training.reproducible", "model.isolate", "model.initial", "model.classifier",
+                "model.denoiser", "model.trained",
+            ),
+            "to the private training",
+        ),
+        OnlyWith(
+            ("data.public", "data.hold_out", "data.fraction"),
+            "to the private records (all of public.data is public; public.data.max_train takes "
+            "some of them)",
+        ),
+    )  # fmt: skip
 
     model: ModelRecipe | None = None
     training: TrainingRecipe

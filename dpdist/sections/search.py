@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from dpdist.base.conditions import OnlyWith
 from dpdist.base.fields import (
     Count,
     FilePath,
@@ -151,6 +152,17 @@ class ScoreRecipe(Section):
     hold_out: the fraction of the training records (by hash) kept for scoring. noise: standard
     deviation of the noise on the count of records; default: as much as costs no more than training.
     """
+
+    conditions = (
+        OnlyWith(
+            ("hold_out",), "without public: it is of private records", lambda it: it.public is None
+        ),
+        OnlyWith(
+            ("draws", "alpha"),
+            "with objectives certified-accuracy and average-radius",
+            lambda it: it.certifies,
+        ),
+    )
 
     public: PublicData | None = None
     hold_out: Probability = 0.1

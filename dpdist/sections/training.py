@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from dpdist.base.conditions import OnlyWith
 from dpdist.base.fields import (
     Count,
     Number,
@@ -29,6 +30,10 @@ class TrainingRecipe(Section):
     as in torch's SGD and Adam. crop, flip: every draw of a record sees its image moved by up to so
     many pixels in each direction (black comes in at the rim), mirrored with probability 1/2.
     """
+
+    conditions = (
+        OnlyWith(("factor",), "with schedule: step", lambda loop: loop.schedule == "step"),
+    )
 
     batch_size: Count
     steps: Steps | None = None

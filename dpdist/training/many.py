@@ -5,7 +5,6 @@ trains runs. Banks of shadow models and teachers on disjoint shards are made so.
 from __future__ import annotations
 
 import hashlib
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ import numpy as np
 
 from dpdist.base.errors import UserError
 from dpdist.base.reading import read_bytes
-from dpdist.base.storage import write_atomic
+from dpdist.base.storage import TRAINING_FOLDER, temporary_folder, write_atomic
 from dpdist.bulk.job import Item, Partial, Piece, Row, Task
 from dpdist.data import Dataset
 from dpdist.privacy.plan import PrivacyPlan
@@ -132,8 +131,8 @@ def trained_here(
     """
     privacy = recipe.privacy.model_copy(update={"run_key": key.hex()})
     own = recipe.model_copy(update={"privacy": privacy})
-    with tempfile.TemporaryDirectory(prefix="dpdist-training-") as place:
-        folder = RunFolder(Path(place) / "run")
+    with temporary_folder(TRAINING_FOLDER) as place:  # the run key is in it
+        folder = RunFolder(place / "run")
         checked = CheckedTraining(own, folder, plan, records.only(members), None)
         job = replace(checked.begin(), members=members, kept=kept)
         own.method.train(_Here(job))

@@ -22,6 +22,7 @@ from dpdist.base.reading import read_bytes, read_json, shown
 from dpdist.base.storage import write_atomic, write_json
 from dpdist.data.overlap import Inputs, refuse_common
 from dpdist.models import ModelSpec
+from dpdist.privacy.guarantee import format_delta
 from dpdist.release.files import is_release
 from dpdist.release.reading import load as load_release
 from dpdist.runs.folder import RunFolder
@@ -341,7 +342,7 @@ def _released(card: dict[str, Any], recipe: Recipe, begin: str, compared: bool) 
         )
     guarantee = card["guarantee"]
     how = (
-        f"with epsilon {guarantee['epsilon']} at delta {guarantee['delta']:g}"
+        f"with epsilon {guarantee['epsilon']} at delta {format_delta(guarantee['delta'])}"
         if card["private"]
         else "without privacy"
     )

@@ -6,6 +6,7 @@ the host's name resolves to.
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import socket
 from datetime import timedelta
@@ -17,6 +18,7 @@ from ray.train.torch import TorchConfig
 
 from dpdist.training.reducer import Reducer
 
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _TIMEOUT = timedelta(seconds=60)  # a network cut or a dead worker is noticed after so long
 
 
@@ -37,8 +39,7 @@ def join(reducer: Reducer) -> None:
     from ray.train.collective import broadcast_from_rank_zero
 
     address = ray.util.get_node_ip_address()
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", _interface_of(address))
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", os.environ["GLOO_SOCKET_IFNAME"])
+    _choose_interface(address)
     listener = socket.create_server((address, 0)) if rank == 0 else None
     meeting = broadcast_from_rank_zero(listener.getsockname()[:2] if listener else None)
     store = dist.TCPStore(
@@ -62,6 +63,19 @@ def leave() -> None:
     """Destroy the process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _choose_interface(address: str) -> None:
+    """Tell gloo and NCCL the interface of this node's address.
+
+    On a cluster the user's own choice comes first. A session on loopback stays there: a variable
+    that was set for a cluster would have its workers listen on the network.
+    """
+    if ipaddress.ip_address(address).is_loopback:
+        os.environ |= dict.fromkeys(_INTERFACES, _interface_of(address))
+        return
+    os.environ.setdefault(_INTERFACES[0], _interface_of(address))
+    os.environ.setdefault(_INTERFACES[1], os.environ[_INTERFACES[0]])
 
 
 def _interface_of(address: str) -> str:

@@ -95,8 +95,9 @@ def test_an_inner_ball_is_never_rounded_out() -> None:
 
 def test_printing_never_enlarges() -> None:
     assert radii.format_radius(0.95299999) == "0.952"
-    assert radii.format_radius(0.953) in {"0.953", "0.952"}
-    assert float(radii.format_radius(0.953)) <= 0.953
+    for radius in (0.953, 0.3, 0.1, 2.5):  # 0.3 was printed as 0.299
+        assert radii.format_radius(radius) == f"{radius:.3f}"
+        assert float(radii.format_radius(np.nextafter(radius, 0))) < radius
     assert radii.format_radius(0.0) == "0.000"
 
 

@@ -15,13 +15,16 @@ from pathlib import Path
 
 import pytest
 import ray
+from ray._private import ray_constants
 
 from dpdist import pipeline
 from dpdist.base.errors import Interrupted, UserError
+from dpdist.base.storage import SESSION_FOLDER, TRAINING_FOLDER, temporary_folder
 from dpdist.cluster import session as module
 from dpdist.cluster.session import Session, _LogFile, connect
 from dpdist.pipeline import session
 from dpdist.runs.recipe import parse
+from dpdist.training import rendezvous
 
 pytestmark = pytest.mark.whole
 
@@ -77,6 +80,56 @@ def test_a_local_session_measures_nothing_for_nobody(no_ray, monkeypatch):
     with connect(cpus=1):
         assert [os.environ[name] for name in names] == ["0", "0", "0", "1"]
     assert [os.environ.get(name) for name in names] == [None, None, None, "1"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "inside"),
+    [
+        ("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "1", "0"),
+        ("RAY_AUTH_MODE", "disabled", "token"),
+        ("RAY_REDIS_ADDRESS", "redis://:secret@elsewhere:6379", None),
+    ],
+)
+def test_a_clusters_variables_open_no_local_session(
+    no_ray, monkeypatch, capsys, name, value, inside
+):
+    """The first had Ray listen on all interfaces. What is there comes back."""
+    monkeypatch.setenv(name, value)
+    with connect(cpus=1):
+        assert os.environ.get(name) == inside
+        assert not ray_constants.ENABLE_RAY_CLUSTER
+    assert os.environ[name] == value
+    said = capsys.readouterr().err
+    assert said.startswith(f"{name} is put aside") and value not in said
+    monkeypatch.delenv(name)
+    with connect(cpus=1):
+        assert os.environ.get(name) == inside
+    assert name not in os.environ and capsys.readouterr().err == ""
+
+
+def test_a_local_session_has_a_token_of_its_own(no_ray, monkeypatch):
+    """A cluster's token is known to all who use the cluster."""
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "a cluster's")
+    tokens = []
+    for _ in range(2):
+        with connect(cpus=1):
+            tokens.append(os.environ["RAY_AUTH_TOKEN"])
+    assert len({*tokens, "a cluster's"}) == 3 and os.environ["RAY_AUTH_TOKEN"] == "a cluster's"
+
+
+@pytest.mark.parametrize(
+    ("address", "found"),
+    [("127.0.0.1", ("lo", "lo")), ("192.0.2.7", ("eth9", "eth9")), ("::1", ("lo", "lo"))],
+)
+def test_workers_of_a_local_session_meet_on_loopback(monkeypatch, address, found):
+    """GLOO_SOCKET_IFNAME, set for a cluster, had them listen on the network."""
+    monkeypatch.setattr(rendezvous, "_interface_of", lambda _: "lo" if found[0] == "lo" else "eth0")
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    monkeypatch.setenv(names[0], "eth9")
+    monkeypatch.setenv(names[1], "put back after the test")
+    monkeypatch.delenv(names[1])
+    rendezvous._choose_interface(address)
+    assert tuple(os.environ[name] for name in names) == found
 
 
 def test_what_outlives_the_session_starts_no_other(no_ray, monkeypatch):
@@ -138,6 +191,10 @@ def test_a_sessions_files_are_its_users_and_go_with_it(no_ray, monkeypatch):
     monkeypatch.setattr(ray, "init", init)
     with connect(cpus=1):
         assert seen[0] in folders() - before
+        assert os.environ[SESSION_FOLDER] == str(seen[0])  # where its workers put their own
+        with temporary_folder(TRAINING_FOLDER) as training:
+            assert training.parent == seen[0]
+    assert SESSION_FOLDER not in os.environ
     assert seen[1] == 0o700 and not seen[0].exists()
 
 
@@ -146,19 +203,19 @@ def test_the_folder_of_a_killed_session_goes_with_the_next_start(no_ray, monkeyp
     monkeypatch.setattr(tempfile, "tempdir", "/tmp")
     left, held, link = (Path(tempfile.mkdtemp(prefix="dpdist-ray-", dir="/tmp")) for _ in range(3))
     for folder in (left, held):
-        (folder / "session.lock").touch()
+        (folder / "held.lock").touch()
         (folder / "ray").mkdir()
     link.rmdir()
     link.symlink_to(held)
     try:
-        with (held / "session.lock").open() as lock:
+        with (held / "held.lock").open() as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             with connect(cpus=1):
                 assert not left.exists() and (held / "ray").is_dir() and link.is_symlink()
     finally:
         link.unlink()
         (held / "ray").rmdir()
-        (held / "session.lock").unlink()
+        (held / "held.lock").unlink()
         held.rmdir()
 
 

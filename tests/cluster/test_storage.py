@@ -6,17 +6,23 @@ import ast
 import os
 import re
 import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from dpdist import bulk
 from dpdist.base.storage import (
+    SESSION_FOLDER,
+    TRAINING_FOLDER,
     built_aside,
     private_folder,
     remove_leftovers,
+    temporary_folder,
     write_atomic,
     write_json,
+    write_result,
     write_together,
     written_aside,
 )
@@ -175,6 +181,117 @@ def test_nobody_else_moves_files_into_their_places():
             if path != ROOT / "dpdist" / "base" / "storage.py":
                 assert not re.search(r"\bos\.(replace|rename|renames)\b|\.rename\(",
                                      path.read_text()), path  # fmt: skip
+
+
+# Files that are written where nobody looks yet: in a folder or file aside, a pipe or a scratch
+# folder; or line by line, at their ends.
+IN_PLACE = {
+    "cluster/packages.py": 1, "dpdist/certification/fresh_process.py": 1,
+    "dpdist/data/catalog.py": 1, "dpdist/data/docstrings.py": 1, "dpdist/data/parquet.py": 1,
+    "dpdist/training/groups.py": 1, "dpdist/training/monitor.py": 1, "cluster/journal.py": 1,
+}  # fmt: skip
+
+
+def test_no_result_is_written_where_it_is_read():
+    """A disk that is full, or a kill, left half a table at the path that a user named."""
+    words = re.compile(
+        r"\.write_(text|bytes)\(|open\([^()]*\"[wax]b?\"|savefig\((path|plot|picture)"
+    )
+    found = {}
+    for package in ("cluster", "dpdist", "tuning"):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            name = path.relative_to(ROOT).as_posix()
+            if name != "dpdist/base/storage.py" and (times := len(words.findall(path.read_text()))):
+                found[name] = times
+    assert found == IN_PLACE | {"cluster/objectstore.py": 1}  # a download, into a new file
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_result_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeypatch, there):
+    path, link = tmp_path / "table.csv", tmp_path / "link.csv"
+    link.symlink_to(path)
+    if there:
+        path.write_text("before")
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="No space"):
+            write_result(link, "half")
+    assert sorted(tmp_path.iterdir()) == [link, path][: 2 if there else 1]
+    assert not there or path.read_text() == "before"
+    write_result(link, "after")
+    assert link.is_symlink() and path.read_text() == "after"
+
+
+def test_a_result_goes_into_a_pipe_and_makes_no_folder(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    reading = subprocess.Popen(["cat", tmp_path / "pipe"], stdout=subprocess.PIPE, text=True)
+    write_result(tmp_path / "pipe", "1,2")
+    assert reading.communicate()[0] == "1,2"
+    with pytest.raises(FileNotFoundError):
+        write_result(tmp_path / "nowhere" / "table.csv", "1,2")
+    assert not (tmp_path / "nowhere").exists()
+
+
+# Holds a folder like those of single trainings, says where, and waits to be killed.
+HOLDS = """
+import sys, time
+from dpdist.base.storage import TRAINING_FOLDER, temporary_folder
+with temporary_folder(TRAINING_FOLDER) as folder:
+    (folder / "run.key").write_text("secret")
+    print(folder, flush=True)
+    time.sleep(600)
+"""
+
+
+def holder(**environment: str) -> tuple[subprocess.Popen, Path]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDS],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environment},
+    )
+    assert process.stdout is not None
+    return process, Path(process.stdout.readline().strip())
+
+
+def test_a_killed_training_s_folder_goes_with_the_next_one(tmp_path, monkeypatch):
+    """Its run key stayed in /tmp; that of a living process stays until it ends."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    killed, left = holder(TMPDIR=str(tmp_path))
+    living, kept = holder(TMPDIR=str(tmp_path))
+    stranger = tmp_path / f"{TRAINING_FOLDER}of-somebody"
+    stranger.mkdir()
+    try:
+        assert left.stat().st_mode & 0o777 == 0o700 and left.parent == tmp_path
+        killed.kill()
+        killed.wait()
+        assert (left / "run.key").exists()
+        with temporary_folder(TRAINING_FOLDER) as own:
+            assert not left.exists() and own.is_dir()
+            assert (kept / "run.key").exists() and stranger.is_dir()
+        assert not own.exists()
+        with pytest.raises(ValueError), temporary_folder(TRAINING_FOLDER) as own:
+            raise ValueError
+        assert not own.exists()
+    finally:
+        living.kill()
+        living.communicate()
+
+
+def test_in_a_local_session_it_goes_with_the_session(tmp_path, monkeypatch):
+    """So that its reaper removes it, a second after `kill -9`."""
+    (session := tmp_path / "session").mkdir()
+    monkeypatch.setenv(SESSION_FOLDER, str(session))
+    with temporary_folder(TRAINING_FOLDER) as folder:
+        assert folder.parent == session and folder.stat().st_mode & 0o777 == 0o700
+    monkeypatch.setenv(SESSION_FOLDER, str(tmp_path / "a session that has ended"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with temporary_folder(TRAINING_FOLDER) as folder:
+        assert folder.parent == tmp_path
 
 
 def test_nothing_rests_on_the_time_of_day():

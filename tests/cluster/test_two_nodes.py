@@ -7,7 +7,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from support.processes import (
 )
 from support.threads import one_thread
 
+from dpdist.base.storage import write_atomic
 from dpdist.privacy.ledger import Ledger
 from dpdist.runs.folder import RunFolder, complete_checkpoints
 from dpdist.training.groups import read
@@ -97,7 +99,7 @@ RECIPE = {
 def nodes(tmp_path) -> Iterator[subprocess.Popen]:
     process = subprocess.Popen(
         [sys.executable, "-c", NODES],
-        env={**os.environ, **ENVIRONMENT},
+        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(tmp_path)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -137,50 +139,124 @@ def test_a_pool_grows_and_a_recipe_runs_unchanged(nodes, tmp_path):
     assert "certified, sigma-0.25-fixed-n-200" in out
 
 
+# A method of one's own, DP-SGD, that goes no further than the test lets it: after so many steps as
+# the file says its workers wait until it says more. So a training does not end before a node has
+# gone or come, which Ray notices up to twenty seconds later, however fast the machine is.
+GATED = """
+import json, time
+from pathlib import Path
+from dpdist.methods.dp_sgd import DPSGD
+
+LIMIT = Path(__file__).with_name("limit")
+METRICS = Path(__file__).parent / "runs" / "small" / "private" / "metrics.jsonl"
+
+def read(path, what):
+    try:
+        return what(path.read_text())
+    except (OSError, ValueError, IndexError):
+        return 0
+
+def done(text):
+    return json.loads(text.splitlines()[-1])["step"] + 1
+
+class Gated(DPSGD):
+    name: str = "gated:Gated"
+
+    def constraint(self, model):
+        seen = []
+
+        def wait():  # once before the first step, then after each
+            while seen and LIMIT.exists() and read(METRICS, done) >= read(LIMIT, int):
+                time.sleep(0.01)
+            seen.append(1)
+
+        return wait
+"""
 # Two leaves of parameters, so that each of two workers has a part of them.
 ELASTIC = RECIPE | {
     "model": {"name": "mlp", "options": {"hidden": [1100]}},
+    "method": {"name": "gated:Gated"},
     "privacy": {"noise_multiplier": 1.0, "delta": 1e-4, "run_key": "5a" * 32},
     "training": {
         "batch_size": 200, "steps": 300, "learning_rate": 0.1, "momentum": 0.5,
         "reproducible": True,
     },
     "resources": {
-        "workers": {"min": 1, "max": 2}, "release": "sharded", "checkpoint_seconds": 1.0,
+        "workers": {"min": 1, "max": 2}, "release": "sharded", "checkpoint_seconds": 0.05,
     },
 }  # fmt: skip
 ALONE = {"resources": {"workers": 1}, "certify": None}
 
 
+class Training:
+    """A training on the nodes that takes no step beyond what it is let."""
+
+    def __init__(self, command: str, path: Path, address: str) -> None:
+        self.limit = path.with_name("limit")
+        self.limit.write_text("0")
+        environment = ENVIRONMENT | {"RAY_ADDRESS": address, "PYTHONPATH": str(path.parent)}
+        self.process = start(command, path, cwd=path.parent, **environment)
+        self.run = path.parent / "runs" / "small"
+
+    def begins(self, number: int) -> None:
+        """Wait for the group of this number; let it make 40 steps and a checkpoint of its own."""
+        self._wait(lambda: len(read(RunFolder(self.run))) == number)
+        # Of the group before: where it was held.
+        reached = steps_done(self.run)
+        write_atomic(self.limit, str(reached + 40))
+        self._wait(lambda: steps_done(self.run) >= reached + 40)
+        kept = self.run / "private" / "checkpoints"  # without one the next begins where it did
+        self._wait(lambda: any(at(found) > reached for found in complete_checkpoints(kept)))
+
+    def ends(self) -> tuple[str, str]:
+        self.limit.unlink()
+        return finish(self.process, 600)
+
+    def _wait(self, condition: Callable[[], Any]) -> None:
+        wait_for(condition, 300, self.process)
+
+
+def at(checkpoint: Any) -> int:
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+@pytest.fixture
+def gated(tmp_path, monkeypatch) -> Path:
+    """The recipe's path, beside its method, which this process finds, too."""
+    (tmp_path / "gated.py").write_text(GATED)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "gated", raising=False)
+    yield tmp_path / "r.yaml"
+    sys.modules.pop("gated", None)
+
+
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_lost_workers_and_a_lost_node_change_nothing(nodes, tmp_path, monkeypatch, capsys):
+def test_lost_workers_and_a_lost_node_change_nothing(nodes, gated, tmp_path, monkeypatch, capsys):
     """A sharded release from end to end. First a worker is killed, then a node, and a worker with
     it: the bits of one undisturbed process that releases whole, each step on the ledger once."""
-    path = tmp_path / "r.yaml"
-    path.write_text(yaml.safe_dump(ELASTIC))
+    gated.write_text(yaml.safe_dump(ELASTIC))
     address = wait_for(nodes.stdout.readline).strip()
     tell(nodes, "add")
-    process = start("run", path, cwd=tmp_path, RAY_ADDRESS=address, **ENVIRONMENT)
-    run = tmp_path / "runs" / "small"
+    training = Training("run", gated, address)
+    training.begins(1)
     parts = "checkpoints/step-*/part-0000?-of-00002.safetensors"
-    wait_for(lambda: len(list((run / "private").glob(parts))) >= 2)
-    wait_for(lambda: steps_done(run) >= 40)
+    assert len(list((training.run / "private").glob(parts))) >= 2
     os.kill(training_workers(nodes.pid)[0], signal.SIGKILL)
-    wait_for(lambda: len(read(RunFolder(run))) == 2)
-    reached = steps_done(run)
-    wait_for(lambda: steps_done(run) >= reached + 40)
+    training.begins(2)
     tell(nodes, "kill")
-    out, err = finish(process, 600)
+    training.begins(3)
+    out, err = training.ends()
     assert "certified, sigma-0.25-fixed-n-200" in out
+    run = training.run
     groups = read(RunFolder(run))
     assert [(g.workers, g.backend, g.again) for g in groups] == [(n, "gloo", 0) for n in (2, 2, 1)]
     assert 0 < groups[1].step < groups[2].step < 300
     assert "goes on with 1 worker (before: 2)" in err and "nothing is charged again" in err
     assert Ledger.read(run / "private" / "ledger.jsonl").releases == dict.fromkeys(range(300), 1)
 
-    path.write_text(yaml.safe_dump(ELASTIC | ALONE))
-    alone(path, tmp_path, monkeypatch, capsys)
+    gated.write_text(yaml.safe_dump(ELASTIC | ALONE))
+    alone(gated, tmp_path, monkeypatch, capsys)
     assert torch.equal(parameters(run), parameters(tmp_path / "alone" / "runs" / "small"))
 
 
@@ -206,43 +282,39 @@ main()
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_a_group_shrinks_and_grows_again(nodes, tmp_path, monkeypatch, capsys):
+def test_a_group_shrinks_and_grows_again(nodes, gated, tmp_path, monkeypatch, capsys):
     """Two workers, one when a node is lost, two when another comes, in float32 on the wire: the
     bits of one undisturbed worker, each step on the ledger once."""
-    path = tmp_path / "r.yaml"
     raw = ELASTIC | {"certify": None}
-    raw["training"] = raw["training"] | {"steps": 1500}
     raw["resources"] = raw["resources"] | {"wire": "float32"}
-    path.write_text(yaml.safe_dump(raw))
+    gated.write_text(yaml.safe_dump(raw))
     address = wait_for(nodes.stdout.readline).strip()
     tell(nodes, "add")
     monkeypatch.setattr(processes, "COMMAND", [sys.executable, "-c", SOON])
-    process = start("train", path, cwd=tmp_path, RAY_ADDRESS=address, **ENVIRONMENT)
-    run = tmp_path / "runs" / "small"
-
-    def changed(groups: int) -> None:
-        """That so many groups were begun, and the last one trains."""
-        wait_for(lambda: len(read(RunFolder(run))) == groups)
-        reached = steps_done(run)
-        wait_for(lambda: steps_done(run) >= reached + 40)
-        kept = run / "private" / "checkpoints"  # a group without one begins where the last did
-        wait_for(lambda: bool(found := complete_checkpoints(kept)) and at(found[-1]) > reached)
-
-    def at(checkpoint: Any) -> int:
-        return int(checkpoint.name.removeprefix("step-"))
-
-    changed(1)
+    training = Training("train", gated, address)
+    training.begins(1)
     tell(nodes, "kill")
-    changed(2)
+    training.begins(2)
     tell(nodes, "add")
-    changed(3)
-    _, err = finish(process, 600)
+    training.begins(3)
+    _, err = training.ends()
+    run = training.run
     groups = read(RunFolder(run))
     assert [(g.workers, g.backend, g.again) for g in groups] == [(n, "gloo", 0) for n in (2, 1, 2)]
-    assert 0 < groups[1].step < groups[2].step < 1500
+    assert 0 < groups[1].step < groups[2].step < 300
     assert "goes on with 2 workers (before: 1)" in err and "charged again" in err
-    assert Ledger.read(run / "private" / "ledger.jsonl").releases == dict.fromkeys(range(1500), 1)
+    assert Ledger.read(run / "private" / "ledger.jsonl").releases == dict.fromkeys(range(300), 1)
     raw["resources"] = raw["resources"] | {"workers": 1}
-    path.write_text(yaml.safe_dump(raw))
-    alone(path, tmp_path, monkeypatch, capsys)
+    gated.write_text(yaml.safe_dump(raw))
+    alone(gated, tmp_path, monkeypatch, capsys)
     assert torch.equal(parameters(run), parameters(tmp_path / "alone" / "runs" / "small"))
+
+
+def test_a_wait_for_a_process_that_has_ended_fails_at_once():
+    """With what it said: 200 seconds passed, and nobody knew why."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", "import sys; sys.exit('no room')"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    with pytest.raises(AssertionError, match=r"ended with 1 before that(.|\n)*no room"):
+        wait_for(lambda: False, 60, process)

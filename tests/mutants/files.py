@@ -107,8 +107,10 @@ FAULTS: list[Fault] = [
     *group(
         "cluster/objectstore.py",
         f"{ARCHIVE}::test_an_object_that_cannot_be_written_whole_leaves_the_one_before",
-        ('f"{target}.{secrets.token_hex(4)}" if self._local else target', "target",
+        ('f"{folder}/.{base}.{secrets.token_hex(4)}" if self._local else target', "target",
          "objects on a file system are written in place"),
+        ("                        self._fs.delete_file(partial)\n", "                        pass\n",
+         "a part of an object stays"),
     ),
     *group(
         "cluster/objectstore.py",

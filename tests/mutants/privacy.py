@@ -147,8 +147,12 @@ FAULTS: list[Fault] = [
     ),
     *group(
         "dpdist/privacy/guarantee.py", "privacy/test_guarantee privacy/test_card",
-        ("ROUND_FLOOR if lower_bound else ROUND_CEILING", "ROUND_FLOOR",
-         "epsilon is printed rounded down"),
+        ("digits, down=lower_bound)", "digits, down=True)", "epsilon is printed rounded down"),
+    ),
+    *group(
+        "dpdist/base/rounding.py", "test_rounding privacy/test_guarantee",
+        ("ROUND_FLOOR if down else ROUND_CEILING", "ROUND_FLOOR",
+         "upper bounds are printed rounded down"),
     ),
     *group(
         "dpdist/privacy/journal.py", "privacy/test_ledger",

@@ -191,6 +191,9 @@ def test_each_voter_is_a_training_of_the_recipe_by_a_key_of_its_own(
         every = np.ones(len(records), dtype=bool)
         with many.trained_here(recipe, plan, records, every, key) as folder:
             model = models.load(folder)
+            around = folder.parents[2]  # with the run key in it
+            assert around.name.startswith("dpdist-training-")
+            assert around.stat().st_mode & 0o777 == 0o700 and list(around.glob("*.lock"))
         with torch.inference_mode():
             assert votes.vote[number].tolist() == model(test.batch(rows)).argmax(1).tolist()
     assert len({tuple(each) for each in votes.vote.tolist()}) == 3

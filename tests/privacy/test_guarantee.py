@@ -41,3 +41,23 @@ def test_infinity_survives_text_and_json():
 def test_impossible_guarantees(epsilon, delta):
     with pytest.raises(ValueError):
         Guarantee(epsilon, delta, "add-or-remove-one", "proved", "x")
+
+
+SHORT = [0.1, 0.3, 0.7, 1.1, 2.3, 8.0, 12.0, 100.0, 1e-5, 2.675, 0.9422, 1234.0]
+
+
+@pytest.mark.parametrize("value", SHORT)
+def test_what_is_written_in_so_few_digits_stays_as_it_is(value):
+    """0.1 was printed as 0.1001: its float lies 6e-18 above one tenth."""
+    assert format_epsilon(value) == format_epsilon(value, lower_bound=True) == f"{value:g}"
+    assert format_epsilon(value, 6) == f"{value:g}"
+
+
+@pytest.mark.parametrize("value", [*SHORT, 1.13391, 1e-300, 3.0000000000000004, 1e300])
+@pytest.mark.parametrize("digits", [1, 4, 6])
+def test_text_read_back_is_never_below_the_value(value, digits):
+    for near in (math.nextafter(value, 0), value, math.nextafter(value, math.inf)):
+        assert float(format_epsilon(near, digits, lower_bound=True)) <= near
+        assert near <= float(format_epsilon(near, digits))
+    above = math.nextafter(0.1, 1)
+    assert format_epsilon(above) == "0.1001"  # more than any float that 0.1 stands for

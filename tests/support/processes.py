@@ -50,14 +50,39 @@ def processor_seconds(code: str, *arguments: str) -> tuple[str, float]:
     return done.stdout, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = 200) -> Any:
-    """The first true value of `condition`."""
+def wait_for(
+    condition: Callable[[], Any], seconds: float = 200, process: subprocess.Popen | None = None
+) -> Any:
+    """Return the first true value of `condition`.
+
+    process: what is waited for is its doing: fail at once, with what it said, when it has ended.
+    """
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
+        ended = process is not None and process.poll() is not None
         if found := condition():
             return found
+        if process is not None and ended:
+            said = "\n".join(part or "" for part in process.communicate())
+            raise AssertionError(f"it ended with {process.returncode} before that: {said}")
         time.sleep(0.02)
     raise AssertionError("waited in vain")
+
+
+def slow_steps(folder: Path) -> dict[str, str]:
+    """Return an environment in which each release takes 30 ms, so that a kill comes in mid-run."""
+    place = folder / "slow"
+    place.mkdir()
+    (place / "sitecustomize.py").write_text(
+        "import os, time\n"
+        "real = os.fsync\n"
+        "def slow(descriptor):\n"
+        "    time.sleep(0.03)\n"
+        "    return real(descriptor)\n"
+        "os.fsync = slow\n"
+    )
+    paths = [str(place), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"PYTHONPATH": os.pathsep.join(paths)}
 
 
 def descendants(root: int) -> dict[int, str]:

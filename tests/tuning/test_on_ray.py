@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 from support.here import Done, command, without_ray
-from support.processes import descendants, kill, parameters, start, wait_for
+from support.processes import descendants, kill, parameters, slow_steps, start, wait_for
 
 from dpdist.base import vision
 from dpdist.cluster.session import connect, staged_artifacts
@@ -65,7 +65,7 @@ def test_a_killed_driver_is_resumed_to_the_same_winner(
         tune={"law": {"mean": 4.0}, "concurrent": 2},
     )
     path = write(tmp_path / "ray", asked)
-    process = start("tune", path, cwd=path.parent)
+    process = start("tune", path, cwd=path.parent, **slow_steps(tmp_path))
     run = RunFolder(path.parent / "runs" / "small")
     folder = SearchFolder(run)
 
@@ -73,7 +73,7 @@ def test_a_killed_driver_is_resumed_to_the_same_winner(
         metrics = folder.trial(1).metrics
         return metrics.exists() and metrics.read_bytes().count(b"\n") > 100
 
-    wait_for(in_the_middle)
+    wait_for(in_the_middle, process=process)
     kill(process, list(descendants(process.pid)))
     manifest = folder.manifest.read_bytes()
     assert not run.trained.exists() and len(read_trials(folder)) == 3

@@ -1,0 +1,278 @@
+"""An option that nothing would use is refused by name, where a new run is asked for."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from typing import Any
+
+import pytest
+import yaml
+from support.here import command, without_ray
+
+import dpdist.methods
+import dpdist.sections
+from dpdist.base.conditions import conditions_of, unused
+from dpdist.base.errors import UserError
+from dpdist.base.fields import Section
+from dpdist.methods.base import Method
+from dpdist.methods.catalogue import METHODS
+from dpdist.runs.recipe import RECIPES, load, parse, refuse_unused
+
+PRIVATE = {"noise_multiplier": 1.0, "delta": 1e-4}
+OPEN = {"noise_multiplier": 0.0, "delta": 1e-4, "clipping": "none"}
+FILES = {"name": "own", "root": "/data"}
+PUBLIC = {"training": {"batch_size": 10, "steps": 5, "learning_rate": 0.1}}
+INITIAL = {"name": "linear", "initial": "/public/weights"}
+FROZEN = {"name": "linear", "classifier": "/public/classifier"}
+TUNE = {
+    "space": {"training.learning_rate": {"choice": [0.1, 0.2]}},
+    "law": {"name": "fixed", "runs": 2},
+}
+
+
+def hidden(**more: Any) -> dict[str, Any]:
+    return {"method": {"name": "secure-sgd", "redistribution": None, **more}}
+
+
+def shares(source: str, **more: Any) -> dict[str, Any]:
+    faithful = {"paper_faithful": True} if source == "private" else {}
+    return hidden(redistribution={"source": source, **more}, **faithful)
+
+
+def loop(**more: Any) -> dict[str, Any]:
+    return {"training": {"batch_size": 50, "steps": 5, "learning_rate": 0.1, **more}}
+
+
+def pretrained(own: dict[str, Any] = INITIAL, /, **more: Any) -> dict[str, Any]:
+    return {"model": own, "public": PUBLIC | more, "data": {"name": "digits", "public": 0.1}}
+
+
+# The key that is refused: with sections in which nothing uses it, and with others in which it is.
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
+    "data.train": ({"data": {"name": "digits", "train": "a"}}, {"data": FILES | {"train": "a"}}),
+    "data.test": ({"data": {"name": "digits", "test": "a"}}, {"data": FILES | {"test": "a"}}),
+    **{
+        f"data.columns.{key}": (
+            {"data": {"name": "scenes", "columns": {key: value}}},
+            {"data": FILES | {"columns": {key: value}}},
+        )
+        for key, value in {"image": "a", "label": "a", "features": ["a"], "group": "a"}.items()
+    },
+    "training.factor": (loop(factor=0.5), loop(factor=0.5, schedule="step", milestones=[0.5])),
+    "privacy.clip_norm": (
+        {"privacy": OPEN | {"clip_norm": 2.0}}, {"privacy": PRIVATE | {"clip_norm": 2.0}}),
+    "privacy.budget_composition": (
+        {"privacy": PRIVATE | {"budget": "/budgets", "budget_composition": "non-adaptive"}},
+        {"privacy": PRIVATE | {
+            "budget": "/budgets", "budget_ceiling": 9.0, "budget_composition": "non-adaptive"}},
+    ),
+    "tune.score.hold_out": (
+        {"tune": TUNE | {"score": {"public": {"name": "digits"}, "hold_out": 0.2}}},
+        {"tune": TUNE | {"score": {"hold_out": 0.2}}},
+    ),
+    **{
+        f"tune.score.{key}": (
+            {"tune": TUNE | {"score": {key: value}}},
+            {"certify": {"sigma": 0.25}, "tune": TUNE | {"score": {
+                key: value, "objectives": {"average-radius": 1.0}, "radius_cap": 1.0}}},
+        )
+        for key, value in {"draws": 50, "alpha": 0.1}.items()
+    },
+    "public.training.reproducible": (
+        pretrained(training=PUBLIC["training"] | {"reproducible": True}), None),
+    **{
+        f"public.model.{key}": (
+            pretrained(FROZEN, model={"name": "linear", key: value, **more}), None)
+        for key, value, more in (
+            ("isolate", True, {}), ("initial", "/a", {}), ("classifier", "/a", {}),
+            ("denoiser", "/a", {}), ("trained", ["a"], {"initial": "/a"}),
+        )
+    },
+    **{
+        f"public.data.{key}": (pretrained(data={"name": "strokes", key: 0.5}), None)
+        for key in ("public", "hold_out", "fraction")
+    },
+    **{
+        f"method.{key}": (hidden(sigma=0.5, **{key: value}), hidden(**{key: value}))
+        for key, value in {
+            "epsilon_r": 0.5, "delta_r": 0.1, "attack_size": 0.2, "norm": "linf",
+            "mechanism": "analytic",
+        }.items()
+    },
+    "method.draws": (hidden(paper_faithful=True, draws=3), hidden(draws=3)),
+    **{
+        f"method.redistribution.{key}": (
+            shares("paid", **{key: value}), shares("public", **{key: value}))
+        for key, value in {
+            "data": "strokes", "root": "/a", "classes": 5, "steps": 9, "max_records": 9
+        }.items()
+    },
+    **{
+        f"method.redistribution.{key}": (
+            shares("private", **{key: value}), shares("paid", **{key: value}))
+        for key, value in {"noise_multiplier": 9.0, "clip_norm": 2.0, "sample_rate": 0.5}.items()
+    },
+    **{
+        f"method.{key} of dpal": (
+            {"method": {"name": "dpal", "xi": 0.0, key: value}},
+            {"method": {"name": "dpal", key: value}},
+        )
+        for key, value in {"attacks": ["pgd"], "steps": 3, "size": 0.1}.items()
+    },
+    **{
+        f"method.{key} of functional": (
+            {"method": {"name": "functional", "rounds": 0, key: value}},
+            {"method": {"name": "functional", key: value}},
+        )
+        for key, value in {"residual": 0.2, "step": 2.0, "refine": 0.1}.items()
+    },
+    **{
+        f"method.{key} of functional, too": (
+            {"method": {"name": "functional", key: value}},
+            {"method": {"name": "functional", "sigma": 0.1, key: value}},
+        )
+        for key, value in {"noise": "own", "draws": 3}.items()
+    },
+    **{
+        f"training.{key}": ({"method": "functional", **loop(**asked)}, loop(**asked))
+        for key, asked in {
+            "optimizer": {"optimizer": "adam"}, "schedule": {"schedule": "cosine"},
+            "milestones": {"schedule": "step", "milestones": [0.5]},
+            "momentum": {"momentum": 0.5}, "weight_decay": {"weight_decay": 0.1},
+        }.items()
+    },
+    **{
+        f"method.{key} of residual": (
+            {"method": {"name": "residual", "gamma": 0.1, key: 5.0}},
+            {"method": {"name": "residual", "gamma": 0.1, key: 5.0}, "privacy": OPEN},
+        )
+        for key in ("input_norm", "residual_norm")
+    },
+    **{
+        f"method.{key} of stobatch": (
+            {"method": {"name": "stobatch", nothing: 0.0, key: value}},
+            {"method": {"name": "stobatch", key: value}},
+        )
+        for nothing, key, value in (
+            ("xi", "attacks", ["pgd"]), ("xi", "steps", 3), ("xi", "norm", "l2"),
+            ("xi", "size", [0.0, 0.1]), ("sigma", "eot", 3), ("sigma", "split", 0.5),
+        )
+    },
+    "method.sensitivity of stobatch": (
+        {"method": {"name": "stobatch", "sensitivity": 2.0}},
+        {"method": {"name": "stobatch", "sensitivity": 2.0, "split": 0.5}},
+    ),
+    **{
+        f"method.{key} of transdenoiser": (
+            {"model": FROZEN, "method": {"name": "transdenoiser", key: value}},
+            {"model": FROZEN, "privacy": {"noise_multiplier": 0.0, "delta": 1e-4},
+             "method": {"name": "transdenoiser", "variant": "full", key: value}},
+        )
+        for key, value in {
+            "xi_low": 0.5, "xi_up": 3.0, "credit_steps": False, "thin": True, "iterations": 9
+        }.items()
+    },
+}  # fmt: skip
+
+
+def recipe_of(sections: dict[str, Any]) -> Any:
+    raw = {"name": "r", "data": {"name": "digits"}, "model": "linear", "privacy": PRIVATE, **loop()}
+    if (sections.get("method") or {}) and sections["method"] != "functional":
+        if sections["method"]["name"] == "dpal":
+            raw |= {"privacy": OPEN, "model": {"name": "dpal-cnn", "mean": [0.5], "std": [0.5]}}
+        if sections["method"].get("paper_faithful"):
+            raw |= {"privacy": PRIVATE}
+    return parse(raw | sections, "r.yaml")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_option_that_nothing_would_use_is_refused(case):
+    key = case.partition(" of ")[0]
+    ignored, used = CASES[case]
+    with pytest.raises(UserError) as caught:
+        refuse_unused(recipe_of(ignored), "r.yaml")
+    said = str(caught.value).splitlines()
+    assert [line for line in said if line.startswith(f"r.yaml: {key}: only applies ")]
+    assert all(", got " in line and line.endswith("; leave it out") for line in said)
+    if used is not None:
+        refuse_unused(recipe_of(used), "r.yaml")
+
+
+def sections() -> list[type[Section]]:
+    """Every section that a recipe may have, and every method."""
+    for package in (dpdist.sections, dpdist.methods):
+        for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+            importlib.import_module(module.name)
+    found, grown = [Section], 0
+    while grown < len(found):
+        found += [each for each in found[grown].__subclasses__() if each not in found]
+        grown += 1
+    return [each for each in found if each.__module__.startswith("dpdist.")]
+
+
+def test_every_condition_has_a_case():
+    """And names options that there are."""
+    keys = {case.partition(" of ")[0].rpartition(".")[2] for case in CASES}
+    stated = [condition for kind in sections() for condition in conditions_of(kind)]
+    stated += [need for method in METHODS for need in method.needs]
+    assert len(stated) > 20
+    for condition in stated:
+        assert {key.rpartition(".")[2] for key in condition.keys} <= keys, condition.words
+        assert not condition.words.startswith("only applies")
+    assert "conditions" not in Method.model_fields
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_recipes_that_come_along_say_nothing_in_vain(path):
+    refuse_unused(load(path), str(path))
+
+
+def test_a_recipe_written_with_all_defaults_is_accepted():
+    for sections in ({}, {"method": "functional"}, hidden(sigma=0.5), {"privacy": OPEN}):
+        whole = recipe_of(sections)
+        refuse_unused(parse(yaml.safe_load(whole.to_yaml()), "again"), "again")
+        assert list(unused(whole)) == []
+
+
+RAW = {
+    "name": "small", "data": {"name": "digits"}, "model": "linear", "privacy": PRIVATE,
+    "training": {"batch_size": 50, "steps": 3, "learning_rate": 0.1, "factor": 0.5},
+}  # fmt: skip
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("run", "r.yaml"), ("run", "r.yaml", "--dry-run"), ("train", "r.yaml"),
+        ("poison", "r.yaml", "--models", 2, "--select", 1),
+        ("membership", "r.yaml", "--models", 4), ("audit", "r.yaml"),
+    ],
+)  # fmt: skip
+def test_every_command_that_begins_a_run_refuses(arguments, tmp_path, monkeypatch, capsys):
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump(RAW))
+    without_ray(monkeypatch)
+    done = command(monkeypatch, capsys, tmp_path, *arguments)
+    assert done.code == 2, done.out + done.err
+    assert "r.yaml: training.factor: only applies with schedule: step, got 0.5" in done.err
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.whole
+def test_a_run_that_was_begun_so_goes_on(tmp_path, monkeypatch, capsys):
+    """Of an earlier version, which read it and used it for nothing."""
+    from dpdist.runs.folder import RunFolder
+
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump(RAW))
+    RunFolder(tmp_path / "runs" / "small").begin(parse(RAW, "r.yaml"))
+    without_ray(monkeypatch)
+    done = command(monkeypatch, capsys, tmp_path, "train", "r.yaml")
+    assert done.code == 0, done.out + done.err
+
+
+def test_the_names_of_built_in_data_are_right():
+    from dpdist import data
+    from dpdist.sections.data import BUILT_IN
+
+    assert set(BUILT_IN) == set(data.BUILT_IN)
