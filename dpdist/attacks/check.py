@@ -3,13 +3,7 @@
 Each certified input is attacked within its radius and certified again at the attacked point, with
 fresh noise and in the same way. A *contradiction* is another class certified there. One noisy
 answer of another class is none, and neither is ABSTAIN: both may happen to a valid certificate.
-
-Certificates are wrong with probability alpha each, so some contradictions are allowed. Let A points
-be tried for each input. An input's contradiction needs a wrong first certificate (at most alpha)
-or, where the first is right, a wrong one at one of the points (at most alpha each, by noise drawn
-after the point was fixed): at most (1 + A) alpha by the union bound, for every input that was
-*submitted* to certification. Among the certified ones alone the share of wrong certificates may be
-larger, so the count is compared with all of them.
+`dpdist.attacks.plausibility` says how many of them chance allows.
 """
 
 from __future__ import annotations
@@ -22,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from scipy import stats
 
 from dpdist import models
 from dpdist.adversary.balls import distance
@@ -30,6 +23,7 @@ from dpdist.adversary.names import NORMS, Norm
 from dpdist.attacks import table as tables
 from dpdist.attacks.counting import Counters
 from dpdist.attacks.job import Attacking, Data
+from dpdist.attacks.plausibility import Plausibility, plausibility
 from dpdist.attacks.reading import VERDICT
 from dpdist.attacks.worker import Assignment, Attacker, Block
 from dpdist.base.errors import UserError
@@ -43,59 +37,6 @@ from dpdist.certification.verdict import ABSTAIN
 
 if TYPE_CHECKING:
     from dpdist.attacks.settings import AttackSettings
-
-LEVEL = 0.001
-
-
-@dataclass(frozen=True)
-class Plausibility:
-    """Whether so many contradictions can be chance.
-
-    allowed: the largest count that is plausible. p_value: probability of so many or more among
-    ``inputs`` if every certificate holds its alpha; ``error`` bounds the probability of each.
-    """
-
-    contradictions: int
-    inputs: int
-    error: float
-    allowed: int
-    p_value: float
-    level: float
-    method: str
-
-    @property
-    def plausible(self) -> bool:
-        return self.p_value >= self.level
-
-
-def plausibility(
-    contradictions: int,
-    inputs: int,
-    alpha: float,
-    points: int,
-    *,
-    independent: bool = True,
-    level: float = LEVEL,
-) -> Plausibility:
-    """Compare a count of contradictions with what the certificates' own error allows.
-
-    inputs: submitted to certification, certified or not. points: attacked points certified again
-    per input. independent: noise of its own for each input: the count is then at most binomial,
-    stochastically; with a shared noise bank errors can coincide and only Markov's inequality holds.
-    """
-    error = min(1.0, (1 + points) * alpha)
-    counts = np.arange(inputs + 1)
-    if independent:
-        tails = stats.binom.sf(counts - 1, inputs, error)
-        method = f"exact tail of Binomial({inputs}, {error:g})"
-    else:
-        tails = np.minimum(1.0, inputs * error / np.maximum(counts, 1))
-        tails[0] = 1.0
-        method = "Markov's inequality (one noise bank for all inputs)"
-    allowed = int(counts[tails >= level].max())
-    return Plausibility(
-        contradictions, inputs, error, allowed, float(tails[contradictions]), level, method
-    )
 
 
 @dataclass(frozen=True)
@@ -152,7 +93,7 @@ class Checker:
 class Check(Attacking):
     """Attacks on the certificates of a table, each within its radius; and their verdict."""
 
-    file, schema = tables.CHECK_TABLE, tables.CHECK_SCHEMA
+    file, schema, columns = tables.CHECK_TABLE, tables.CHECK_SCHEMA, tables.CHECK_COLUMNS
     order, purpose, worker = ("attack", "index"), "check certificates", Checker
     verdict: Plausibility  # of the finished job
 
@@ -202,6 +143,22 @@ class Check(Attacking):
             about[tables.ANSWERS] = tables.VOTES if self._votes else tables.MEAN_SCORES
         return {**super().identity(), **about, "claim": self._claim}
 
+    def begin(self, output: Path) -> dict[str, Any]:
+        checked = {
+            "inputs": len(self._submitted),
+            "noise_bank": self._shares_noise,
+            "certificates": self._title,
+        }
+        return super().begin(output) | {tables.CHECKED: checked}
+
+    @property
+    def _shares_noise(self) -> bool:
+        return bool(self._found.about["settings"].get("noise_bank"))
+
+    @property
+    def _title(self) -> str:
+        return " ".join(filter(None, (self._found.name, self._claim)))
+
     def blocks(self, rows: list[slice]) -> dict[Item, Block]:
         radii = self._column("radius")
         return {
@@ -220,7 +177,7 @@ class Check(Attacking):
             len(self._submitted),
             found.alpha,
             len(settings.attacks),
-            independent=not found.about["settings"].get("noise_bank"),
+            independent=not self._shares_noise,
         )
         about = {
             **asdict(verdict),
@@ -233,7 +190,7 @@ class Check(Attacking):
             "steps": settings.steps,
             "restarts": settings.restarts,
             "sigma": found.sigma,
-            "certificates": " ".join(filter(None, (found.name, self._claim))),
+            "certificates": self._title,
         }
         write_json(output / VERDICT, about)
         return rows

@@ -32,13 +32,15 @@ SCHEMA = pa.schema(
 # What every reader relies on: the kind and the least of each column, and what was executed.
 COLUMNS: dict[str, Column] = {
     "attack": (str, None), "size": (float, 0), "index": (int, 0), "label": (int, 0),
-    "prediction": (int, -1),
+    "distance": (float, 0), "prediction": (int, -1), "hits": (int, 0), "n": (int, 1),
 }  # fmt: skip
 _ABOUT = {
     "settings.norm": str, "settings.sigma": float | None, "settings.steps": int,
     "settings.restarts": int, "settings.draws": int, "settings.n": int, "settings.alpha": float,
     "noise.kind": str, "model": str, "data": str, "input_shape": list,
 }  # fmt: skip
+# What a table of attacked points says of the certificates that were attacked.
+CHECKED = "checked"
 CHECK_SCHEMA = pa.schema(
     [
         pa.field("attack", pa.string(), nullable=False),
@@ -54,6 +56,11 @@ CHECK_SCHEMA = pa.schema(
         pa.field("contradiction", pa.bool_(), nullable=False),
     ]
 )
+CHECK_COLUMNS: dict[str, Column] = {
+    "attack": (str, None), "index": (int, 0), "certified": (int, 0), "radius": (float, 0),
+    "distance": (float, 0), "selected": (int, 0), "prediction": (int, -1), "k": (int, 0),
+    "n": (int, 0), "p_lower": (float, 0), "contradiction": (object, None),
+}  # fmt: skip
 
 
 def about(table: pa.Table) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from support.certificates import check_certificates, of_next_class, of_sensitivi
 from support.points import Points
 
 from dpdist import models
-from dpdist.attacks.check import plausibility
+from dpdist.attacks.plausibility import plausibility
 from dpdist.attacks.settings import AttackSettings
 from dpdist.base.errors import UserError
 from dpdist.certification import job, reading

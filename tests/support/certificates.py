@@ -9,7 +9,8 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from dpdist.attacks.check import Check, Plausibility
+from dpdist.attacks.check import Check
+from dpdist.attacks.plausibility import Plausibility
 from dpdist.attacks.settings import AttackSettings
 from dpdist.bulk.job import run
 from dpdist.certification import table as tables

@@ -12,7 +12,7 @@ from support.here import without_ray
 from support.points import Points
 
 from dpdist import models
-from dpdist.attacks.check import Plausibility
+from dpdist.attacks.plausibility import Plausibility
 from dpdist.attacks.settings import AttackSettings
 from dpdist.certification import job
 from dpdist.certification.cohen import Cohen
