@@ -667,6 +667,23 @@ def test_counts_are_drawn_again_where_one_asks_for_it(copied, call, monkeypatch)
     fails(call, copied, "rounding explains 0.01 %", "--redraw", 4)
 
 
+def test_a_release_whose_draws_had_no_class_is_verified(copied, call):
+    """Five draws of each input had logits that are not finite: they count for no class."""
+
+    def without_class(rows: list[dict[str, Any]]) -> None:
+        other_counts(rows)
+        for row in rows:
+            row["histogram"][row["label"]] -= 5
+            votes = np.array(row["histogram"])
+            of = certify(row["label"], votes, row["alpha"], Gaussian(row["sigma"]), row["n"])
+            row |= {"k": row["n"] - 5, "p_lower": of.p_lower, "radius": of.radius}
+
+    changed_table(copied, without_class)
+    say_what_follows(copied)
+    done = call("verify", copied)
+    assert done.code == 0, done.err
+
+
 def test_counts_of_another_seed_or_data_are_noticed(copied, call):
     whole = (copied / table_name(1)).read_bytes()
     for change, match in (
@@ -701,6 +718,10 @@ def test_what_differs_by_rounding_is_said_and_little(copied):
     other = copy.deepcopy(row) | {"selected": (row["selected"] + 1) % 10}
     assert count_difference(row, other, stated.schema) >= 1
     assert count_difference(row, row | {"histogram": None}, stated.schema) == 1
+    # Of a test of scores no scores are kept: its counts are the same whatever it certifies.
+    for more in ({"radius": row["radius"] + 0.1}, {"prediction": (row["prediction"] + 1) % 10}):
+        assert count_difference(row | more, row, stated.schema) == 1
+        assert count_difference(row | more | {"alpha": 0.5}, row, stated.schema) == 0
 
 
 def test_a_small_file_that_names_more_than_memory_holds_is_not_read(copied, call):

@@ -59,6 +59,9 @@ def others(value: Any) -> list[Any]:
         found = [f"{value} of mine", f"{value[:-1]}0", "l1"]
     elif isinstance(value, list):
         found = [value[:-1], [*value, *value[-1:]]]
+        for place, each in enumerate(value):
+            if isinstance(each, int) and each > 0:  # one less of what is counted
+                found.append([*value[:place], each - 1, *value[place + 1 :]])
     else:
         found = ["x", 1]
     return [other for other in [*found, None] if other != value]

@@ -80,7 +80,16 @@ ROOMS: dict[str, set[str]] = {
         "runs",
         "training",
     },
-    "reports": {"randomness", "privacy", "bulk", "certification", "attacks", "audits", "runs"},
+    "reports": {
+        "randomness",
+        "privacy",
+        "bulk",
+        "certification",
+        "attacks",
+        "audits",
+        "sections",
+        "runs",
+    },
     "tuning": {
         "randomness",
         "cluster",

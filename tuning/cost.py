@@ -22,11 +22,12 @@ from itertools import chain, product
 from typing import TYPE_CHECKING
 
 from dpdist.base.errors import UserError
-from dpdist.privacy.combined import ParallelParts, RepeatAndSelect, WorstOf
+from dpdist.privacy.combined import WorstOf
 from dpdist.privacy.guarantee import Guarantee
 from dpdist.privacy.phases import Phase, walk
 from dpdist.privacy.plan import PrivacyPlan
-from dpdist.privacy.releases import GaussianReleases, GaussianSteps
+from dpdist.privacy.releases import GaussianSteps
+from dpdist.privacy.searches import repeated, training_and_search
 from dpdist.runs.planning import plan_at
 from dpdist.runs.recipe import Recipe
 from dpdist.sections.search import LawRecipe
@@ -143,11 +144,7 @@ class SearchCost:
 
     def _repeated(self, phases: tuple[Phase, ...]) -> tuple[Phase, ...]:
         """A search over trials that each execute these phases."""
-        secret = self.law.secret
-        if secret is not None:
-            return (RepeatAndSelect(phases, secret.mean, secret.shape),)
-        assert self.law.runs is not None
-        return tuple(again for phase in phases for again in phase.times(self.law.runs))
+        return repeated(phases, self.law.secret, self.law.runs)
 
     def _plan(self, phases: Sequence[Phase]) -> PrivacyPlan:
         privacy = self.recipe.privacy
@@ -192,7 +189,7 @@ class SearchCost:
 
     def _scoring(self, noise: float) -> tuple[Phase, ...]:
         assert self.recipe.tune is not None
-        return (GaussianReleases(noise, self.recipe.tune.rungs),)
+        return self.recipe.tune.scoring_phases(noise)
 
     @cached_property
     def plan(self) -> PrivacyPlan:
@@ -208,10 +205,7 @@ class SearchCost:
                 "both); score on public records (tune.score.public)"
             )
         scoring = self._scoring(self.score_noise)
-        if self.law.name == "fixed":
-            parts = ParallelParts((self._repeated(training), self._repeated(scoring)))
-            return self._checked((parts,))
-        return self._checked(self._repeated((ParallelParts((training, scoring)),)))
+        return self._checked(training_and_search(training, scoring, self.law.secret, self.law.runs))
 
     @cached_property
     def guarantee(self) -> Guarantee:

@@ -60,7 +60,7 @@ class SearchFolder:
     @property
     def terms(self) -> Path:
         """What every trial needs to know: noise of the score, objective, packages."""
-        return self.path / "terms.json"
+        return self.run.search_terms
 
     @property
     def outcome(self) -> Path:
@@ -165,15 +165,9 @@ def read_settings(folder: SearchFolder, number: int) -> dict[str, Any]:
     return read_json(folder.settings(number), {"values": dict, "noise_multiplier": float})
 
 
-_TERMS = {
-    "data": str, "plan": dict, "trial": dict, "score_noise": float | None, "charge": str,
-    "assumed": list,
-}  # fmt: skip
-
-
 def read_terms(folder: SearchFolder) -> dict[str, Any]:
     """What was fixed before the first trial. Raises UserError for damaged ones."""
-    return read_json(folder.terms, _TERMS)
+    return folder.run.read_search_terms()
 
 
 def trial_limit(folder: SearchFolder) -> Limit:

@@ -50,7 +50,7 @@ from dpdist.tuning.manifest import (
 )
 from dpdist.tuning.room import live_nodes, trials_at_once
 from dpdist.tuning.rounds import in_background, one_pass
-from dpdist.tuning.space import Values, fields, probes, with_values
+from dpdist.tuning.space import Values, probes, with_values
 from dpdist.tuning.trial import scoring_data, trial_recipe
 
 Progress = Callable[[int, int, float], None]
@@ -288,15 +288,12 @@ class Search:
 
     def _terms_of_the_guarantee(self) -> dict[str, Any]:
         """What is told about the search. Nothing here depends on K or on a trial."""
-        public = self.tune.score.public
         return {
             "plan": self.cost.plan.to_dict(),
             "law": self.tune.law.in_full,
-            "fields": sorted(field for field, _ in fields(self.tune)),
+            "fields": self.tune.searched,
             "objective": self.tune.score.describe(),
-            "scored_on": "held-out private records, with noise"
-            if public is None
-            else f"public records ({public.name}/{public.split})",
+            "scored_on": self.tune.score.scored_on,
             "one_training": self.cost.one_training.to_dict(),
             "charge": self._charge_id(),
             "assumed": read_terms(self.folder)["assumed"],

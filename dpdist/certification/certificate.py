@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 FormName = Literal["eager", "channels-last", "frozen", "compiled", "bf16"]
 Partial = dict[str, Any]  # JSON: what the first unit says once, then counts
 _ONCE = ("selected",)
+_NO_SPENDING = "none"
 _UNDEFINED = "undefined"  # draws without a class, said where there are any
 _NEAR = 1e-9  # what other machines may round otherwise
 
@@ -119,12 +120,15 @@ class Certificate(Section):
         def noise_bank(self) -> bool:
             """One noise stream for all inputs."""
 
-    spending: ClassVar[str] = "none"  # how the error is spent over the looks
+    spending: ClassVar[str] = _NO_SPENDING  # how the error is spent over the looks
     free: ClassVar[frozenset[str]] = frozenset()  # settings on which no result depends
     usual_batch: ClassVar[int] = 500
     device_batch: ClassVar[int] = 4096  # at most, where it is chosen by a GPU's memory
     votes: ClassVar[bool] = True  # made of counts of votes, as a band over the whole set is
     belongs: ClassVar[str]  # "with sigma, by ...": why a key of another certificate is refused
+    # Columns of its table of which other draws would say something else: the publisher's own word
+    # until draws are made again. All others are computed from these and from the settings.
+    drawn: ClassVar[frozenset[str]] = frozenset()
 
     @classmethod
     def fits(cls, section: Mapping[str, Any]) -> bool:
@@ -194,6 +198,16 @@ class Certificate(Section):
         return {}
 
     @classmethod
+    def constants(cls, table: pa.Table, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what every row of a table must say beside its counts, by column.
+
+        settings: those that the table states.
+        """
+        if cls.spending == _NO_SPENDING:  # looked at once, when all was counted
+            return {"spending": cls.spending, "looks": 1, "target": None}
+        return {"spending": cls.spending, "histogram": None}
+
+    @classmethod
     def sound_counts(cls, table: pa.Table) -> np.ndarray:
         """Return whether each row holds counts of so many draws as it states: bool (N,)."""
         raise NotImplementedError
@@ -205,7 +219,20 @@ class Certificate(Section):
 
     @classmethod
     def check(cls, table: pa.Table, where: str) -> None:
-        """Raise UserError unless every row is what its counts certify at the table's error."""
+        """Raise UserError unless every row is what its counts certify at the table's error, and
+        says beside them what its settings say."""
+        from dpdist.certification.table import about
+
+        settings = about(table).get("settings", {})
+        for name, value in cls.constants(table, settings).items():
+            for index, said in zip(
+                table["index"].to_pylist(), table[name].to_pylist(), strict=True
+            ):
+                if said != value:
+                    raise UserError(
+                        f"{where}: damaged: {name} of input {index} must be {value!r}, as its "
+                        f"settings say, got {said!r}"
+                    )
         sound = cls.sound_counts(table)
         if sound.all():
             for name, made in cls.made(table, table["alpha"][0].as_py()).items():

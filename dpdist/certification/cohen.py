@@ -49,6 +49,7 @@ class Cohen(Smoothing):
     usual_batch: ClassVar[int] = 1000
     device_batch: ClassVar[int] = 32768
     keeps_blocks: ClassVar[bool] = False
+    drawn: ClassVar[frozenset[str]] = frozenset({"histogram"})
 
     def work(
         self,

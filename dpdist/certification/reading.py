@@ -233,6 +233,8 @@ def of(table: pa.Table, path: Path = Path("certificates/-")) -> CertificateTable
     arrays = {name: table[name].to_numpy() for name in names}
     if len(np.unique(arrays["index"])) < table.num_rows:
         raise UserError(f"{path}: damaged: has more than one certificate of the same input")
+    if not (np.diff(arrays["index"]) > 0).all():
+        raise UserError(f"{path}: damaged: its rows must be in the order of their inputs")
     bulk.check_labels(about, arrays["index"], arrays["label"], path)
     kind = kind_of(table, path)
     return CertificateTable(path=path, kind=kind, about=about, table=table, **once, **arrays)

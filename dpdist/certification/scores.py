@@ -111,6 +111,7 @@ class ExpectedScores(OfHiddenNoise):
     free: ClassVar[frozenset[str]] = frozenset({"radii"})
     binned: ClassVar[tuple[str, ...]] = ()  # what of the scores' histograms is added up
     belongs: ClassVar[str] = "without sigma, by expected scores"
+    drawn: ClassVar[frozenset[str]] = frozenset({"histogram", "sums", "squares"})
 
     @classmethod
     def fits(cls, section: Mapping[str, Any]) -> bool:
@@ -186,6 +187,13 @@ class ExpectedScores(OfHiddenNoise):
             "squares": (object, None),
             "bound": (str, None),
         }
+
+    @classmethod
+    def constants(cls, table: pa.Table, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Return also the bound and its sides, where the settings state them."""
+        stated = {name: settings[name] for name in ("bound", "one_sided") if name in settings}
+        own = {name: value for name, value in stated.items() if name in cls.model_fields}
+        return {**super().constants(table, settings), "noise": cls.noise, **own}
 
     @classmethod
     def check(cls, table: pa.Table, where: str) -> None:
@@ -317,6 +325,7 @@ class BettingScores(ExpectedScores):
     mode: ClassVar[str] = "betting"
     binned: ClassVar[tuple[str, ...]] = ("bins", "excess")  # of `betting.binned`
     belongs: ClassVar[str] = "with bound betting, by expected scores"
+    drawn: ClassVar[frozenset[str]] = frozenset({"histogram", "squares"})
 
     @classmethod
     def fits(cls, section: Mapping[str, Any]) -> bool:

@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 
 from dpdist.base.errors import UserError
 from dpdist.base.fields import Positive
+from dpdist.base.reading import shown
 from dpdist.base.rounding import exact, percent
 from dpdist.certification.certificate import (
     Certificate,
@@ -115,6 +116,15 @@ class Smoothing(Certificate):
             "cap": self.n,
             "spending": self.spending,
         }
+
+    @classmethod
+    def constants(cls, table: pa.Table, settings: Mapping[str, Any]) -> dict[str, Any]:
+        noise = table["noise"][0].as_py()
+        if noise not in NOISES:
+            raise UserError(
+                f"the table: damaged: noise must be one of {', '.join(NOISES)}, got {shown(noise)}"
+            )
+        return {**super().constants(table, settings), "norm": NOISES[noise].norm}
 
     @classmethod
     def check(cls, table: pa.Table, where: str) -> None:

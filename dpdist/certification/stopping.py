@@ -5,7 +5,7 @@ The tests themselves, with their errors, are in ``dpdist.certification.sequentia
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 
 import numpy as np
@@ -61,6 +61,7 @@ class TargetRadius(_Sequential):
     mode: Literal["target"] = "target"
     spending: ClassVar[str] = "alpha*sqrt(n/cap), exact binomial"
     counted: ClassVar[str] = "given radii decided by at most {n:,} draws"
+    drawn: ClassVar[frozenset[str]] = frozenset({"selected", HITS})
 
     @model_validator(mode="after")
     def _targets(self) -> Self:
@@ -198,6 +199,15 @@ def executed_batch(table: pa.Table) -> int:
     return batch
 
 
+def blocks_hold(table: pa.Table) -> np.ndarray:
+    """Return whether each row of a test after every block has the draws of so many blocks as it
+    states, the last of them perhaps in part, and no more hits than draws: bool (N,)."""
+    k, n, looks, cap = (table[name].to_numpy() for name in ("k", "n", "looks", "cap"))
+    batch = executed_batch(table)
+    blocks = (looks == -(-n // batch)) & (n == np.minimum(looks * batch, cap)) & (n >= 1)
+    return blocks & (k <= n) & (table["selected"].to_numpy() >= 0)
+
+
 def _planned(table: pa.Table) -> np.ndarray:
     """Numbers of draws at the looks of a table, int64."""
     from dpdist.certification.sequential import planned_looks
@@ -238,6 +248,7 @@ class Anytime(_Sequential):
     mode: Literal["anytime"] = "anytime"
     spending: ClassVar[str] = "beta mixture, 1/alpha"
     counted: ClassVar[str] = "at most {n:,} draws, valid at any time"
+    drawn: ClassVar[frozenset[str]] = frozenset({"selected"})
 
     @model_validator(mode="after")
     def _error(self) -> Self:
@@ -289,15 +300,12 @@ class Anytime(_Sequential):
     @classmethod
     def sound_counts(cls, table: pa.Table) -> np.ndarray:
         """Return whether each row has the draws of the blocks that it states, and no more hits."""
-        k, n, looks, cap = (table[name].to_numpy() for name in ("k", "n", "looks", "cap"))
-        blocks = (looks >= 1) & (n == np.minimum(looks * executed_batch(table), cap)) & (n >= 1)
-        return blocks & (k <= n) & (table["selected"].to_numpy() >= 0)
+        return blocks_hold(table)
 
     @classmethod
-    def made(cls, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:
+    def constants(cls, table: pa.Table, settings: Mapping[str, Any]) -> dict[str, Any]:
         radii = stated_targets(cls, table).radii
-        target = {"target": np.full(len(table), radii[-1])} if radii else {}
-        return super().made(table, alpha) | target
+        return {**super().constants(table, settings), "target": radii[-1] if radii else None}
 
     @classmethod
     def bound(cls, hits: ArrayLike, draws: ArrayLike, alpha: float) -> Any:

@@ -34,7 +34,7 @@ from dpdist.certification import betting
 from dpdist.certification.certificate import CertifiedSizes, Partial, require, select
 from dpdist.certification.expected_score_bounds import SCORE_UNIT
 from dpdist.certification.scores import BettingScores, OfHiddenNoise, stated_norms
-from dpdist.certification.stopping import FUTILE, executed_batch, stated_targets
+from dpdist.certification.stopping import FUTILE, blocks_hold, stated_targets
 from dpdist.certification.verdict import ABSTAIN, Verdict
 
 if TYPE_CHECKING:
@@ -85,6 +85,7 @@ class TargetScores(OfHiddenNoise):
 
     spending: ClassVar[str] = "betting, 1/alpha"
     belongs: ClassVar[str] = "with mode target-scores"
+    drawn: ClassVar[frozenset[str]] = frozenset({"selected", "k"})
 
     @model_validator(mode="after")
     def _targets(self) -> Self:
@@ -158,12 +159,13 @@ class TargetScores(OfHiddenNoise):
         return found | {name: getattr(self, name) for name in named}
 
     @classmethod
+    def constants(cls, table: pa.Table, settings: Mapping[str, Any]) -> dict[str, Any]:
+        return {**super().constants(table, settings), "noise": cls.noise}
+
+    @classmethod
     def sound_counts(cls, table: pa.Table) -> np.ndarray:
         """Blocks of draws as they were executed."""
-        batch = executed_batch(table)
-        k, n, looks, cap = (table[name].to_numpy() for name in ("k", "n", "looks", "cap"))
-        blocks = (looks >= 1) & (n == np.minimum(looks * batch, cap)) & (n >= 1)
-        return blocks & (k <= n) & (table["selected"].to_numpy() >= 0)
+        return blocks_hold(table)
 
     @classmethod
     def made(cls, table: pa.Table, alpha: float) -> dict[str, np.ndarray]:

@@ -44,7 +44,9 @@ class Voting(Work):
 
     def begin(self, output: Path) -> dict[str, Any]:
         private_folder(output)  # wherever it was asked for
-        return {"seed": self.seed or secrets.token_hex(32)}
+        indices = np.arange(*self._wanted["settings"]["inputs"])
+        labels = bulk.label_digest(indices, self._labels)
+        return {"seed": self.seed or secrets.token_hex(32), bulk.LABELS: labels}
 
     def open(self, about: dict[str, Any], output: Path) -> Task:
         return _Voters(self._share(about["seed"]), output / "models", self._labels)

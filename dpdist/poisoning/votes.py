@@ -79,6 +79,7 @@ def read_votes(path: Path) -> Votes:
             f"{path}: damaged: {models:,} models vote on {inputs:,} inputs, its settings say "
             f"{asked['models']:,} on the inputs {shown(asked['inputs'])}"
         )
+    bulk.check_labels(about, index, label, path)
     return Votes(about, index[:inputs], label[:inputs], vote.reshape(models, inputs))
 
 

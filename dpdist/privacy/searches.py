@@ -4,11 +4,50 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dpdist.privacy.combined import RepeatAndSelect
+from dpdist.privacy.combined import ParallelParts, RepeatAndSelect
 from dpdist.privacy.guarantee import Guarantee, Neighbours
 from dpdist.privacy.phases import Phase
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.privacy.selection import SelectionLaw
+
+
+def repeated(
+    phases: Sequence[Phase], law: SelectionLaw | None, runs: int | None
+) -> tuple[Phase, ...]:
+    """Return the phases of a search over trials that each execute the given ones.
+
+    Args:
+        phases: of one trial.
+        law: of a secret number of trials; None where the number is public.
+        runs: the public number of trials, of which all may be shown.
+    """
+    if law is not None:
+        return (RepeatAndSelect(tuple(phases), law.mean, law.shape),)
+    if runs is None:
+        raise ValueError("a search has a law of its number of trials, or the number")
+    return tuple(again for phase in phases for again in phase.times(runs))
+
+
+def training_and_search(
+    training: Sequence[Phase],
+    scoring: Sequence[Phase],
+    law: SelectionLaw | None,
+    runs: int | None,
+) -> tuple[Phase, ...]:
+    """Return the phases of training and search together.
+
+    Args:
+        training: phases that cover the training of every trial.
+        scoring: of a trial's scores on records that no trial trains on; empty for public records.
+        law: of a secret number of trials; None where the number is public.
+        runs: the public number of trials.
+    """
+    if not scoring:
+        return repeated(training, law, runs)
+    if law is None:
+        parts = (repeated(training, law, runs), repeated(scoring, law, runs))
+        return (ParallelParts(parts),)
+    return repeated((ParallelParts((tuple(training), tuple(scoring))),), law, runs)
 
 
 def search_guarantee(

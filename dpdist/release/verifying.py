@@ -68,7 +68,8 @@ PUBLISHERS_WORD: dict[str, dict[str, str]] = {
         **dict.fromkeys(
             (
                 "about.classifier.batch", "about.classifier.check", "about.data", "about.inputs",
-                "about.seed", "about.settings.batch", "about.settings.noise_bank", "label",
+                "about.seed", "about.settings.batch", "about.settings.noise_bank", "histogram",
+                "label",
             ),
             _DRAWN,
         ),

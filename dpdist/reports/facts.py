@@ -32,7 +32,7 @@ from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.randomness.keys import key_id
 from dpdist.reports.searches import SearchTerms, read_search, released
-from dpdist.runs.folder import BEGUN_WITH, RunFolder, open_run
+from dpdist.runs.folder import BEGUN_WITH, SEARCHED_BY, RunFolder, open_run
 from dpdist.runs.recipe import Recipe
 from dpdist.runs.released import read_released
 
@@ -347,9 +347,11 @@ def read_facts(folder: RunFolder | str | Path) -> Facts:
 
 
 def _check_trained_by(folder: RunFolder, ledger: Ledger) -> None:
-    """Raise UserError where the recipe was exchanged since the model was trained."""
+    """Raise UserError where the recipe, or the search that chose it, was exchanged since the model
+    was trained."""
     last = ledger.attempts[-1]["identity"] if ledger.attempts else {}
     folder.check_trained_by(last.get(BEGUN_WITH))
+    folder.check_searched_by(last.get(SEARCHED_BY))
 
 
 def _read_evaluation(path: Path) -> dict[str, Any]:

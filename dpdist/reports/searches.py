@@ -11,12 +11,11 @@ from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.phases import Phase
 from dpdist.privacy.plan import PrivacyPlan, plan_of
 from dpdist.privacy.releases import GaussianSteps
+from dpdist.privacy.searches import training_and_search
 from dpdist.runs.folder import RunFolder
+from dpdist.sections.search import TuneRecipe
 
-_TERMS = {
-    "plan": dict, "law": str, "fields": list, "objective": str, "scored_on": str,
-    "one_training.epsilon": float, "charge": str, "assumed": list,
-}  # fmt: skip
+_TERMS = {"plan": dict, "charge": str, "assumed": list}  # what else it says is made again
 
 
 @dataclass(frozen=True)
@@ -45,8 +44,9 @@ class SearchTerms:
 def read_search(folder: RunFolder) -> SearchTerms | None:
     """The terms of the search that chose this run; None for a run that nothing chose.
 
-    Raises UserError for one of its trials, and when they are lost: the ledger alone would prove too
-    small an epsilon, that of one trial.
+    They are made again from what was asked for and from what a trial may cost. Raises UserError for
+    one of its trials, and when they are lost: the ledger alone would prove too small an epsilon,
+    that of one trial.
     """
     if (whole := folder.holder) is not None:
         raise UserError(
@@ -60,17 +60,58 @@ def read_search(folder: RunFolder) -> SearchTerms | None:
                 "without what the search cost; bring it back"
             )
         return None
-    record = read_json(folder.search, _TERMS)
+    record, fixed = read_json(folder.search, _TERMS), folder.read_search_terms()
+    tune = folder.read_asked().tune
+    if tune is None:
+        raise UserError(f"{folder.asked}: tune: must be the section of the search, got none")
+    trial = plan_of(fixed["trial"], f"{folder.search_terms}: trial")
+    plan = _plan_of_search(trial, tune, fixed["score_noise"], folder)
+    stated = plan_of(record["plan"], f"{folder.search}: plan")
+    wrong = [name for name in ("charge", "assumed") if record[name] != fixed[name]]
+    if not stated == plan_of(fixed["plan"], f"{folder.search_terms}: plan") == plan:
+        wrong.append("plan")
+    if wrong:
+        raise UserError(
+            f"{folder.search}: {' and '.join(wrong)}: must be what the search was fixed to before "
+            f"its first trial, by {folder.asked} and {folder.search_terms}; put back the files "
+            "that the search wrote"
+        )
     return SearchTerms(
-        plan=plan_of(record["plan"], f"{folder.search}: plan"),
-        law=record["law"],
-        fields=tuple(record["fields"]),
-        objective=record["objective"],
-        scored_on=record["scored_on"],
-        one_training=float(record["one_training"]["epsilon"]),
+        plan=plan,
+        law=tune.law.in_full,
+        fields=tune.searched,
+        objective=tune.score.describe(),
+        scored_on=tune.score.scored_on,
+        one_training=trial.guarantee().epsilon,
         charge=record["charge"],
         assumed=tuple(map(str, record["assumed"])),
     )
+
+
+def _plan_of_search(
+    trial: PrivacyPlan, tune: TuneRecipe, score_noise: float | None, folder: RunFolder
+) -> PrivacyPlan:
+    """Return the plan of training and search together.
+
+    Args:
+        trial: what one trial may cost.
+        tune: what was asked for.
+        score_noise: of the scores on held-out records; None where they are public.
+        folder: for messages.
+
+    Raises:
+        UserError: the noise is not what was asked for, or is no noise.
+    """
+    asked, public = tune.score.noise, tune.score.public is not None
+    fits = score_noise is None if public else score_noise is not None and score_noise >= 0
+    if not fits or (asked is not None and score_noise != asked):
+        raise UserError(
+            f"{folder.search_terms}: score_noise: must be the noise of the scores that "
+            f"{folder.asked} asks for, got {score_noise}"
+        )
+    scoring = tune.scoring_phases(score_noise)
+    phases = training_and_search(trial.phases, scoring, tune.law.secret, tune.law.runs)
+    return replace(trial, phases=phases)
 
 
 def described(
@@ -82,7 +123,7 @@ def described(
     """
     if search is None:
         return []
-    tune = folder.read_asked().tune if folder.asked.exists() else None
+    tune = folder.read_asked().tune
     space = {} if tune is None else tune.space
     rows = [
         (field, space[field].in_words if field in space else "searched") for field in search.fields

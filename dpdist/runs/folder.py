@@ -29,6 +29,11 @@ from dpdist.runs.recipe import Recipe, load, parse
 
 FORMAT = 1
 BEGUN_WITH = "begun with"  # in an attempt's identity: the recipe that was kept then
+SEARCHED_BY = "searched by"  # in that of a search's trial: what the search was fixed to
+_SEARCH_TERMS = {
+    "data": str, "plan": dict, "trial": dict, "score_noise": float | None, "charge": str,
+    "assumed": list,
+}  # fmt: skip
 # In what a model may be told by another recipe than the one that trained it: the run of a search's
 # winner, and a model that got its frozen part after training.
 _MAY_DIFFER = (
@@ -121,6 +126,11 @@ class RunFolder:
     def search(self) -> Path:
         """Of a run that a private search chose: the plan of training and search, and its terms."""
         return self.private / "search.json"
+
+    @property
+    def search_terms(self) -> Path:
+        """Of a search: what was fixed before its first trial, such as what a trial may cost."""
+        return self.private / "search" / "terms.json"
 
     @property
     def data(self) -> Path:
@@ -261,6 +271,8 @@ class RunFolder:
             for name, one in begun.items()
         }
         came = {} if trained is None else {"trained": trained._trained_by}
+        if asked is not None:  # once: a ledger keeps a digest of the text
+            said["asked"] = self._read_begun_with()["asked"] or said["asked"]
         write_json(self.begun_with, {**said, **came, "noise_multiplier": noise_multiplier})
 
     def _read_begun_with(self) -> dict[str, Any]:
@@ -295,8 +307,45 @@ class RunFolder:
         kept = self._trained_by
         if kept is None:
             return {}
-        text = json.dumps(kept, sort_keys=True, separators=(",", ":"), allow_nan=False)
-        return {BEGUN_WITH: hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}
+        return {BEGUN_WITH: _digest(kept)}
+
+    @property
+    def search_identity(self) -> dict[str, str]:
+        """Return the digest, for its ledger, of the search that this run is a trial of; none where
+        it is no trial (`check_searched_by`)."""
+        whole = self.holder
+        return {} if whole is None else whole._search_digest
+
+    @property
+    def _search_digest(self) -> dict[str, str]:
+        """Return the digest of what this search was asked for and fixed to; none where it is no
+        search. It is one of the files' own text, as in `begun_identity`."""
+        asked = self._read_begun_with()["asked"]
+        if asked is None or not self.search_terms.exists():
+            return {}
+        return {SEARCHED_BY: _digest([asked, self.read_search_terms()])}
+
+    def check_searched_by(self, told: str | None) -> None:
+        """Check that the run says by which search it was chosen.
+
+        Args:
+            told: what the winner's ledger keeps of the search; None where it keeps nothing, as in
+                runs of earlier versions.
+
+        Raises:
+            UserError: the search was asked for something else, or fixed to something else.
+        """
+        if told is not None and self._search_digest.get(SEARCHED_BY) != told:
+            raise UserError(
+                f"{self.search_terms}: must be what the search of this run was fixed to before its "
+                f"first trial, and {self.begun_with} what it was asked for: {self.ledger} keeps a "
+                "digest of both; put back the files that the search wrote"
+            )
+
+    def read_search_terms(self) -> dict[str, Any]:
+        """Return what was fixed before a search's first trial. Raises UserError where that is
+        damaged or missing."""
+        return read_json(self.search_terms, _SEARCH_TERMS)
 
     def check_trained_by(self, told: str | None) -> None:
         """Raise UserError unless the run says the recipe that it was trained by.
@@ -408,6 +457,11 @@ def open_run(name: str, runs: Path) -> RunFolder:
             folder.check_format()
             return folder
     raise UserError(f"{name}: no such run under {runs}/")
+
+
+def _digest(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _holds_a_run(path: Path) -> bool:

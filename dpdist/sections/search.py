@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -22,6 +22,9 @@ from dpdist.base.fields import (
     Trials,
 )
 from dpdist.privacy.selection import SelectionLaw
+
+if TYPE_CHECKING:
+    from dpdist.privacy.phases import Phase
 
 Whole = Annotated[int, Number, Field(ge=-(10**9), le=10**9)]
 
@@ -189,6 +192,13 @@ class ScoreRecipe(Section):
     def certifies(self) -> bool:
         return set(self.objectives) != {"accuracy"}
 
+    @property
+    def scored_on(self) -> str:
+        """Return the records that trials are scored on, in words."""
+        if self.public is None:
+            return "held-out private records, with noise"
+        return f"public records ({self.public.name}/{self.public.split})"
+
     def describe(self) -> str:
         """The objective in words."""
         names = {
@@ -238,6 +248,22 @@ class TuneRecipe(Section):
         if self.asha is not None:
             raise ValueError(f"asha {reason}")
         return self
+
+    @property
+    def searched(self) -> tuple[str, ...]:
+        """Return every field that the search sets, sorted."""
+        return tuple(sorted({f for key, domain in self.space.items() for f in (key, *domain.also)}))
+
+    def scoring_phases(self, noise: float | None) -> tuple[Phase, ...]:
+        """Return the phases of a trial's scores.
+
+        Args:
+            noise: standard deviation of the noise on the count of held-out records; None where
+                scores are of public records, which cost nothing.
+        """
+        from dpdist.privacy.releases import GaussianReleases
+
+        return () if noise is None else (GaussianReleases(noise, self.rungs),)
 
     @property
     def rungs(self) -> int:

@@ -272,7 +272,7 @@ class Loop(Mechanism):
             ledger = stack.enter_context(Ledger.open(job.folder.ledger, job.plan.fingerprint()))
             check_released(job.folder, job.plan, ledger)
             check_same_fixed(job.folder, ledger, mine["hidden noise"])
-            mine |= job.folder.begun_identity
+            mine |= job.folder.begun_identity | job.folder.search_identity
             self._check_ceiling(ledger, mine)
             ledger.begin_attempt(mine)
             attempt = self._label(ledger, ledger.nonce)

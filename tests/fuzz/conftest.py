@@ -56,7 +56,7 @@ def finished(tmp_path_factory) -> Path:
         "input_shape": [1, 8, 8],
     }  # fmt: skip
     rows = [
-        {"attack": attack, "size": size, "index": i, "label": 1, "prediction": 1, "k": 1, "n": 1}
+        {"attack": attack, "size": size, "index": i, "label": 1, "prediction": 1, "hits": 1, "n": 1}
         for attack, size in (("none", 0.0), ("pgd", 0.5))
         for i in range(3)
     ]

@@ -89,8 +89,26 @@ FAULTS: list[Fault] = [
     *group(
         "tuning/cost.py", f"{WIRING}::test_each_score_carries_the_noise_that_was_paid_for "
         "tuning/test_cost::test_a_fixed_number_of_runs_is_composed",
-        ("GaussianReleases(noise, self.recipe.tune.rungs)", "GaussianReleases(noise, 1)",
+        ("tune.scoring_phases(noise)", "tune.scoring_phases(2 * noise)",
+         "a score is charged with less than its noise"),
+    ),
+    *group(
+        "dpdist/sections/search.py", f"{WIRING}::test_each_score_carries_the_noise_that_was_paid_for "
+        "tuning/test_cost::test_a_fixed_number_of_runs_is_composed",
+        ("GaussianReleases(noise, self.rungs)", "GaussianReleases(noise, 1)",
          "one rung's score is charged"),
+    ),
+    *group(
+        "dpdist/reports/searches.py", "tuning/test_search_edits",
+        ('        wrong.append("plan")', "        pass", "the plan of a search is believed"),
+        ("law=tune.law.in_full", 'law=record["law"]', "the law of a search is believed"),
+        ("if not fits or (asked is not None and score_noise != asked):", "if not fits:",
+         "scores need not have the noise that was asked for"),
+    ),
+    *group(
+        "dpdist/runs/folder.py", "tuning/test_search_edits",
+        ("if told is not None and self._search_digest.get(SEARCHED_BY) != told:", "if False:",
+         "a search that was exchanged is believed"),
     ),
     *group(
         "tuning/cost.py", "tuning/test_cost::test_a_plain_base_covers_only_what_can_be_made_from_it",
@@ -105,9 +123,10 @@ FAULTS: list[Fault] = [
          "a trial's own rounding is forgotten"),
     ),
     *group(
-        "tuning/cost.py", "tuning/test_cost::test_training_and_search_together_meet_the_target",
-        ("RepeatAndSelect(phases, secret.mean, secret.shape)",
-         "RepeatAndSelect(phases, 1.0, secret.shape)", "one trial is charged"),
+        "dpdist/privacy/searches.py",
+        "tuning/test_cost::test_training_and_search_together_meet_the_target",
+        ("return (RepeatAndSelect(tuple(phases), law.mean, law.shape),)",
+         "return (RepeatAndSelect(tuple(phases), 1.0, law.shape),)", "one trial is charged"),
     ),
     *group(
         "tuning/cost.py", "tuning/test_cost::test_the_bound_lies_above_every_setting",

@@ -119,10 +119,11 @@ def test_comparison_tells_smoothing_noises_apart(tmp_path: Path) -> None:
 def attacks(
     path: Path, noise: dict[str, Any], predictions: dict[tuple[str, float], Any], **more: Any
 ) -> Path:
+    n = 1 if noise["kind"] == "none" else 100
     rows = [
         {"attack": name, "size": size, "index": i, "label": i // 3, "distance": 0.0,
-         "prediction": p, "hits": 1, "n": 1}
-        for (name, size), found in predictions.items()
+         "prediction": p, "hits": (n // 2 if n > 1 else 0) if p < 0 else n, "n": n}
+        for (name, size), found in sorted(predictions.items())
         for i, p in enumerate(found)
     ]  # fmt: skip
     about = {

@@ -1,0 +1,127 @@
+"""What a search left behind, edited by hand: refused, or nothing that is printed changes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from test_release_edits import changed, found_at, leaves, others, said, shown
+
+from dpdist.base.errors import UserError
+from dpdist.commands.releasing import write_release
+from dpdist.privacy.searches import training_and_search
+from dpdist.reports.facts import read_facts
+from dpdist.reports.page import write_report
+from dpdist.runs.folder import SEARCHED_BY, RunFolder
+from dpdist.tuning.search import Search
+
+pytestmark = [pytest.mark.slow, pytest.mark.guarantee]
+LAWS = {
+    "geometric": {"name": "geometric", "mean": 3.0},
+    "fixed": {"name": "fixed", "runs": 3, "mean": None},
+}
+
+
+@pytest.fixture(params=LAWS)
+def searched(recipe, begin, run_trials, coarse_grid, request) -> Search:
+    search = begin(recipe(tune={"law": LAWS[request.param], "score": {"noise": 9.0}}))
+    run_trials(search)
+    search._decide()
+    search.run(None)  # type: ignore[arg-type]
+    return search
+
+
+def everything(folder: RunFolder) -> Any:
+    """All that summary, card and report say of a run."""
+    write_report(folder)
+    return shown(folder), folder.report.read_text()
+
+
+def files_of(search: Search) -> list[Path]:
+    """All that lies in the search's folder, and what of it lies elsewhere."""
+    run = search.run_folder
+    trials = [
+        path for path in sorted(search.folder.path.rglob("*.json")) if "ray" not in path.parts
+    ]
+    return [run.search, run.asked, run.begun_with, run.search_terms, *trials]
+
+
+def test_every_edit_of_what_a_search_wrote_is_refused_or_shows_nothing(searched):
+    run, passed, refused = searched.run_folder, {}, set()
+    before = everything(run)
+    assert "fixed, 3 trials" in before[1] or "geometric" in before[1]
+    for path in files_of(searched):
+        raw = path.read_text()
+        read, write = (
+            (yaml.safe_load, yaml.safe_dump) if path == run.asked else (json.loads, json.dumps)
+        )
+        whole = read(raw)
+        for at in leaves(whole) if isinstance(whole, dict) else ():
+            for value in others(found_at(whole, at)):
+                path.write_text(write(changed(whole, at, value)))
+                try:
+                    if shown(run) != before[0]:
+                        passed[path.name, said(at)] = value
+                except UserError as error:
+                    assert "\n" not in str(error)
+                    refused.add((path.name, said(at)))
+        path.write_text(raw)
+    assert passed == {} and everything(run) == before
+    told = {("search.json", name) for name in ("plan", "charge", "assumed")}
+    told |= {("terms.json", name) for name in ("plan", "trial", "score_noise", "data", "charge")}
+    assert told | {("search.yaml", "tune.law.name"), ("search.yaml", "tune.score.noise")} <= refused
+
+
+@pytest.mark.parametrize("searched", ["geometric"], indirect=True)
+def test_a_search_that_was_exchanged_whole_is_refused(searched):
+    """A cheaper law, and less noise of the scores, in all files alike: the ledger knows better."""
+    run = searched.run_folder
+    kept = {path: path.read_text() for path in files_of(searched)}
+
+    def forge(change: Any) -> None:
+        asked, begun = yaml.safe_load(kept[run.asked]), json.loads(kept[run.begun_with])
+        terms, stated = (json.loads(kept[path]) for path in (run.search_terms, run.search))
+        for tune in (asked["tune"], begun["asked"]["tune"]):
+            change(tune)
+        run.asked.write_text(yaml.safe_dump(asked))
+        run.begun_with.write_text(json.dumps(begun))
+        terms["score_noise"] = asked["tune"]["score"]["noise"]
+        trial = searched.cost.limit.base
+        tune = run.read_asked().tune
+        scoring = tune.scoring_phases(terms["score_noise"])
+        phases = training_and_search(trial.phases, scoring, tune.law.secret, tune.law.runs)
+        stated["plan"] = terms["plan"] = replace(trial, phases=phases).to_dict()
+        run.search_terms.write_text(json.dumps(terms))
+        run.search.write_text(json.dumps(stated))
+
+    for change in (
+        lambda tune: tune["law"].update(mean=1.5),
+        lambda tune: tune["score"].update(noise=90.0),
+    ):
+        forge(change)
+        for read in (read_facts, write_report, write_release):
+            with pytest.raises(
+                UserError, match=r"terms\.json: must be what the search of this run"
+            ):
+                read(run)
+    for path, text in kept.items():
+        path.write_text(text)
+    assert read_facts(run)
+
+
+@pytest.mark.parametrize("searched", ["geometric"], indirect=True)
+def test_a_search_without_its_terms_states_no_epsilon(searched):
+    run = searched.run_folder
+    (attempt,) = read_facts(run).ledger.attempts
+    assert attempt["identity"][SEARCHED_BY]
+    for path in (run.asked, run.search_terms):
+        kept = path.read_text()
+        path.unlink()
+        with pytest.raises(UserError, match=path.name):
+            read_facts(run)
+        path.write_text(kept)
+    assert read_facts(run)
