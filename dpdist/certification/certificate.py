@@ -235,7 +235,13 @@ class Certificate(Section):
                     )
         sound = cls.sound_counts(table)
         if sound.all():
-            for name, made in cls.made(table, table["alpha"][0].as_py()).items():
+            try:
+                again = cls.made(table, table["alpha"][0].as_py())
+            except (ValueError, ArithmeticError) as error:
+                raise UserError(
+                    f"{where}: damaged: its rows cannot be computed again: {reason(error)}"
+                ) from error
+            for name, made in again.items():
                 sound &= abs(table[name].to_numpy() - made) <= _NEAR * (1 + abs(made))
         if not sound.all():
             raise UserError(

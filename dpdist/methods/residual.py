@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import model_validator
 
-from dpdist.base.conditions import OnlyWith
 from dpdist.base.fields import Positive, PositiveOrZero
 from dpdist.base.rounding import percent
 from dpdist.methods.base import DrawCount, Fixed, Method
@@ -50,14 +49,6 @@ class ResidualPerturbation(Method):
     per record and step, averaged before the clip. input_norm (input units), residual_norm: the
     bounds R and G that the paper's claim assumes; they are measured, nothing is clipped to them.
     """
-
-    needs = (
-        OnlyWith(
-            ("method.input_norm", "method.residual_norm"),
-            "to the paper's claim, which is stated with privacy.noise_multiplier: 0",
-            lambda recipe: recipe.privacy.noise_multiplier == 0,
-        ),
-    )
 
     name: Literal["residual"] = "residual"
     known_as: ClassVar[str] = "residual perturbation"

@@ -223,7 +223,7 @@ def test_l1_certificates_are_refused(certified, model_folder, tmp_path) -> None:
     rows = [{**row, "norm": "l1"} for row in table.to_pylist()]
     path = tmp_path / "l1.parquet"
     certificates.write(certificates.build(rows, certificates.about(table)), path)
-    with pytest.raises(UserError, match="only L2 and L-infinity"):
+    with pytest.raises(UserError, match="norm of input 0 must be 'l2'"):
         check_certificates(model_folder, POINTS, path, ATTACK, tmp_path / "check")
 
 

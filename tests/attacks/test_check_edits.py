@@ -37,7 +37,7 @@ POINTS = Points(8, count=12, near=0.05, far=0.6)
 OWN_WORD = {
     "about.classifier.batch", "about.classifier.check", "about.classifier.machine",
     "about.classifier.notes", "about.classifier.torch_version",  # how it was counted
-    "about.seed", "about.settings.batch", "about.settings.form", "spending", "target",
+    "about.seed", "about.settings.batch", "about.settings.form",
     "about.settings.radii",  # what is shown
     "about.settings.noise_bank",  # whether errors can coincide: more contradictions are chance
 }  # fmt: skip

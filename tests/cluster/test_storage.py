@@ -226,6 +226,7 @@ def test_a_result_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeyp
     assert link.is_symlink() and path.read_text() == "after"
 
 
+@pytest.mark.whole
 def test_a_result_goes_into_a_pipe_and_makes_no_folder(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     reading = subprocess.Popen(["cat", tmp_path / "pipe"], stdout=subprocess.PIPE, text=True)

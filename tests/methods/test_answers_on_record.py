@@ -79,7 +79,8 @@ def test_answers_under_a_fixed_key_are_repeatable_and_no_two_share_noise(
     oracle = Oracle(run.read_recipe(), run)
     found = torch.cat([oracle(inputs(2)), oracle(inputs(4)[2:])])
     assert len(keys) == len(set(keys)) == 4
-    assert torch.equal(Oracle(other.read_recipe(), other)(inputs(4)), found)
+    # Four at once are scored by other kernels than two: the noise is the same, not each last bit.
+    assert torch.allclose(Oracle(other.read_recipe(), other)(inputs(4)), found, rtol=0, atol=1e-5)
     assert keys[4:] == keys[:4]
 
 
