@@ -25,6 +25,7 @@ from dpdist.base.fields import (
     Text,
     of_key,
 )
+from dpdist.base.reading import reason
 from dpdist.certification.verdict import ABSTAIN
 from dpdist.randomness import units
 from dpdist.randomness.units import Generator
