@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from dpdist import bulk
 from dpdist.base.errors import UserError
 from dpdist.base.fields import MOST
-from dpdist.base.reading import check_shape
+from dpdist.base.reading import check_shape, reason
 from dpdist.base.table_files import read_table
 from dpdist.certification import table as tables
 from dpdist.certification.catalogue import kind_of
@@ -165,7 +165,12 @@ def read(path: Path) -> CertificateTable:
     found = of(table, path)
     if columns := found.kind.columns():
         read_table(path, columns)
-    found.kind.check(table, str(path))
+    try:
+        found.kind.check(table, str(path))
+    except (ValueError, ArithmeticError) as error:  # of what no certificate is computed
+        raise UserError(
+            f"{path}: damaged: its rows cannot be computed again: {reason(error)}"
+        ) from error
     check_complete(found)
     return found
 
