@@ -1,101 +1,479 @@
-"""Do two versions of dpdist give the same parameters, ledgers and tables, bit for bit?
+"""Do two versions of dpdist give the same results, and does the new one read the old one's files?
 
-    python tests/same_results.py make FOLDER     with the old version: a dozen small runs
-    python tests/same_results.py check FOLDER    with the new one: the same again, compared
+    python tests/same_results.py make BASE [CASE ...]     record results, with the old version
+    python tests/same_results.py check BASE [CASE ...]    the same again with the new one, compared
+    python tests/same_results.py list                     the cases, and what each one is about
 
-One machine for both and one number of threads (OMP_NUM_THREADS): otherwise sums are added up in
-another order. Each run has a fixed key, and its tables are made again from the settings that the
-old version pinned, seed included. A check also lets the new version report on the old run folders
-as they are. Uses the `dpdist` beside this Python, so that it survives any change of module names.
+`check` does two things for each case. It runs the case again beside BASE and compares contents:
+every tensor, ledger entry, row and metadata key of a table, plan, card, recipe, number of a report
+and printed epsilon, by name. Then it opens a copy of what the old version wrote: report, facts,
+verification of releases, certification, attacks and searches that had ended, and jobs that were
+interrupted. Exit code 1, and one line for each difference, when something is not the same.
 
-What has changed since the first versions: noise on the input and behind the first layer certify
-together (`secure-faithful`), so `certify` refuses to continue an older table of such a run.
+A case is made of the command line's own commands, and what they leave is read by the documented
+formats, so that modules may be renamed and moved. Commands run in one process for each case,
+without Ray, by what the checkout's tests have for that (`without_ray` of `tests/support/here.py`).
+Those of cases marked `ray`, and all where there is no such function any more, are made by the
+`dpdist` beside this Python.
+
+All random numbers follow from fixed keys (`_KEY`, `_SEED`); `_without_key` says what is compared
+where no key is fixed, `_went_on` what follows of a training that goes on with other code. BASE must
+be made on the same machine, with the same torch: sums are added up in another order elsewhere. Both
+sides use one thread for each process, and `--jobs` cases at a time (default: 2).
+
+`LEFT_OUT` names what may differ, with the reason. Nothing else may.
 """
 
 from __future__ import annotations
 
+import argparse
+import base64
+import importlib.util
 import json
+import os
+import platform
+import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from functools import cache, partial
+from html import unescape
+from importlib.metadata import entry_points
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
 import yaml
+from safetensors import safe_open
 
-_PRIVATE = {"noise_multiplier": 1.0, "delta": 1e-4, "run_key": "5a" * 32}
+Facts = dict[str, Any]  # by name; a difference names them
+
+_KEY, _SEED = "5a" * 32, "5b" * 32
+_STEPS = 1000  # of the training that is interrupted
+_PRIVATE = {"noise_multiplier": 1.0, "delta": 1e-4, "run_key": _KEY}
 _OPEN = {"noise_multiplier": 0, "clipping": "none"}
-_SMOOTHED = {"sigma": 0.25, "n": 300, "n0": 20, "max_inputs": 10}
-_SCORES = {"n": 300, "n0": 20, "max_inputs": 10}
+# The executed classifier is named, not chosen by a probe of this machine's speed.
+_FIXED = {"seed": "5a5a", "form": "frozen", "batch": 50, "max_inputs": 12}
+_VOTES = {**_FIXED, "sigma": 0.25, "n": 300, "n0": 20}
+_SCORES = {**_FIXED, "n": 300, "n0": 20}
 _DENOISER = {
     "name": "conv-autoencoder", "options": {"channels": [4, 8], "width": None},
     "classifier": "classifier",
 }  # fmt: skip
+_SCATTERING = {"widths": [1.0], "stride": 1, "width": None}
 _PUBLIC = {
     "model": {"name": "small-cnn", "options": {"width": 4}},
     "training": {"batch_size": 40, "steps": 10, "learning_rate": 0.5},
 }
 
-# name -> what differs from the base; None removes a field.
-CASES: dict[str, dict[str, Any]] = {
-    "dp-sgd": {"certify": _SMOOTHED},
-    "capped": {
-        "privacy": {"batch_cap": 50, "clipping": "per-layer"},
-        "certify": {**_SMOOTHED, "mode": "target", "radii": [0.1, 0.2]},
-    },
-    "automatic": {
-        "privacy": {"clipping": "automatic", "epsilon": 3.0, "noise_multiplier": None},
-        "training": {"optimizer": "adam", "momentum": 0.0, "learning_rate": 0.01, "ema": 0.9},
-        "certify": {**_SMOOTHED, "mode": "anytime"},
-    },
-    "dplis": {"method": {"name": "dplis", "draws": 3}, "certify": _SMOOTHED},
-    "dplis-sum": {"method": {"name": "dplis", "draws": 2, "aggregate": "sum", "per_example": True}},
-    "input-noise": {
-        "method": {"name": "input-noise", "sigma": 0.25, "draws": 2, "consistency": 1.0},
-        "certify": {**_SMOOTHED, "noise": "laplace"},
-    },
-    "pixeldp": {
-        "method": {"name": "pixeldp", "epsilon_r": 1.0},
-        "privacy": _OPEN,
-        "certify": {**_SCORES, "norm": "linf"},
-    },
-    "hgm": {
-        "method": {"name": "hgm-pixeldp", "redistribution": {"steps": 5, "max_records": 50}},
-        "data": {"public": 0.3},
-        "privacy": _OPEN,
-        "certify": {**_SCORES, "bound": "counts"},
-    },
-    "secure-paid": {
-        "method": {"name": "secure-sgd", "redistribution": {"source": "paid"}},
-        "certify": {**_SCORES, "bound": "bernstein"},
-    },
-    "secure-faithful": {
-        "method": {
-            "name": "secure-sgd", "paper_faithful": True, "mechanism": "analytic",
-            "redistribution": {"source": "private", "steps": 5, "max_records": 50},
+# ---- what may differ
+
+LEFT_OUT_FILES = {
+    "*.log": "what Ray says of its session",
+    "private/ray/*": "files of Ray's own",
+    "private/*/ray/*": "files of Ray's own",
+    "private/metrics.jsonl": "seconds of each step beside what the ledger and the weights say",
+    "private/*/metrics.jsonl": "the same of a trial",
+    "*/timings.csv": "seconds of each input",
+    "*/rate.json": "draws per second, which size chunks only",
+    "*/journal.jsonl": "chunks in the order in which they were done; the table holds the results",
+    "private/progress.json": "how fast the training was",
+    "private/*/progress.json": "the same of a trial",
+    "private/ledger.anchor": "how far the ledger goes, by its last line's check",
+    "private/*/ledger.anchor": "the same of a trial",
+    "private/*/processes.json": "nonces of processes",
+    "release/SHA256SUMS": "sums of the files beside it, which are compared",
+    "release/SHA256SUMS.sig": "the signature of these sums; `verify --signer` checks it",
+    "*/.*": "locks and leftovers",
+}
+LEFT_OUT = {  # the end of a key's place in JSON
+    "nonce": "drawn afresh by every process",
+    "identity.code": "a digest of the package's sources",
+    "ledger.check": "the last line's, which chains it to the nonces and code before it",
+    "training time": "as a dry run measures it",
+    "classifier.check": "a digest of answers to a batch that is drawn at random",
+    "charge": "names what a run takes from a budget, drawn afresh",
+    "seconds": "how long it took",
+    "folder": "where a run lies",
+}
+# Of some cases only, by the name of what is compared.
+_NOISY = {
+    "*evaluation*": "of a model with noise of its own, over fresh draws",
+    "*/report/*": "shows it",
+}
+_PATHS = {"*identity.recipe": "holds the path of the public model", "*identity.begun with": "too"}
+_DATE = re.compile(r"\b20\d\d-\d\d-\d\d\b")
+
+
+# ---- cases
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command of a case. output: the name under which what it prints is compared: all of it
+    where it is JSON, of other text the numbers called epsilon. again: also run on a copy of what
+    the old version left, where it must change nothing. code: its exit code."""
+
+    words: tuple[str, ...]
+    output: str | None = None
+    again: bool = False
+    code: int = 0
+
+
+def step(text: str, output: str | None = None, *, again: bool = False, code: int = 0) -> Step:
+    return Step(tuple(text.split()), output, again, code)
+
+
+@dataclass(frozen=True)
+class Case:
+    """about: what it compares. recipe: what differs from the base; None removes a field. steps:
+    after `dpdist run`, or in place of it (`first`). left_out: what may differ here, and why. ray:
+    by the `dpdist` beside this Python, with Ray. special: what it does besides.
+    """
+
+    about: str
+    recipe: Mapping[str, Any]
+    steps: tuple[Step, ...] = ()
+    first: tuple[Step, ...] | None = None
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    ray: bool = False
+    special: str | None = None
+
+    def commands(self, name: str) -> tuple[Step, ...]:
+        public = {"initial", "classifier"} & set(self.recipe.get("model", ()))
+        before = (step(f"pretrain {name}.yaml"),) if public else ()
+        return (*before, *(self.first or (step(f"run {name}.yaml"),)), *self.steps, *_ends(name))
+
+
+def _ends(name: str) -> tuple[Step, ...]:
+    """What is said of every run: the page, and all facts that reports are made of."""
+    return step(f"report {name}", "report", again=True), step(f"compare {name} --json", "facts")
+
+
+_ATTACK = "--max-inputs 6 --steps 2 --seed 5a5a"
+CASES: dict[str, Case] = {
+    "fixed": Case(
+        "DP-SGD; Cohen's certificate, its shares and re-bound table, at attacked copies, PREDICT",
+        {"certify": _VOTES},
+        (
+            step("certify fixed --json", "certified", again=True),
+            step("certify fixed --rebound alpha=0.01 --json", "rebound"),
+            step("certify fixed --start 1 --every 2 --max-inputs 3"),
+            step("certify fixed --start 2 --every 2 --max-inputs 3"),
+            step("certify fixed --merge --json", "merged"),
+
+            step("certify fixed --at attacked:pgd,0.05 --max-inputs 4 --json", "attacked"),
+            # With so little noise all draws agree: the radius then follows from n alone.
+            step("predict fixed image.npy --sigma 0.001 --n 200 --json", "predicted"),
+            step("predict fixed image.npy --sigma 0.001 --n 200 --json --label-only", "label"),
+        ),
+    ),
+    "attacks": Case(
+        "attacks in both norms, of the network and the smoothed one; certificates under attack",
+        {"certify": _VOTES},
+        (
+            step(f"attack attacks --sizes 0.05,0.1 {_ATTACK}", again=True),
+            step(f"attack attacks --norm l2 --smoothed --sizes 0.25 --n 100 {_ATTACK}"),
+            step(f"attack attacks --check-certificates {_ATTACK}", again=True),
+        ),
+    ),
+    "released": Case(
+        "a signed release with certificates, what verify says, a certification of the release",
+        {"certify": _VOTES},
+        (
+            step("audit released --set releases=500", "audit"),
+            step("release released --licence MIT --not-private --sign key.pem --json", "card"),
+            step("verify runs/released/release --signer public.pem --redraw 3", "verified",
+                 again=True),
+            step("certify runs/released/release --max-inputs 3 --json", "certified"),
+            step("predict runs/released/release image.npy --sigma 0.001 --n 200 --json", "said"),
+        ),
+    ),
+    "two-class": Case(
+        "a batch cap, clips by layer; two classes bounded",
+        {
+            "privacy": {"batch_cap": 100, "clipping": "per-layer"},
+            "certify": {**_VOTES, "mode": "two-class"},
         },
-        "certify": _SMOOTHED,
-    },
-    "two-workers": {
-        "training": {"reproducible": True}, "resources": {"workers": 2},
-    },
-    "initial": {
-        "data": {"public": 0.3}, "model": {"initial": "initial"}, "public": {"model": None},
-    },
-    "denoiser": {
-        "data": {"public": 0.3}, "method": {"name": "transdenoiser", "draws": 2},
-        "model": _DENOISER,
-        "public": {}, "certify": _SMOOTHED,
-    },
-    "denoiser-full": {
-        "data": {"public": 0.3}, "method": {"name": "transdenoiser", "variant": "full"},
-        "model": _DENOISER,
-        "privacy": {"noise_multiplier": 0}, "public": {}, "training": {"steps": 4},
-    },
+    ),
+    "target": Case(
+        "sharded release by two workers; radii decided by a sequential test",
+        {
+            "resources": {"workers": 2, "release": "sharded"},
+            "certify": {**_VOTES, "mode": "target", "radii": [0.1, 0.2]},
+        },
+        ray=True,
+    ),
+    "anytime": Case(
+        "automatic clipping, calibrated noise, Adam, averaged weights; a confidence sequence",
+        {
+            "privacy": {"clipping": "automatic", "epsilon": 3.0, "noise_multiplier": None},
+            "training": {"optimizer": "adam", "momentum": 0.0, "learning_rate": 0.01, "ema": 0.9},
+            "certify": {**_VOTES, "mode": "anytime", "radii": [0.1]},
+        },
+    ),
+    "bank": Case(
+        "DPlis; one bank of noise for all inputs",
+        {"method": {"name": "dplis", "draws": 3}, "certify": {**_VOTES, "noise_bank": True}},
+    ),
+    "uniform": Case(
+        "DPlis by sums for each example; uniform noise, L1",
+        {
+            "method": {"name": "dplis", "draws": 2, "aggregate": "sum", "per_example": True},
+            "certify": {**_VOTES, "noise": "uniform"},
+        },
+    ),
+    "laplace": Case(
+        "noise on the input with a consistency loss; Laplace noise, L1",
+        {
+            "method": {"name": "input-noise", "sigma": 0.25, "draws": 2, "consistency": 1.0},
+            "certify": {**_VOTES, "noise": "laplace"},
+        },
+    ),
+    "scores-hoeffding": Case(
+        "PixelDP; expected scores by Hoeffding, L-infinity",
+        {
+            "method": {"name": "pixeldp", "epsilon_r": 1.0},
+            "privacy": _OPEN,
+            "certify": {**_SCORES, "norm": "linf"},
+        },
+        (step(f"attack scores-hoeffding --sizes 0.05 --n 100 {_ATTACK}"),),
+        left_out=_NOISY,
+    ),
+    "scores-counts": Case(
+        "HGM-PixelDP with redistributed noise; expected scores by counts",
+        {
+            "method": {"name": "hgm-pixeldp", "redistribution": {"steps": 5, "max_records": 50}},
+            "data": {"public": 0.3}, "privacy": _OPEN,
+            "certify": {**_SCORES, "bound": "counts"},
+        },
+        left_out=_NOISY,
+    ),
+    "scores-bernstein": Case(
+        "Secure-SGD with paid redistribution; expected scores by Bernstein",
+        {
+            "method": {"name": "secure-sgd", "redistribution": {"source": "paid"}},
+            "certify": {**_SCORES, "bound": "bernstein"},
+        },
+        left_out=_NOISY,
+    ),
+    "scores-betting": Case(
+        "PixelDP; expected scores by betting, one-sided",
+        {
+            "method": {"name": "pixeldp", "epsilon_r": 1.0},
+            "privacy": _OPEN,
+            "certify": {**_SCORES, "bound": "betting", "one_sided": True},
+        },
+        left_out=_NOISY,
+    ),
+    "scores-target": Case(
+        "PixelDP; radii decided by scores",
+        {
+            "method": {"name": "pixeldp", "epsilon_r": 1.0},
+            "privacy": _OPEN,
+            "certify": {**_SCORES, "mode": "target-scores", "radii": [0.01, 0.05]},
+        },
+        left_out=_NOISY,
+    ),
+    "both-noises": Case(
+        "Secure-SGD as published, redistributed from private sums; both its noises certify",
+        {
+            "method": {
+                "name": "secure-sgd", "paper_faithful": True, "mechanism": "analytic",
+                "redistribution": {"source": "private", "steps": 5, "max_records": 50},
+            },
+            "certify": _VOTES,
+        },
+        left_out=_NOISY,
+    ),
+    "reproducible": Case(
+        "canonical shards by two workers",
+        {"training": {"reproducible": True}, "resources": {"workers": 2}},
+    ),
+    "elastic": Case(
+        "as many workers as there is room for, from one to two, with canonical shards",
+        {
+            "training": {"reproducible": True},
+            "resources": {"workers": {"min": 1, "max": 2}},
+        },
+        ray=True,
+    ),
+    "initial": Case(
+        "initial weights trained on public records",
+        {"data": {"public": 0.3}, "model": {"initial": "initial"}, "public": {"model": None}},
+        left_out=_PATHS,
+    ),
+    "denoiser": Case(
+        "TransDenoiser before a frozen classifier",
+        {
+            "data": {"public": 0.3}, "method": {"name": "transdenoiser", "draws": 2},
+            "model": _DENOISER, "public": {}, "certify": _VOTES,
+        },
+        left_out=_PATHS,
+    ),
+    "denoiser-full": Case(
+        "TransDenoiser, its full variant",
+        {
+            "data": {"public": 0.3}, "method": {"name": "transdenoiser", "variant": "full"},
+            "model": _DENOISER, "privacy": {"noise_multiplier": 0}, "public": {},
+            "training": {"steps": 4},
+        },
+        left_out=_PATHS,
+    ),
+    "stobatch": Case(
+        "StoBatch: adversarial training inside each record's clip",
+        {
+            "method": {
+                "name": "stobatch", "steps": 2, "size": [0.0, 0.1], "sigma": 0.25, "split": 0.36,
+                "sensitivity": 2.0,
+            },
+            "training": {"steps": 4},
+        },
+        left_out=_NOISY,
+    ),
+    "functional": Case(
+        "a linear head from noisy sums",
+        {
+            "model": {"name": "scattering", "options": _SCATTERING},
+            "method": "functional",
+            "training": {"batch_size": 1, "steps": 1, "learning_rate": 1.0, "momentum": 0.0},
+        },
+    ),
+    "noisy-records": Case(
+        "records noised once before training",
+        {
+            "model": "linear",
+            "data": {"max_train": None},
+            "method": {"name": "noisy-records", "input_norm": 4, "label_epsilon": 3},
+            "privacy": {"epsilon": 20, "noise_multiplier": None, "neighbours": "replace-one"},
+        },
+    ),
+    "pate": Case(
+        "PATE: teachers, votes, a student",
+        {
+            "data": {"public": 0.2, "max_train": None}, "model": "linear",
+            "method": {
+                "name": "pate", "teachers": 8, "public": {"data": "digits"}, "queries": 20,
+                "answers": 20,
+                "teaching": {"training": {"batch_size": 10, "steps": 5, "learning_rate": 0.5}},
+            },
+            "privacy": {"clipping": "none", "nominal_records": 1100},
+        },
+    ),
+    "prediction": Case(
+        "private prediction: teachers, and answers that are counted",
+        {
+            "data": {"max_train": None},
+            "model": "linear",
+            "method": {
+                "name": "private-prediction", "teachers": 8, "logit_bound": 3, "queries": 12,
+                "evaluate": 6,
+            },
+            "privacy": {"nominal_records": 1400},
+        },
+        (step("predict prediction image.npy --json", "answered"),),
+    ),
+    "search": Case(
+        "a private search of a secret number of trials, its winner certified",
+        {
+            "certify": {**_VOTES, "n": 100},
+            "tune": {
+                "space": {
+                    "training.learning_rate": {"log_uniform": [0.1, 1.0]},
+                    "training.batch_size": {"choice": [30, 40]},
+                },
+                "law": {"name": "poisson", "mean": 2},
+                "score": {"hold_out": 0.2}, "concurrent": 1,
+            },
+        },
+        (step("tune search.yaml --resume", again=True),),
+        ray=True,
+    ),
+    "poison": Case(
+        "certificates against poisoned records: by keys, by partitions",
+        {"model": "linear", "training": {"steps": 3}},
+        (
+            step(f"poison poison.yaml --models 8 --select 2 --alpha 0.1 --seed {_SEED} "
+                 "--max-inputs 12 --sigma 0.1 --radii 0.05 --csv keys.csv", again=True),
+            step(f"poison poison.yaml --models 6 --partitions --seed {_SEED} --max-inputs 12 "
+                 "--csv partitions.csv"),
+        ),
+    ),
+    "audit": Case(
+        "audits: canaries in one training, many trainings",
+        {
+            "model": "linear", "training": {"steps": 4},
+            "audit": {"kind": "canaries", "canaries": 40, "guesses": 10},
+        },
+        (
+            step("audit audit", "canaries"),
+            step(f"audit many.yaml --kind many-runs --set trainings=12 --set seed={_SEED}", "many"),
+        ),
+    ),
+    "accounting": Case(
+        "privacy arithmetic, without any run",
+        {
+            "tune": {
+                "space": {"training.learning_rate": {"log_uniform": [0.1, 1.0]}},
+                "law": {"name": "logarithmic", "mean": 3},
+            },
+        },
+        first=tuple(
+            step(f"{words} --json", f"{number:02d}")
+            for number, words in enumerate((
+                "account epsilon --records 60000 --batch-size 256 --noise-multiplier 1.1 "
+                "--steps 3516 --delta 1e-5",
+                "account noise --epsilon 1 --records 60000 --batch-size 256 --steps 3516 "
+                "--delta 1e-5",
+                "tune accounting.yaml --plan --records 400 --trials 2,5",
+                "run accounting.yaml --dry-run",
+                "radius --hits 990 --draws 1000 --sigma 0.5 --dimension 64",
+            ))
+        ),
+        special="no run",
+    ),
+    "no-key": Case(
+        "no fixed key, on a budget, released: epsilon, attempts and ledger entries, not bits",
+        {
+            "privacy": {"run_key": None, "budget": "budget", "epsilon": 4.0,
+                        "noise_multiplier": None},
+            "certify": {**_VOTES, "seed": None},
+        },
+        (
+            step("release no-key --licence MIT --json", "card"),
+            step("verify runs/no-key/release", again=True),
+            step("budget --folder budget --json", "budget"),
+        ),
+        special="no key",
+    ),
+    "paused": Case(
+        "a training and a certification that were interrupted, and went on",
+        {
+            "training": {"steps": _STEPS, "batch_size": 10, "learning_rate": 0.1},
+            "resources": {"checkpoint_seconds": 0.5},
+            "certify": {**_VOTES, "n": 20000, "batch": 500, "max_inputs": 40},
+        },
+        (step("certify paused"),),
+        first=(step("train paused.yaml"),),
+        left_out={
+            "*checkpoints/step-0000*": "written as time passes; the last one is step-00001000",
+            "*/report/*": "how long the training took",
+        },
+        special="paused",
+    ),
 }  # fmt: skip
-ATTACKED = ("dp-sgd", "hgm", "secure-faithful")
-_ATTACK = ("--max-inputs", "6", "--sizes", "0.05", "--steps", "2", "--seed", "5a5a")
-_DRAWS = ("--n", "100")  # of a model with noise
 
 
 def recipe(name: str) -> dict[str, Any]:
@@ -105,102 +483,531 @@ def recipe(name: str) -> dict[str, Any]:
         "data": {"name": "digits", "max_train": 400},
         "model": {"name": "small-cnn", "options": {"width": 4}},
         "privacy": dict(_PRIVATE),
-        "training": {"batch_size": 40, "steps": 8, "learning_rate": 0.5, "momentum": 0.5},
+        "training": {"batch_size": 80, "steps": 16, "learning_rate": 0.5, "momentum": 0.5},
         "resources": {"micro_batch": 16, "certify_actors": 1},
     }
-    change = CASES[name]
+    change = dict(CASES[name].recipe)
     if "public" in change:
-        change = {**change, "public": {**_PUBLIC, **change["public"]}}
+        change["public"] = {**_PUBLIC, **change["public"]}
     return _merged(raw, change)
 
 
-def _merged(raw: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
+def _merged(raw: dict[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in change.items():
         if value is None:
             raw.pop(key, None)
         elif isinstance(value, dict):
-            raw[key] = _merged(dict(raw.get(key, {})), value)
+            before = raw.get(key)
+            raw[key] = _merged(dict(before) if isinstance(before, dict) else {}, value)
         else:
             raw[key] = value
     return raw
 
 
-def dpdist(folder: Path, *words: str) -> None:
-    """Run the command in `folder`; ends the program when it fails."""
-    command = [str(Path(sys.executable).with_name("dpdist")), *words]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"dpdist {' '.join(words)} failed:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
+# ---- running
 
 
-def train(folder: Path, name: str) -> None:
-    path = folder / f"{name}.yaml"
-    path.write_text(yaml.safe_dump(recipe(name)))
-    public = {"initial", "classifier"} & set(CASES[name].get("model", ()))
-    if any(not (folder / part).exists() for part in public):
-        dpdist(folder, "pretrain", path.name)
-    dpdist(folder, "train", path.name)
+class Failed(Exception):
+    """A command did not end as it should."""
 
 
-def evaluate(folder: Path, name: str) -> None:
-    """Everything that reads the model: certificates, attacks, report."""
-    if "certify" in CASES[name]:
-        dpdist(folder, "certify", name)
-    if name in ATTACKED:
-        dpdist(folder, "attack", name, *_ATTACK, *(() if name == "dp-sgd" else _DRAWS))
-    dpdist(folder, "report", name)
+def _environment() -> dict[str, str]:
+    """One thread, and nothing that a user has set for Ray or for dpdist."""
+    outer = ("RAY_", "DPDIST_")
+    own = {key: value for key, value in os.environ.items() if not key.startswith(outer)}
+    threads = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "MKL", "OPENBLAS")}
+    return own | threads | {"COLUMNS": "200", "NO_COLOR": "1"}
 
 
-def results(run: Path) -> dict[str, Any]:
-    """What must not change, by name: bytes of models and tables, releases of the ledger, plan."""
-    found: dict[str, Any] = {
-        "model": (run / "private/model/model.safetensors").read_bytes(),
-        "plan": json.loads((run / "private/plan.json").read_text()),
-    }
-    entries = [json.loads(line) for line in (run / "private/ledger.jsonl").read_text().splitlines()]
-    records = [entry.get("record", entry) for entry in entries]
-    found["releases"] = [r["id"] for r in records if r["kind"] == "release"]
-    for table in sorted([*run.glob("certificates/*/*.parquet"), *run.glob("attacks/*/*.parquet")]):
-        found[str(table.relative_to(run))] = table.read_bytes()
+def dpdist(folder: Path, each: Step, ray: bool = False) -> str:
+    """Run a command in `folder`; return what it printed."""
+    if ray or not _without_ray():
+        done = subprocess.run(_command(each.words), cwd=folder, capture_output=True, text=True)
+        code, out, err = done.returncode, done.stdout, done.stderr
+    else:
+        code, out, err = _here(folder, each.words)
+    if code != each.code:
+        said = f"{out[-2000:]}\n{err[-2000:]}".strip()
+        raise Failed(f"dpdist {' '.join(each.words)}: exit code {code}\n{said}")
+    return out
+
+
+def _command(words: Sequence[str]) -> list[str]:
+    return [str(Path(sys.executable).with_name("dpdist")), *words]
+
+
+@cache
+def _without_ray() -> bool:
+    """See to it that commands in this process start no Ray. Whether the checkout knows how to."""
+    package = importlib.util.find_spec("dpdist")
+    assert package is not None and package.origin is not None
+    sys.path.insert(0, str(Path(package.origin).parent.parent / "tests"))
+    try:
+        here = importlib.import_module("support.here")
+        here.without_ray(pytest.MonkeyPatch())
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+def _here(folder: Path, words: Sequence[str]) -> tuple[int, str, str]:
+    """Exit code and output of a command in this process."""
+    (script,) = entry_points(group="console_scripts", name="dpdist")
+    out, err = StringIO(), StringIO()
+    before, sys.argv = sys.argv, ["dpdist", *words]
+    os.chdir(folder)
+    code = 0
+    try:
+        with redirect_stdout(out), redirect_stderr(err):
+            script.load()()
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except Exception:
+        code, err = -1, StringIO(traceback.format_exc())
+    finally:
+        sys.argv = before
+    return code, out.getvalue(), err.getvalue()
+
+
+def prepare(folder: Path, name: str) -> None:
+    """The files that a case begins with."""
+    folder.mkdir(parents=True)
+    raw = recipe(name)
+    (folder / f"{name}.yaml").write_text(yaml.safe_dump(raw))
+    if name == "audit":
+        plain = {key: value for key, value in raw.items() if key != "audit"} | {"name": "many"}
+        (folder / "many.yaml").write_text(yaml.safe_dump(plain))
+    row, column = np.indices((8, 8))
+    np.save(folder / "image.npy", ((row - 3.5) ** 2 + (column - 3.5) ** 2 < 9)[None].astype("f4"))
+    _write_key(folder)
+
+
+def _write_key(folder: Path) -> None:
+    """An Ed25519 key (RFC 8410), always the same."""
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+    from cryptography.hazmat.primitives.serialization import (
+        Encoding,
+        NoEncryption,
+        PrivateFormat,
+        PublicFormat,
+    )
+
+    key = Ed25519PrivateKey.from_private_bytes(bytes.fromhex(_KEY))
+    pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    (folder / "key.pem").write_bytes(pem)
+    public = key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+    (folder / "public.pem").write_bytes(public)
+
+
+def run_case(folder: Path, name: str, old: Path | None = None) -> None:
+    """Everything of a case, in a new folder. old: the recorded one, which pins what is executed."""
+    prepare(folder, name)
+    said = folder / "said"
+    said.mkdir()
+    case = CASES[name]
+    steps = case.commands(name)
+    if case.special == "no run":
+        steps = steps[: -len(_ends(name))]
+    for each in steps:
+        text = dpdist(folder, each, case.ray)
+        if old is not None:
+            _pin(old, folder)
+        if each.output is not None:
+            (said / f"{each.output}.txt").write_text(text)
+
+
+def _pin(old: Path, new: Path) -> None:
+    """Let an attack, or the certification of a release, execute what the recorded one did: its seed
+    or its form of the classifier cannot be asked for."""
+    found = [*old.glob("runs/*/attacks/*/settings.json"), *old.glob("certificates/*/*/*.json")]
+    for settings in found:
+        place = new / settings.parent.relative_to(old)
+        begun = "runs" not in settings.relative_to(old).parts or place.parent.parent.exists()
+        if begun and not (place / settings.name).exists():
+            place.mkdir(parents=True, exist_ok=True)
+            shutil.copy(settings, place)
+            if (rate := settings.with_name("rate.json")).exists():
+                shutil.copy(rate, place)
+
+
+def interrupt(folder: Path, words: str, reached: Callable[[], bool]) -> None:
+    """Begin a command and press Ctrl-C once it got so far."""
+    process = subprocess.Popen(
+        _command(words.split()), cwd=folder,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+    while not reached():
+        if process.poll() is not None:
+            raise Failed(f"dpdist {words}: ended before it was interrupted")
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    process.communicate()
+
+
+def pause(folder: Path) -> None:
+    """A training and a certification of the case `paused`, interrupted half-way, in a folder of
+    their own."""
+    prepare(folder, "paused")
+    run = folder / "runs" / "paused"
+
+    def trained() -> bool:
+        return any(run.glob("private/checkpoints/*/done.json")) and _lines(ledger) > 300
+
+    ledger = run / "private/ledger.jsonl"
+    interrupt(folder, "train paused.yaml", trained)
+
+
+def pause_certification(folder: Path) -> None:
+    """The same of the certification of the finished run beside it."""
+    (found,) = folder.glob("runs/paused/certificates/*")
+    shutil.rmtree(found)
+    interrupt(folder, "certify paused", lambda: _lines(found / "journal.jsonl") > 8)
+    if (found / "certificates.parquet").exists():
+        raise Failed("certify paused: ended before it was interrupted; give it more draws")
+
+
+def _lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+# ---- what is compared
+
+
+def results(folder: Path, *places: Path) -> Facts:
+    """All that a case left and said, by name, but for what `LEFT_OUT` names.
+
+    places: where else it lay; paths are compared as they are seen from the case's folder.
+    """
+    found: Facts = {}
+    others = [folder / "certificates", *folder.glob("*.csv"), *folder.glob("budget")]
+    for path in sorted(each for top in [folder / "runs", *others] for each in _files(top)):
+        inside = path.relative_to(folder).as_posix()
+        of_run = inside.split("/", 2)[-1] if inside.startswith("runs/") else inside
+        if not any(fnmatch(of_run, pattern) for pattern in LEFT_OUT_FILES):
+            found |= {f"{inside}: {key}": value for key, value in contents(path).items()}
+    for path in sorted(folder.glob("said/*.txt")):
+        found |= {f"{path.stem}, printed: {k}": v for k, v in printed(path.read_text()).items()}
+    for place in map(str, (folder, *places)):
+        found = {k: v.replace(place, "HERE") if isinstance(v, str) else v for k, v in found.items()}
     return found
 
 
-def make(folder: Path, names: list[str]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in names:
-        train(folder, name)
-        evaluate(folder, name)
-        print(f"{name}: made", flush=True)
+def _files(path: Path) -> Iterator[Path]:
+    if path.is_file():
+        yield path
+    elif path.is_dir():
+        yield from (each for each in path.rglob("*") if each.is_file())
 
 
-def check(old: Path, names: list[str]) -> int:
-    new = old.with_name(f"{old.name}-again-{Path.cwd().name}")
+def contents(path: Path) -> Facts:
+    """What a file says, by its documented format."""
+    readers: dict[str, Callable[[Path], Facts]] = {
+        ".json": lambda it: _flat(json.loads(it.read_text())),
+        ".yaml": lambda it: _flat(yaml.safe_load(it.read_text())),
+        ".jsonl": _journal,
+        ".safetensors": _tensors,
+        ".parquet": _table,
+        ".html": _page,
+    }
+    if path.suffix in readers:
+        return readers[path.suffix](path)
+    data = path.read_bytes()
+    try:
+        return {"text": _DATE.sub("DATE", data.decode())}
+    except UnicodeDecodeError:
+        return {"bytes": base64.b85encode(data).decode()}
+
+
+def _flat(value: Any, name: str = "") -> Facts:
+    """The leaves of JSON by their place; what `LEFT_OUT` names is not among them."""
+    if isinstance(value, Mapping) and value:
+        found, items = {}, [(str(key), each) for key, each in value.items()]
+    elif isinstance(value, list):
+        found, items = {f"{name}#": len(value)}, [(str(n), each) for n, each in enumerate(value)]
+    else:
+        return {name: value}
+    for key, each in items:
+        place = f"{name}.{key}" if name else key
+        if not any(f".{place}".endswith(f".{left}") for left in LEFT_OUT):
+            found |= _flat(each, place)
+    return found
+
+
+def _journal(path: Path) -> Facts:
+    """A ledger, or another file of JSON lines."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    records = [line.get("record", line) for line in lines]
+    if records and "plan" in records[0]:
+        del records[0]["id"]  # names the file, and is drawn afresh
+    return _flat(records)
+
+
+def _tensors(path: Path) -> Facts:
+    """Every tensor to the bit."""
+    found: Facts = {}
+    with safe_open(path, "pt") as file:
+        found |= _flat(dict(file.metadata() or {}), "metadata")
+        for name in sorted(file.keys()):
+            tensor = file.get_tensor(name)
+            raw = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            found[name] = f"{tensor.dtype} {tuple(tensor.shape)} {base64.b85encode(raw).decode()}"
+    return found
+
+
+def _table(path: Path) -> Facts:
+    """Columns, rows and metadata of a table, and the bytes of its file."""
+    table = pq.read_table(path)
+    found: Facts = {}
+    for key, value in (table.schema.metadata or {}).items():
+        name = key.decode()
+        found[f"metadata {name}"] = "there"
+        if name != "dpdist.settings":  # a digest of all of it, with what may differ
+            found |= _flat(_parsed(value.decode()), name)
+    for column in table.schema:
+        found[f"column {column.name}"] = f"{column.type}{'' if column.nullable else ', not null'}"
+        for row, value in enumerate(table[column.name].to_pylist()):
+            found[f"{column.name}, row {row}"] = repr(value)
+    return found
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _page(path: Path) -> Facts:
+    """The numbers that a reader of the page sees, in their order, and how many of them."""
+    text = path.read_text()
+    text = re.sub(r"(?s)<(script|style)\b.*?</\1>", " ", text)
+    shown = _DATE.sub(" ", unescape(re.sub(r"(?s)<[^>]*>", " ", text)))
+    numbers = re.findall(r"\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?(?! s\b)", shown)
+    return _flat(numbers, "number")
+
+
+def printed(text: str) -> Facts:
+    """JSON as it stands; of other text the values of epsilon."""
+    try:
+        lines = [json.loads(text)]
+    except ValueError:
+        try:
+            lines = [json.loads(line) for line in text.splitlines()]
+        except ValueError:
+            return _flat(re.findall(r"epsilon\W+([0-9.]+(?:e[+-]?\d+)?|inf\w*)", text), "epsilon")
+    return _flat(lines[0] if len(lines) == 1 else lines)
+
+
+def _compared(found: Facts, left_out: Mapping[str, str]) -> Facts:
+    return {k: v for k, v in found.items() if not any(fnmatch(k, each) for each in left_out)}
+
+
+def _without_key(found: Facts) -> Facts:
+    """What does not depend on a key drawn afresh: plan, card, how many entries of which kind."""
+    kept: Facts = {}
+    kinds: Counter[str] = Counter()
+    fixed = ("plan.json", "privacy_card.json", "recipe.yaml", "data.json", "run.json")
+    for key, value in found.items():
+        place, _, leaf = key.partition(": ")
+        if place.endswith("ledger.jsonl") and leaf.endswith((".kind", ".step", ".epoch")):
+            kinds[f"{place}: {leaf.split('.')[-1]} {value}"] += 1
+        elif leaf.endswith((".model hash", ".budget", ".run")):
+            continue  # follow from the key
+        elif place.endswith(fixed) or place in ("card, printed", "budget, printed"):
+            kept[key] = value
+        elif place == "facts, printed":
+            kept |= {key: value} if ".privacy_card." in leaf else {}
+    return kept | kinds
+
+
+def differences(before: Facts, after: Facts) -> list[str]:
+    """A line for each thing that is not the same; several in one place share one."""
+    lines: dict[str, list[str]] = {}
+    for key in sorted(before | after):
+        old, new = before.get(key, "nothing"), after.get(key, "nothing")
+        if old != new or type(old) is not type(new):
+            short = f"{key.partition(': ')[2]}: {_short(old)} is now {_short(new)}"
+            lines.setdefault(key.partition(": ")[0], []).append(short)
+    return [
+        f"{place}: {'; '.join(each[:3])}{f'; and {len(each) - 3} more' if len(each) > 3 else ''}"
+        for place, each in lines.items()
+    ]
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:50]}..."
+
+
+# ---- the two commands
+
+
+def machine() -> dict[str, Any]:
+    """What bits depend on besides the code."""
+    return {
+        "torch": torch.__version__, "machine": platform.machine(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "python": platform.python_version(),
+    }  # fmt: skip
+
+
+def make(base: Path, name: str) -> list[str]:
+    folder = base / name
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(base / f"{name}.paused", ignore_errors=True)
+    run_case(folder, name)
+    if CASES[name].special == "paused":
+        pause(base / f"{name}.paused" / "training")
+        other = base / f"{name}.paused" / "certification"
+        shutil.copytree(folder, other)
+        pause_certification(other)
+    return []
+
+
+def check(base: Path, name: str) -> list[str]:
+    old, new = base / name, _beside(base) / name
+    if not old.is_dir():
+        raise Failed(f"{old}: not recorded; `make` it with the old version")
     shutil.rmtree(new, ignore_errors=True)
-    new.mkdir()
-    wrong = 0
-    for name in names:
-        train(new, name)
-        for settings in (old / "runs" / name).glob("certificates/*/settings.json"):
-            place = new / "runs" / name / "certificates" / settings.parent.name
-            place.mkdir(parents=True)
-            shutil.copy(settings, place)  # the seed, and the classifier as it was executed
-            shutil.copy(settings.with_name("rate.json"), place)
-        evaluate(new, name)
-        before, after = results(old / "runs" / name), results(new / "runs" / name)
-        differ = [key for key in sorted(before | after) if before.get(key) != after.get(key)]
-        wrong += bool(differ)
-        print(f"{name}: {'DIFFERS in ' + ', '.join(differ) if differ else 'the same'}", flush=True)
-        kept = new / "kept" / "runs" / name
-        shutil.copytree(old / "runs" / name, kept)
-        dpdist(new / "kept", "report", name)
-        if results(kept) != before:
-            wrong += 1
-            print(f"{name}: a report changed the old run", flush=True)
-    return 1 if wrong else 0
+    run_case(new, name, old)
+    before, after = results(old), results(new)
+    if CASES[name].special == "no key":
+        before, after = _without_key(before), _without_key(after)
+    found = differences(*(_compared(facts, CASES[name].left_out) for facts in (before, after)))
+    if CASES[name].special == "no run":
+        return found
+    kept = new.with_name(f"{name}.kept")
+    shutil.rmtree(kept, ignore_errors=True)
+    shutil.copytree(old, kept)
+    read = reopened(kept, old, name)
+    if CASES[name].special == "paused":
+        read += _went_on(base, before)
+    return found + [f"written by the old version: {line}" for line in read]
+
+
+def reopened(kept: Path, old: Path, name: str) -> list[str]:
+    """What the new version says otherwise, or changes, of a copy of what the old one wrote."""
+    for each in CASES[name].commands(name):
+        if each.again or each.output == "facts":
+            text = dpdist(kept, each)
+            if each.output is not None:
+                (kept / "said" / f"{each.output}.txt").write_text(text)
+    return differences(results(old), results(kept, old))
+
+
+def _went_on(base: Path, before: Facts) -> list[str]:
+    """The interrupted training and certification of the old version, finished by this one."""
+    place = _beside(base) / "paused.gone-on"
+    shutil.rmtree(place, ignore_errors=True)
+    shutil.copytree(base / "paused.paused", place)
+    run = place / "training" / "runs" / "paused"
+    released = _releases(run)
+    dpdist(place / "training", step("train paused.yaml"))
+    lines = []
+    steps = _releases(run)
+    if {key: steps.get(key) for key in released} != released:
+        lines.append("training: a release on the old ledger is gone, or another one")
+    if {number for _, number in steps} != set(range(_STEPS)):
+        lines.append("training: the ledger does not have every step")
+    epochs = sorted({epoch for epoch, _ in steps})
+    if len(epochs) == 1:  # the same code: an exact replay, then the same steps
+        where = "runs/paused/private/model/model.safetensors"
+        after = {f"{where}: {k}": v for k, v in contents(place / "training" / where).items()}
+        lines += differences({key: before.get(key) for key in after}, after)
+    else:  # other code: the steps after the checkpoint are drawn and charged anew
+        second = sorted(number for epoch, number in steps if epoch == epochs[-1])
+        if len(epochs) != 2 or second != list(range(second[0], _STEPS)):
+            lines.append(f"training: went on in {len(epochs)} epochs, not from one checkpoint on")
+    return lines + _certification_went_on(place / "certification", before)
+
+
+def _certification_went_on(folder: Path, before: Facts) -> list[str]:
+    (found,) = folder.glob("runs/paused/certificates/*")
+    journal = (found / "journal.jsonl").read_bytes()
+    dpdist(folder, step("certify paused"))
+    table = found / "certificates.parquet"
+    where = table.relative_to(folder).as_posix()
+    after = {f"{where}: {key}": value for key, value in contents(table).items()}
+    lines = differences({key: before.get(key, "nothing") for key in after}, after)
+    if not (found / "journal.jsonl").read_bytes().startswith(journal):
+        lines.append("certification: what was counted before was not kept")
+    return lines
+
+
+def _releases(run: Path) -> dict[tuple[int, int], str]:
+    """Epoch and step of each release on a ledger, and its id."""
+    lines = (run / "private/ledger.jsonl").read_text().splitlines()
+    records = [json.loads(line)["record"] for line in lines]
+    return {(r["epoch"], r["step"]): r["id"] for r in records if r.get("kind") == "release"}
+
+
+def _beside(base: Path) -> Path:
+    """Where the new version's results go: one folder for each checkout."""
+    return base.with_name(f"{base.name}-again-{Path.cwd().name}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("command", choices=("make", "check", "list"))
+    parser.add_argument("base", nargs="?", type=Path, help="the recorded results")
+    parser.add_argument("cases", nargs="*", metavar="CASE", help="default: all")
+    parser.add_argument("--jobs", type=int, default=2, help="cases at a time")
+    given = parser.parse_args()
+    if given.command == "list":
+        for name, case in CASES.items():
+            print(f"{name:<18} {case.about}")
+        return 0
+    names = given.cases or list(CASES)
+    if given.base is None or (unknown := set(names) - set(CASES)):
+        parser.error("give BASE" if given.base is None else f"no such case: {sorted(unknown)}")
+    base = given.base.resolve()
+    where = base / "machine.json"
+    if given.command == "make":
+        base.mkdir(parents=True, exist_ok=True)
+        where.write_text(json.dumps(machine()))
+    elif json.loads(where.read_text()) != machine():
+        parser.error(f"recorded with {where.read_text()}, this is {json.dumps(machine())}")
+    os.environ["DPDIST_CACHE"] = str(base / "cache")
+    if any(not CASES[name].ray for name in names):
+        _without_ray()  # what it loads, each case then finds loaded
+    work = make if given.command == "make" else check
+    return _all_of([partial(_tried, work, base, name) for name in names], given.jobs)
+
+
+def _all_of(tasks: Sequence[Callable[[], bool]], jobs: int) -> int:
+    """Do each task in a process of its own, so many at a time; 0 where all of them said True."""
+    running, failed = 0, 0
+    for task in tasks:
+        if running == jobs:
+            failed += os.waitstatus_to_exitcode(os.wait()[1]) != 0
+            running -= 1
+        running += 1
+        if os.fork() == 0:
+            os._exit(0 if task() else 1)
+    while running:
+        failed += os.waitstatus_to_exitcode(os.wait()[1]) != 0
+        running -= 1
+    return int(failed > 0)
+
+
+def _tried(work: Callable[[Path, str], list[str]], base: Path, name: str) -> bool:
+    began = time.monotonic()
+    try:
+        found = work(base, name)
+    except Failed as error:
+        found = [str(error)]
+    except Exception:
+        found = [traceback.format_exc()]
+    result = "\n    ".join(["DIFFERS", *found]) if found else "made" if work is make else "the same"
+    print(f"{name}: {result} ({time.monotonic() - began:.0f} s)", flush=True)
+    return not found
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 3 or sys.argv[1] not in ("make", "check"):
-        sys.exit(__doc__)
-    where, chosen = Path(sys.argv[2]).resolve(), sys.argv[3:] or list(CASES)
-    sys.exit(make(where, chosen) if sys.argv[1] == "make" else check(where, chosen))
+    if "SAME_RESULTS" not in os.environ:  # threads are counted when torch is loaded
+        outer = _environment() | {"SAME_RESULTS": ""}
+        os.execve(sys.executable, [sys.executable, *sys.argv], outer)
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)  # Ray's own end would look for what `without_ray` has replaced
