@@ -7,11 +7,15 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from support import cases, selection
+
+if TYPE_CHECKING:
+    from support.here import Done
 
 MOST = 2.0  # seconds of processor time beyond which a test of `make check` is named
 TIMES = "dpdist/seconds"  # in pytest's cache: of each file in the last run that ran it
@@ -124,6 +128,27 @@ def here() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         without_ray(patch)
         yield
+
+
+@pytest.fixture
+def dpdist(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> Callable[..., Done]:
+    """`dpdist ARGUMENTS` in this process and in the test's own folder: what the command left."""
+    from support.here import command
+
+    return lambda *arguments: command(monkeypatch, capsys, tmp_path, *arguments)
+
+
+@pytest.fixture
+def dpdist_without_ray(
+    monkeypatch: pytest.MonkeyPatch, dpdist: Callable[..., Done]
+) -> Callable[..., Done]:
+    """The same, and nothing starts Ray."""
+    from support.here import without_ray
+
+    without_ray(monkeypatch)
+    return dpdist
 
 
 @pytest.fixture(scope="session")

@@ -11,8 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.files import contents
 from support.training import make, train
-from test_exporting import OUTSIDE, files
+from test_exporting import OUTSIDE
 
 from dpdist.base.errors import ClusterError, UserError
 from dpdist.base.names import check_path, check_paths
@@ -62,11 +63,11 @@ def forge(store: ObjectStore, change: Callable[[dict], object]) -> None:
 
 def refused(store: ObjectStore, tmp_path: Path, match: str) -> None:
     """By all three that read an archive, and nothing is left anywhere."""
-    before = files(tmp_path)
+    before = contents(tmp_path)
     for reader in (archives.restore, archives.read_copy, archives.fetch):
         with pytest.raises((UserError, ClusterError), match=match):
             reader(store.url, tmp_path / "inside" / "runs")
-        assert files(tmp_path) == before, reader
+        assert contents(tmp_path) == before, reader
         assert not [p for p in (tmp_path / "inside").rglob("*") if p.is_file()]
 
 
@@ -103,7 +104,7 @@ def test_a_files_name_cannot_lead_out(archived, tmp_path, name):
 def test_a_private_file_under_another_name_is_not_fetched(archived, tmp_path, name):
     forge(archived, lambda m: m["files"].update({name: m["files"].pop("private/run.key")}))
     target, paths = archives.fetch(archived.url, tmp_path / "fetched")
-    assert set(paths) == {"recipe.yaml", "evaluation.json"} == set(files(target))
+    assert set(paths) == {"recipe.yaml", "evaluation.json"} == set(contents(target))
 
 
 @pytest.mark.parametrize(

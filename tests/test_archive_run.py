@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import yaml
 from support.here import command, without_ray
 from support.processes import kill, slow_steps, start, steps_done, wait_for
+from support.recipes import write_recipe
 
 from dpdist.cluster.objectstore import Missing, ObjectStore
 from dpdist.privacy.ledger import Ledger
@@ -60,9 +60,7 @@ def recipe(tmp_path: Path) -> Path:
         "training": {"batch_size": 50, "steps": STEPS, "learning_rate": 0.2},
         "resources": {"checkpoint_seconds": 0.5},
     }
-    path = tmp_path / "r.yaml"
-    path.write_text(yaml.safe_dump(raw))
-    return path
+    return write_recipe(tmp_path, raw)
 
 
 def test_a_lost_host_a_restored_run_and_a_reader_elsewhere(

@@ -9,10 +9,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import yaml
+from support.datasets import write_split
+from support.recipes import write_recipe
 
 from dpdist.commands.cli import main
 
@@ -63,11 +63,7 @@ def recipe(tmp_path: Path, **sections) -> Path:
         "privacy": {"noise_multiplier": 1.0, "delta": 1e-4},
         "training": {"batch_size": 50, "steps": 5, "learning_rate": 0.1},
     }
-    for section, values in sections.items():
-        raw[section] = {**raw.get(section, {}), **values} if isinstance(values, dict) else values
-    path = tmp_path / "r.yaml"
-    path.write_text(yaml.safe_dump(raw))
-    return path
+    return write_recipe(tmp_path, raw, **sections)
 
 
 def refused(done) -> str:
@@ -252,8 +248,7 @@ def test_batchnorm_is_refused_with_advice(dpdist, tmp_path):
 
 def test_wrong_columns_and_labels(dpdist, tmp_path):
     folder = tmp_path / "data" / "mine"
-    folder.mkdir(parents=True)
-    pq.write_table(pa.table({"x": [1.0, 2.0], "label": [0, 1]}), folder / "train.parquet")
+    write_split(folder, x=[1.0, 2.0], label=[0, 1])
     path = recipe(tmp_path, data={"name": "mine", "root": str(tmp_path / "data")})
     assert "no column 'image'; it has x, label" in refused(dpdist("train", path, cwd=tmp_path))
     columns = {"features": ["x"]}

@@ -15,7 +15,6 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 import torch
-import yaml
 from support.extending import TOY
 from support.here import command, without_ray
 from support.processes import (
@@ -32,6 +31,7 @@ from support.processes import (
     training_workers,
     wait_for,
 )
+from support.recipes import write_recipe
 from support.threads import one_thread
 
 from dpdist.privacy.ledger import Ledger
@@ -49,12 +49,7 @@ def recipe(folder: Path, **sections) -> Path:
         "certify": {"sigma": 0.25, "n": 200, "max_inputs": 10, "radii": [0.1, 0.25]},
         "resources": {"workers": 2},
     }
-    for section, values in sections.items():
-        raw[section] = {**raw.get(section, {}), **values}
-    folder.mkdir(exist_ok=True)
-    path = folder / "r.yaml"
-    path.write_text(yaml.safe_dump(raw))
-    return path
+    return write_recipe(folder, raw, **sections)
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ import gzip
 import hashlib
 import io
 import tarfile
-from pathlib import Path
 
 import pytest
+from support.files import contents
 
 from dpdist.base.errors import UserError
 from dpdist.release.files import RELEASED
@@ -52,16 +52,10 @@ def run(tmp_path) -> RunFolder:
     return RunFolder(folder)
 
 
-def files(folder: Path) -> dict[str, bytes]:
-    return {
-        p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()
-    }
-
-
 def test_publishable_files_come_home_and_private_ones_stay(run, tmp_path):
     log = f"chatter before\n{export(run)}\nchatter after\n"
     written = unpack(log, tmp_path / "home")
-    assert files(tmp_path / "home") == PUBLIC
+    assert contents(tmp_path / "home") == PUBLIC
     assert len(written) == len(PUBLIC)
     assert "private" not in PUBLISHABLE and "run.json" not in PUBLISHABLE
 
@@ -152,7 +146,7 @@ def test_a_link_in_the_target_is_not_followed(run, tmp_path):
     (tmp_path / "home" / "recipe.yaml").symlink_to(tmp_path / "elsewhere" / "victim")
     unpack(export(run), tmp_path / "home")
     assert (tmp_path / "elsewhere" / "victim").read_text() == "mine"
-    assert files(tmp_path / "home") == PUBLIC
+    assert contents(tmp_path / "home") == PUBLIC
 
 
 def test_weights_do_not_leave_without_their_card(run, tmp_path):

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from support.extending import EXAMPLES
 from support.here import command, without_ray
+from support.recipes import write_recipe
 from support.training import make, train
 
 from dpdist import data
@@ -53,7 +53,7 @@ def test_a_method_and_a_model(beside, monkeypatch, capsys):
         "training": {"batch_size": 100, "steps": 3, "learning_rate": 0.5},
         "certify": {"sigma": 0.25, "n": 50, "n0": 10, "max_inputs": 4},
     }
-    (beside / "own.yaml").write_text(yaml.safe_dump(recipe))
+    write_recipe(beside, recipe, "own.yaml")
     without_ray(monkeypatch)
     done = command(monkeypatch, capsys, beside, "run", "own.yaml")
     assert done.code == 0, done.out + done.err

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-import yaml
 from support.extras import needs_serve
 from support.processes import LOOPBACK, descendants, listened_on, start
+from support.recipes import write_recipe
 from support.training import make, train
 
 from dpdist.commands.releasing import write_release
@@ -38,7 +38,7 @@ def place(tmp_path_factory) -> Path:
     write_release(folder)
     raw = recipe.model_dump(mode="json", exclude_none=True)
     for name, more in (("new", {}), ("searched", {"tune": SEARCH})):
-        (place / f"{name}.yaml").write_text(yaml.safe_dump(raw | more | {"name": name}))
+        write_recipe(place, raw | more | {"name": name}, f"{name}.yaml")
     return place
 
 

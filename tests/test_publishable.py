@@ -6,18 +6,15 @@ must be the same, byte for byte: a hash or a count of private records in it woul
 
 from __future__ import annotations
 
-import io
 import json
 import re
 import shutil
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
-from PIL import Image
+from support.datasets import write_images
 from typer.testing import CliRunner
 
 from dpdist import pipeline
@@ -61,17 +58,6 @@ def images(seed: int, count: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (count, 6, 6), dtype=np.uint8)
 
 
-def write(work: Path, split: str, pixels: np.ndarray) -> None:
-    rows = []
-    for image in pixels:
-        buffer = io.BytesIO()
-        Image.fromarray(image).save(buffer, format="PNG")
-        rows.append({"bytes": buffer.getvalue(), "path": None})
-    (work / "shapes").mkdir(parents=True, exist_ok=True)
-    labels = [i % 3 for i in range(len(rows))]
-    pq.write_table(pa.table({"image": rows, "label": labels}), work / f"shapes/{split}.parquet")
-
-
 def place(image: np.ndarray) -> str:
     """Which part a record lies in."""
     at = float(positions(hashes_of(image[None, None]))[0])
@@ -88,8 +74,8 @@ def changed_in(part: str) -> np.ndarray:
 
 def published(work: Path, pixels: np.ndarray) -> tuple[dict[str, bytes], str]:
     """Everything a run of these records publishes, by name; and the fingerprint of its records."""
-    write(work, "train", pixels)
-    write(work, "test", images(1, 30))
+    write_images(work / "shapes", "train", pixels)
+    write_images(work / "shapes", "test", images(1, 30))
     recipe, folder = recipe_in(work), RunFolder(work / "run")
     store = work / "store"
     pipeline.public_stage(recipe, "test")

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import io
-
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
-from PIL import Image
+from support.datasets import png, write_split
 from support.extras import needs_hf
 from support.here import without_ray
 
@@ -42,12 +38,8 @@ def write(root, name, classes, columns, text=None) -> None:
     if text is not None:
         rows = [f"letter {number} of {labels[number]}" for number in range(2 * RECORDS)]
     elif name in SIDES:
-        rows = []
-        for _ in range(2 * RECORDS):
-            buffer = io.BytesIO()
-            picture = rng.integers(0, 256, SIDES[name], dtype=np.uint8)
-            Image.fromarray(picture).save(buffer, format="PNG")
-            rows.append({"bytes": buffer.getvalue(), "path": ""})
+        pictures = rng.integers(0, 256, (2 * RECORDS, *SIDES[name]), dtype=np.uint8)
+        rows = [{"bytes": png(picture), "path": ""} for picture in pictures]
     else:
         rows = rng.random((2 * RECORDS, FEATURES[name]), dtype=np.float32).tolist()
     column = columns.features[0] if columns.features else columns.image
@@ -55,11 +47,10 @@ def write(root, name, classes, columns, text=None) -> None:
     if text is not None:
         column = text.column
         (root / name / data.WORDS).write_text("".join(f"{n}\n" for n in range(text.words or 0)))
-        public = pa.table({column: [f"a public letter {number}" for number in range(RECORDS)]})
-        pq.write_table(public, root / name / "public.parquet")
+        said = [f"a public letter {number}" for number in range(RECORDS)]
+        write_split(root / name, "public", **{column: said})
     for split, half in (("train", slice(RECORDS)), ("test", slice(RECORDS, None))):
-        table = pa.table({column: rows[half], columns.label: labels[half]})
-        pq.write_table(table, root / name / f"{split}.parquet")
+        write_split(root / name, split, **{column: rows[half], columns.label: labels[half]})
 
 
 # Large ones, and variants: each has a smaller relative among the others.

@@ -29,6 +29,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from safetensors.torch import load_file, save_file
 from support.here import Done, command, without_ray
+from support.recipes import write_recipe
 
 import dpdist
 from dpdist import bulk, models
@@ -86,7 +87,7 @@ pytestmark = pytest.mark.slow  # the first that asks for the run trains and cert
 def work(tmp_path_factory) -> Path:
     """A run, trained, certified and released, and the key that signed it."""
     folder = tmp_path_factory.mktemp("work")
-    (folder / "small.yaml").write_text(yaml.safe_dump(RECIPE))
+    write_recipe(folder, RECIPE, "small.yaml")
     key = Ed25519PrivateKey.generate()
     private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
     public = key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)

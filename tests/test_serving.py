@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import json
 import sys
 from collections.abc import AsyncIterator
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from support.datasets import png
 
 from dpdist.base.errors import UserError
 from dpdist.serving.batches import Batches
@@ -62,9 +62,7 @@ def ask(
 
 
 def picture(width: int = 4, height: int = 4) -> bytes:
-    buffer = io.BytesIO()
-    Image.fromarray(np.full((height, width), 51, dtype=np.uint8)).save(buffer, "PNG")
-    return buffer.getvalue()
+    return png(np.full((height, width), 51, dtype=np.uint8))
 
 
 def numbers(value: Any) -> bytes:

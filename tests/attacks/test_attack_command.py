@@ -7,16 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import typer
 from support.certificates import of_next_class
-from typer.testing import CliRunner, Result
+from support.here import call
 
 import dpdist.data
 from dpdist import models
 from dpdist.attacks.reading import check_line, read_attack
 from dpdist.base.errors import UserError
 from dpdist.certification import table as certificates
-from dpdist.commands import attack, certify
 from dpdist.privacy.ledger import Ledger
 from dpdist.randomness.keys import key_id
 from dpdist.reports.attacks import ball_factor, grid
@@ -27,10 +25,6 @@ from dpdist.training.job import prepare
 from dpdist.training.monitor import sum_up
 
 pytestmark = pytest.mark.whole
-
-app = typer.Typer()
-app.command("attack")(attack.command)
-app.command("certify")(certify.command)
 
 RECIPE = {
     "name": "small",
@@ -66,10 +60,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         own = models.model_hash(folder.model)
         sum_up(folder, ledger, 1, 1.0, fallback_layers=[], model=own)
     return base
-
-
-def call(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 def good(*arguments: object) -> str:

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,8 @@ import pytest
 import torch
 from scipy import special, stats
 from support import split_minds
+from support.certificates import Data
+from support.networks import save_small_cnn
 from support.points import Points
 
 from dpdist import models
@@ -25,29 +28,12 @@ from dpdist.certification.expected_score_bounds import SCORE_UNIT
 pytestmark = pytest.mark.whole
 
 
-@dataclass(frozen=True)
-class FakeData:
-    count: int = 12
-    classes: int = 3
-    fingerprint: str = "fake"
-    name: str = "fake/test"
-
-    @property
-    def labels(self) -> np.ndarray:
-        return np.arange(self.count) % self.classes
-
-    def batch(self, indices: np.ndarray | slice) -> torch.Tensor:
-        rng = np.random.default_rng(0)
-        images = rng.random((self.count, 1, 6, 6), dtype=np.float32)
-        return torch.from_numpy(images[indices])
+FakeData = partial(Data, count=12)
 
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    spec = models.ModelSpec("small-cnn", (1, 6, 6), 3, {"width": 4})
-    models.save(models.initialise(spec, 3), spec, folder)
-    return folder
+    return save_small_cnn(tmp_path_factory.mktemp("model"))
 
 
 SETTINGS = AttackSettings(
@@ -180,8 +166,7 @@ def test_other_models_and_data_are_refused(references, model_folder: Path, tmp_p
     settings, output = KINDS["deterministic"], references["deterministic"]
     with pytest.raises(UserError, match="data was 'fake', now 'other'"):
         job.attack_model(model_folder, FakeData(fingerprint="other"), settings, output)
-    spec = models.ModelSpec("small-cnn", (1, 6, 6), 3, {"width": 4})
-    models.save(models.initialise(spec, 4), spec, tmp_path)
+    save_small_cnn(tmp_path, 4)
     with pytest.raises(UserError, match="model was"):
         job.attack_model(tmp_path, FakeData(), settings, output)
 
@@ -195,8 +180,7 @@ def test_without_its_settings_an_attack_is_not_continued(
     job.attack_model(model_folder, FakeData(), one, output, actors=1)
     before = raw(output)
     (output / "settings.json").unlink()
-    spec = models.ModelSpec("small-cnn", (1, 6, 6), 3, {"width": 4})
-    models.save(models.initialise(spec, 4), spec, other)
+    save_small_cnn(other, 4)
     for folder in (other, model_folder):
         with pytest.raises(UserError, match="remove the folder, or choose another"):
             job.attack_model(folder, FakeData(), settings, output, actors=1)
@@ -204,11 +188,7 @@ def test_without_its_settings_an_attack_is_not_continued(
 
 
 def test_a_model_with_hidden_noise_is_attacked_with_it(here: None, tmp_path: Path) -> None:
-    spec = models.ModelSpec("small-cnn", (1, 6, 6), 3, {"width": 4}, hidden_noise=True)
-    model = models.initialise(spec, 3)
-    shape = models.require_split(model).hidden_shape((1, 6, 6))
-    models.attach_noise(model, torch.full(shape, 0.5))
-    models.save(model, spec, tmp_path / "model")
+    save_small_cnn(tmp_path / "model", noise=0.5)
     for folder, actors in (("1", 1), ("2", 2)):
         job.attack_model(tmp_path / "model", FakeData(), SETTINGS, tmp_path / folder, actors=actors)
     assert raw(tmp_path / "1") == raw(tmp_path / "2")

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.here import command
 from support.training import make, train
 
 from dpdist.audits import driving, mechanism
@@ -30,11 +29,6 @@ FEW = ("--set", "releases=400", "--set", "workers=1")
 def one_scene(monkeypatch):
     """All scenes are played where the zoo is tested."""
     monkeypatch.setattr(mechanism, "play", functools.partial(mechanism.play, scenes=["canaries"]))
-
-
-@pytest.fixture
-def dpdist(monkeypatch, capsys, tmp_path):
-    return lambda *words: command(monkeypatch, capsys, tmp_path, *words)
 
 
 @pytest.fixture

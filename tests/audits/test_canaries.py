@@ -11,9 +11,9 @@ import pytest
 import torch
 import yaml
 from support.benchmarks import load as load_benchmark
-from support.here import command, without_ray
 from support.keys import NOISE, SAMPLING, record
-from support.training import execute, interrupted, make, train
+from support.recipes import write_recipe
+from support.training import execute, interrupted, make, prepared, train
 
 from dpdist import pipeline
 from dpdist.audits.canaries import _every_step, _final, audited_recipe
@@ -28,7 +28,7 @@ from dpdist.runs.recipe import parse
 from dpdist.sections.audit import CanaryAudit
 from dpdist.training import checkpoint, loop
 from dpdist.training.canaries import SLOT, WithCanaries, coins, places
-from dpdist.training.job import TrainJob, prepare
+from dpdist.training.job import TrainJob
 from dpdist.training.records import training_records
 
 pytestmark = pytest.mark.whole
@@ -49,8 +49,7 @@ def job_of(tmp: Path, name: str = "run", canary: str = "gradient", **changes: An
         "resources__checkpoint_seconds": 1e9,
         "audit": {"kind": "canaries", "canaries": CANARIES, "canary": canary},
     }  # fmt: skip
-    recipe, folder = make(tmp, name, **(base | changes))
-    return prepare(recipe, folder, "test")
+    return prepared(tmp, name, **(base | changes))
 
 
 class Watched:
@@ -236,22 +235,14 @@ RECIPE: dict[str, Any] = {
 }
 
 
-@pytest.fixture
-def dpdist(monkeypatch, capsys, tmp_path):
-    without_ray(monkeypatch)
-    return lambda *words: command(monkeypatch, capsys, tmp_path, *words)
-
-
 def write(tmp_path: Path, **more: Any) -> str:
-    path = tmp_path / "small.yaml"
-    path.write_text(yaml.safe_dump({**RECIPE, **more}))
-    return str(path)
+    return str(write_recipe(tmp_path, {**RECIPE, **more}, "small.yaml"))
 
 
-def test_of_a_recipe(dpdist, tmp_path, monkeypatch):
+def test_of_a_recipe(dpdist_without_ray, tmp_path, monkeypatch):
     recipe = write(tmp_path)
     words = ("audit", recipe, "--kind", "canaries", "--set", "canaries=600", "--set", "audits=2")
-    done = dpdist(*words)
+    done = dpdist_without_ray(*words)
     assert done.code == 0, done.err
     run = tmp_path / "runs" / "small-canaries"
     assert not (tmp_path / "runs" / "small").exists()
@@ -264,31 +255,33 @@ def test_of_a_recipe(dpdist, tmp_path, monkeypatch):
     assert "not for release: 600 of its" in page and "canaries-every-step" not in page
     monkeypatch.setattr(pipeline, "report_stage", lambda *_, **__: None)
     before = {p: p.read_bytes() for p in (run / "private").rglob("*") if p.is_file()}
-    assert dpdist(*words).code == 0  # nothing is trained again
+    assert dpdist_without_ray(*words).code == 0  # nothing is trained again
     after = {p: p.read_bytes() for p in (run / "private").rglob("*") if p.is_file()}
     assert {p.name for p in after if before.get(p) != after[p]} <= {"ray.log"}
 
     # The second view was counted beforehand; what was fixed stays fixed.
-    assert dpdist("audit", "small-canaries", "--set", "view=final").code == 0
+    assert dpdist_without_ray("audit", "small-canaries", "--set", "view=final").code == 0
     assert len(list((run / "audit").glob("*/audit.json"))) == 2
-    done = dpdist("audit", "small-canaries", "--set", "guesses=100")
+    done = dpdist_without_ray("audit", "small-canaries", "--set", "guesses=100")
     assert done.code == 2 and "audit.guesses: was fixed before the training" in done.err
-    done = dpdist("release", "small-canaries", "--not-private")
+    done = dpdist_without_ray("release", "small-canaries", "--not-private")
     assert done.code == 2 and "not for release" in done.err and not (run / "release").exists()
     asked = yaml.safe_load((run / "recipe.yaml").read_text())
     for changed in (None, {**asked["audit"], "guesses": 100}, {"kind": "mechanism"}):
-        (run / "recipe.yaml").write_text(yaml.safe_dump({**asked, "audit": changed}))
+        write_recipe(run, {**asked, "audit": changed}, "recipe.yaml")
         for word in ("release", "audit", "report"):
-            done = dpdist(word, "small-canaries")
+            done = dpdist_without_ray(word, "small-canaries")
             assert done.code == 2 and "audit: was changed since canaries" in done.err, done.err
 
 
-def test_noise_that_is_too_small_is_found(dpdist, tmp_path, monkeypatch):
+def test_noise_that_is_too_small_is_found(dpdist_without_ray, tmp_path, monkeypatch):
     real = loop.add_noise
     monkeypatch.setattr(
         loop, "add_noise", lambda summed, key, std, *given: real(summed, key, 0.3 * std)
     )
-    done = dpdist("audit", write(tmp_path), "--kind", "canaries", "--set", "canaries=600")
+    done = dpdist_without_ray(
+        "audit", write(tmp_path), "--kind", "canaries", "--set", "canaries=600"
+    )
     assert done.code == 1 and "exceeds proved: a bug" in done.out
 
 
@@ -316,25 +309,25 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("section", "words"), BAD)
-def test_bad_input(dpdist, tmp_path, section, words):
+def test_bad_input(dpdist_without_ray, tmp_path, section, words):
     recipe = write(tmp_path, audit={"kind": "canaries", **section})
-    done = dpdist("audit", recipe)
+    done = dpdist_without_ray("audit", recipe)
     assert done.code == 2 and words in done.err, done.err
     assert len(done.err.strip().splitlines()) == 1 and not (tmp_path / "runs").exists()
 
 
-def test_without_a_target(dpdist, tmp_path):
+def test_without_a_target(dpdist_without_ray, tmp_path):
     free = {"noise_multiplier": 0, "delta": 1e-4}
     for audit in ({"kind": "canaries"}, {"kind": "canaries", "canary": "blank"}):
-        done = dpdist("audit", write(tmp_path, privacy=free, audit=audit))
+        done = dpdist_without_ray("audit", write(tmp_path, privacy=free, audit=audit))
         assert done.code == 2 and ("no target" in done.err or "nothing to audit" in done.err)
     assert not (tmp_path / "runs").exists()
     recipe = write(tmp_path, training={**RECIPE["training"], "batch_size": 50, "steps": 1})
-    assert dpdist("train", recipe).code == 0
-    done = dpdist("audit", "small", "--kind", "canaries", "--set", "canaries=600")
+    assert dpdist_without_ray("train", recipe).code == 0
+    done = dpdist_without_ray("audit", "small", "--kind", "canaries", "--set", "canaries=600")
     assert done.code == 2 and "was trained without canaries" in done.err
     (asked,) = re.findall(r"`dpdist (audit .*)`", done.err.replace("\n", " "))
-    assert dpdist(*asked.split(), "--set", "canaries=600").code == 0
+    assert dpdist_without_ray(*asked.split(), "--set", "canaries=600").code == 0
     assert (tmp_path / "runs" / "small-canaries" / "audit").is_dir()
 
 

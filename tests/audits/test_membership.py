@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.benchmarks import load as load_benchmark
-from support.here import Done, command, without_ray
+from support.files import contents
 from support.training import make, parameters, train
 
 from dpdist import pipeline
@@ -46,28 +46,10 @@ def recipe_of(tmp_path: Path, **more: Any) -> Recipe:
     return recipe
 
 
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    without_ray(monkeypatch)
-
-    def dpdist(*arguments: object) -> Done:
-        return command(monkeypatch, capsys, tmp_path, *arguments)
-
-    return dpdist
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    return {
-        path.relative_to(folder).as_posix(): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
-
-
-def test_a_bank_is_attacked_and_stays_private(run: Any, tmp_path: Path) -> None:
+def test_a_bank_is_attacked_and_stays_private(dpdist_without_ray: Any, tmp_path: Path) -> None:
     recipe_of(tmp_path)
     asked = ("membership", "x.yaml", "--models", 4, "--attack", "lira,rmia")
-    done = run(*asked, "--picture", "roc.svg")
+    done = dpdist_without_ray(*asked, "--picture", "roc.svg")
     assert done.code == 0, done.err
     for said in ("AUC", "TPR at 0.1 % FPR", "precision", "AUC, mean over models", "one-run test"):
         assert said in done.out
@@ -78,20 +60,20 @@ def test_a_bank_is_attacked_and_stays_private(run: Any, tmp_path: Path) -> None:
     assert [one["attack"] for one in found["attacks"]] == ["lira", "rmia"]
     assert found["proved"]["size_public"] is False  # the number of members is drawn as well
     assert found["attacks"][0]["one_run_epsilon"] <= found["proved"]["epsilon"]
-    outside = [name for name in files(tmp_path / "runs") if not name.startswith("x/private/")]
+    outside = [name for name in contents(tmp_path / "runs") if not name.startswith("x/private/")]
     assert sorted(outside) == ["x/recipe.yaml", "x/run.json"]
     # The same command attacks again, and trains nothing.
-    before = files(tmp_path / HOME)
-    again = run(*asked)
+    before = contents(tmp_path / HOME)
+    again = dpdist_without_ray(*asked)
     assert again.out == done.out.replace("picture: roc.svg\n", "") and again.err == ""
-    assert files(tmp_path / HOME) == before
+    assert contents(tmp_path / HOME) == before
 
 
 def test_the_papers_protocol_attacks_any_target_through_a_plain_shadow(
-    run: Any, tmp_path: Path
+    dpdist_without_ray: Any, tmp_path: Path
 ) -> None:
     recipe = recipe_of(tmp_path, privacy__noise_multiplier=0.0, privacy__clip_norm=0.01)
-    done = run("membership", "x.yaml", "--attack", "shadow")
+    done = dpdist_without_ray("membership", "x.yaml", "--attack", "shadow")
     assert done.code == 0 and "above 0.55" in done.out, done.err
     assert "ceiling," not in done.out and "nothing is proved of these trainings" in done.out
     settings = Membership("quarters", 2, seed=SEED)
@@ -102,7 +84,7 @@ def test_the_papers_protocol_attacks_any_target_through_a_plain_shadow(
 
 
 def test_a_shadow_is_the_recipes_own_training(
-    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dpdist_without_ray: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its parameters are those of a run of the recipe on its members, with its key."""
     recipe = recipe_of(tmp_path)
@@ -134,7 +116,7 @@ def _begun(recipe: Recipe, tmp_path: Path) -> RunFolder:
 
 
 def test_an_interrupted_bank_continues_to_the_same_bytes(
-    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dpdist_without_ray: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = recipe_of(tmp_path)
     folder = _begun(recipe, tmp_path)
@@ -170,7 +152,7 @@ def test_an_interrupted_bank_continues_to_the_same_bytes(
         pipeline.evaluation_stage(recipe, folder, settings, broken)
 
 
-def test_nothing_of_it_leaves_by_any_door(run: Any, tmp_path: Path) -> None:
+def test_nothing_of_it_leaves_by_any_door(dpdist_without_ray: Any, tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path)
     folder = _begun(recipe, tmp_path)
     train(recipe, folder)
@@ -179,18 +161,20 @@ def test_nothing_of_it_leaves_by_any_door(run: Any, tmp_path: Path) -> None:
     pipeline.report_stage(folder)
     assert "membership" not in folder.report.read_text()
     assert all("membership" not in name for name, _ in read_facts(folder).summary())
-    assert write_release(folder) and "membership" not in "".join(files(folder.release))
+    assert write_release(folder) and "membership" not in "".join(contents(folder.release))
     unpack(export(folder), tmp_path / "fetched")
-    assert "membership" not in "".join(files(tmp_path / "fetched"))
+    assert "membership" not in "".join(contents(tmp_path / "fetched"))
     archive = Archive.begin(folder, f"file://{tmp_path}/archive", False)
     assert archive is not None
     archive.update()
     archives.fetch(f"file://{tmp_path}/archive", tmp_path / "archived")
-    assert "membership" not in "".join(files(tmp_path / "archived"))
-    assert not any(b"membership" in content for content in files(tmp_path / "archive").values())
+    assert "membership" not in "".join(contents(tmp_path / "archived"))
+    assert not any(b"membership" in content for content in contents(tmp_path / "archive").values())
 
 
-def test_noise_of_its_own_is_scored_by_one_pass_and_by_many(run: Any, tmp_path: Path) -> None:
+def test_noise_of_its_own_is_scored_by_one_pass_and_by_many(
+    dpdist_without_ray: Any, tmp_path: Path
+) -> None:
     method = {"name": "pixeldp", "sigma": 0.5}
     recipe = recipe_of(tmp_path, model="small-cnn", method=method, privacy__noise_multiplier=0.0)
     settings = Membership(models=2, passes=(7,), population=10, seed=SEED)
@@ -220,50 +204,54 @@ def test_noise_of_its_own_is_scored_by_one_pass_and_by_many(run: Any, tmp_path: 
     ],
 )
 def test_bad_input_is_one_line_and_writes_nothing(
-    run: Any, tmp_path: Path, arguments: list[object], said: str
+    dpdist_without_ray: Any, tmp_path: Path, arguments: list[object], said: str
 ) -> None:
     recipe_of(tmp_path)
-    done = run("membership", "x.yaml", *arguments)
+    done = dpdist_without_ray("membership", "x.yaml", *arguments)
     assert done.code == 2 and len(done.err.splitlines()) == 1 and said in done.err, done.err
-    assert list(files(tmp_path)) == ["x.yaml"]
+    assert list(contents(tmp_path)) == ["x.yaml"]
 
 
-def test_a_picture_is_not_drawn_where_it_may_be_published(run: Any, tmp_path: Path) -> None:
+def test_a_picture_is_not_drawn_where_it_may_be_published(
+    dpdist_without_ray: Any, tmp_path: Path
+) -> None:
     recipe = recipe_of(tmp_path)
     folder = _begun(recipe, tmp_path)
     (folder.path / "report").mkdir()
-    before = files(tmp_path)
-    done = run("membership", "x.yaml", "--attack", "rmia", "--picture", "runs/x/report/roc.png")
+    before = contents(tmp_path)
+    done = dpdist_without_ray(
+        "membership", "x.yaml", "--attack", "rmia", "--picture", "runs/x/report/roc.png"
+    )
     assert done.code == 2 and "training records" in done.err
-    assert files(tmp_path) == before
+    assert contents(tmp_path) == before
 
 
-def test_shares_too_small_for_the_batch_are_told(run: Any, tmp_path: Path) -> None:
+def test_shares_too_small_for_the_batch_are_told(dpdist_without_ray: Any, tmp_path: Path) -> None:
     recipe_of(tmp_path, training__batch_size=50)
-    done = run("membership", "x.yaml", "--attack", "shadow")
+    done = dpdist_without_ray("membership", "x.yaml", "--attack", "shadow")
     assert done.code == 2 and "a shadow with 27 of 108 records: training.batch_size" in done.err
-    assert list(files(tmp_path)) == ["x.yaml"]
+    assert list(contents(tmp_path)) == ["x.yaml"]
 
 
-def test_a_capped_batch_has_no_bank_by_coins(run: Any, tmp_path: Path) -> None:
+def test_a_capped_batch_has_no_bank_by_coins(dpdist_without_ray: Any, tmp_path: Path) -> None:
     recipe_of(tmp_path, privacy__batch_cap=50)
-    done = run("membership", "x.yaml", "--models", 4, "--attack", "rmia")
+    done = dpdist_without_ray("membership", "x.yaml", "--models", 4, "--attack", "rmia")
     assert done.code == 2 and "a capped batch costs" in done.err, done.err
-    assert list(files(tmp_path)) == ["x.yaml"]
+    assert list(contents(tmp_path)) == ["x.yaml"]
 
 
-def test_canaries_are_no_members(run: Any, tmp_path: Path) -> None:
+def test_canaries_are_no_members(dpdist_without_ray: Any, tmp_path: Path) -> None:
     recipe_of(tmp_path, audit={"kind": "canaries", "canary": "blank", "canaries": 20})
-    done = run("membership", "x.yaml", "--models", 4, "--attack", "rmia")
+    done = dpdist_without_ray("membership", "x.yaml", "--models", 4, "--attack", "rmia")
     assert done.code == 2 and "shadow models are of a recipe without it" in done.err
-    assert list(files(tmp_path)) == ["x.yaml"]
+    assert list(contents(tmp_path)) == ["x.yaml"]
 
 
 def test_the_benchmark_makes_its_table(
-    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dpdist_without_ray: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     benchmark = vars(load_benchmark("membership"))
-    monkeypatch.setattr(subprocess, "run", lambda asked, check: run(*asked[3:]))
+    monkeypatch.setattr(subprocess, "run", lambda asked, check: dpdist_without_ray(*asked[3:]))
     recipe, private = benchmark["variants"](parse(benchmark["QUICK"], "quick"), 150, 8.0)
     assert private.privacy.epsilon == 8.0 and recipe.data.max_train == 150
     (line,) = benchmark["measure"](recipe, tmp_path, 4, "lira-offline", None)

@@ -7,23 +7,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import typer
 from PIL import Image
-from typer.testing import CliRunner, Result
+from support.here import call
 
 from dpdist import models
 from dpdist.base.errors import UserError
 from dpdist.certification import reading
 from dpdist.certification import table as tables
-from dpdist.commands import certify, predict
+from dpdist.commands import predict
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import parse
 
 pytestmark = pytest.mark.whole
-
-app = typer.Typer()
-app.command("certify")(certify.command)
-app.command("predict")(predict.command)
 
 RECIPE = {
     "name": "small",
@@ -62,10 +57,6 @@ def runs(tmp_path: Path) -> Path:
 def finish(folder: RunFolder) -> None:
     trained = {"steps": 1, "fallback_layers": [], "model": models.model_hash(folder.model)}
     folder.trained.write_text(json.dumps(trained))
-
-
-def call(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 def good(*arguments: object) -> str:

@@ -8,11 +8,11 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-import torch
 from support.certificates import Data
 from support.here import without_ray
+from support.networks import save_small_cnn
 
-from dpdist import bulk, models
+from dpdist import bulk
 from dpdist.attacks import job as attacks
 from dpdist.attacks import table as attack_tables
 from dpdist.attacks.reading import read_attack
@@ -54,22 +54,8 @@ RAW = {
 }
 
 
-class Ten(Data):
-    def __init__(self) -> None:
-        super().__init__(10)
-
-
 def model_of(folder: Path, noisy: bool) -> Path:
-    spec = models.ModelSpec("small-cnn", (1, 6, 6), 3, {"width": 4}, hidden_noise=noisy)
-    module = models.initialise(models.ModelSpec("small-cnn", (1, 6, 6), 3, {"width": 4}), 3)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.mul_(2)
-    if noisy:
-        shape = models.require_split(module).hidden_shape((1, 6, 6))
-        models.attach_noise(module, torch.full(shape, 0.3))
-    models.save(module, spec, folder)
-    return folder
+    return save_small_cnn(folder, noise=0.3 if noisy else None, times=2)
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +70,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
             model = folder / f"model-{noisy}"
             if not model.exists():
                 model_of(model, noisy)
-            job.certify(model, Ten(), settings_of({**COMMON, **own}), folder / name)
+            job.certify(model, Data(10), settings_of({**COMMON, **own}), folder / name)
         yield {name: folder / name / job.TABLE for name in SECTIONS}
 
 
@@ -334,7 +320,7 @@ def test_labels_are_those_of_the_data(made: dict[str, Path], tmp_path: Path) -> 
         reading.of(tables.build(wrong, tables.about(whole)))
     about = {k: v for k, v in tables.about(table).items() if k != "labels"}
     unsaid = reading.of(tables.build(wrong, about))
-    assert unsaid.label.tolist() == [(label + 1) % 3 for label in Ten().labels]
+    assert unsaid.label.tolist() == [(label + 1) % 3 for label in Data(10).labels]
     silent = tables.build(parts[1].to_pylist(), about)
     assert "labels" not in tables.about(merge([parts[0], silent]))
 
@@ -344,12 +330,9 @@ def test_labels_under_attack_are_those_of_the_data(
 ) -> None:
     without_ray(monkeypatch)
 
-    class Named(Ten):
-        name = "fake/test"
-
     settings = AttackSettings(norm="l2", sizes=(0.2,), attacks=("fgsm",), seed="1")
     model = model_of(tmp_path / "model", noisy=False)
-    table = attacks.attack_model(model, Named(), settings, tmp_path / "out")
+    table = attacks.attack_model(model, Data(10), settings, tmp_path / "out")
     rows = table.to_pylist()
     for change in (range(len(rows)), [3]):
         changed = [dict(row) for row in rows]

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import tracemalloc
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from scipy import stats
-from support.certificates import changed
+from support.certificates import Data, changed
+from support.networks import save_small_cnn
 
 from dpdist import models
 from dpdist.base.errors import UserError
@@ -25,28 +27,12 @@ from dpdist.randomness.units import UnitSource
 pytestmark = pytest.mark.guarantee
 
 
-@dataclass(frozen=True)
-class FakeData:
-    count: int = 12
-    classes: int = 3
-    fingerprint: str = "fake"
-
-    @property
-    def labels(self) -> np.ndarray:
-        return np.arange(self.count) % self.classes
-
-    def batch(self, indices: np.ndarray | slice) -> torch.Tensor:
-        rng = np.random.default_rng(0)
-        images = rng.random((self.count, 1, 6, 6), dtype=np.float32)
-        return torch.from_numpy(images[indices])
+FakeData = partial(Data, count=12)
 
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    spec = models.ModelSpec("small-cnn", (1, 6, 6), 3, {"width": 4})
-    models.save(models.initialise(spec, 3), spec, folder)
-    return folder
+    return save_small_cnn(tmp_path_factory.mktemp("model"))
 
 
 PATHS = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
@@ -199,8 +185,7 @@ def test_other_data_and_models_are_not_mixed(
     with pytest.raises(UserError, match="data was 'fake', now 'other'"):
         data = FakeData(fingerprint="other")
         job.certify(model_folder, data, SETTINGS, reference, actors=1)
-    spec = models.ModelSpec("small-cnn", (1, 6, 6), 3, {"width": 4})
-    models.save(models.initialise(spec, 4), spec, tmp_path)
+    save_small_cnn(tmp_path, 4)
     with pytest.raises(UserError, match="model was"):
         job.certify(tmp_path, FakeData(), SETTINGS, reference, actors=1)
 

@@ -18,6 +18,7 @@ from scipy import stats
 from support.certificates import check_certificates
 from support.here import without_ray
 from support.mechanisms import laplace_epsilon
+from support.networks import SMALL_CNN
 from support.points import Points
 from torch import nn
 
@@ -281,7 +282,7 @@ def test_only_affine_additive_noise_everywhere_counts() -> None:
 
 
 def test_both_noises_are_saved_with_the_model(tmp_path: Path) -> None:
-    spec = models.ModelSpec("small-cnn", (1, 6, 6), 3, {"width": 4})
+    spec = SMALL_CNN
     model = models.initialise(spec, 0)
     place = Several({models.require_split(model).name: 0.3}, input_std=0.5)
     place.attach(model)

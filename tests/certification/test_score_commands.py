@@ -8,16 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import typer
 from PIL import Image
+from support.here import call as invoked
 from support.threads import one_thread
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 from dpdist import pipeline
 from dpdist.base.errors import UserError
 from dpdist.certification import reading
 from dpdist.certification import table as tables
-from dpdist.commands import certify, compare, predict
 from dpdist.commands.releasing import write_release
 from dpdist.randomness.places import place_of
 from dpdist.release.verifying import verify
@@ -29,11 +28,6 @@ from dpdist.training.loop import run
 from dpdist.training.reducer import Reducer
 
 pytestmark = pytest.mark.whole
-
-app = typer.Typer()
-app.command("certify")(certify.command)
-app.command("predict")(predict.command)
-app.command("compare")(compare.command)
 
 RECIPE = {
     "data": {"name": "digits", "public": 0.2},
@@ -73,7 +67,7 @@ def runs(here: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def call(*arguments: object) -> Result:
-    result = CliRunner().invoke(app, [str(a) for a in arguments])
+    result = invoked(*arguments)
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result

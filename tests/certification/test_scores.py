@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from scipy import stats
-from support.certificates import changed
+from support.certificates import Data, changed
 from torch import nn
 
 from dpdist import models
@@ -42,20 +43,7 @@ SETTINGS = ExpectedScores(n=1130, n0=50, alpha=0.05, batch=100, seed="5", radii=
 SIZES = [name for name in scores.SIZE_COLUMNS if name != scores.AS_PRINTED]
 
 
-@dataclass(frozen=True)
-class FakeData:
-    count: int = 9
-    classes: int = 3
-    fingerprint: str = "fake"
-
-    @property
-    def labels(self) -> np.ndarray:
-        return np.arange(self.count) % self.classes
-
-    def batch(self, indices: np.ndarray | slice) -> torch.Tensor:
-        rng = np.random.default_rng(0)
-        images = rng.random((self.count, 1, 6, 6), dtype=np.float32)
-        return torch.from_numpy(images[indices])
+FakeData = partial(Data, count=9)
 
 
 def noisy_model() -> nn.Module:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from scipy import special, stats
 from support.certificates import Data
+from support.networks import save_small_cnn
 from torch import nn
 
 from dpdist import models
@@ -138,16 +139,7 @@ SECTION = {"n": 1130, "n0": 50, "alpha": 0.05, "batch": 100, "seed": "5", "form"
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("noisy")
-    spec = models.ModelSpec("small-cnn", (1, 6, 6), 3, {"width": 4}, hidden_noise=True)
-    module = models.initialise(models.ModelSpec("small-cnn", (1, 6, 6), 3, {"width": 4}), 3)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.mul_(2)
-    hidden = models.require_split(module).hidden_shape((1, 6, 6))
-    models.attach_noise(module, torch.full(hidden, 0.3))
-    models.save(module, spec, path)
-    return path
+    return save_small_cnn(tmp_path_factory.mktemp("noisy"), noise=0.3, times=2)
 
 
 @pytest.mark.slow

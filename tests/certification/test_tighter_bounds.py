@@ -8,11 +8,10 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
-import torch
 from scipy import optimize, special, stats
 from support.certificates import Data
+from support.networks import save_small_cnn
 
-from dpdist import models
 from dpdist.base.errors import UserError
 from dpdist.certification import betting, job, reading
 from dpdist.certification.betting import ENDS, at_ends, lower_bound, one_score_bound, score_bounds
@@ -26,15 +25,6 @@ from dpdist.certification.rebound import rebound
 from dpdist.certification.scores import BettingScores
 
 pytestmark = pytest.mark.guarantee
-
-
-def folder_of(path: Path) -> Path:
-    spec = models.ModelSpec("small-cnn", (1, 6, 6), 3, {"width": 4}, hidden_noise=True)
-    module = models.initialise(models.ModelSpec("small-cnn", (1, 6, 6), 3, {"width": 4}), 3)
-    split = models.require_split(module)
-    models.attach_noise(module, torch.full(split.hidden_shape((1, 6, 6)), 0.3))
-    models.save(module, spec, path)
-    return path
 
 
 def test_betting_errs_no_more_often_than_allowed() -> None:
@@ -109,7 +99,7 @@ def test_betting_is_tighter_where_scores_vary_little() -> None:
 
 
 def test_a_table_of_bets(here: None, tmp_path: Path) -> None:
-    model = folder_of(tmp_path / "model")
+    model = save_small_cnn(tmp_path / "model", noise=0.3)
     section = {"n": 1130, "n0": 50, "alpha": 0.05, "batch": 100, "seed": "5", "form": "eager"}
     plain = job.certify(model, Data(3), settings_of(section), tmp_path / "plain", actors=1)
     for one_sided in (False, True):

@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 from scipy import stats
 from support.certificates import Data
+from support.networks import save_small_cnn
 
-from dpdist import models
 from dpdist.base.binomial import clopper_pearson_lower
 from dpdist.base.errors import UserError
 from dpdist.certification import cohen, job, reading, two_class
@@ -85,8 +85,7 @@ def test_it_gains_where_the_rest_is_spread_and_loses_a_hair_elsewhere() -> None:
 
 
 def test_a_table_of_both_bounds(here: None, tmp_path: Path) -> None:
-    spec = models.ModelSpec("small-cnn", (1, 6, 6), 3, {"width": 4})
-    models.save(models.initialise(spec, 3), spec, tmp_path / "model")
+    save_small_cnn(tmp_path / "model")
     section = {"sigma": 0.5, "n": 1130, "n0": 50, "batch": 100, "seed": "5", "form": "eager"}
     plain = job.certify(tmp_path / "model", Data(), settings_of(section), tmp_path / "p", actors=1)
     settings = settings_of({**section, "mode": "two-class"})

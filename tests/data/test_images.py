@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
+from support.datasets import write_split
 
 from dpdist.base.errors import UserError
 from dpdist.certification.predict import as_input
@@ -115,26 +116,21 @@ REFUSED = [
 def test_what_cannot_be_read_exactly_is_refused(raw, message, tmp_path):
     with pytest.raises(Inexact, match=message):
         decode(raw)
-    write(tmp_path, image=[saved(GREY), raw], label=[0, 1])
+    write_split(tmp_path / "t", image=[saved(GREY), raw], label=[0, 1])
     with pytest.raises(UserError, match=rf"train.parquet row 1: .*{message}"):
         load(Source("t", 2, tmp_path), "train")
 
 
 @pytest.mark.parametrize("first, second", [(GREY, DEEP), (DEEP, GREY), (GREY, COLOUR)])
 def test_pictures_of_one_set_are_of_one_kind(first, second, tmp_path):
-    write(tmp_path, image=[saved(first), saved(second)], label=[0, 1])
+    write_split(tmp_path / "t", image=[saved(first), saved(second)], label=[0, 1])
     with pytest.raises(UserError, match=r"row 1: image of shape .*, the first one is shape"):
         load(Source("t", 2, tmp_path), "train")
-    write(tmp_path, "train-0", image=[saved(first)], label=[0])
-    write(tmp_path, "train-1", image=[saved(second)], label=[0])
+    write_split(tmp_path / "t", "train-0", image=[saved(first)], label=[0])
+    write_split(tmp_path / "t", "train-1", image=[saved(second)], label=[0])
     (tmp_path / "t" / "train.parquet").unlink()
     with pytest.raises(UserError, match=r"train-1.parquet row 0: shape .*, the rows before it"):
         load(Source("t", 2, tmp_path), "train")
-
-
-def write(root, split="train", **columns) -> None:
-    (root / "t").mkdir(exist_ok=True)
-    pq.write_table(pa.table(columns), root / "t" / f"{split}.parquet")
 
 
 # --- tables
@@ -146,7 +142,7 @@ def refused(root, message, **columns) -> None:
 
 
 def test_the_label_is_no_feature(tmp_path):
-    write(tmp_path, a=[1.0, 2.0], label=[0, 1])
+    write_split(tmp_path / "t", a=[1.0, 2.0], label=[0, 1])
     refused(tmp_path, "label 'label' is among the features", features=("a", "label"))
     refused(tmp_path, "label 'a' is among", image="a", label="a")
     refused(tmp_path, "'a' is named twice", features=("a", "a"))
@@ -156,12 +152,12 @@ def test_the_label_is_no_feature(tmp_path):
     "values", [["1", "2"], [["1", "2"], ["3", "4"]], [[True, False], [True, True]], [True, False]]
 )
 def test_neither_text_nor_truth_values_are_features(tmp_path, values):
-    write(tmp_path, a=values, label=[0, 1])
+    write_split(tmp_path / "t", a=values, label=[0, 1])
     refused(tmp_path, "'a' is (string|bool), must be numeric", features=("a",))
 
 
 def test_truth_values_are_no_labels(tmp_path):
-    write(tmp_path, a=[1.0, 2.0], label=[True, False])
+    write_split(tmp_path / "t", a=[1.0, 2.0], label=[True, False])
     refused(tmp_path, "label column 'label' is bool, must be integer", features=("a",))
 
 

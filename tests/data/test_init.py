@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
@@ -15,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from PIL import Image
+from support.datasets import png
 from support.parquet_footers import count_rows_as
 from typer.testing import CliRunner
 
@@ -35,10 +34,7 @@ def here(tmp_path, monkeypatch) -> None:
 
 
 def picture(seed: int, shape=(10, 10)) -> bytes:
-    pixels = np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, format="PNG")
-    return buffer.getvalue()
+    return png(np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8))
 
 
 def written(columns: dict[str, list], name: str = "mine", metadata=None, test="test") -> Path:

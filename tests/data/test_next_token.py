@@ -8,9 +8,9 @@ import sys
 from dataclasses import replace
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from support.datasets import write_split
 
 from dpdist.base.errors import UserError
 from dpdist.data import WORDS, Columns, Source, TextColumn, Words, docstrings, load
@@ -18,8 +18,7 @@ from dpdist.data.text import words_of
 
 
 def write(root, texts, words):
-    (root / "texts").mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.table({"text": texts}), root / "texts" / "train.parquet")
+    write_split(root / "texts", text=texts)
     (root / "texts" / WORDS).write_text("".join(f"{word}\n" for word in words))
 
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
-from PIL import Image
+from support.datasets import write_images
 
 from dpdist import pipeline
 from dpdist.base.errors import UserError
@@ -37,19 +34,6 @@ def pixels(seed: int, count: int, side: int = 4) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (count, side, side), dtype=np.uint8)
 
 
-def encoded(image: np.ndarray) -> bytes:
-    buffer = io.BytesIO()
-    Image.fromarray(image).save(buffer, format="PNG")
-    return buffer.getvalue()
-
-
-def write(root: Path, name: str, split: str, images: np.ndarray, labels: Any = None) -> None:
-    (root / name).mkdir(parents=True, exist_ok=True)
-    labels = np.arange(len(images)) % 3 if labels is None else labels
-    table = pa.table({"image": [encoded(image) for image in images], "label": labels})
-    pq.write_table(table, root / name / f"{split}.parquet")
-
-
 def recipe(root: Path, **sections: Any) -> Recipe:
     own = sections.pop("data", {})
     raw = {
@@ -65,8 +49,8 @@ def recipe(root: Path, **sections: Any) -> Recipe:
 
 @pytest.fixture
 def root(tmp_path) -> Path:
-    write(tmp_path, "mine", "train", pixels(0, 80))
-    write(tmp_path, "mine", "test", pixels(1, 20))
+    write_images(tmp_path / "mine", "train", pixels(0, 80))
+    write_images(tmp_path / "mine", "test", pixels(1, 20))
     return tmp_path
 
 
@@ -79,22 +63,22 @@ def whole(root: Path, name: str) -> Dataset:
 
 def test_neither_order_nor_label_nor_encoding_hides_a_record(root):
     records = whole(root, "mine")
-    write(root, "shuffled", "train", pixels(0, 80)[::-1], np.full(80, 2))
+    write_images(root / "shuffled", "train", pixels(0, 80)[::-1], np.full(80, 2))
     assert common(records, whole(root, "shuffled")) == 80
-    write(root, "some", "train", np.concatenate([pixels(7, 30), pixels(0, 80)[40:45]]))
+    write_images(root / "some", "train", np.concatenate([pixels(7, 30), pixels(0, 80)[40:45]]))
     assert common(records, whole(root, "some")) == 5
     assert common(whole(root, "some"), records) == 5
     deeper = pixels(0, 80).astype(np.uint16) * 257  # the same grey values in 16 bits
-    write(root, "deeper", "train", deeper)
+    write_images(root / "deeper", "train", deeper)
     assert common(records, whole(root, "deeper")) == 80
     one = pixels(0, 80)
     one[:, 0, 0] ^= 1
-    write(root, "changed", "train", one)
+    write_images(root / "changed", "train", one)
     assert common(records, whole(root, "changed")) == 0
 
 
 def test_inputs_of_another_shape_are_not_said_to_differ(root):
-    write(root, "larger", "train", pixels(0, 80, side=5))
+    write_images(root / "larger", "train", pixels(0, 80, side=5))
     assert common(whole(root, "mine"), whole(root, "larger")) is None
 
 
@@ -111,7 +95,7 @@ def test_inputs_of_another_shape_are_not_said_to_differ(root):
 )
 @pytest.mark.parametrize("part", [{}, {"hold_out": 0.5}, {"max_train": 20}])
 def test_a_test_split_with_private_records_is_refused(root, images, labels, part):
-    write(root, "mine", "test", images, labels)
+    write_images(root / "mine", "test", images, labels)
     with pytest.raises(UserError, match=r"data\.test: \d+ of the 80 private records .*mine/test"):
         prepare(recipe(root, data=part), RunFolder(root / "run"), "test")
     assert not (root / "run").exists()
@@ -120,17 +104,17 @@ def test_a_test_split_with_private_records_is_refused(root, images, labels, part
 def test_a_test_split_that_is_replaced_after_training_is_not_scored(root):
     described, folder = recipe(root), RunFolder(root / "run")
     loop.run(prepare(described, folder, "test"), Reducer(0, 1, torch.device("cpu")))
-    write(root, "mine", "test", pixels(0, 80)[:10])
+    write_images(root / "mine", "test", pixels(0, 80)[:10])
     with pytest.raises(UserError, match="10 of the 80 private records"):
         pipeline.evaluate_stage(described, folder)
     assert not folder.evaluation.exists()
     (root / "mine" / "train.parquet").unlink()  # scored where no training records lie
-    write(root, "mine", "test", pixels(1, 20))
+    write_images(root / "mine", "test", pixels(1, 20))
     pipeline.evaluate_stage(described, folder)
 
 
 def test_records_of_the_test_split_can_be_left_out_of_training(root):
-    write(root, "mine", "test", np.concatenate([pixels(1, 20), pixels(0, 80)[3:6]]))
+    write_images(root / "mine", "test", np.concatenate([pixels(1, 20), pixels(0, 80)[3:6]]))
     described = recipe(root, data={"drop_test_records": True})
     job = prepare(described, RunFolder(root / "run"), "test")
     records = training_data(described, job.source)
@@ -145,7 +129,7 @@ def test_records_of_the_test_split_can_be_left_out_of_training(root):
 
 
 def test_scoring_records_must_not_be_private(root):
-    write(root, "other", "test", np.concatenate([pixels(9, 10), pixels(0, 80)[:4][::-1]]))
+    write_images(root / "other", "test", np.concatenate([pixels(9, 10), pixels(0, 80)[:4][::-1]]))
     tune = {
         "space": {"training.learning_rate": {"choice": [0.1, 1.0]}},
         "law": {"name": "geometric", "mean": 2},
@@ -157,7 +141,7 @@ def test_scoring_records_must_not_be_private(root):
 
 
 def test_a_search_is_not_scored_on_a_test_split_with_private_records(root):
-    write(root, "mine", "test", pixels(0, 80)[::-1])
+    write_images(root / "mine", "test", pixels(0, 80)[::-1])
     tune = {
         "space": {"training.learning_rate": {"choice": [0.1, 1.0]}},
         "law": {"name": "geometric", "mean": 2},
@@ -167,7 +151,7 @@ def test_a_search_is_not_scored_on_a_test_split_with_private_records(root):
 
 
 def test_records_of_a_redistribution_must_not_be_private(root):
-    write(root, "other", "train", pixels(0, 80)[10:30][::-1], np.ones(20, int))
+    write_images(root / "other", "train", pixels(0, 80)[10:30][::-1], np.ones(20, int))
     section = {"source": "public", "data": "other", "root": str(root), "classes": 3}
     described = recipe(
         root,
@@ -187,16 +171,16 @@ def pretraining(root: Path, **data: Any) -> Recipe:
 
 
 def test_records_of_a_pretraining_must_not_be_private(root):
-    write(root, "other", "train", np.concatenate([pixels(9, 10), pixels(0, 80)[:4][::-1]]))
+    write_images(root / "other", "train", np.concatenate([pixels(9, 10), pixels(0, 80)[:4][::-1]]))
     with pytest.raises(UserError, match=r"public\.data: 4 of the 80 private records"):
         pretrain(pretraining(root, name="other"), "test")
-    write(root, "other", "train", np.concatenate([pixels(9, 10), pixels(1, 20)[:3]]))
+    write_images(root / "other", "train", np.concatenate([pixels(9, 10), pixels(1, 20)[:3]]))
     with pytest.raises(UserError, match=r"3 of the 13 public records of other/train are in mine/t"):
         pretrain(pretraining(root, name="other"), "test")
 
 
 def test_what_could_not_be_compared_is_assumed_on_the_card(root):
-    write(root, "other", "train", pixels(0, 80, side=5))
+    write_images(root / "other", "train", pixels(0, 80, side=5))
     described = pretraining(root, name="other")
     pretrain(described, "test")
     card = trained(described, root / "run").card()
@@ -222,14 +206,14 @@ def test_a_model_of_a_run_on_these_records_is_refused_under_any_name(root, place
     first = RunFolder(root / "first")
     trained(recipe(root), first.path)
     write_release(first)
-    write(root, "renamed", "train", np.concatenate([pixels(8, 30), pixels(0, 80)[:1]]))
-    write(root, "renamed", "test", pixels(2, 10))
+    write_images(root / "renamed", "train", np.concatenate([pixels(8, 30), pixels(0, 80)[:1]]))
+    write_images(root / "renamed", "test", pixels(2, 10))
     described = beginning_with(first.path / place, root, name="renamed")
     with pytest.raises(UserError, match=r"1 of the 31 private records .* in run first: its cost"):
         prepare(described, RunFolder(root / "run"), "test")
     # One that saw others may be used, even when both sets have one name, and nothing is assumed.
-    write(root / "elsewhere", "mine", "train", pixels(8, 30))
-    write(root / "elsewhere", "mine", "test", pixels(2, 10))
+    write_images(root / "elsewhere" / "mine", "train", pixels(8, 30))
+    write_images(root / "elsewhere" / "mine", "test", pixels(2, 10))
     if place == "release":
         card = trained(beginning_with(first.release, root / "elsewhere"), root / "run").card()
         assert "compared by content" in card["extra"]["initial weights trained on"]
@@ -244,8 +228,8 @@ def test_a_model_alone_is_told_by_name_and_the_card_says_so(root):
     shutil.copytree(first.release, alone)
     with pytest.raises(UserError, match="trained on mine, as this run is"):
         prepare(beginning_with(alone, root), RunFolder(root / "run"), "test")
-    write(root, "renamed", "train", pixels(8, 30))
-    write(root, "renamed", "test", pixels(2, 10))
+    write_images(root / "renamed", "train", pixels(8, 30))
+    write_images(root / "renamed", "test", pixels(2, 10))
     card = trained(beginning_with(alone, root, name="renamed"), root / "run").card()
     told = "told apart by name only, not checked by record"
     assert card["assumptions"][-1] == f"no private record is among those of mine: {told}"
@@ -275,14 +259,14 @@ def test_max_train_chooses_by_hash_and_a_record_less_moves_no_other(root):
     assert used != {row.tobytes() for row in records.inputs[:30]}
     for gone in range(0, 80, 9):
         less = np.delete(np.arange(80), gone)
-        write(root, "mine", "train", pixels(0, 80)[less], (np.arange(80) % 3)[less])
+        write_images(root / "mine", "train", pixels(0, 80)[less], (np.arange(80) % 3)[less])
         lost = {pixels(0, 80)[gone].tobytes()}
         assert parts() == (used - lost, private - lost)
 
 
 def test_max_train_takes_about_so_many(tmp_path):
     """Binomial(2,000, 0.25): outside 400..600 with probability below 1e-6; the seed is fixed."""
-    write(tmp_path, "mine", "train", pixels(3, 2000))
+    write_images(tmp_path / "mine", "train", pixels(3, 2000))
     for wanted, low, high in ((500, 400, 600), (2000, 2000, 2000), (5000, 2000, 2000)):
         described = recipe(tmp_path, data={"max_train": wanted})
         assert low <= len(training_data(described, source_of(described))) <= high
@@ -290,7 +274,7 @@ def test_max_train_takes_about_so_many(tmp_path):
 
 def test_hold_out_and_fraction_are_parts_beside_each_other(tmp_path):
     """Of 2,000, 0.2 are held out and half of the others used; 6 deviations either way."""
-    write(tmp_path, "mine", "train", pixels(3, 2000))
+    write_images(tmp_path / "mine", "train", pixels(3, 2000))
 
     def used(**own: Any) -> set[bytes]:
         described = recipe(tmp_path, data=own)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import pickle
 
@@ -10,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from PIL import Image
+from support.datasets import png, write_split
 from support.parquet_footers import count_rows_as
 
 from dpdist.base.errors import UserError
@@ -19,23 +18,15 @@ from dpdist.data import Columns, Source, load, split_by_id
 pytestmark = pytest.mark.whole
 
 
-def png(pixels: np.ndarray) -> bytes:
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, format="PNG")
-    return buffer.getvalue()
-
-
 def images(count: int = 6, side: int = 5) -> list[np.ndarray]:
     rng = np.random.default_rng(0)
     return [rng.integers(0, 256, (side, side), dtype=np.uint8) for _ in range(count)]
 
 
 def write(root, name="shapes", split="train", *, rows=None, labels=None, image=None):
-    folder = root / name
-    folder.mkdir(parents=True, exist_ok=True)
     rows = [{"bytes": png(p), "path": "x.png"} for p in images()] if rows is None else rows
     labels = list(range(len(rows))) if labels is None else labels
-    pq.write_table(pa.table({image or "image": rows, "label": labels}), folder / f"{split}.parquet")
+    write_split(root / name, split, **{image or "image": rows}, label=labels)
 
 
 def test_images_round_trip(tmp_path):

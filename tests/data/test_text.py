@@ -6,9 +6,8 @@ import pickle
 from dataclasses import replace
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
+from support.datasets import write_split
 
 from dpdist.base.errors import UserError
 from dpdist.data import Columns, Source, TextColumn, load
@@ -17,9 +16,7 @@ TEXTS = ["ab", "", "é!", "longer than that"]
 
 
 def write(root, texts, name="texts"):
-    (root / name).mkdir(parents=True, exist_ok=True)
-    table = pa.table({"text": texts, "label": list(range(len(texts)))})
-    pq.write_table(table, root / name / "train.parquet")
+    write_split(root / name, text=texts, label=list(range(len(texts))))
 
 
 def source(root, name="texts", **text):

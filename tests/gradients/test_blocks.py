@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from support.cases import cases
+from support.networks import cross_entropy, small_layers
 from torch import Tensor, nn
 
 from dpdist.gradients.blocks import LARGEST, Blocks, padded
@@ -19,10 +19,6 @@ from dpdist.gradients.perturbations import Draws, InputDraws
 pytestmark = pytest.mark.guarantee
 
 KEY = bytes(range(32))
-
-
-def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(outputs, targets, reduction="none")
 
 
 # ---- who runs with whom
@@ -87,14 +83,6 @@ def test_passes_have_one_shape_and_repeat_a_record_of_their_own():
 # ---- the engine in blocks
 
 
-def network() -> nn.Module:
-    torch.manual_seed(3)
-    return nn.Sequential(
-        nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 16),
-        nn.Tanh(), nn.Linear(16, 3),
-    )  # fmt: skip
-
-
 def images(size: int) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(5)
     inputs = torch.rand(size, 1, 8, 8, generator=generator)
@@ -108,7 +96,7 @@ def test_blocks_change_the_sum_by_their_slack_and_nothing_else(draws, micro_batc
     results = []
     for blocks in (None, Blocks(3, 21)):
         engine = GradientEngine(
-            network(), cross_entropy, clipping=FlatClipping(0.2), draws=draws, blocks=blocks,
+            small_layers(), cross_entropy, clipping=FlatClipping(0.2), draws=draws, blocks=blocks,
             micro_batch=micro_batch,
         )  # fmt: skip
         results.append(engine.clipped_sum(inputs, targets, draw_key=KEY, record_ids=ids))
@@ -121,7 +109,11 @@ def test_blocks_change_the_sum_by_their_slack_and_nothing_else(draws, micro_batc
 
 def test_every_pass_has_the_same_shape_whatever_the_batch():
     engine = GradientEngine(
-        network(), cross_entropy, clipping=FlatClipping(0.2), blocks=Blocks(2, 30), micro_batch=12
+        small_layers(),
+        cross_entropy,
+        clipping=FlatClipping(0.2),
+        blocks=Blocks(2, 30),
+        micro_batch=12,
     )
     shapes = set()
     inputs, targets, ids = images(20)  # what is tried before the first sum has its own shapes
@@ -137,7 +129,7 @@ def test_rows_that_fill_up_count_for_nothing():
     """A block of one record, which is not finite: counted once, and the sum is exactly zero."""
     inputs, targets, ids = images(3)
     engine = GradientEngine(
-        network(), cross_entropy, clipping=FlatClipping(0.2), blocks=Blocks(1, 30)
+        small_layers(), cross_entropy, clipping=FlatClipping(0.2), blocks=Blocks(1, 30)
     )
     inputs[0] = torch.nan
     one = engine.clipped_sum(inputs[:1], targets[:1], draw_key=KEY, record_ids=ids[:1])
@@ -152,7 +144,7 @@ def test_in_one_shape_a_records_last_bits_do_not_depend_on_its_company(rows):
     """Measured, not proved: other neighbours, much larger ones, in another order. If this fails on
     a machine, its kernels look at more than the shape: docs/explanation/gradients.md is wrong."""
     inputs, targets, ids = images(2 * rows)
-    engine = GradientEngine(network(), cross_entropy, clipping=FlatClipping(0.2))
+    engine = GradientEngine(small_layers(), cross_entropy, clipping=FlatClipping(0.2))
 
     def bits(members: list[int]) -> Tensor:
         gradients, losses = engine._per_example_gradients(

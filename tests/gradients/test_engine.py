@@ -8,6 +8,7 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
+from support.networks import cross_entropy
 from torch import Tensor, nn
 
 from dpdist.base.errors import UserError
@@ -18,10 +19,6 @@ from dpdist.gradients.engine import GradientEngine
 from dpdist.gradients.perturbations import HiddenDraws
 
 pytestmark = pytest.mark.guarantee
-
-
-def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(outputs, targets, reduction="none")
 
 
 def small_cnn() -> nn.Module:

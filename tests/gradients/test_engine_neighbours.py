@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch.nn.functional as F
+from support.networks import cross_entropy, small_layers
 from torch import Tensor, nn
 
 from dpdist.gradients.clipping import AutomaticClipping, FlatClipping, PerLayerClipping
@@ -29,18 +29,6 @@ pytestmark = pytest.mark.guarantee
 C = 0.2
 KEY = bytes(range(32))
 Sum = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(outputs, targets, reduction="none")
-
-
-def network(norm: Callable[[], nn.Module] = lambda: nn.GroupNorm(2, 4)) -> nn.Module:
-    torch.manual_seed(3)
-    return nn.Sequential(
-        nn.Conv2d(1, 4, 3), norm(), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 16), nn.Tanh(),
-        nn.Linear(16, 3),
-    )  # fmt: skip
 
 
 def worst_change(make_sum: Sum, rounds: int = 12) -> float:
@@ -92,7 +80,7 @@ DRAWS = {
 @pytest.mark.parametrize("name", DRAWS)
 def test_one_record_changes_the_sum_by_at_most_c(name):
     engine = GradientEngine(
-        network(), cross_entropy, clipping=FlatClipping(C), draws=DRAWS[name], micro_batch=3
+        small_layers(), cross_entropy, clipping=FlatClipping(C), draws=DRAWS[name], micro_batch=3
     )
     worst = worst_change(engine_sum(engine))
     assert worst <= 1 + ROUNDING
@@ -101,12 +89,12 @@ def test_one_record_changes_the_sum_by_at_most_c(name):
 
 @pytest.mark.parametrize("clipping", [AutomaticClipping(C), PerLayerClipping(C)], ids=type)
 def test_other_clippings(clipping):
-    engine = GradientEngine(network(), cross_entropy, clipping=clipping, micro_batch=3)
+    engine = GradientEngine(small_layers(), cross_entropy, clipping=clipping, micro_batch=3)
     assert 0.9 < worst_change(engine_sum(engine)) <= 1 + ROUNDING
 
 
 def test_a_record_that_is_not_drawn_changes_nothing():
-    engine = GradientEngine(network(), cross_entropy, clipping=FlatClipping(C), micro_batch=3)
+    engine = GradientEngine(small_layers(), cross_entropy, clipping=FlatClipping(C), micro_batch=3)
     inputs, targets = torch.rand(5, 1, 8, 8), torch.tensor([0, 1, 2, 0, 1])
     first = engine.clipped_sum(inputs, targets).flat
     assert torch.equal(first, engine.clipped_sum(inputs, targets).flat)
@@ -130,11 +118,11 @@ def test_batch_norm_is_detected():
     def norm() -> nn.Module:
         return nn.BatchNorm2d(4, affine=False, track_running_stats=False)
 
-    assert worst_change(engine_sum(unscreened(network(norm)))) > 1.5
+    assert worst_change(engine_sum(unscreened(small_layers(norm)))) > 1.5
 
 
 def test_a_clip_per_batch_is_detected():
-    model = network()
+    model = small_layers()
 
     def clip_of_the_mean(inputs: Tensor, targets: Tensor, ids: Tensor) -> Tensor:
         loss = cross_entropy(model(inputs), targets).mean()
@@ -151,12 +139,12 @@ def test_a_private_noise_scale_is_detected():
             self.std = inputs.std()
             return super().inputs(inputs, record_ids, draw_key, draw)
 
-    engine = unscreened(network(), Private(2, 0.1))
+    engine = unscreened(small_layers(), Private(2, 0.1))
     assert worst_change(engine_sum(engine)) > 1.5
 
 
 def test_noise_keyed_by_position_instead_of_record_is_detected():
-    engine = unscreened(network(), InputDraws(1, 1.0))
+    engine = unscreened(small_layers(), InputDraws(1, 1.0))
 
     def by_position(inputs: Tensor, targets: Tensor, ids: Tensor) -> Tensor:
         return engine_sum(engine)(inputs, targets, torch.arange(len(ids)))
@@ -171,5 +159,5 @@ def test_a_forgotten_layer_is_detected():
         def factors(self, squared_norms, slack):
             return super().factors(squared_norms[:-1], slack)
 
-    engine = GradientEngine(network(), cross_entropy, clipping=Forgetful(C), micro_batch=3)
+    engine = GradientEngine(small_layers(), cross_entropy, clipping=Forgetful(C), micro_batch=3)
     assert worst_change(engine_sum(engine)) > 1.05

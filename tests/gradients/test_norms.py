@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
+from support.networks import cross_entropy
 from torch import Tensor, nn
 
 from dpdist.gradients.blocks import LARGEST, Blocks
@@ -129,10 +129,6 @@ class ReadOut(nn.Module):
         hidden = self.linear(inputs).sum(2)
         logit = self.scale * (hidden[:, 0] - (1 + self.gap) * hidden[:, 1])
         return torch.stack([logit, -logit], dim=1)
-
-
-def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(outputs, targets, reduction="none")
 
 
 @pytest.mark.parametrize("width", [1024, 4096, 16_384])

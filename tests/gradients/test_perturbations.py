@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from scipy import stats
+from support.networks import cross_entropy
 from torch import Tensor, nn
 
 from dpdist.base.errors import UserError
@@ -33,10 +34,6 @@ pytestmark = pytest.mark.guarantee
 
 KEY, OTHER_KEY = bytes(range(32)), bytes(range(1, 33))
 IDS = torch.tensor([17, 4, 901, 33, 250])
-
-
-def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(outputs, targets, reduction="none")
 
 
 def network() -> nn.Module:

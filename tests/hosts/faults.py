@@ -13,7 +13,6 @@ import pytest
 import torch
 from over_ssh import Cluster
 from rooms import Host
-from safetensors.torch import load_file
 
 asked_for = pytest.mark.skipif(
     not os.environ.get("DPDIST_FAULTS"), reason="minutes long; set DPDIST_FAULTS=1"
@@ -173,12 +172,6 @@ def train_here(recipe: dict, runs: Path) -> Path:
     loop.run(prepare(parse(recipe, "r"), folder, "r"), Reducer(0, 1, torch.device("cpu")))
     torch.set_num_threads(threads)
     return folder.path
-
-
-def parameters(run: Path) -> torch.Tensor:
-    """The trained model of a run folder, as one vector."""
-    tensors = load_file(run / "private" / "model" / "model.safetensors")
-    return torch.cat([tensors[name].flatten() for name in sorted(tensors)])
 
 
 def releases(run: Path) -> list[tuple[int, int, str]]:

@@ -15,13 +15,13 @@ from faults import (
     asked_for,
     fill,
     no_orphans,
-    parameters,
     releases,
     run_through,
     steps_done,
 )  # fmt: skip
 from over_ssh import Cluster
 from rooms import SHARED, SMALL
+from support.processes import parameters
 
 pytestmark = [pytest.mark.timeout(1800), asked_for, pytest.mark.whole]
 

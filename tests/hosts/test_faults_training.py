@@ -18,13 +18,13 @@ from faults import (
     asked_for,
     fill,
     no_orphans,
-    parameters,
     releases,
     run_through,
     steps_done,
     train_here,
 )  # fmt: skip
 from safetensors.torch import load_file, save_file
+from support.processes import parameters
 
 pytestmark = [pytest.mark.timeout(1800), pytest.mark.whole]
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import yaml
 from support.here import command, without_ray
+from support.recipes import write_recipe
 from support.training import execute, interrupted, make, train
 from torch import Tensor, nn
 
@@ -293,7 +293,7 @@ def test_it_is_not_released(tmp_path, monkeypatch, capsys) -> None:
     recipe, _ = run(tmp_path)
     raw = {**recipe.model_dump(mode="json"), "name": "d"}
     raw["privacy"] |= {"run_key": None}
-    (tmp_path / "d.yaml").write_text(yaml.safe_dump(raw))
+    write_recipe(tmp_path, raw, "d.yaml")
     done = command(monkeypatch, capsys, tmp_path, "run", "d.yaml")
     assert done.code == 0 and "NOT PRIVATE: epsilon is infinite" in done.out, done.err
     assert "DPAL Theorem 4): not sound" in " ".join(done.out.split())

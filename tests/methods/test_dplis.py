@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
+from support.networks import cross_entropy
 from torch import Tensor, nn
 
 from dpdist.base.errors import UserError
@@ -20,10 +20,6 @@ pytestmark = pytest.mark.guarantee
 
 KEY = bytes(range(32))
 MNIST = {"learning_rate": 0.1536, "batch_size": 256, "noise_multiplier": 1.1, "clip_norm": 1.0}
-
-
-def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(outputs, targets, reduction="none")
 
 
 @pytest.mark.parametrize(("radius", "std"), [(10, 6.6e-3), (30, 1.98e-2), (40, 2.64e-2)])

@@ -8,17 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
+from support.networks import cross_entropy
 from torch import Tensor, nn
 
 pytestmark = pytest.mark.slow
 
 LANDSCAPE = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "dplis_landscape.py"))
 KEY = bytes(range(32))
-
-
-def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(outputs, targets, reduction="none")
 
 
 class _Quadratic(nn.Module):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from support.here import command, without_ray
-from support.training import execute, interrupted, make, parameters, train
+from support.training import execute, interrupted, make, parameters, prepared, train
 from torch import Tensor, nn
 
 from dpdist import models
@@ -27,7 +27,6 @@ from dpdist.runs.recipe import parse
 from dpdist.runs.released import read_released
 from dpdist.training import loop
 from dpdist.training.checkpoint import latest
-from dpdist.training.job import prepare
 
 pytestmark = pytest.mark.guarantee
 
@@ -52,8 +51,7 @@ def sizes(rounds: int = 2) -> list[int]:
 
 
 def job_of(tmp: Path, name: str = "run", **more: Any) -> Any:
-    recipe, folder = make(tmp, name, **{"model": MODEL, "method": METHOD, **more})
-    return prepare(recipe, folder, "test")
+    return prepared(tmp, name, **{"model": MODEL, "method": METHOD, **more})
 
 
 # ---- what one record moves

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import yaml
 from scipy.stats import binom, chi2, norm
 from support.here import command, without_ray
+from support.recipes import write_recipe
 from support.training import execute, make, train
 
 from dpdist.base.errors import UserError
@@ -160,7 +160,7 @@ def test_a_run_is_trained_on_them_and_released(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     without_ray(monkeypatch)
-    (tmp_path / "x.yaml").write_text(yaml.safe_dump(RAW))
+    write_recipe(tmp_path, RAW, "x.yaml")
     done = command(monkeypatch, capsys, tmp_path, "run", "x.yaml")
     assert done.code == 0 and "with noise 2, drawn once; labels by" in done.out, done.err
     assert "replace-one (proved, PLD" in done.out

@@ -11,6 +11,7 @@ import pytest
 import yaml
 from support.extending import TOY
 from support.here import command, without_ray
+from support.recipes import write_recipe
 
 from dpdist.base.errors import UserError
 from dpdist.privacy.ledger import Ledger
@@ -36,7 +37,7 @@ RECIPE = {
 def beside(tmp_path, monkeypatch) -> Path:
     """A folder with the class's file, in which Python finds it."""
     (tmp_path / "varied.py").write_text(TOY)
-    (tmp_path / "r.yaml").write_text(yaml.safe_dump(RECIPE))
+    write_recipe(tmp_path, RECIPE)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.chdir(tmp_path)
     yield tmp_path

@@ -14,9 +14,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-import yaml
 from scipy.stats import binom, norm
+from support.datasets import write_split
 from support.here import command, without_ray
+from support.recipes import write_recipe
 from support.training import execute, parameters
 
 from dpdist.base.errors import UserError
@@ -129,10 +130,8 @@ def write(root: Path, keep: np.ndarray | slice) -> None:
     rng = np.random.default_rng(3)
     inputs = rng.random((98, 6), dtype=np.float32)
     labels = (3 * inputs[:, 0]).astype(np.int64)
-    (root / "made").mkdir(parents=True)
     for split, rows in (("train", np.arange(90)[keep]), ("test", np.arange(90, 98))):
-        table = pa.table({"x": inputs[rows].tolist(), "label": labels[rows]})
-        pq.write_table(table, root / "made" / f"{split}.parquet")
+        write_split(root / "made", split, x=inputs[rows], label=labels[rows])
 
 
 def job_of(home: Path, keep: np.ndarray | slice = slice(None), **more: Any) -> TrainJob:
@@ -440,7 +439,7 @@ def test_too_few_questions_and_too_high_a_threshold_are_said(tmp_path: Path) -> 
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Any:
 
     def go(raw: dict[str, Any], *arguments: object) -> Any:
-        (tmp_path / "x.yaml").write_text(yaml.safe_dump(raw))
+        write_recipe(tmp_path, raw, "x.yaml")
         return command(monkeypatch, capsys, tmp_path, *arguments)
 
     return go

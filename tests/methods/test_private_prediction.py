@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import yaml
 from scipy.optimize import brentq
 from scipy.stats import chi2, norm
 from support.here import Done, command, without_ray
+from support.recipes import write_recipe
 
 from dpdist.base.errors import UserError
 from dpdist.commands.releasing import write_release
@@ -207,7 +207,7 @@ def test_the_ledger_counts_before_and_no_further(tmp_path: Path) -> None:
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Any:
     without_ray(monkeypatch)
     before = torch.get_num_threads()
-    (tmp_path / "x.yaml").write_text(yaml.safe_dump(RAW))
+    write_recipe(tmp_path, RAW, "x.yaml")
     rng = np.random.default_rng(0)
     for n in range(5):
         np.save(tmp_path / f"{n}.npy", rng.integers(0, 256, (1, 8, 8), dtype=np.uint8))
@@ -352,7 +352,7 @@ def test_a_copy_that_answers_is_charged_for_itself(here: Any, tmp_path: Path) ->
     the budget is charged for both, or refuses the second before it answers."""
     ceiling = {"budget": "budgets", "budget_ceiling": 60.0}
     raw = {**RAW, "privacy": RAW["privacy"] | ceiling}
-    (tmp_path / "x.yaml").write_text(yaml.safe_dump(raw))
+    write_recipe(tmp_path, raw, "x.yaml")
     assert here("run", "x.yaml").code == 0  # three of six answers are given
     folder = RunFolder(tmp_path / "runs" / "x")
     copy = RunFolder(tmp_path / "copy")
@@ -382,7 +382,7 @@ def test_an_evaluation_ends_after_a_crash_has_used_up_one_of_its_answers(
 ) -> None:
     """All answers are the evaluation's; its third is counted and lost."""
     raw = {**RAW, "method": METHOD | {"evaluate": 6}}
-    (tmp_path / "x.yaml").write_text(yaml.safe_dump(raw))
+    write_recipe(tmp_path, raw, "x.yaml")
     real, asked = PrivatePrediction.answer, []
 
     def dies(self: PrivatePrediction, *given: Any) -> Any:

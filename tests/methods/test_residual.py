@@ -10,10 +10,10 @@ import re
 import numpy as np
 import pytest
 import torch
-import yaml
 from scipy.linalg import expm
 from support.benchmarks import load as load_benchmark
 from support.here import command, without_ray
+from support.recipes import write_recipe
 from support.training import interrupted, make, train
 from torch import Tensor, nn
 
@@ -218,7 +218,7 @@ def test_a_run_is_trained_evaluated_certified_and_says_what_it_is_worth(
         return seen(model, *rest)
 
     monkeypatch.setattr(residual, "largest_mean_norm", watched)
-    (tmp_path / "r.yaml").write_text(yaml.safe_dump(RECIPE))
+    write_recipe(tmp_path, RECIPE)
     done = command(monkeypatch, capsys, tmp_path, "run", "r.yaml")
     out = " ".join(done.out.split())
     assert done.code == 0, f"{done.out}\n{done.err}"
@@ -254,7 +254,7 @@ def test_every_stage_of_a_private_run_on_two_workers(tmp_path, monkeypatch, caps
         "training": {**RECIPE["training"], "steps": 3, "crop": 1, "flip": True},
         "resources": {"workers": 2},
     }
-    (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe))
+    write_recipe(tmp_path, recipe)
     np.save(tmp_path / "x.npy", np.full(SHAPE, 0.5, dtype=np.float32))
 
     def dpdist(*arguments: object) -> str:

@@ -241,12 +241,8 @@ SETTINGS = Cohen(sigma=0.5, n0=20, n=200, batch=100, seed="5", form="eager")
 ATTACK = AttackSettings(norm="l2", sizes=(0.2,), attacks=("fgsm",), seed="1")
 
 
-class Named(Data):
-    name = "fake/test"
-
-
 def attacked(model: Path, output: Path) -> Any:
-    return attack_model(model, Named(), ATTACK, output, trusted_factory="mine:net")
+    return attack_model(model, Data(), ATTACK, output, trusted_factory="mine:net")
 
 
 def certified(model: Path, output: Path, **more: Any) -> Any:
@@ -301,7 +297,7 @@ def test_a_worker_with_other_code_does_nothing(
     use(write(tmp_path / "code"))
     model = saved(tmp_path / "model")
     certifying = job.Certification(model, Data(), SETTINGS, "mine:net")._assignment
-    attacking = Attack(model, Named(), ATTACK, "mine:net").assignment
+    attacking = Attack(model, Data(), ATTACK, "mine:net").assignment
     certifying.placed()
     Attacker(attacking)
     (tmp_path / "code" / "late.py").write_text(SOURCES["late.py"] + "# changed\n")

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import math
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
+from support.datasets import write_split
 from support.extras import needs_hf
 from support.training import execute
 from torch import Tensor, nn
@@ -150,10 +149,9 @@ SAID = ["one two three two one", "three three two one", "two one two one two thr
 
 
 def write_texts(root) -> None:
-    (root / "texts").mkdir(parents=True)
     for split, count in (("train", 60), ("test", 12), ("public", 20)):
         texts = [f"{SAID[n % 4]} {split} {n}" for n in range(count)]
-        pq.write_table(pa.table({"text": texts}), root / "texts" / f"{split}.parquet")
+        write_split(root / "texts", split, text=texts)
     (root / "texts" / data.WORDS).write_text("one\ntwo\nthree\nfour\n")
 
 

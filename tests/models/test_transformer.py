@@ -6,10 +6,10 @@ import json
 import sys
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.datasets import write_split
 from support.extras import needs_hf
 from support.training import execute
 from torch import Tensor, nn
@@ -203,12 +203,10 @@ def test_what_to_install_is_said(monkeypatch):
 
 def write_texts(root) -> None:
     """Complaints and thanks."""
-    (root / "texts").mkdir(parents=True)
     for split, first, count in (("train", 0, 80), ("test", 80, 20)):
         numbers = range(first, first + count)
         texts = [f"{('thank you', 'it broke')[n % 2]} {n}" + "!" * (n % 9) for n in numbers]
-        table = pa.table({"text": texts, "label": [n % 2 for n in numbers]})
-        pq.write_table(table, root / "texts" / f"{split}.parquet")
+        write_split(root / "texts", split, text=texts, label=[n % 2 for n in numbers])
 
 
 def tokenizer_in(folder):

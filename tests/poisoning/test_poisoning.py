@@ -17,7 +17,6 @@ import pytest
 import torch
 from safetensors.numpy import load as load_tensors
 from scipy import stats
-from support.here import Done, command, without_ray
 from support.training import make
 
 from dpdist import bulk, models, pipeline
@@ -157,16 +156,6 @@ def recipe_of(tmp_path: Path, **more: Any) -> Recipe:
     return recipe
 
 
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    without_ray(monkeypatch)
-
-    def dpdist(*arguments: object) -> Done:
-        return command(monkeypatch, capsys, tmp_path, *arguments)
-
-    return dpdist
-
-
 def begun(recipe: Recipe, tmp_path: Path) -> RunFolder:
     folder = RunFolder(tmp_path / "runs" / recipe.name)
     folder.begin(recipe)
@@ -174,7 +163,7 @@ def begun(recipe: Recipe, tmp_path: Path) -> RunFolder:
 
 
 def test_each_voter_is_a_training_of_the_recipe_by_a_key_of_its_own(
-    run: Any, tmp_path: Path
+    dpdist_without_ray: Any, tmp_path: Path
 ) -> None:
     recipe = recipe_of(tmp_path)
     settings = Poisoning(3, seed=SEED, every=40)
@@ -199,7 +188,7 @@ def test_each_voter_is_a_training_of_the_recipe_by_a_key_of_its_own(
     assert len({tuple(each) for each in votes.vote.tolist()}) == 3
 
 
-def test_noise_on_the_input_is_each_models_own(run: Any, tmp_path: Path) -> None:
+def test_noise_on_the_input_is_each_models_own(dpdist_without_ray: Any, tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path)
     folder = begun(recipe, tmp_path)
     quiet, loud = (
@@ -253,7 +242,7 @@ def test_models_on_the_same_records_make_their_features_once(
     assert Voter(setup_of(recipe, Poisoning(2, bag=30, seed=SEED)))._kept is None
 
 
-def test_a_changed_record_moves_one_partition(run: Any, tmp_path: Path) -> None:
+def test_a_changed_record_moves_one_partition(dpdist_without_ray: Any, tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path)
     settings = Poisoning(4, partitions=True, seed=SEED, every=20)
     own, plan = settings.training(recipe, 200)
@@ -275,7 +264,9 @@ def test_a_changed_record_moves_one_partition(run: Any, tmp_path: Path) -> None:
             said = model(voter._test.batch(votes.index)).argmax(1)
         assert votes.vote[number].tolist() == said.tolist()
     # How many records data.max_train lets in follows from their number: a change must leave that.
-    done = run("poison", "x.yaml", "--partitions", "--models", 4, "--every", 20, "--seed", SEED)
+    done = dpdist_without_ray(
+        "poison", "x.yaml", "--partitions", "--models", 4, "--every", 20, "--seed", SEED
+    )
     assert done.code == 0 and "data.max_train is a share of it" in done.out
 
 
@@ -290,11 +281,11 @@ def setup_of(recipe: Recipe, settings: Poisoning) -> Any:
 
 
 def test_the_command_prints_what_is_withstood_and_keeps_it_private(
-    run: Any, tmp_path: Path
+    dpdist_without_ray: Any, tmp_path: Path
 ) -> None:
     recipe_of(tmp_path)
     asked = ("poison", "x.yaml", "--models", 6, "--select", 2, "--alpha", 0.3, "--every", 40)
-    done = run(*asked, "--changes", "0,1", "--csv", "out.csv")
+    done = dpdist_without_ray(*asked, "--changes", "0,1", "--csv", "out.csv")
     assert done.code == 0, done.err
     for said in ("changed records withstood", "% at 1", "these votes, if published", "zero-out"):
         assert said in done.out, said
@@ -309,15 +300,17 @@ def test_the_command_prints_what_is_withstood_and_keeps_it_private(
     lines = (home / "journal.jsonl").read_text().splitlines(keepends=True)
     (home / "journal.jsonl").write_text("".join(lines[:3]))
     shutil.rmtree(home / "models/0004")
-    assert run(*asked, "--changes", "0,1", "--csv", "out.csv").out == done.out
+    assert dpdist_without_ray(*asked, "--changes", "0,1", "--csv", "out.csv").out == done.out
     assert (home / "votes.parquet").read_bytes() == table
     # Of another seed: said without the secret one.
-    done = run(*asked, "--seed", SEED)
+    done = dpdist_without_ray(*asked, "--seed", SEED)
     secret = json.loads((home / "settings.json").read_text())["seed"]
     assert done.code == 2 and "the seed is another" in done.err and secret not in done.err
 
 
-def test_mistakes_are_told_before_a_model_is_trained(run: Any, tmp_path: Path) -> None:
+def test_mistakes_are_told_before_a_model_is_trained(
+    dpdist_without_ray: Any, tmp_path: Path
+) -> None:
     begun(recipe_of(tmp_path), tmp_path)
     before = sorted((tmp_path / "runs").rglob("*"))
     for asked, complaint in (
@@ -336,24 +329,26 @@ def test_mistakes_are_told_before_a_model_is_trained(run: Any, tmp_path: Path) -
         (("--bag", 5, "--select", 66), "--select"),
         (("--models", 1_000_000_000), "--models: must be <= 10000"),
     ):
-        done = run("poison", "x.yaml", *asked)
+        done = dpdist_without_ray("poison", "x.yaml", *asked)
         assert done.code == 2 and complaint in done.err, (asked, done.err)
         assert sorted((tmp_path / "runs").rglob("*")) == before
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(poisoning_voting, "MOST_VOTES", 1000)
-        done = run("poison", "x.yaml", "--models", 50)
+        done = dpdist_without_ray("poison", "x.yaml", "--models", 50)
     assert done.code == 2 and "at most 1,000 votes are kept, got 50 models" in done.err
     assert sorted((tmp_path / "runs").rglob("*")) == before
     free = recipe_of(tmp_path, privacy__noise_multiplier=0.0)
     assert free.privacy.noise_multiplier == 0
-    done = run("poison", "x.yaml", "--name", "free")
+    done = dpdist_without_ray("poison", "x.yaml", "--name", "free")
     assert done.code == 2 and "no trade-off curve" in done.err
 
 
-def test_a_bag_is_trained_on_records_that_its_key_draws(run: Any, tmp_path: Path) -> None:
+def test_a_bag_is_trained_on_records_that_its_key_draws(
+    dpdist_without_ray: Any, tmp_path: Path
+) -> None:
     recipe = recipe_of(tmp_path)
     asked = ("poison", "x.yaml", "--bag", 30, "--models", 8, "--select", 2, "--every", 40)
-    done = run(*asked, "--alpha", 0.3, "--seed", SEED, "--changes", "0,1")
+    done = dpdist_without_ray(*asked, "--alpha", 0.3, "--seed", SEED, "--changes", "0,1")
     assert done.code == 0, done.err
     for said in ("each on 30 random records, without privacy", "alpha 0.3 each", "% at 1"):
         assert said in done.out, said
@@ -450,7 +445,7 @@ def write_points(folder: Path, copied: int) -> None:
     "how", [(), ("--partitions",), ("--bag", 10)], ids=["private", "partitions", "bags"]
 )
 def test_a_copy_of_a_test_input_stops_nothing_and_changes_nothing(
-    run: Any, tmp_path: Path, how: tuple[Any, ...]
+    dpdist_without_ray: Any, tmp_path: Path, how: tuple[Any, ...]
 ) -> None:
     data = {
         "name": "mine",
@@ -471,14 +466,14 @@ def test_a_copy_of_a_test_input_stops_nothing_and_changes_nothing(
         asked = ("poison", "x.yaml", "--models", 4, "--select", 1, "--seed", SEED, *how[:2])
         if how == ("--partitions",):
             asked = ("poison", "x.yaml", "--models", 4, "--seed", SEED, *how)
-        done = run(*asked, "--changes", "0,1", "--runs", f"runs-{copied}")
+        done = dpdist_without_ray(*asked, "--changes", "0,1", "--runs", f"runs-{copied}")
         assert done.code == 0, done.err
         assert "records whose input is a test input" in done.out
         (path,) = (tmp_path / f"runs-{copied}").rglob("votes.parquet")
         said.append(path.read_bytes())
     assert said[0] == said[1] == said[2]
     # The training itself refuses what would be in its published scores.
-    done = run("train", "x.yaml", "--runs", "train")
+    done = dpdist_without_ray("train", "x.yaml", "--runs", "train")
     assert done.code == 2 and "data.drop_test_records: true" in done.err
 
 

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-import yaml
 from support.here import command
+from support.recipes import write_recipe
 
 from dpdist.base.rounding import exact, percent
 from dpdist.certification import population
@@ -31,7 +31,7 @@ PRIVATE = ("loss", "norm_", "seconds", "run_key", "seed", "hits")
 @pytest.fixture(scope="module")
 def work(tmp_path_factory) -> Path:
     work = tmp_path_factory.mktemp("json")
-    (work / "small.yaml").write_text(yaml.safe_dump(RECIPE))
+    write_recipe(work, RECIPE, "small.yaml")
     return work
 
 

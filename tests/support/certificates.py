@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -60,13 +61,14 @@ def of_sensitivity(table: pa.Table, **factors: float) -> pa.Table:
     return tables.build(made.to_pylist(), tables.about(other), schema)
 
 
+@dataclass(frozen=True)
 class Data:
     """Random images of 6 x 6 pixels in three classes."""
 
-    classes, fingerprint = 3, "fake"
-
-    def __init__(self, count: int = 6) -> None:
-        self.count = count
+    count: int = 6
+    fingerprint: str = "fake"
+    classes: int = 3
+    name: str = "fake/test"
 
     @property
     def labels(self) -> np.ndarray:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import ray
 from ray import cloudpickle
+from typer.testing import CliRunner, Result
 
 import dpdist.attacks.job
 import dpdist.bulk.job
@@ -31,6 +32,7 @@ import dpdist.tuning.trial
 from dpdist.base.errors import UserError
 from dpdist.cluster.packages import fingerprint
 from dpdist.cluster.pool import Chunk, PoolSettings
+from dpdist.commands.cli import app
 from dpdist.training.job import PACKAGES, TrainJob
 from dpdist.tuning.manifest import read_trials
 from dpdist.tuning.search import Search
@@ -154,6 +156,11 @@ class Done:
     code: int
     out: str
     err: str
+
+
+def call(*arguments: object) -> Result:
+    """`dpdist ARGUMENTS` by typer's own runner: the result holds a mistake as an exception."""
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 def command(

@@ -16,7 +16,8 @@ from typing import Any
 
 import psutil
 import torch
-from safetensors.torch import load_file
+
+from support.networks import saved_parameters
 
 LOOPBACK = {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 COMMAND = [sys.executable, "-m", "dpdist"]
@@ -160,5 +161,5 @@ def steps_done(run: Path) -> int:
 
 
 def parameters(run: Path) -> torch.Tensor:
-    tensors = load_file(run / "private" / "model" / "model.safetensors")
-    return torch.cat([tensors[name].flatten() for name in sorted(tensors)])
+    """The trained model of a run folder, as one vector."""
+    return saved_parameters(run / "private" / "model")

@@ -5,6 +5,7 @@ The loop is the one Ray Train runs; only the all-reduce is replaced.
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,13 +14,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.recipe import Recipe, parse
 from dpdist.training import loop
 from dpdist.training.job import TrainJob, prepare
 from dpdist.training.reducer import Reducer
+from support.networks import saved_parameters
 
 KEY = "5a" * 32
 
@@ -86,14 +87,6 @@ def execute(job: TrainJob, world_size: int = 1, until: int | None = None) -> Non
     together(world_size, lambda reducer: loop.run(job, reducer, until))
 
 
-def merged(raw: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    """`raw` with sections merged into it; None removes a field."""
-    for key, value in more.items():
-        both = isinstance(value, dict) and isinstance(raw.get(key), dict)
-        raw[key] = merged(dict(raw[key]), value) if both else value
-    return raw
-
-
 def make(tmp: Path, name: str = "run", **overrides: Any) -> tuple[Recipe, RunFolder]:
     """A small recipe on the digits, with fields replaced (section__field), and its folder."""
     raw: dict[str, Any] = {
@@ -114,6 +107,12 @@ def make(tmp: Path, name: str = "run", **overrides: Any) -> tuple[Recipe, RunFol
     return recipe, RunFolder(tmp / name)
 
 
+def prepared(tmp: Path, name: str = "run", **overrides: Any) -> TrainJob:
+    """The recipe of `make`, prepared."""
+    recipe, folder = make(tmp, name, **overrides)
+    return prepare(recipe, folder, "test")
+
+
 def train(recipe: Recipe, folder: RunFolder, world_size: int = 1) -> torch.Tensor:
     """Train with `world_size` thread workers; returns the parameters as one vector."""
     execute(prepare(recipe, folder, "test"), world_size)
@@ -121,8 +120,14 @@ def train(recipe: Recipe, folder: RunFolder, world_size: int = 1) -> torch.Tenso
 
 
 def parameters(folder: RunFolder) -> torch.Tensor:
-    tensors = load_file(folder.model / "model.safetensors")
-    return torch.cat([tensors[name].flatten() for name in sorted(tensors)])
+    """The trained model of a run, as one vector."""
+    return saved_parameters(folder.model)
+
+
+def release_ids(folder: RunFolder) -> list[str]:
+    """The ids of the releases in a run's ledger: they name the bits of every sum."""
+    records = [json.loads(line)["record"] for line in folder.ledger.read_text().splitlines()]
+    return [record["id"] for record in records if record["kind"] == "release"]
 
 
 class Interrupt(Exception):

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.files import contents
 from support.training import execute, interrupted, make, parameters, prepare, train
 
 from dpdist import evaluation, models
@@ -34,11 +35,6 @@ HIDDEN = {
     "privacy": {"noise_multiplier": 0.0, "clipping": "none", "delta": 1e-4},
     "training": {"batch_size": 40, "steps": 5, "learning_rate": 0.3},
 }
-
-
-def tree(folder: Path) -> dict[str, bytes]:
-    files = (path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 @pytest.fixture(scope="module")
@@ -115,12 +111,12 @@ def test_a_crashed_run_is_refused_until_it_is_whole(crashed, tmp_path, name, dam
     path = folder.private / name
     kept = path.read_bytes()
     damage(path)
-    before = tree(folder.path)
+    before = contents(folder.path)
     with pytest.raises(UserError, match=why) as caught:
         groups.Teller(folder, print)  # as the driver does before workers start
         train(recipe, folder)
     assert "\n" not in str(caught.value)
-    assert tree(folder.path) == before, "nothing was written"
+    assert contents(folder.path) == before, "nothing was written"
     path.unlink(missing_ok=True)
     path.write_bytes(kept)
     train(recipe, folder)

@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import io
 import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
-from PIL import Image
 from safetensors.torch import save as save_tensors
+from support.datasets import write_images
 from support.here import command
 from torch import Tensor, nn
 
@@ -454,17 +452,9 @@ def torchvision_recipe(tmp_path: Path, weights: str) -> dict:
 
 def colours(root: Path) -> Path:
     rng = np.random.default_rng(1)
-    (root / "colours").mkdir()
     for split in ("train", "test"):
-        pictures = rng.random((40, 3 * 32 * 32), dtype=np.float32)
-        buffers = []
-        for picture in pictures:
-            buffer = io.BytesIO()
-            image = (255 * picture).astype(np.uint8).reshape(32, 32, 3)
-            Image.fromarray(image).save(buffer, format="PNG")
-            buffers.append({"bytes": buffer.getvalue(), "path": ""})
-        table = pa.table({"image": buffers, "label": rng.integers(0, 10, 40)})
-        pq.write_table(table, root / "colours" / f"{split}.parquet")
+        pictures = (255 * rng.random((40, 32, 32, 3), dtype=np.float32)).astype(np.uint8)
+        write_images(root / "colours", split, pictures, rng.integers(0, 10, 40))
     return root
 
 

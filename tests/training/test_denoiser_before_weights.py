@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from support.here import command, without_ray
+from support.recipes import write_recipe
 
 from dpdist import models
 from dpdist.base.errors import UserError
@@ -151,7 +151,7 @@ def test_a_run_that_releases_no_model_tells_of_it_too(weights, tmp_path, monkeyp
         method={"name": "private-prediction", "teachers": 3, "logit_bound": 2.0, "queries": 2},
         privacy={"noise_multiplier": 2.0, "delta": 1e-4, "nominal_records": 1400},
     )
-    (tmp_path / "r.yaml").write_text(yaml.safe_dump(described))
+    write_recipe(tmp_path, described)
     without_ray(monkeypatch)
     done = command(monkeypatch, capsys, tmp_path, "run", "r.yaml")
     assert done.code == 0, done.err

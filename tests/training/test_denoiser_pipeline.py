@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from PIL import Image
 from support.benchmarks import load as load_benchmark
+from support.datasets import png, write_split
 
 from dpdist import models, pipeline
 from dpdist.commands import cli
@@ -30,15 +28,9 @@ def colour_images(root: Path, records: int = 60) -> Path:
     """Made-up records in CIFAR-10's layout."""
     rng = np.random.default_rng(3)
     for split in ("train", "test"):
-        rows = []
-        for _ in range(records):
-            buffer = io.BytesIO()
-            picture = rng.integers(0, 256, (32, 32, 3), dtype=np.uint8)
-            Image.fromarray(picture).save(buffer, format="PNG")
-            rows.append({"bytes": buffer.getvalue(), "path": ""})
-        (root / "cifar10").mkdir(parents=True, exist_ok=True)
-        table = pa.table({"image": rows, "label": rng.integers(0, 10, records)})
-        pq.write_table(table, root / "cifar10" / f"{split}.parquet")
+        pictures = rng.integers(0, 256, (records, 32, 32, 3), dtype=np.uint8)
+        rows = [{"bytes": png(picture), "path": ""} for picture in pictures]
+        write_split(root / "cifar10", split, image=rows, label=rng.integers(0, 10, records))
     return root
 
 

@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from support.training import execute, make, prepare, together
+from support.training import execute, make, prepare, prepared, together
 from torch import nn
 
 from dpdist import pipeline
@@ -58,12 +58,11 @@ def test_a_model_that_computes_no_numbers_is_refused_before_anything(tmp_path, h
 
 
 def diverging(tmp_path):
-    recipe, folder = make(
+    return prepared(
         tmp_path,
         model={"name": f"{HERE}:broken", "options": {"how": "overflow"}},
         training__learning_rate=1e6,
     )
-    return prepare(recipe, folder, "test")
 
 
 def test_a_training_that_diverges_stops_and_says_what_it_cost(tmp_path):

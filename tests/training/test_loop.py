@@ -12,10 +12,9 @@ import shutil
 import threading
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
+from support.datasets import write_split
 from support.training import (
     Interrupt,
     ThreadReducer,
@@ -374,25 +373,19 @@ def test_a_run_is_not_continued_on_other_records(tmp_path):
     from sklearn.datasets import load_digits
 
     digits = load_digits()
-    (tmp_path / "mine").mkdir()
-    columns = {"x": list(digits.data[:400]), "label": digits.target[:400]}
-    for split in ("train", "test"):
-        pq.write_table(pa.table(columns), tmp_path / "mine" / f"{split}.parquet")
-        columns = {"x": list(digits.data[400:800]), "label": digits.target[400:800]}
+    for split, rows in (("train", slice(0, 400)), ("test", slice(400, 800))):
+        write_split(tmp_path / "mine", split, x=digits.data[rows], label=digits.target[rows])
     section = {"name": "mine", "root": str(tmp_path), "columns": {"features": ["x"]}}
     recipe, folder = make(tmp_path, data=section, model={"name": "linear"})
     prepare(recipe, folder, "test")
     prepare(recipe, folder, "test")
-    columns = {"x": list(digits.data[:400]), "label": digits.target[1:401]}
-    pq.write_table(pa.table(columns), tmp_path / "mine" / "train.parquet")
+    write_split(tmp_path / "mine", x=digits.data[:400], label=digits.target[1:401])
     with pytest.raises(UserError, match="mine/train has changed since this run was begun"):
         prepare(recipe, folder, "test")
 
 
 def test_the_test_split_is_not_the_private_one(tmp_path):
-    (tmp_path / "mine").mkdir()
-    table = pa.table({"x": np.arange(40.0), "label": np.arange(40) % 10})
-    pq.write_table(table, tmp_path / "mine" / "train.parquet")
+    write_split(tmp_path / "mine", x=np.arange(40.0), label=np.arange(40) % 10)
     section = {
         "name": "mine", "root": str(tmp_path), "columns": {"features": ["x"]}, "test": "train",
         "max_train": 30,

@@ -3,15 +3,12 @@ record that they saw or were chosen by."""
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-from PIL import Image
+from support.datasets import write_images
 
 from dpdist import data, models
 from dpdist.base.errors import UserError
@@ -31,16 +28,9 @@ def images(which: slice | np.ndarray) -> np.ndarray:
 
 def write(root: Path, name: str, chosen: np.ndarray) -> None:
     """A data set of made-up images."""
-    (root / name).mkdir(parents=True, exist_ok=True)
     made = np.random.default_rng(9).integers(0, 256, (10, 4, 4), dtype=np.uint8)
     for split, rows in (("train", chosen), ("test", made)):
-        encoded = []
-        for image in rows:
-            buffer = io.BytesIO()
-            Image.fromarray(image).save(buffer, format="PNG")
-            encoded.append(buffer.getvalue())
-        table = pa.table({"image": encoded, "label": np.arange(len(rows)) % 3})
-        pq.write_table(table, root / name / f"{split}.parquet")
+        write_images(root / name, split, rows)
 
 
 def recipe(root: Path, name: str, initial: dict[str, Any] | None = None, **section: Any) -> Recipe:

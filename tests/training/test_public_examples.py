@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
-import yaml
+from support.datasets import write_split
 from support.here import command, without_ray
+from support.recipes import write_recipe
 from support.training import execute, make, prepare, train
 from torch import Tensor, nn
 
@@ -69,9 +68,7 @@ def written(root: Path, first: np.ndarray | None) -> Path:
         rows = generator.random((count, WIDTH), dtype=np.float32)
         if split == "train" and first is not None:
             rows[0] = first
-        table = {"features": list(rows), "label": np.arange(count) % CLASSES}
-        (root / "made").mkdir(parents=True, exist_ok=True)
-        pq.write_table(pa.table(table), root / "made" / f"{split}.parquet")
+        write_split(root / "made", split, features=rows, label=np.arange(count) % CLASSES)
     return root
 
 
@@ -101,7 +98,7 @@ def test_one_record_does_not_stop_a_command(more, record, tmp_path, monkeypatch,
     left = []
     for name, first in (("one", None), ("other", record())):
         root = written(tmp_path / name, first)
-        (root / "r.yaml").write_text(yaml.safe_dump(recipe_of(root, **more)))
+        write_recipe(root, recipe_of(root, **more))
         done = command(monkeypatch, capsys, root, "train", "r.yaml")
         assert done.code == 0, done.err
         run = root / "runs" / "run"
@@ -176,10 +173,9 @@ def test_examples_are_public_and_in_range() -> None:
 
 @pytest.mark.parametrize("following", [False, True])
 def test_examples_of_texts_are_tokens(following: bool, tmp_path: Path) -> None:
-    (tmp_path / "texts").mkdir()
     for split in ("train", "test"):
-        rows = {"text": ["abc", "de", "fghij"] * 4, "label": [0, 1, 0] * 4}
-        pq.write_table(pa.table(rows), tmp_path / "texts" / f"{split}.parquet")
+        texts = ["abc", "de", "fghij"] * 4
+        write_split(tmp_path / "texts", split, text=texts, label=[0, 1, 0] * 4)
     text = data.TextColumn("text", 9, following=following)
     columns = data.Columns(text=text)
     source = data.Source(

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.files import contents
 from support.training import make, train
 
 from dpdist import models
@@ -40,10 +41,6 @@ def run(finished, tmp_path) -> RunFolder:
     folder = RunFolder(tmp_path / "x")
     shutil.copytree(finished.path, folder.path)
     return folder
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*")}
 
 
 def refused(folder: RunFolder, match: str) -> None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 import torch
-from support.training import ThreadReducer, execute, interrupted, make, together, train
+from support.training import ThreadReducer, execute, interrupted, make, release_ids, together, train
 
 from dpdist.base.errors import UserError
 from dpdist.privacy.ledger import Ledger
-from dpdist.runs.folder import RunFolder
 from dpdist.training import checkpoint, loop, optimizer, sharding
 from dpdist.training.job import prepare
 from dpdist.training.reducer import MissingRank
@@ -37,12 +34,6 @@ def small(tmp_path, name: str, training: dict | None = None, **more):
     return make(tmp_path, name, model="linear", training=steps | (training or {}), **more)
 
 
-def released(folder: RunFolder) -> list[str]:
-    """The ids in the ledger: they name the bits of every sum."""
-    records = [json.loads(line)["record"] for line in folder.ledger.read_text().splitlines()]
-    return [record["id"] for record in records if record["kind"] == "release"]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("workers", "training"),
@@ -53,7 +44,7 @@ def test_parameters_and_ledger_are_the_whole_release_s(tmp_path, workers, traini
     whole, folder = small(tmp_path, "whole", training)
     shards, other = small(tmp_path, "sharded", training, **SHARDED)
     assert torch.equal(train(whole, folder, workers), train(shards, other, workers))
-    assert released(folder) == released(other) and len(set(released(folder))) == 6
+    assert release_ids(folder) == release_ids(other) and len(set(release_ids(folder))) == 6
 
 
 @pytest.mark.slow

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load
+from support.datasets import write_split
 from support.here import without_ray
 
 from dpdist import bulk
@@ -54,11 +53,9 @@ def write(root: Path, keep: np.ndarray | slice) -> None:
     inputs = rng.random((RECORDS + 8, 6), dtype=np.float32)
     inputs[7] = inputs[30]
     labels = rng.integers(0, 3, len(inputs))
-    (root / "made").mkdir(parents=True)
     train, test = np.arange(RECORDS)[keep], np.arange(RECORDS, len(inputs))
     for split, rows in (("train", train), ("test", test)):
-        table = pa.table({"x": inputs[rows].tolist(), "label": labels[rows]})
-        pq.write_table(table, root / "made" / f"{split}.parquet")
+        write_split(root / "made", split, x=inputs[rows], label=labels[rows])
 
 
 def job_of(home: Path, keep: np.ndarray | slice = slice(None), **training: Any) -> TrainJob:

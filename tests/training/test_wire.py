@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from scipy.stats import binom
-from support.training import ThreadReducer, execute, make, together, train
+from support.training import ThreadReducer, execute, make, release_ids, together, train
 
 from dpdist.base.errors import UserError
 from dpdist.privacy.ledger import Ledger
-from dpdist.runs.folder import RunFolder
 from dpdist.training import building, loop
 from dpdist.training.estimate import describe
 from dpdist.training.job import prepare
@@ -32,11 +30,6 @@ def small(tmp_path, name: str, workers: int = 1, training: dict | None = None, *
         tmp_path, name, model="linear", training=steps | (training or {}),
         resources={**FLOAT32, "workers": workers, **resources},
     )  # fmt: skip
-
-
-def released(folder: RunFolder) -> list[str]:
-    records = [json.loads(line)["record"] for line in folder.ledger.read_text().splitlines()]
-    return [record["id"] for record in records if record["kind"] == "release"]
 
 
 # ---- one record more or less
@@ -166,7 +159,7 @@ def test_any_number_of_workers_gives_the_same_bits_and_nearly_those_of_float64(t
         ("one", 1, {}), ("two", 2, {}), ("three", 3, {}), ("wide", 2, {"wire": "float64"}),
     ):  # fmt: skip
         recipe, folder = small(tmp_path, name, workers, same, **resources)
-        found[name] = train(recipe, folder, workers), released(folder)
+        found[name] = train(recipe, folder, workers), release_ids(folder)
     for name in ("two", "three"):
         assert torch.equal(found[name][0], found["one"][0]) and found[name][1] == found["one"][1]
     assert set(found["one"][1]).isdisjoint(found["wide"][1])

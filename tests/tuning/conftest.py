@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from support.recipes import merged
 
 from dpdist.cluster.packages import fingerprint
 from dpdist.privacy import accounting
@@ -15,13 +16,6 @@ from dpdist.tuning.manifest import read_trials
 from dpdist.tuning.preparing import prepare
 from dpdist.tuning.search import Search
 from dpdist.tuning.trial import run_trial
-
-
-def _merge(raw: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    for key, value in more.items():
-        both = isinstance(value, dict) and isinstance(raw.get(key), dict)
-        raw[key] = _merge(dict(raw[key]), value) if both else value
-    return raw
 
 
 @pytest.fixture
@@ -52,7 +46,7 @@ def recipe():
                 "law": {"name": "geometric", "mean": 3.0},
             },
         }
-        return parse(_merge(raw, sections), "r.yaml")
+        return parse(merged(raw, sections), "r.yaml")
 
     return make
 

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import yaml
 from dp_accounting.pld.privacy_loss_distribution import from_gaussian_mechanism
+from support.recipes import write_recipe
 
 from dpdist.base.errors import UserError
 from dpdist.commands.tune import _plan as plan_search
@@ -436,18 +436,13 @@ def test_a_law_says_how_many_trials_are_nearly_certain():
     assert LawRecipe(name="fixed", runs=3).in_full == "fixed, 3 trials"
 
 
-def write(tmp_path, asked):
-    path = tmp_path / "r.yaml"
-    path.write_text(yaml.safe_dump(asked.model_dump(mode="json", exclude_none=True)))
-    return path
-
-
 @pytest.mark.whole
 def test_the_plan_reads_no_data_and_imports_neither_torch_nor_ray(recipe, tmp_path):
     score = {"noise": 40.0}  # the least that counts no more than training takes a while to find
     asked = recipe(data={"name": "mine", "root": "/nowhere"}, tune={"score": score})
+    path = str(write_recipe(tmp_path, asked))
     code = (
-        f"import sys; sys.argv = ['dpdist', 'tune', {str(write(tmp_path, asked))!r}, '--plan', "
+        f"import sys; sys.argv = ['dpdist', 'tune', {path!r}, '--plan', "
         "'--records', '2000', '--json']\n"
         "from dpdist.privacy import accounting; accounting.FINEST_GRID = 1e-3\n"
         "from dpdist.commands.cli import main\n"
@@ -487,7 +482,7 @@ def test_the_plan_prices_what_the_method_reads_besides_its_steps(
         training={"batch_size": 200, "steps": 100},
         tune={"score": {"public": {"name": "digits"}}},
     )
-    plan_search(asked, str(write(tmp_path, asked)), None, 2000, False, None)
+    plan_search(asked, str(write_recipe(tmp_path, asked)), None, 2000, False, None)
     head, _, own = capsys.readouterr().out.splitlines()[:3]
     noise = float(re.search(r"one untuned run: noise multiplier ([\d.]+), epsilon 2", head)[1])
     together = (GaussianReleases(6.0), GaussianSteps(100, noise, 200 / 2000))

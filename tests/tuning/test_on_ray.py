@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from support.here import Done, command, without_ray
 from support.processes import descendants, kill, parameters, slow_steps, start, wait_for
+from support.recipes import write_recipe
 
 from dpdist.base import vision
 from dpdist.cluster.session import connect, staged_artifacts
@@ -22,13 +22,6 @@ from dpdist.tuning.manifest import SearchFolder, read_trials
 from dpdist.tuning.trial import scores_of
 
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.whole]
-
-
-def write(folder: Path, asked) -> Path:
-    folder.mkdir(exist_ok=True)
-    path = folder / "r.yaml"
-    path.write_text(yaml.safe_dump(asked.model_dump(mode="json", exclude_none=True)))
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +57,7 @@ def test_a_killed_driver_is_resumed_to_the_same_winner(
         resources={"checkpoint_seconds": 0.3},
         tune={"law": {"mean": 4.0}, "concurrent": 2},
     )
-    path = write(tmp_path / "ray", asked)
+    path = write_recipe(tmp_path / "ray", asked)
     process = start("tune", path, cwd=path.parent, **slow_steps(tmp_path))
     run = RunFolder(path.parent / "runs" / "small")
     folder = SearchFolder(run)
@@ -105,7 +98,7 @@ def test_trials_of_two_workers(recipe, tune, tmp_path):
             "score": {"public": {"name": "digits"}},
         },
     )
-    path = write(tmp_path / "two", asked)
+    path = write_recipe(tmp_path / "two", asked)
     out = tune(path).out
     assert "number of trials: fixed, 2 trials" in out and "public records (digits/test)" in out
     run = path.parent / "runs" / "small"
@@ -124,7 +117,7 @@ def test_more_trials_at_once_than_fit_are_refused_at_once(recipe, tmp_path, monk
     """One line, not a silent wait: without Ray there are eight CPUs."""
     law = {"name": "fixed", "runs": 2, "mean": None}
     asked = recipe(name="many", resources={"workers": 2}, tune={"law": law, "concurrent": 5})
-    path = write(tmp_path / "many", asked)
+    path = write_recipe(tmp_path / "many", asked)
     without_ray(monkeypatch)
     done = command(monkeypatch, capsys, path.parent, "tune", path)
     assert done.code == 2 and "do not fit" in done.err.splitlines()[-1]
@@ -148,7 +141,7 @@ def test_adaptive_searchers_see_paid_scores_only(recipe, tune, tmp_path):
             "score": {"noise": 5.0},
         },
     )
-    path = write(tmp_path / "adaptive", asked)
+    path = write_recipe(tmp_path / "adaptive", asked)
     assert "fixed, 4 trials" in tune(path).out
     run = path.parent / "runs" / "small"
     shown = json.loads((run / "trials.json").read_text())

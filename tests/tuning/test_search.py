@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from support.files import contents
+from support.training import parameters
 
 from dpdist import models
 from dpdist.base.errors import ClusterError, UserError
@@ -45,19 +46,6 @@ def finish(search) -> None:
     """What `Search.run` does after the trials."""
     search._decide()
     search.run(SESSION)
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
-
-
-def parameters(folder) -> torch.Tensor:
-    tensors = load_file(folder.model / "model.safetensors")
-    return torch.cat([tensors[name].flatten() for name in sorted(tensors)])
 
 
 def test_the_winner_becomes_an_ordinary_run_with_the_search_in_its_guarantee(
@@ -114,7 +102,7 @@ def test_the_winner_becomes_an_ordinary_run_with_the_search_in_its_guarantee(
     assert "search" in card["notes"][-1] or "search" in " ".join(card["notes"])
 
     # Nothing outside private/ depends on K, on another trial, or on how long anything took.
-    public = {n: t for n, t in files(run.path).items() if not n.startswith("private/")}
+    public = {n: t for n, t in contents(run.path).items() if not n.startswith("private/")}
     text = b"\n".join(public.values()).decode(errors="replace")
     for number, trial in enumerate(trials):
         assert trial.key.hex() not in text

@@ -6,8 +6,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import yaml
 from support.here import command, without_ray
+from support.recipes import write_recipe
 
 from dpdist.runs.exporting import publishable
 from dpdist.runs.folder import RunFolder
@@ -59,9 +59,7 @@ def dpdist(tmp_path, monkeypatch, capsys):
 
 
 def write(tmp_path: Path, **more) -> Path:
-    path = tmp_path / f"{more.get('name', 'small')}.yaml"
-    path.write_text(yaml.safe_dump({**RECIPE, **more}))
-    return path
+    return write_recipe(tmp_path, {**RECIPE, **more}, f"{more.get('name', 'small')}.yaml")
 
 
 def files(folder: Path) -> set[str]:

@@ -4,7 +4,7 @@ it is named by; and the table is what those draws say."""
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
-from support.certificates import changed
+from support.certificates import Data, changed
 from support.here import without_ray
 from support.keys import Stream, record
+from support.networks import save_small_cnn
 
 from dpdist import models
 from dpdist.base.errors import UserError
@@ -30,28 +31,7 @@ N, N0, BATCH, COUNT = 250, 30, 100, 4
 SETTINGS = Cohen(sigma=0.5, n0=N0, n=N, batch=BATCH, seed="5", form="eager")
 
 
-@dataclass(frozen=True)
-class Images:
-    fingerprint: str = "these"
-    classes: int = 3
-
-    @property
-    def labels(self) -> np.ndarray:
-        return np.arange(COUNT) % self.classes
-
-    def batch(self, indices: Any) -> torch.Tensor:
-        rng = np.random.default_rng(0)
-        return torch.from_numpy(rng.random((COUNT, 1, 6, 6), dtype=np.float32)[indices])
-
-
-def model_folder(path: Path, seed: int = 3, noisy: bool = False) -> Path:
-    spec = models.ModelSpec("small-cnn", (1, 6, 6), 3, {"width": 4}, hidden_noise=noisy)
-    module = models.initialise(replace(spec, hidden_noise=False), seed)
-    if noisy:
-        split = models.require_split(module)
-        models.attach_noise(module, torch.full(split.hidden_shape((1, 6, 6)), 0.3))
-    models.save(module, spec, path)
-    return path
+Images = partial(Data, count=COUNT, fingerprint="these")
 
 
 @pytest.fixture
@@ -63,7 +43,8 @@ def certify(tmp_path, monkeypatch):
     def run(
         settings: Any = SETTINGS, seed: int = 3, noisy: bool = False, **data: Any
     ) -> tuple[list[Stream], Path]:
-        folder = model_folder(tmp_path / f"model-{seed}-{noisy}", seed, noisy)
+        noise = 0.3 if noisy else None
+        folder = save_small_cnn(tmp_path / f"model-{seed}-{noisy}", seed, noise=noise)
         output = tmp_path / f"certificates-{next(made)}"
         with monkeypatch.context() as patch:
             seen = record(patch)
@@ -146,7 +127,7 @@ def test_a_secret_seed_is_drawn_for_every_certification(certify):
 
 def test_predictions_draw_fresh_secret_noise(tmp_path, monkeypatch):
     """Never the certification's, never the same twice, whatever seed the settings have."""
-    model = models.load(model_folder(tmp_path / "model")).eval()
+    model = models.load(save_small_cnn(tmp_path / "model")).eval()
     x = Images().batch(slice(0, 1))[0]
     seen = record(monkeypatch)
     used = []
@@ -166,7 +147,7 @@ def test_predictions_draw_fresh_secret_noise(tmp_path, monkeypatch):
 def test_a_model_of_numbers_that_are_not_finite_is_not_certified(tmp_path, monkeypatch):
     """The argmax of NaN is a constant: it would get the largest radius."""
     without_ray(monkeypatch)
-    folder = model_folder(tmp_path / "model")
+    folder = save_small_cnn(tmp_path / "model")
     spec, module = models.read_spec(folder), models.load(folder)
     with torch.no_grad():
         next(module.parameters())[0] = torch.nan

@@ -12,18 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
+from support.datasets import write_split
 from support.keys import DRAWS, NOISE, SAMPLING, Recorder, record
-from support.training import Interrupt, execute, interrupted, make
+from support.training import Interrupt, execute, interrupted, prepared
 
 from dpdist.base.errors import ClusterError, UserError
 from dpdist.gradients.engine import GradientEngine
 from dpdist.privacy.ledger import Ledger, ReplayConflict
 from dpdist.training import loop, permit
-from dpdist.training.job import TrainJob, prepare, read_run_key
+from dpdist.training.job import TrainJob, read_run_key
 
 pytestmark = pytest.mark.guarantee
 
@@ -42,8 +41,7 @@ def job_of(tmp: Path, name: str = "run", **changes: Any) -> TrainJob:
         "training__steps": STEPS,
         "resources__checkpoint_seconds": 1e9,
     }
-    recipe, folder = make(tmp, name, **(base | changes))
-    return prepare(recipe, folder, "test")
+    return prepared(tmp, name, **(base | changes))
 
 
 def recorded(
@@ -143,14 +141,12 @@ def test_other_records_of_the_same_number_have_other_keys(tmp_path, monkeypatch)
     models would be free of noise."""
     seen = []
     for name in ("a", "b"):
-        (tmp_path / name / "mine").mkdir(parents=True)
         rng = np.random.default_rng(0)
         features, labels = rng.random((120, 64)), rng.integers(0, 10, 120)
         labels[0] = 3 if name == "a" else 4
-        table = pa.table({"x": list(features), "label": labels})
-        pq.write_table(table, tmp_path / name / "mine" / "train.parquet")
-        test = pa.table({"x": list(rng.random((30, 64))), "label": np.arange(30) % 10})
-        pq.write_table(test, tmp_path / name / "mine" / "test.parquet")
+        folder = tmp_path / name / "mine"
+        write_split(folder, x=features, label=labels)
+        write_split(folder, "test", x=rng.random((30, 64)), label=np.arange(30) % 10)
         data = {"name": "mine", "root": str(tmp_path / name), "columns": {"features": ["x"]}}
         seen.append(all_keys(recorded(job_of(tmp_path, f"run-{name}", data=data), monkeypatch)))
     assert not seen[0] & seen[1]

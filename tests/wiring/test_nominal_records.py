@@ -6,9 +6,8 @@ import json
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
+from support.datasets import write_split
 from support.training import execute, make
 
 from dpdist.base.errors import UserError
@@ -30,12 +29,11 @@ NAMES = [f"x{i}" for i in range(6)]
 def recipe_on(tmp: Path, records: int, **changes) -> tuple[Recipe, RunFolder]:
     """A run on the first `records` of the same records; everything else is equal."""
     root = tmp / f"on-{records}"
-    (root / "mine").mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(3)
     for split, rows in (("train", records), ("test", 30)):
         table = {name: rng.random(500)[:rows] for name in NAMES}
         table["label"] = rng.integers(0, 3, 500)[:rows]
-        pq.write_table(pa.table(table), root / "mine" / f"{split}.parquet")
+        write_split(root / "mine", split, **table)
     settings = {
         "data": {
             "name": "mine",

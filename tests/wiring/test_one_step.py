@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.datasets import write_split
 from support.keys import record
 from support.oracle import Oracle, flatten
-from support.training import execute, make, parameters
+from support.training import execute, parameters, prepared
 
 from dpdist import models
 from dpdist.base.errors import UserError
@@ -26,7 +25,7 @@ from dpdist.privacy.ledger import Ledger
 from dpdist.privacy.plan import PrivacyPlan
 from dpdist.privacy.releases import GaussianSteps
 from dpdist.training import checkpoint
-from dpdist.training.job import TrainJob, prepare
+from dpdist.training.job import TrainJob
 
 pytestmark = pytest.mark.guarantee
 
@@ -45,8 +44,7 @@ def job_of(tmp: Path, **changes: Any) -> TrainJob:
         "training__momentum": 0.0,
         "training__learning_rate": 0.4,
     }
-    recipe, folder = make(tmp, **(base | changes))
-    return prepare(recipe, folder, "test")
+    return prepared(tmp, **(base | changes))
 
 
 def follow(job: TrainJob, patch: pytest.MonkeyPatch, workers: int = 1) -> list[int]:
@@ -211,10 +209,9 @@ def test_a_denoiser_before_a_frozen_classifier(tmp_path, monkeypatch):
 
 
 def test_what_is_no_image_is_not_cropped(tmp_path):
-    table = pa.table({"f": np.random.default_rng(0).random((60, 5)).tolist(), "label": [0, 1] * 30})
-    for split, rows in (("train", table.slice(0, 40)), ("test", table.slice(40))):
-        (tmp_path / "features").mkdir(exist_ok=True)
-        pq.write_table(rows, tmp_path / "features" / f"{split}.parquet")
+    features = np.random.default_rng(0).random((60, 5))
+    for split, rows in (("train", slice(0, 40)), ("test", slice(40, 60))):
+        write_split(tmp_path / "features", split, f=features[rows], label=([0, 1] * 30)[rows])
     data = {"name": "features", "root": str(tmp_path), "classes": 2, "columns": {"features": ["f"]}}
     with pytest.raises(UserError, match=r"training.crop and flip: need images, got .* shape .5,"):
         job_of(tmp_path, data=data, training__flip=True)

@@ -13,7 +13,7 @@ import pytest
 import torch
 import yaml
 from dp_accounting.pld import PLDAccountant
-from support.training import execute, interrupted, make
+from support.training import execute, interrupted, prepared
 
 from dpdist.base.errors import UserError
 from dpdist.commands.releasing import write_release
@@ -30,7 +30,7 @@ from dpdist.reports.page import write_report
 from dpdist.runs.folder import RunFolder
 from dpdist.runs.released import read_released
 from dpdist.training import trainer
-from dpdist.training.job import TrainJob, prepare
+from dpdist.training.job import TrainJob
 from dpdist.training.records import evaluation_data
 
 pytestmark = pytest.mark.guarantee
@@ -50,8 +50,7 @@ def job_of(tmp: Path, **changes: Any) -> TrainJob:
         "training__steps": STEPS,
         "resources__checkpoint_seconds": 1e9,
     }
-    recipe, folder = make(tmp, **(base | changes))
-    return prepare(recipe, folder, "test")
+    return prepared(tmp, **(base | changes))
 
 
 def exact(*parts: tuple[int, float, float]) -> float:

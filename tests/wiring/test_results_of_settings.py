@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from support.here import without_ray
+from support.networks import save_small_cnn
 
 from dpdist import models
 from dpdist.attacks import job as attacking
@@ -75,10 +76,7 @@ def work(request, monkeypatch) -> Callable[..., str]:
 @pytest.fixture
 def folders(tmp_path: Path) -> list[Path]:
     """Two models, a and b."""
-    spec = models.ModelSpec("small-cnn", (1, 6, 6), 3, {"width": 4})
-    for seed, name in enumerate("ab"):
-        models.save(models.initialise(spec, seed), spec, tmp_path / name)
-    return [tmp_path / "a", tmp_path / "b"]
+    return [save_small_cnn(tmp_path / name, seed) for seed, name in enumerate("ab")]
 
 
 def test_half_done_work_is_not_taken_over_by_another_model(work, folders, tmp_path) -> None:
