@@ -143,13 +143,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
         }.items()
     },
     **{
-        f"method.{key} of residual": (
-            {"method": {"name": "residual", "gamma": 0.1, key: 5.0}},
-            {"method": {"name": "residual", "gamma": 0.1, key: 5.0}, "privacy": OPEN},
-        )
-        for key in ("input_norm", "residual_norm")
-    },
-    **{
         f"method.{key} of stobatch": (
             {"method": {"name": "stobatch", nothing: 0.0, key: value}},
             {"method": {"name": "stobatch", key: value}},
