@@ -38,7 +38,7 @@ from _common import parse_arguments, require_data
 
 from dpdist.base import vision
 from dpdist.base.errors import ClusterError, UserError
-from dpdist.certification.reading import CertificateTable
+from dpdist.certification.certificate import CertificateTable
 from dpdist.cluster.session import connect
 from dpdist.commands.cli import app
 from dpdist.privacy.guarantee import format_epsilon

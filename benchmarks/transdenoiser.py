@@ -36,9 +36,9 @@ from dpdist.adversary.names import ATTACKS
 from dpdist.attacks.reading import AttackTable, read_attack
 from dpdist.base import vision
 from dpdist.certification import reading
+from dpdist.certification.certificate import CertificateTable
 from dpdist.certification.cohen import Cohen
 from dpdist.certification.paired import compare
-from dpdist.certification.reading import CertificateTable
 from dpdist.cluster.session import connect
 from dpdist.commands.cli import app
 from dpdist.evaluation import load_model

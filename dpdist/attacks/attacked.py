@@ -24,9 +24,8 @@ from dpdist.attacks.evasion import attack
 from dpdist.attacks.settings import AttackSettings
 from dpdist.base.errors import UserError
 from dpdist.base.rounding import exact, percent
-from dpdist.certification.certificate import Certificate, CertifiedSizes
+from dpdist.certification.certificate import Certificate, CertificateTable, CertifiedSizes
 from dpdist.certification.job import Data
-from dpdist.certification.reading import CertificateTable
 from dpdist.certification.sampling import Randomness
 from dpdist.randomness.places import place_of
 from dpdist.randomness.units import UnitSource

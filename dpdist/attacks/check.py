@@ -37,9 +37,8 @@ from dpdist.base.reading import shown
 from dpdist.base.storage import write_json
 from dpdist.bulk.job import Book, Item, Row
 from dpdist.certification import reading
-from dpdist.certification.certificate import Certificate
+from dpdist.certification.certificate import Certificate, SampledPlace
 from dpdist.certification.classifier import stated_form
-from dpdist.certification.places import SampledPlace
 from dpdist.certification.verdict import ABSTAIN
 
 if TYPE_CHECKING:

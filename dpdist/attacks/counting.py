@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from dpdist.base.errors import UserError
 from dpdist.base.tensors import tensor_of
 from dpdist.certification import betting
+from dpdist.certification.certificate import Counter
 from dpdist.certification.classifier import (
     ClassifierSpec,
     ExecutedClassifier,
@@ -21,7 +22,7 @@ from dpdist.certification.classifier import (
 from dpdist.certification.expected_score_bounds import SCORE_UNIT
 from dpdist.certification.fresh_process import alone_by
 from dpdist.certification.reexecution import Reexecution, RowChoice
-from dpdist.certification.sampling import Counter, HiddenNoiseSampler, Randomness, counter
+from dpdist.certification.sampling import HiddenNoiseSampler, Randomness, counter
 from dpdist.certification.verdict import ABSTAIN
 from dpdist.models import fresh_copy, mixing
 from dpdist.models.factory_code import FactoryCode

@@ -14,11 +14,12 @@ from dpdist.adversary.randomised import RandomisedClassifier
 from dpdist.attacks.counting import Counted, Counters, MeanScores, count
 from dpdist.attacks.evasion import attack
 from dpdist.base.tensors import tensor_of
+from dpdist.certification.certificate import Counter
 from dpdist.certification.classifier import quiet_threads
 from dpdist.certification.cohen import predict
 from dpdist.certification.fresh_process import alone_by
 from dpdist.certification.reexecution import Reexecution
-from dpdist.certification.sampling import Counter, Randomness
+from dpdist.certification.sampling import Randomness
 from dpdist.models import NO_CLASS, predicted_classes
 from dpdist.randomness.units import UnitSource
 

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
 
 import numpy as np
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, ValidationError
 
 from dpdist.base.errors import UserError
 from dpdist.base.fields import (
@@ -34,9 +36,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from dpdist.base.table_files import Column
-    from dpdist.certification.places import SampledPlace
-    from dpdist.certification.reading import CertificateTable
-    from dpdist.certification.sampling import Counter
 
 # How a network can be executed (`dpdist.certification.classifier.FORMS`).
 FormName = Literal["eager", "channels-last", "frozen", "compiled", "bf16"]
@@ -76,6 +75,48 @@ class CertifiedSizes:
     def certified(self, labels: np.ndarray) -> np.ndarray:
         """The size where the answer is the label, -1 elsewhere: float64 (N,)."""
         return np.where((self.answer == labels) & (self.answer != ABSTAIN), self.size, -1.0)
+
+
+class Counter(Protocol):
+    """Counts classes over one canonical block of noisy copies of an input."""
+
+    def histogram(
+        self, x: Tensor, index: int, stage: str, block: int, rows: int, draws: int
+    ) -> np.ndarray:
+        """int64 (classes,). A draw whose logits are not finite is in none of the counts, which then
+        add up to less than ``draws``."""
+        ...
+
+
+class SampledPlace(Protocol):
+    """How a certificate samples the place where a model is random.
+
+    sigma: of the noise, which names it in the keys of random units. assignment, spec: what all
+    workers share, and the executed classifier (`dpdist.certification.worker`, `classifier`).
+    """
+
+    @property
+    def sigma(self) -> float: ...
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What results depend on beside settings and model, as JSON."""
+        ...
+
+    def pinned(self, about: dict[str, Any]) -> SampledPlace:
+        """With what was pinned when the certification began."""
+        ...
+
+    def check_batch(self, assignment: Any, *, copies: bool = False) -> tuple[nn.Module, Tensor]:
+        """The executed network, and a batch for it under a random unit used for nothing else.
+
+        copies: of one input, not of the check inputs in turn.
+        """
+        ...
+
+    def sampler(self, assignment: Any, spec: Any) -> tuple[Counter, Tensor]:
+        """What counts on the executed classifier, and its classes of the check batch."""
+        ...
 
 
 class Certificate(Section):
@@ -338,6 +379,137 @@ class Certificate(Section):
         """Which inputs of a data set of ``count`` are certified."""
         chosen = range(self.start, count, self.every)
         return chosen if self.max_inputs is None else chosen[: self.max_inputs]
+
+
+@dataclass(frozen=True)
+class CertificateTable:
+    """One finished certification. Arrays of equal length, one entry for each certified input.
+
+    about: what was executed. alpha: the error of each certificate, of every row.
+    """
+
+    path: Path
+    kind: type[Certificate]
+    about: dict[str, Any]
+    table: pa.Table
+    sigma: float
+    mode: str
+    noise: str
+    norm: str
+    n0: int
+    n: int
+    alpha: float
+    index: np.ndarray
+    label: np.ndarray
+    prediction: np.ndarray
+    radius: np.ndarray
+
+    @property
+    def name(self) -> str:
+        """The folder's name: sigma, mode and what else tells it apart."""
+        return self.path.parent.name
+
+    @property
+    def title(self) -> str:
+        """What its settings say that tells it apart, wherever it lies; else the folder's name."""
+        settings = self.about.get("settings", {})
+        given = {key: settings[key] for key in settings.keys() & self.kind.model_fields.keys()}
+        try:
+            return self.kind.model_validate(given).folder_name
+        except ValidationError:  # written by another version
+            return self.name
+
+    @property
+    def words(self) -> str:
+        """What was certified and how, as people say it."""
+        return self.kind.words(self)
+
+    @property
+    def correct(self) -> np.ndarray:
+        """Whether the certified answer is the label; an abstention is not."""
+        return self.prediction == self.label
+
+    @cached_property
+    def sizes(self) -> tuple[CertifiedSizes, ...]:
+        """All that the table states of its inputs."""
+        return self.kind.sizes(self.table)
+
+    @property
+    def by_votes(self) -> bool:
+        """Whether its radii are of the classifier by votes of draws, or by their mean scores."""
+        return self.kind.by_votes(self.table)
+
+    @property
+    def attacked_as(self) -> tuple[str, float | None] | None:
+        """The place and sigma of an attack on the same classifier; None where there is none."""
+        return self.kind.attacked_as(self.noise, self.sigma)
+
+    def sizes_of(self, certificate: str, norm: str | None) -> CertifiedSizes:
+        """What one of its certificates states. Raises UserError where the table has none such."""
+        for sizes in self.sizes:
+            if (sizes.name, sizes.norm) == (certificate, norm):
+                return sizes
+        there = ", ".join(f"{sizes.name}_{sizes.norm}" for sizes in self.sizes)
+        raise UserError(
+            f"{self.path}: no column {certificate}_{norm} in the table; there are {there}"
+        )
+
+    @property
+    def terms(self) -> dict[str, Any]:
+        """On which its certificates were made: sizes on other terms are not compared with these.
+
+        The scale of noise of a model's own, which its scores are certified under, is none of them.
+        """
+        return {
+            "mode": self.mode, "noise": self.noise, "alpha": self.alpha, "n0": self.n0, "n": self.n,
+            "noise_bank": bool(self.about.get("settings", {}).get("noise_bank")),
+            **self.kind.terms(self),
+        }  # fmt: skip
+
+    def certified(self, certificate: str | None = None, norm: str | None = None) -> np.ndarray:
+        """Certified size of every input with the right answer, -1 of all others: float64 (N,).
+
+        certificate, norm: one of several that the table has; None: the table's radius. Raises as
+        `sizes_of`.
+        """
+        if certificate is None:
+            return np.where(self.correct & (self.prediction != ABSTAIN), self.radius, -1.0)
+        return self.sizes_of(certificate, norm).certified(self.label)
+
+    def certified_accuracy(
+        self, size: float, certificate: str | None = None, norm: str | None = None
+    ) -> float:
+        """Share of all inputs that are right and certified at this size at least."""
+        return float(np.mean(self.certified(certificate, norm) >= size))
+
+    @property
+    def abstained(self) -> float:
+        return float(np.mean(self.prediction == ABSTAIN))
+
+    @property
+    def average_radius(self) -> float:
+        """Mean over all inputs of radius * 1[correct] (Zhai et al. 2020)."""
+        return float(np.mean(np.maximum(self.certified(), 0.0)))
+
+    @property
+    def radii(self) -> tuple[float, ...]:
+        """The radii that were asked for."""
+        radii = self.about.get("settings", {}).get("radii", ())
+        if not isinstance(radii, list | tuple) or not all(
+            type(radius) in (int, float) and radius >= 0 for radius in radii
+        ):
+            raise UserError(f"{self.path}: damaged: settings.radii must be numbers >= 0")
+        return tuple(radii)
+
+    @property
+    def shown_radii(self) -> tuple[float, ...]:
+        """Return the radii at which anything is printed of the table, ascending.
+
+        0, and those that were asked for; where none were, multiples of sigma. Bounds that hold at
+        all of them together share one error, so every place prints these.
+        """
+        usual = tuple(round(self.sigma * times, 4) for times in (0.5, 1.0, 2.0))
+        return tuple(sorted({0.0, *(self.radii or usual)}))
 
 
 def select(counter: Counter, n0: int, x: Tensor, index: int) -> int:

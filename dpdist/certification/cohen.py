@@ -36,9 +36,8 @@ from dpdist.certification.verdict import ABSTAIN, Verdict
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from dpdist.certification.certificate import CertificateTable, Counter
     from dpdist.certification.places import SmoothedPlace
-    from dpdist.certification.reading import CertificateTable
-    from dpdist.certification.sampling import Counter
 
 
 class Cohen(Smoothing):

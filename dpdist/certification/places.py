@@ -7,7 +7,7 @@ alike, and the sampler that counts under the noise.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
@@ -17,46 +17,18 @@ from dpdist.base.errors import UserError
 from dpdist.base.tensors import tensor_of
 from dpdist.certification import operator_norms
 from dpdist.certification.bank import BankSampler, split_first_layer
+from dpdist.certification.certificate import Counter
 from dpdist.certification.classifier import ClassifierSpec, ExecutedClassifier
 from dpdist.certification.expected_score_bounds import Sensitivity
 from dpdist.certification.noises import Gaussian, Noise
 from dpdist.certification.quadrature import Quadrature, stated
-from dpdist.certification.sampling import Counter, HiddenNoiseSampler, Sampler
+from dpdist.certification.sampling import HiddenNoiseSampler, Sampler
 from dpdist.models import SplitModel, require_split
 from dpdist.randomness import units
 from dpdist.randomness.places import BehindLayer, NoiseCut, Nowhere, Place, place_of
 
 if TYPE_CHECKING:
     from dpdist.certification.worker import Assignment
-
-
-class SampledPlace(Protocol):
-    """sigma: of the noise, which names it in the keys of random units."""
-
-    @property
-    def sigma(self) -> float: ...
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """What results depend on beside settings and model, as JSON."""
-        ...
-
-    def pinned(self, about: dict[str, Any]) -> SampledPlace:
-        """With what was pinned when the certification began."""
-        ...
-
-    def check_batch(
-        self, assignment: Assignment, *, copies: bool = False
-    ) -> tuple[nn.Module, Tensor]:
-        """The executed network, and a batch for it under a random unit used for nothing else.
-
-        copies: of one input, not of the check inputs in turn.
-        """
-        ...
-
-    def sampler(self, assignment: Assignment, spec: ClassifierSpec) -> tuple[Counter, Tensor]:
-        """What counts on the executed classifier, and its classes of the check batch."""
-        ...
 
 
 @dataclass(frozen=True)

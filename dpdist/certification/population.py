@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from dpdist.base.binomial import clopper_pearson_lower, clopper_pearson_upper
 from dpdist.base.errors import UserError
 from dpdist.base.rounding import exact, percent
+from dpdist.certification.certificate import CertificateTable
 from dpdist.certification.paired import ERROR
-from dpdist.certification.reading import CertificateTable
 from dpdist.certification.rebound import label_reach
 
 _ROUNDING = 1e-12  # outwards

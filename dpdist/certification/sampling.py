@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dpdist.certification import betting
+from dpdist.certification.certificate import Counter
 from dpdist.certification.classifier import ExecutedClassifier
 from dpdist.certification.expected_score_bounds import SCORE_UNIT
 from dpdist.certification.noises import Gaussian, Laplace, Noise
@@ -30,17 +31,6 @@ class Inspector(Protocol):
     ) -> None:  # fmt: skip
         """Raise where what was counted of the first draws does not hold. rows: as executed;
         scores: whether scores were counted, not classes alone."""
-        ...
-
-
-class Counter(Protocol):
-    """Counts classes over one canonical block of noisy copies of an input."""
-
-    def histogram(
-        self, x: Tensor, index: int, stage: str, block: int, rows: int, draws: int
-    ) -> np.ndarray:
-        """int64 (classes,). A draw whose logits are not finite is in none of the counts, which then
-        add up to less than ``draws``."""
         ...
 
 

@@ -31,9 +31,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from torch import Tensor, nn
 
-    from dpdist.certification.places import SampledPlace
-    from dpdist.certification.reading import CertificateTable
-    from dpdist.certification.sampling import Counter
+    from dpdist.certification.certificate import CertificateTable, Counter, SampledPlace
 
 _NEAR = 1e-6  # decided radii are tested at a probability a hair above their own
 

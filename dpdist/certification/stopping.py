@@ -26,9 +26,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from torch import Tensor
 
-    from dpdist.certification.places import SampledPlace, SmoothedPlace
-    from dpdist.certification.reading import CertificateTable
-    from dpdist.certification.sampling import Counter
+    from dpdist.certification.certificate import CertificateTable, Counter, SampledPlace
+    from dpdist.certification.places import SmoothedPlace
 
 # Error of the upper bound by which hopeless inputs are given up (never adds a certificate).
 FUTILE = 0.01

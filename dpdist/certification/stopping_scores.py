@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from torch import Tensor, nn
 
+    from dpdist.certification.certificate import CertificateTable
     from dpdist.certification.places import ScoredPlace
-    from dpdist.certification.reading import CertificateTable
     from dpdist.certification.sampling import HiddenNoiseSampler
 
 _NEAR_ONE = 1 - 1e-12

@@ -15,16 +15,15 @@ from torch import Tensor, nn
 from dpdist.base.errors import UserError
 from dpdist.base.tensors import tensor_of
 from dpdist.certification import device as devices
-from dpdist.certification.certificate import Certificate
+from dpdist.certification.certificate import Certificate, SampledPlace
 from dpdist.certification.classifier import ClassifierSpec, check_digest, choose, differing_rows
 from dpdist.certification.fresh_process import SameProcess, alone_by
-from dpdist.certification.places import SampledPlace
 from dpdist.certification.reexecution import Reexecution, RowChoice
 from dpdist.certification.streams import CPU, STREAMS, Stream, usual
 from dpdist.models import fresh_copy, mixing
 from dpdist.models.factory_code import FactoryCode
-from dpdist.randomness import units
 from dpdist.randomness.keys import new_run_key
+from dpdist.randomness.units import UnitSource
 
 Progress = Callable[[int, int, float], None]  # units done, units, per second
 
@@ -53,7 +52,7 @@ class Assignment:
     model: nn.Module
     settings: Certificate
     place: SampledPlace
-    source: units.UnitSource
+    source: UnitSource
     classes: int
     input_shape: tuple[int, ...]
     check_inputs: np.ndarray

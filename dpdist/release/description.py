@@ -24,7 +24,7 @@ from dpdist.certification.catalogue import AnyCertificate
 from dpdist.sections.data import DataRecipe
 
 if TYPE_CHECKING:
-    from dpdist.certification.reading import CertificateTable
+    from dpdist.certification.certificate import CertificateTable
 
 FORMAT = 2  # 1 had no tables of certificates
 # Of settings, what a reader takes from no publisher: noise that was known, inputs that were chosen.

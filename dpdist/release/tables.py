@@ -22,8 +22,7 @@ from dpdist.base.json_values import same_json
 from dpdist.base.reading import check_shape, shown
 from dpdist.base.table_files import count_values, open_parquet
 from dpdist.certification import reading
-from dpdist.certification.certificate import Certificate
-from dpdist.certification.reading import CertificateTable
+from dpdist.certification.certificate import Certificate, CertificateTable
 from dpdist.release.files import ReleaseError
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dpdist.certification import population
+from dpdist.certification.certificate import CertificateTable
 from dpdist.certification.paired import holm
-from dpdist.certification.reading import CertificateTable
 from dpdist.reports.differences import differences, whole_curves
 from dpdist.reports.facts import Facts
 

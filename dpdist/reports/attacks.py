@@ -10,8 +10,8 @@ import numpy as np
 
 from dpdist.attacks.reading import NONE, AttackTable
 from dpdist.base.rounding import exact, percent
+from dpdist.certification.certificate import CertificateTable
 from dpdist.certification.radii import ball_factor
-from dpdist.certification.reading import CertificateTable
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ import numpy as np
 
 from dpdist.base.errors import UserError
 from dpdist.base.rounding import bound, exact, percent
+from dpdist.certification.certificate import CertificateTable
 from dpdist.certification.curves import CurveDifference, curve_difference
 from dpdist.certification.paired import ERROR, Comparison, compare, difference_interval, holm
-from dpdist.certification.reading import CertificateTable
 from dpdist.reports.compare import NORMS, markdown
 from dpdist.reports.facts import MOST_INPUTS, Facts
 

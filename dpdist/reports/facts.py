@@ -20,7 +20,7 @@ from dpdist.base.reading import check_shape, read_json
 from dpdist.base.rounding import exact, percent
 from dpdist.bulk.evaluation import Evaluation, refuse_decisions
 from dpdist.certification import population, reading
-from dpdist.certification.reading import CertificateTable
+from dpdist.certification.certificate import CertificateTable
 from dpdist.privacy.audited import Audited
 from dpdist.privacy.budget import run_id
 from dpdist.privacy.budgets import budgets_in

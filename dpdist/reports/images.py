@@ -15,7 +15,7 @@ import numpy as np
 
 from dpdist.base.reading import NoSuchFile, read_json
 from dpdist.base.storage import write_json
-from dpdist.certification.reading import CertificateTable
+from dpdist.certification.certificate import CertificateTable
 from dpdist.certification.verdict import ABSTAIN
 from dpdist.runs.folder import RunFolder
 

@@ -14,9 +14,9 @@ import numpy as np
 
 from dpdist.base.binomial import clopper_pearson_interval
 from dpdist.base.rounding import exact, percent
+from dpdist.certification.certificate import CertificateTable
 from dpdist.certification.paired import ERROR
 from dpdist.certification.radii import norm_name
-from dpdist.certification.reading import CertificateTable
 from dpdist.privacy.audited import REFUTED
 from dpdist.privacy.guarantee import Guarantee, format_delta, format_epsilon
 from dpdist.reports.facts import Facts

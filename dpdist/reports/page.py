@@ -19,8 +19,8 @@ from dpdist.attacks.reading import AttackTable, check_line
 from dpdist.base.rounding import bound, exact, percent
 from dpdist.base.storage import write_together
 from dpdist.certification import population
+from dpdist.certification.certificate import CertificateTable
 from dpdist.certification.radii import norm_name
-from dpdist.certification.reading import CertificateTable
 from dpdist.privacy.card import EVALUATION_UNPROTECTED
 from dpdist.privacy.guarantee import format_delta, format_epsilon
 from dpdist.reports.attacks import Grid, grid

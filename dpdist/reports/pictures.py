@@ -9,8 +9,8 @@ import numpy as np
 
 from dpdist.attacks.reading import AttackTable
 from dpdist.base.rounding import exact, percent
+from dpdist.certification.certificate import CertificateTable
 from dpdist.certification.radii import norm_name
-from dpdist.certification.reading import CertificateTable
 from dpdist.privacy.guarantee import format_epsilon
 from dpdist.reports.attacks import grid
 from dpdist.reports.charts import Axis, Line, chart

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from dpdist import models
 from dpdist.certification import betting, predict
 from dpdist.certification.catalogue import BY_MODE, settings_of
-from dpdist.certification.certificate import Certificate
+from dpdist.certification.certificate import Certificate, SampledPlace
 from dpdist.certification.expected_score_bounds import SCORE_UNIT, Sensitivity
 from dpdist.certification.noises import NOISES
-from dpdist.certification.places import SampledPlace, ScoredPlace
+from dpdist.certification.places import ScoredPlace
 from dpdist.certification.predict import Predictor
 from dpdist.certification.sampling import Scores
 from dpdist.certification.scores import ExpectedScores

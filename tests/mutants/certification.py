@@ -686,7 +686,7 @@ FAULTS: list[Fault] = [
          '    rebound = {name: note.get(name) for name in ("rebound_alpha",)}', "shares by different bounds merge"),
     ),
     *group(
-        "dpdist/certification/reading.py", "certification/test_rebound",
+        "dpdist/certification/certificate.py", "certification/test_rebound",
         ("return float(np.mean(self.certified(certificate, norm) >= size))",
          "return float(np.mean((self.certified(certificate, norm) >= size)[self.prediction != ABSTAIN]))",
          "abstentions are left out of certified accuracy"),
